@@ -1,0 +1,1 @@
+"""Events, metrics and reports: how everything that happens is told."""

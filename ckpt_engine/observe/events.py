@@ -1,0 +1,142 @@
+"""The events of a run: one frozen value per thing that happened, and the sink that takes them.
+
+Events cross the process boundary as JSON (`to_json`, `from_json`), so their fields are JSON values only.
+Times are wall-clock seconds since the epoch for display; durations come from monotonic clocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of all events; `name` identifies the kind on the wire and in logs."""
+
+    name: ClassVar[str] = "event"
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotStaged(Event):
+    """The state has left the training thread; `stall_seconds` is what training paid so far (capture, staging, fence)."""
+
+    name: ClassVar[str] = "snapshot_staged"
+    snapshot: str
+    step: int
+    stall_seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotCommitted(Event):
+    """The snapshot is durable on `tier`.
+
+    `latency_seconds` runs from the snapshot instant to durability; `cpu_seconds` is the writer's CPU time for it.
+    """
+
+    name: ClassVar[str] = "snapshot_committed"
+    snapshot: str
+    step: int
+    tier: str
+    nbytes: int
+    written_bytes: int
+    latency_seconds: float
+    write_seconds: float
+    cpu_seconds: float
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotFailed(Event):
+    """The snapshot did not become durable; everything older is untouched. `code` is that of the error."""
+
+    name: ClassVar[str] = "snapshot_failed"
+    snapshot: str
+    step: int
+    tier: str
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSkipped(Event):
+    """A due snapshot was not taken (`reason`: busy, accumulating, ...); training was not blocked."""
+
+    name: ClassVar[str] = "snapshot_skipped"
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotsForgotten(Event):
+    """Retention removed these snapshots; `freed_bytes` counts the data collected with them."""
+
+    name: ClassVar[str] = "snapshots_forgotten"
+    snapshots: tuple[str, ...]
+    freed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalChanged(Event):
+    """The frequency policy changed its interval; `why` is the one-line explanation for people."""
+
+    name: ClassVar[str] = "interval_changed"
+    step: int
+    interval_steps: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriterLost(Event):
+    """The writer process died; a new one is started at the next snapshot."""
+
+    name: ClassVar[str] = "writer_lost"
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Notice(Event):
+    """Something worth a log line that changes nothing else. `level` is a `logging` level name."""
+
+    name: ClassVar[str] = "notice"
+    level: str
+    message: str
+
+
+KINDS: Mapping[str, type[Event]] = {
+    kind.name: kind
+    for kind in (
+        SnapshotStaged,
+        SnapshotCommitted,
+        SnapshotFailed,
+        SnapshotSkipped,
+        SnapshotsForgotten,
+        IntervalChanged,
+        WriterLost,
+        Notice,
+    )
+}
+
+
+class EventSink(Protocol):
+    """Takes events. Called on the training thread only; must return at once and never raise."""
+
+    def emit(self, event: Event) -> None: ...
+
+
+def to_json(event: Event) -> dict[str, Any]:
+    """The event as a JSON-able dict with its `event` name."""
+    return {"event": event.name, **dataclasses.asdict(event)}
+
+
+def from_json(data: Mapping[str, Any]) -> Event:
+    """The inverse of `to_json`; lists become tuples again.
+
+    Raises:
+        KeyError: an event name this version does not know.
+    """
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "event"}
+    return KINDS[data["event"]](**fields)

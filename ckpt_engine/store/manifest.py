@@ -1,0 +1,116 @@
+"""The manifest: the commit record of one snapshot, as values and as bytes.
+
+A snapshot exists if and only if its manifest does. The bytes are one JSON document,
+
+    {"digest":"xxh3-128:<32 hex>","manifest":<body>}\\n
+
+where the digest covers exactly the bytes of <body>. The body starts with `format`, `version` and `info`, so that a
+listing can be made from the first few KiB of each manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+FORMAT = "ckpt-engine"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotInfo:
+    """What a listing shows of a snapshot.
+
+    Args:
+        id: unique name, `{seq:08d}-s{step:010d}-{8 hex}`; sorts by age.
+        seq: monotone number within the run; "newest" means highest `seq`.
+        step: optimizer/trainer step, as given to `save`.
+        epoch: epoch number or None.
+        reason: why it was taken: interval, every_n_steps, every_seconds, validation, end, signal, manual, ...
+        created: wall-clock seconds since the epoch (display only, never used for ordering).
+        nbytes: logical bytes of all tensors.
+        metrics: numbers the user may rank by.
+        parent: id of the snapshot this run resumed from, if any.
+        components: logical bytes by top-level key of the state.
+    """
+
+    id: str
+    seq: int
+    step: int
+    epoch: int | None
+    reason: str
+    created: float
+    nbytes: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    parent: str | None = None
+    components: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of consecutive bytes of one entry, stored in one file.
+
+    Pieces of an entry are in order and cover it without gaps. `digest` is of the stored bytes. `codec` says how the
+    stored bytes are encoded ("raw": as they are); `base` names the snapshot a delta was made against, else None.
+
+    Args:
+        file: index into `Manifest.files`.
+        offset: absolute byte offset in that file.
+        nbytes: stored bytes.
+        raw_nbytes: decoded bytes (equal to `nbytes` for "raw").
+    """
+
+    file: int
+    offset: int
+    nbytes: int
+    digest: str
+    raw_nbytes: int
+    codec: str = "raw"
+    base: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored array: a name in a safetensors container plus what safetensors cannot say.
+
+    Args:
+        dtype: torch dtype name without `torch.` ("float32", "complex128", "uint8", ...).
+        shape: logical shape.
+        pieces: where its bytes are (C-contiguous order, little endian).
+        container_dtype: dtype code used in the container ("F32", or "U8" where safetensors has none).
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    container_dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A data file named by a manifest: path relative to the run's root and its exact size."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """Everything needed to rebuild one snapshot.
+
+    Args:
+        tree: the typed JSON skeleton of the state (see docs/format.md, "Tree"); leaves refer to `entries` by name.
+        world: `{"size": W}`; more keys when several ranks wrote.
+        software: versions of python, torch, ckpt-engine, trainer...
+        notes: free JSON for adapters (never needed for rebuilding the tree).
+    """
+
+    info: SnapshotInfo
+    run: str
+    world: Mapping[str, Any]
+    software: Mapping[str, str]
+    files: tuple[DataFile, ...]
+    entries: Mapping[str, Entry]
+    tree: Any
+    notes: Mapping[str, Any] = field(default_factory=dict)

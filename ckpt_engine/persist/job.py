@@ -1,0 +1,203 @@
+"""The values that cross between trainer and writer: layouts, jobs, their outcome, the writer's configuration.
+
+Everything here is JSON-able (`to_json`, `from_json`) except the arena itself, which crosses as file descriptors.
+
+A job refers to what rarely changes by number. A *layout* describes the bytes of an arena slot: it already is the
+data file, header included. A *skeleton* is the JSON tree of one top-level key of the state in which every
+`{"$": "v", "i": n}` stands for `values[n]` of the job. Both are sent once, before the first job that names them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_engine import errors
+
+
+@dataclass(frozen=True, slots=True)
+class EntryLayout:
+    """Where one array lies in the data file.
+
+    Args:
+        name: its name in the container, and in the manifest.
+        dtype: torch dtype name without `torch.`.
+        shape: logical shape.
+        container_dtype: dtype code in the container header.
+        offset: absolute byte offset in the file (header included).
+        nbytes: bytes of the array; its elements are C-contiguous, little endian.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    container_dtype: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What an arena slot holds: a whole data file of `nbytes` bytes, of which the first `header_nbytes` are its header.
+
+    The header bytes MUST be in the slot before a job names this layout.
+    """
+
+    id: int
+    header_nbytes: int
+    nbytes: int
+    entries: tuple[EntryLayout, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PersistJob:
+    """One staged snapshot to make durable. The slot MUST NOT change until its `JobDone` has arrived.
+
+    Args:
+        job: unique number within one trainer process.
+        slot: arena slot holding the bytes.
+        layout: id of the layout of those bytes.
+        tree: (top-level key, skeleton id) in the state's order.
+        values: per top-level key, what its skeleton's placeholders stand for (JSON nodes).
+        created: wall-clock seconds since the epoch.
+        instant_monotonic: `time.monotonic()` at the snapshot instant; that clock is the machine's, not the process's.
+        parent: id of the snapshot this run resumed from.
+        notes: free JSON for adapters.
+        software: versions by name.
+    """
+
+    job: int
+    slot: int
+    layout: int
+    tree: tuple[tuple[str, int], ...]
+    values: Mapping[str, list[Any]]
+    step: int
+    epoch: int | None
+    reason: str
+    metrics: Mapping[str, float]
+    created: float
+    instant_monotonic: float
+    parent: str | None = None
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    software: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord:
+    """An error of this project's tree as a value, so that it can cross to the trainer and be raised there."""
+
+    code: str
+    message: str
+    hint: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorRecord:
+        """The record of `error`; what is not of this project's tree becomes a `WriterError` naming its type."""
+        if isinstance(error, errors.CkptError):
+            return cls(error.code, error.message, error.hint)
+        return cls(errors.WriterError.code, f"{type(error).__name__}: {error}")
+
+    def exception(self) -> errors.CkptError:
+        """An exception of the same class with the same text."""
+        return _CLASSES.get(self.code, errors.WriterError)(self.message, hint=self.hint)
+
+
+def _classes() -> dict[str, type[errors.CkptError]]:
+    found: dict[str, type[errors.CkptError]] = {}
+    todo = [errors.CkptError]
+    while todo:
+        kind = todo.pop()
+        found[kind.code] = kind
+        todo += kind.__subclasses__()
+    return found
+
+
+_CLASSES = _classes()
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """The outcome of one job; its slot is free again.
+
+    Args:
+        snapshot_id: the id of the snapshot, which is durable (`error` is None), else None.
+        error: why it is not durable.
+    """
+
+    job: int
+    snapshot_id: str | None
+    error: ErrorRecord | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the snapshot is durable."""
+        return self.error is None
+
+
+@dataclass(frozen=True, slots=True)
+class WriterConfig:
+    """What a writer needs to know before its first job.
+
+    Args:
+        url: root of the run (a path or `file://`).
+        storage_options: passed to the storage as they are.
+        keep: retention as plain JSON, `{"last": n, "every_n_steps": n, "best": {"monitor": m, "mode": "min", "k": k}}`;
+            each key optional, empty keeps everything.
+        lease_wait_seconds: how long `start` waits for another holder of the run's lease.
+        holder: who asks for the lease: `pid`, `host`, `command`; filled with this process where absent.
+        drain_seconds: how long a writer whose trainer is gone may go on to finish its jobs.
+        nice: lower the CPU and I/O priority of the writer process.
+    """
+
+    url: str
+    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    keep: Mapping[str, Any] = field(default_factory=dict)
+    lease_wait_seconds: float = 0.0
+    holder: Mapping[str, Any] = field(default_factory=dict)
+    drain_seconds: float = 600.0
+    nice: bool = True
+
+
+def layout_to_json(layout: Layout) -> dict[str, Any]:
+    """`layout` as JSON; entries become rows without their field names, because there may be 10,000 of them."""
+    rows = [[e.name, e.dtype, list(e.shape), e.container_dtype, e.offset, e.nbytes] for e in layout.entries]
+    return {"id": layout.id, "header_nbytes": layout.header_nbytes, "nbytes": layout.nbytes, "entries": rows}
+
+
+def layout_from_json(data: Mapping[str, Any]) -> Layout:
+    """The inverse of `layout_to_json`."""
+    entries = tuple(EntryLayout(n, d, tuple(s), c, o, b) for n, d, s, c, o, b in data["entries"])
+    return Layout(data["id"], data["header_nbytes"], data["nbytes"], entries)
+
+
+def job_to_json(job: PersistJob) -> dict[str, Any]:
+    """`job` as JSON. Shallow: the values are not copied."""
+    return {f.name: getattr(job, f.name) for f in dataclasses.fields(job)}
+
+
+def job_from_json(data: Mapping[str, Any]) -> PersistJob:
+    """The inverse of `job_to_json`."""
+    return PersistJob(**{**data, "tree": tuple((key, skeleton) for key, skeleton in data["tree"])})
+
+
+def done_to_json(done: JobDone) -> dict[str, Any]:
+    """`done` as JSON."""
+    return dataclasses.asdict(done)
+
+
+def done_from_json(data: Mapping[str, Any]) -> JobDone:
+    """The inverse of `done_to_json`."""
+    error = data["error"]
+    return JobDone(data["job"], data["snapshot_id"], None if error is None else ErrorRecord(**error))
+
+
+def config_to_json(config: WriterConfig) -> dict[str, Any]:
+    """`config` as JSON."""
+    return dataclasses.asdict(config)
+
+
+def config_from_json(data: Mapping[str, Any]) -> WriterConfig:
+    """The inverse of `config_to_json`."""
+    return WriterConfig(**data)

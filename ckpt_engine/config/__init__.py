@@ -1,0 +1,21 @@
+"""The one schema of all options: YAML files, keywords and nested mappings become the same frozen `Config`.
+
+load_config("ckpt.yaml")                           # a YAML file
+load_config("/data/run1", overhead="1%")           # a folder or storage URL, plus keywords
+load_config({"tiers": "/data/run1"}, slots=1)      # a mapping; keywords win
+"""
+
+from ckpt_engine.config.load import load_config
+from ckpt_engine.config.models import OPTION_NAMES, Best, Config, Keep, Tier
+from ckpt_engine.config.quantities import parse_duration_seconds, parse_fraction
+
+__all__ = [
+    "OPTION_NAMES",
+    "Best",
+    "Config",
+    "Keep",
+    "Tier",
+    "load_config",
+    "parse_duration_seconds",
+    "parse_fraction",
+]

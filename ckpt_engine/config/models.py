@@ -175,8 +175,14 @@ class Config(Section):
     ] = Field(
         default="auto", description="Mean time between failures of the job; auto learns it from the run's own restarts."
     )
-    every_n_steps: Count | None = Field(default=None, description="Also a snapshot at every multiple of N steps.")
-    every_seconds: Duration | None = Field(default=None, description="Also a snapshot when the last one is that old.")
+    every_n_steps: Count | None = Field(
+        default=None,
+        description="A snapshot at every multiple of N steps; without overhead or max_lost_work at no other interval.",
+    )
+    every_seconds: Duration | None = Field(
+        default=None,
+        description="A snapshot when the last one is that old; without overhead or max_lost_work at no other interval.",
+    )
     on_validation_end: Flag = Field(default=False, description="Also a snapshot after each validation.")
     at_end: Flag = Field(default=True, description="A snapshot of the final state when training ends.")
     keep: Keep = Field(default_factory=Keep, description="Which snapshots are kept.")
@@ -207,6 +213,19 @@ class Config(Section):
     def root_keep(self) -> Keep:
         """The retention that holds at the run's root."""
         return self.tiers[0].keep or self.keep
+
+    def frequency_options(self) -> dict[str, Any]:
+        """What decides when snapshots are taken: keywords of `FrequencySettings.from_options`. None: not given."""
+        return {
+            "overhead": self.overhead if "overhead" in self.model_fields_set else None,
+            "max_lost_work_seconds": self.max_lost_work,
+            "mtbf_seconds": None if self.mtbf == "auto" else self.mtbf,
+            "every_n_steps": self.every_n_steps,
+            "every_seconds": self.every_seconds,
+            "on_validation_end": self.on_validation_end,
+            "at_end": self.at_end,
+            "slots": self.slots,
+        }
 
     def options(self) -> dict[str, Any]:
         """The options that were given, as JSON values; `load_config` makes an equal `Config` of them."""

@@ -17,6 +17,7 @@ from ckpt_engine.config.yaml_file import KeyPath
 
 _SECTIONS: Mapping[str, type[Section]] = {"": Config, "keep": Keep, "keep.best": Best, "tiers": Tier}
 _MAX_VALUE_CHARACTERS = 60
+_MAX_DEPTH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,9 @@ class Problem:
 
 def plain_values(value: Any, path: KeyPath, origin: Origin, problems: list[Problem]) -> Any:
     """Mappings → dicts, sequences → lists, paths → texts; keys that are not texts become problems and are left out."""
+    if len(path) > _MAX_DEPTH:
+        problems.append(Problem(origin, path[:1], "nested too deeply; does it contain itself?"))
+        return None
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_unset=True)
     if isinstance(value, os.PathLike):

@@ -53,22 +53,23 @@ def read_document(path: str | os.PathLike[str]) -> Document:
         ConfigError: the file cannot be read, is not YAML, has several documents, or names a key twice.
     """
     try:
-        text = Path(path).read_bytes()
+        content = Path(path).read_bytes()
     except OSError as err:
         raise ConfigError(f"{os.fspath(path)}: cannot be read: {err.strerror or err}") from err
-    loader = _Loader(text.decode("utf-8", "surrogateescape")) if not text.isascii() else _Loader(text)
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return Document(None, {})
-        lines = dict(_lines(node, (), set()))
-        return Document(loader.construct_document(node), lines)
+        loader = _Loader(content)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return Document(None, {})
+            lines = dict(_lines(node, (), set()))
+            return Document(loader.construct_document(node), lines)
+        finally:
+            loader.dispose()
     except _DuplicateKeyError as err:
         raise ConfigError(f"{os.fspath(path)}, {err}") from err
     except yaml.YAMLError as err:
         raise ConfigError(f"{os.fspath(path)}{_where(err)}: not valid YAML: {_what(err)}") from err
-    finally:
-        loader.dispose()
 
 
 class _DuplicateKeyError(Exception):

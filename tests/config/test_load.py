@@ -1,0 +1,192 @@
+"""Options from files, keywords, mappings and folders: one schema, one validation."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from ckpt_engine.config import OPTION_NAMES, Config, load_config
+from ckpt_engine.errors import ConfigError
+from ckpt_engine.frequency.settings import FrequencySettings
+
+OPTIONS: dict[str, Any] = {
+    "overhead": "3.5%",
+    "max_lost_work": "10 min",
+    "mtbf": "6 h",
+    "every_n_steps": 500,
+    "every_seconds": "1 h",
+    "on_validation_end": True,
+    "at_end": False,
+    "keep": {"last": 3, "every_n_steps": 1000, "best": {"monitor": "val_loss", "mode": "max", "k": 2}},
+    "tiers": [{"url": "/data/run1", "keep": {"last": 5}}],
+    "on_error": "raise",
+    "writer": "thread",
+    "slots": 1,
+    "lazy": "off",
+}
+YAML = """
+overhead: 3.5%
+max_lost_work: 10 min
+mtbf: 6 h
+every_n_steps: 5e2          # YAML 1.1 readers make a text of this
+every_seconds: 1 h
+on_validation_end: yes      # and a boolean of this
+at_end: false
+keep: {last: 3, every_n_steps: 1000, best: {monitor: val_loss, mode: max, k: 2}}
+tiers:
+  - url: /data/run1
+    keep: {last: 5}
+on_error: raise
+writer: thread
+slots: 1
+lazy: off
+"""
+
+
+def _yaml(folder: Path, text: str, name: str = "ckpt.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_the_list_of_options_is_frozen() -> None:
+    """Adding, renaming or reordering an option is a decision: change this list together with the documentation."""
+    assert OPTION_NAMES == (
+        "overhead",
+        "max_lost_work",
+        "mtbf",
+        "every_n_steps",
+        "every_seconds",
+        "on_validation_end",
+        "at_end",
+        "keep",
+        "tiers",
+        "on_error",
+        "writer",
+        "slots",
+        "lazy",
+    )
+
+
+def test_defaults() -> None:
+    """Only the place has to be given."""
+    config = load_config("/data/run1")
+    assert config.root_url == "/data/run1"
+    assert config.overhead == 0.01
+    assert (config.max_lost_work, config.mtbf, config.every_n_steps, config.every_seconds) == (None, "auto", None, None)
+    assert (config.on_validation_end, config.at_end) == (False, True)
+    assert (config.keep.last, config.keep.every_n_steps, config.keep.best) == (2, None, None)
+    assert (config.on_error, config.writer, config.slots, config.lazy) == ("warn", "process", 2, "auto")
+
+
+def test_every_way_to_say_the_same_makes_the_same_config(tmp_path: Path) -> None:
+    """A YAML file, a mapping, keywords, a folder plus keywords, OmegaConf and a Config are one schema."""
+    config = load_config(OPTIONS)
+    keywords = {name: value for name, value in OPTIONS.items() if name != "tiers"}
+    assert load_config(_yaml(tmp_path, YAML)) == config
+    assert load_config(str(_yaml(tmp_path, YAML, "other.YML"))) == config
+    assert load_config(**OPTIONS) == config
+    assert load_config(OmegaConf.create(OPTIONS)) == config
+    assert load_config(config) == config
+    assert load_config(config.options()) == config
+    assert load_config("/data/run1", **keywords).keep == config.keep
+
+
+def test_all_quantities_arrive_in_base_units() -> None:
+    """Durations are seconds and shares are numbers once loaded."""
+    config = load_config(OPTIONS)
+    assert (config.overhead, config.max_lost_work, config.mtbf) == (0.035, 600.0, 21600.0)
+    assert (config.every_n_steps, config.every_seconds) == (500, 3600.0)
+    assert config.keep.best is not None
+    assert (config.keep.best.monitor, config.keep.best.mode, config.keep.best.k) == ("val_loss", "max", 2)
+
+
+def test_keywords_win_over_the_file_and_none_is_not_given(tmp_path: Path) -> None:
+    """A keyword replaces the file's value of the same name; adapters pass None for what the user left out."""
+    path = _yaml(tmp_path, YAML)
+    config = load_config(path, overhead=0.02, keep={"last": 9}, tiers="/elsewhere", writer=None)
+    assert (config.overhead, config.writer, config.root_url) == (0.02, "thread", "/elsewhere")
+    assert (config.keep.last, config.keep.best) == (9, None)
+
+
+def test_keywords_win_over_a_config() -> None:
+    """A Config can be the base of another one; values that were not given keep following the defaults."""
+    config = load_config(load_config("/data/run1", slots=1), overhead="5%")
+    assert config == load_config("/data/run1", slots=1, overhead="5%")
+    assert "writer" not in config.options()
+
+
+def test_relative_folders_are_relative_to_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a YAML file that lies elsewhere; `~` is the home folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/someone")
+    (tmp_path / "conf").mkdir()
+    path = _yaml(tmp_path / "conf", "tiers: runs/../runs/1\n")
+    assert load_config(path).root_url == str(tmp_path / "runs/1")
+    assert load_config(Path("runs/1")).root_url == str(tmp_path / "runs/1")
+    assert load_config("~/runs").root_url == "/home/someone/runs"
+    assert load_config("file:///data/run%201").root_url == "file:///data/run%201"
+
+
+def test_a_folder_may_be_called_yaml(tmp_path: Path) -> None:
+    """An existing folder is a place for snapshots whatever its name."""
+    (tmp_path / "run.yaml").mkdir()
+    assert load_config(tmp_path / "run.yaml").root_url == str(tmp_path / "run.yaml")
+
+
+def test_tier_retention_replaces_the_general_one() -> None:
+    """`keep` inside the tier is what holds there."""
+    assert load_config("/data/run1", keep={"last": 7}).root_keep.last == 7
+    assert load_config(tiers=[{"url": "/d", "keep": {"last": 9}}], keep={"last": 7}).root_keep.last == 9
+
+
+@pytest.mark.parametrize("place", ["/d", Path("/d"), ["/d"], [{"url": "/d"}], {"url": "/d"}, ({"url": Path("/d")},)])
+def test_the_place_can_be_bare_or_a_list(place: Any) -> None:
+    """A bare folder, a tier, and a list of one of them are one tier."""
+    assert load_config(tiers=place).root_url == "/d"
+
+
+def test_a_config_is_frozen_and_travels() -> None:
+    """It cannot be changed, and can be copied and pickled (launchers that spawn do)."""
+    config = load_config(OPTIONS)
+    with pytest.raises(ValueError, match="frozen"):
+        config.overhead = 0.5
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    assert isinstance(hash(config), int)
+
+
+def test_both_the_place_and_tiers_is_refused() -> None:
+    """A folder as the source is the tier; a second one would be ignored or guessed."""
+    with pytest.raises(ConfigError, match="given twice: as '/a' and as the keyword 'tiers'"):
+        load_config("/a", tiers="/b")
+
+
+def test_frequency_options_tell_given_from_default() -> None:
+    """A fixed interval alone replaces the adaptive one, so a budget that was not given must be told from the default."""
+    assert load_config("/d", every_n_steps=500).frequency_options()["overhead"] is None
+    assert load_config("/d", every_n_steps=500, overhead="1%").frequency_options()["overhead"] == 0.01
+    assert load_config("/d").frequency_options()["mtbf_seconds"] is None
+    settings = FrequencySettings.from_options(**load_config(OPTIONS).frequency_options())
+    assert (settings.overhead, settings.mtbf_seconds, settings.every_n_steps) == (0.035, 21600.0, 500)
+    assert (settings.max_lost_work_seconds, settings.every_seconds, settings.slots) == (600.0, 3600.0, 1)
+    assert (settings.on_validation_end, settings.at_end) == (True, False)
+
+
+def test_importing_config_does_not_import_torch() -> None:
+    """The command line starts without torch."""
+    code = "import ckpt_engine.config, sys; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_config_type_is_exported() -> None:
+    """`load_config` returns the public type."""
+    assert type(load_config("/data")) is Config

@@ -1,0 +1,222 @@
+"""What is wrong is said with source, line, full key path, bad value, allowed keys and nearest match."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_engine.config import OPTION_NAMES, Config, load_config
+from ckpt_engine.errors import ConfigError
+
+ALL = ", ".join(OPTION_NAMES)
+
+
+def _message(source: Any = "/data/run1", /, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(source, **options)
+    assert "pydantic" not in str(caught.value).lower()
+    assert caught.value.code == "CKPT100"
+    return str(caught.value)
+
+
+def _file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "ckpt.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"overhed": 1}, f"overhed: unknown key; did you mean 'overhead'? (allowed: {ALL})"),
+        ({"zzz": 1}, f"zzz: unknown key (allowed: {ALL})"),
+        ({"monitor": "x"}, "monitor: unknown key; it belongs under 'keep.best'"),
+        ({"keep": {"slots": 1}}, "keep.slots: unknown key; it belongs to the top level"),
+        ({"keep": {"lst": 3}}, "keep.lst: unknown key; did you mean 'last'? (allowed: last, every_n_steps, best)"),
+        ({"keep": {"last": 0}}, "keep.last: must be a whole number of at least 1, got 0"),
+        ({"keep": {"last": "two"}}, "keep.last: must be a whole number, got 'two'"),
+        ({"keep": {"last": None}}, "keep.last: must be a whole number, got null"),
+        ({"keep": 3}, "keep: must be a mapping with keys among last, every_n_steps, best, got 3"),
+        ({"keep": {"best": "loss"}}, "keep.best: must be a mapping with keys among monitor, mode, k, got 'loss'"),
+        ({"keep": {"best": {"k": 1}}}, "keep.best.monitor: missing"),
+        ({"keep": {"best": {"monitor": ""}}}, "keep.best.monitor: must be a text that is not empty, got ''"),
+        ({"keep": {"best": {"monitor": "l", "mode": "mim"}}}, "mode: must be 'min' or 'max', got 'mim'; did you mean"),
+        ({"overhead": -0.01}, "overhead: must be above 0% and below 100%, got -0.01"),
+        ({"overhead": "much"}, "overhead: must be a share such as '1%' or 0.01, got 'much'"),
+        ({"overhead": True}, "overhead: must be a share such as '1%' or 0.01, got true"),
+        ({"max_lost_work": "-10 min"}, "max_lost_work: must be a duration above 0, got '-10 min'"),
+        ({"mtbf": "never"}, "mtbf: must be a duration such as '10 min'"),
+        ({"mtbf": "never"}, "or a number of seconds, or 'auto', got 'never'"),
+        ({"every_n_steps": 1.5}, "every_n_steps: must be a whole number, got 1.5"),
+        ({"at_end": 1}, "at_end: must be true or false, got 1"),
+        ({"on_error": "rais"}, "on_error: must be 'raise' or 'warn', got 'rais'; did you mean 'raise'?"),
+        ({"lazy": True}, "lazy: must be 'auto' or 'off', got true"),
+        ({"slots": "x" * 200}, "slots: must be a whole number, got 'xxxxxxxx"),
+        ({"keep": {True: 1}}, "keep.True: a key must be a text, not the bool true: YAML 1.1 reads an unquoted on"),
+        ({"keep": {7: 1}}, "keep.7: a key must be a text, not the int 7"),
+    ],
+)
+def test_each_mistake_has_its_own_text(options: dict[str, Any], text: str) -> None:
+    """Unknown keys, wrong types and impossible values name the key path, the value and what is allowed."""
+    message = _message(**options)
+    assert text in message
+    assert message.startswith("[CKPT100] options: ")
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("tiers", "text"),
+    [
+        ("", "tiers: must be a text that is not empty"),
+        ([], "tiers: must name a folder"),
+        (5, "tiers: must be a mapping with keys among url, keep, got 5"),
+        ([5], "tiers.0: must be a mapping with keys among url, keep, got 5"),
+        ([{"keep": {}}], "tiers.0.url: missing; name a folder for the snapshots"),
+        ([{"url": "/d", "kep": {}}], "tiers.0.kep: unknown key; did you mean 'keep'? (allowed: url, keep)"),
+        ([{"url": "/d", "keep": {"last": -1}}], "tiers.0.keep.last: must be a whole number of at least 1, got -1"),
+        ("file://d", "tiers: a file URL has three slashes"),
+        (None, "tiers: missing; name a folder for the snapshots"),
+    ],
+)
+def test_mistakes_in_tiers_name_the_tier(tiers: Any, text: str) -> None:
+    """The path has the position in the list, unless a bare place was written."""
+    assert f"options: {text}" in _message(None, tiers=tiers)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"tiers": "memory"}, "tiers"),
+        ({"tiers": ["memory"]}, "tiers.0"),
+        ({"tiers": "s3://bucket/run"}, "tiers"),
+        ({"tiers": ["/a", "/b"]}, "tiers"),
+        ({"tiers": ["memory", {"url": "/b"}]}, "tiers"),
+        ({"tiers": [{"url": "/a", "codec": "delta"}]}, "tiers.0.codec"),
+        ({"tiers": [{"url": "/a", "bandwidth": "200 MB/s"}]}, "tiers.0.bandwidth"),
+        ({"tiers": [{"url": "/a", "every_n_steps": 500}]}, "tiers.0.every_n_steps"),
+        ({"tiers": [{"url": "/a", "every": "10 min"}]}, "tiers.0.every"),
+        ({"tiers": [{"url": "/a", "storage_options": {"key": "hunter2"}}]}, "tiers.0.storage_options"),
+        ({"tiers": "/a", "keep": {"hourly": 24}}, "keep.hourly"),
+        ({"tiers": "/a", "keep": {"daily": 7}}, "keep.daily"),
+        ({"tiers": "/a", "keep": {"quota": "500 GB"}}, "keep.quota"),
+        ({"tiers": [{"url": "/a", "keep": {"min_free": "5%"}}]}, "tiers.0.keep.min_free"),
+        ({"tiers": "/a", "linger": "10 min"}, "linger"),
+    ],
+)
+def test_what_a_later_version_knows_is_refused_by_name(options: dict[str, Any], key: str) -> None:
+    """A documented key that does nothing yet is never accepted, and its value, maybe a secret, is not shown."""
+    message = _message(None, **options)
+    assert f" {key}: " in message
+    assert "not supported by this version" in message
+    assert "hunter2" not in message
+
+
+def test_secrets_in_urls_are_not_shown() -> None:
+    """A URL that is refused may carry credentials."""
+    assert "hunter2" not in _message("s3://user:hunter2@bucket/run")
+
+
+def test_several_problems_are_listed_one_per_line_with_file_and_line(tmp_path: Path) -> None:
+    """All mistakes of a file are reported at once, in its order; keywords are told from the file."""
+    path = _file(
+        tmp_path, "overhed: 1%\nslots: 0\nkeep:\n  last: 3\n  best: {mode: min}\ntiers:\n  - url: /d\n    codec: raw\n"
+    )
+    lines = _message(path, mtbf="x").splitlines()
+    assert lines[0] == "[CKPT100] 5 problems:"
+    assert [re.sub(r": (unknown|must|missing|not).*", "", line.strip()) for line in lines[1:6]] == [
+        "options: mtbf",
+        f"{path}, line 1: overhed",
+        f"{path}, line 2: slots",
+        f"{path}, line 5: keep.best.monitor",
+        f"{path}, line 8: tiers.0.codec",
+    ]
+    assert "`ckpt schema` prints every option" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tiers: [", "ckpt.yaml, line 1, column 9: not valid YAML: while parsing a flow node"),
+        ("a: b: c", "not valid YAML: mapping values are not allowed here"),
+        ("tiers: /d\nslots: 1\nslots: 2\n", "ckpt.yaml, line 3: slots: given twice, first on line 2"),
+        ("tiers: /d\nkeep: {last: 1, last: 2}\n", "ckpt.yaml, line 2: keep.last: given twice"),
+        ("- /d\n", "must contain a mapping such as 'tiers: /data/run1'"),
+        ("/d\n", "must contain a mapping"),
+        ("tiers: /d\n---\ntiers: /e\n", "not valid YAML: expected a single document"),
+        ("tiers: !!python/object:os.system {}\n", "not valid YAML: could not determine a constructor"),
+        ("? [a]\n: b\n", "not valid YAML: while constructing a mapping, found unhashable key"),
+        ("tiers: /d\n1: x\n", "line 2: 1: a key must be a text, not the int 1"),
+        ("", "tiers: missing"),
+        ("# nothing\n", "tiers: missing"),
+        ("on: x\ntiers: /d\n", "line 1: on: unknown key"),
+    ],
+)
+def test_broken_files(tmp_path: Path, text: str, expected: str) -> None:
+    """Files that are not YAML, or not a mapping, or ambiguous are refused with file and place."""
+    message = _message(_file(tmp_path, text))
+    assert expected in message
+    assert "ckpt.yaml" in message
+
+
+def test_yaml_1_1_surprises_do_not_happen(tmp_path: Path) -> None:
+    """`10:00` is not six hundred, `1e-2` is a number, `off` is a word; anchors and merge keys work."""
+    assert "got '10:00'" in _message(_file(tmp_path, "tiers: /d\nmax_lost_work: 10:00\n"))
+    config = load_config(_file(tmp_path, "tiers: [{url: /d, keep: &k {last: 4}}]\nkeep: {<<: *k}\noverhead: 1e-2\n"))
+    assert (config.keep.last, config.root_keep.last, config.overhead) == (4, 4, 0.01)
+
+
+def test_aliases_that_contain_themselves_end(tmp_path: Path) -> None:
+    """A cyclic document is refused instead of followed forever."""
+    assert "keep: nested too deeply; does it contain itself?" in _message(
+        _file(tmp_path, "tiers: /d\nkeep: &k\n  best: *k\n")
+    )
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    """A binary file with the suffix is said to be no YAML."""
+    path = tmp_path / "ckpt.yaml"
+    path.write_bytes(b"tiers: \xff\x00")
+    assert "not valid YAML" in _message(path)
+
+
+def test_a_missing_file_is_not_taken_for_a_folder() -> None:
+    """`ckpt.yaml` that does not exist would otherwise become a folder of that name."""
+    assert _message("no/such/ckpt.yaml").startswith("[CKPT100] no/such/ckpt.yaml: no such file")
+
+
+def test_an_unreadable_file_says_why(tmp_path: Path) -> None:
+    """What the system said about the file is passed on."""
+    path = tmp_path / "ckpt.yaml"
+    path.symlink_to(path)
+    assert "ckpt.yaml: " in _message(path)
+
+
+@pytest.mark.parametrize("source", [3, b"/data", ["/data"], Path])
+def test_sources_of_other_types_are_refused(source: Any) -> None:
+    """Only None, text, path, mapping and Config are sources."""
+    assert "cannot be read as options" in _message(source)
+
+
+_KEYS = st.sampled_from([*OPTION_NAMES, "last", "best", "monitor", "url", "codec", "x", ""])
+_SCALARS = st.sampled_from(
+    [None, True, 0, 1, 7, -1, 0.5, float("nan"), 10**400, "", "1%", "2 h", "auto", "/d", "max", b"x"]
+)
+_VALUES = st.recursive(
+    _SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS | st.integers(), inner, max_size=3)
+)
+
+
+@given(st.dictionaries(_KEYS | st.booleans(), _VALUES, max_size=6))
+def test_any_mapping_is_a_config_or_a_config_error(options: dict[Any, Any]) -> None:
+    """No input gets past validation in another way, and what is accepted loads again to the same."""
+    try:
+        config = load_config(options)
+    except ConfigError:
+        return
+    assert isinstance(config, Config)
+    assert load_config(config.options()) == config

@@ -87,6 +87,14 @@ def _tier_list(value: object) -> object:
     return [{"url": place} if isinstance(place, str) else place for place in places]
 
 
+def _patterns(value: object) -> list[str]:
+    """One text or a list of texts → a list."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        raise ValueError("must be a list of paths such as ['loop/custom', 'callbacks/*']")
+    return [_text(item) for item in items]
+
+
 class _TierListSchema:
     """JSON Schema of what `_tier_list` accepts."""
 
@@ -202,6 +210,15 @@ class Config(Section):
     lazy: Annotated[Literal["auto", "off"], _one_of("auto", "off")] = Field(
         default="auto",
         description="auto: copy while the next forward and backward run; off: copy before training goes on.",
+    )
+
+    pickle: Annotated[
+        tuple[str, ...],
+        _checked(_patterns),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}),
+    ] = Field(
+        default=(),
+        description="Paths in the state (* and ? match) that may be stored with pickle. Loading these can run code.",
     )
 
     @property

@@ -34,7 +34,7 @@ def _rows(section: type[Section], prefix: str = "") -> dict[str, tuple[str, str]
         elif field.default_factory or field.default is None:
             default = ""
         else:
-            default = "`1%`" if name == "overhead" else f"`{json.dumps(field.default).strip(chr(34))}`"
+            default = "`1%`" if name == "overhead" else f"`{json.dumps(field.default, default=list).strip(chr(34))}`"
         rows[f"{prefix}{name}"] = (default, field.description or "")
         inner = _inner_section(field.annotation)
         if inner and f"{prefix}{name}" != "tiers.keep":  # the same as the general one

@@ -30,6 +30,7 @@ OPTIONS: dict[str, Any] = {
     "writer": "thread",
     "slots": 1,
     "lazy": "off",
+    "pickle": ["loop/*"],
 }
 YAML = """
 overhead: 3.5%
@@ -47,6 +48,7 @@ on_error: raise
 writer: thread
 slots: 1
 lazy: off
+pickle: loop/*
 """
 
 
@@ -72,6 +74,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "writer",
         "slots",
         "lazy",
+        "pickle",
     )
 
 
@@ -84,6 +87,7 @@ def test_defaults() -> None:
     assert (config.on_validation_end, config.at_end) == (False, True)
     assert (config.keep.last, config.keep.every_n_steps, config.keep.best) == (2, None, None)
     assert (config.on_error, config.writer, config.slots, config.lazy) == ("warn", "process", 2, "auto")
+    assert config.pickle == ()
 
 
 def test_every_way_to_say_the_same_makes_the_same_config(tmp_path: Path) -> None:

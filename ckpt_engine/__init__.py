@@ -1,0 +1,37 @@
+"""ckpt-engine: asynchronous, exact, crash-safe snapshots of training runs.
+
+Names are imported on first use, so that the writer process and the command line start without torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt_engine.checkpointer import Checkpointer as Checkpointer
+    from ckpt_engine.config import Config as Config
+    from ckpt_engine.errors import CkptError as CkptError
+    from ckpt_engine.snapshot.handle import SaveHandle as SaveHandle
+    from ckpt_engine.store.manifest import SnapshotInfo as SnapshotInfo
+
+_HOMES = {
+    "Checkpointer": "ckpt_engine.checkpointer",
+    "CkptError": "ckpt_engine.errors",
+    "Config": "ckpt_engine.config",
+    "SaveHandle": "ckpt_engine.snapshot.handle",
+    "SnapshotInfo": "ckpt_engine.store.manifest",
+}
+
+__all__ = ["Checkpointer", "CkptError", "Config", "SaveHandle", "SnapshotInfo"]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

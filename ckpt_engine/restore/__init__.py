@@ -1,0 +1,1 @@
+"""The way back: choose a snapshot, verify, read, and rebuild the state."""

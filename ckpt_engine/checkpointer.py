@@ -1,0 +1,244 @@
+"""The façade for plain PyTorch loops and for the adapters: wires config, pipeline and restore, and decides nothing."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from ckpt_engine.config import Config, load_config
+from ckpt_engine.errors import SnapshotFailedError
+from ckpt_engine.observe.events import Event, EventSink
+from ckpt_engine.observe.sinks import LogSink
+from ckpt_engine.persist.client import WriterClient, open_client
+from ckpt_engine.persist.job import WriterConfig
+from ckpt_engine.restore import load as restore
+from ckpt_engine.restore.choose import Candidate, Check
+from ckpt_engine.snapshot.flatten import LazyPredicate
+from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.snapshot.pipeline import Pipeline
+from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.open import open_storage
+
+LEASE_WAIT_SECONDS = 60.0
+CLOSE_TIMEOUT_SECONDS = 600.0
+
+
+class Checkpointer:
+    """Takes and restores snapshots of one run.
+
+    Args:
+        root: folder or `file://` URL of the run, a YAML file, or a mapping of options.
+        options: see docs/configuration.md.
+
+    Nothing is started, written or locked before the first `start`, `prepare` or `save`. All methods belong to the
+    training thread.
+
+    Raises:
+        ConfigError: an option is unknown or impossible.
+
+    Example:
+        >>> with Checkpointer("/data/run1") as ckpt:
+        ...     state = ckpt.load() or state
+        ...     handle = ckpt.save(state, step=step)
+        ...     handle.wait()
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, **options: Any
+    ) -> None:
+        self.config = load_config(root, **options)
+        self.events: EventSink = LogSink()
+        self.loaded: restore.Loaded | None = None
+        self._pipeline = Pipeline(
+            self._open_writer,
+            self.config.slots,
+            self._emit,
+            pickle_paths=self.config.pickle,
+            check_lazy=self.config.debug,
+        )
+        self._closed = False
+        self._atexit = _close_at_exit(self)
+
+    @property
+    def root_url(self) -> str:
+        """Where the snapshots go."""
+        return self.config.root_url
+
+    def start(self) -> None:
+        """Take the run's lease and start the writer, unless that is done.
+
+        Waits up to a minute for a writer that is still finishing the snapshots of a crashed trainer.
+
+        Raises:
+            LeaseHeldError: another process writes this run; names it.
+            StorageError: the root cannot be written.
+            WriterError: the writer does not start.
+        """
+        self._pipeline.start()
+
+    def prepare(self, state: Any, *, lazy: LazyPredicate | None = None) -> None:
+        """Announce the state: the arena is made ready in the background, so that the first snapshot is as fast as any.
+
+        Args:
+            state: as later given to `save`; nothing is copied.
+        """
+        self._pipeline.prepare(state, lazy)
+
+    def ready(self) -> bool:
+        """Whether `save` would take a snapshot now instead of skipping it. Never blocks."""
+        return self._pipeline.ready()
+
+    def save(
+        self,
+        state: Any,
+        *,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        epoch: int | None = None,
+        reason: str = "manual",
+        lazy: LazyPredicate | None = None,
+        notes: Mapping[str, Any] | None = None,
+    ) -> SaveHandle:
+        """Take a snapshot of this instant; returns when training may go on.
+
+        Args:
+            state: any nesting of dicts, lists, tuples, dataclasses, tensors, arrays and plain values. Top-level string
+                keys are the snapshot's components.
+            step: training step; shown, and used by retention.
+            metrics: numbers that retention may rank by.
+            lazy: True for paths of tensors that do not change before the next `before_update`; they are copied while
+                training goes on. Pass the same function object every time.
+            notes: JSON kept in the manifest.
+
+        Returns:
+            A handle; `handle.wait()` returns once the snapshot is durable. If earlier snapshots still fill the arena
+            this one is skipped (`handle.skipped`): training never waits for storage.
+
+        Raises:
+            UnstorableLeafError: a leaf would need pickle; names it. Nothing was saved.
+            SnapshotFailedError: an earlier snapshot failed in the background (only with `on_error: raise`, once).
+            LeaseHeldError, StorageError, WriterError: as `start`.
+        """
+        self._surface()
+        return self._pipeline.save(
+            state, step=step, metrics=metrics or {}, epoch=epoch, reason=reason, lazy=lazy, notes=notes or {}
+        )
+
+    def before_update(self) -> float:
+        """The fence: call right before the state is mutated. Returns the seconds it waited; cheap if nothing stages.
+
+        Raises:
+            StateError: a lazily staged tensor changed too early (debug mode), or a copy failed.
+        """
+        return self._pipeline.before_update()
+
+    def poll(self) -> None:
+        """Take in what happened in the background: settles handles, emits events, surfaces errors. Never blocks.
+
+        Raises:
+            SnapshotFailedError: with `on_error: raise`, once per failure, with its cause.
+        """
+        self._pipeline.poll()
+        self._surface()
+
+    def choose(self, step: int | None = None, *, check: Check | None = None) -> Candidate | None:
+        """The snapshot that `load` would try first, or None if there are none at all; reads its manifest only.
+
+        Raises:
+            NoUsableSnapshotError: there are snapshots, and none is usable; says why for each.
+            ResumeError: no snapshot of `step`.
+        """
+        return restore.choose(self._repository(), step, check)
+
+    def load(self, step: int | None = None, *, into: Any = None, check: Check | None = None) -> Any | None:
+        """The state of the newest valid snapshot (of `step`), or None if there are none at all.
+
+        Every byte is checked against its digest. A damaged snapshot is passed over for the next older one;
+        `self.loaded` tells which one it was and why others were rejected.
+
+        Args:
+            into: live state whose tensors are overwritten in place.
+            check: raises if a manifest does not fit; asked before data is read.
+
+        Raises:
+            NoUsableSnapshotError, ResumeError: as `choose`.
+            MismatchError: `into` has other tensors; names them. Nothing was overwritten.
+        """
+        self.loaded = restore.load(self._repository(), step, into=into, check=check, pickle_paths=self.config.pickle)
+        if self.loaded is None:
+            return None
+        self._pipeline.parent = self.loaded.info.id
+        return self.loaded.state
+
+    def snapshots(self) -> list[SnapshotInfo]:
+        """All snapshots, oldest first."""
+        return self._repository().list()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is in flight; False if `timeout` seconds were not enough."""
+        return self._pipeline.drain(timeout)
+
+    def arena_bytes(self) -> int:
+        """Host memory held for snapshots."""
+        return self._pipeline.arena_bytes()
+
+    def close(self, timeout: float = CLOSE_TIMEOUT_SECONDS) -> None:
+        """Finish what is in flight, give back the lease and the memory. Idempotent.
+
+        Raises:
+            WaitTimeoutError: snapshots are still being written; the writer process finishes them by itself.
+            SnapshotFailedError: with `on_error: raise`, a failure that was not surfaced yet.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self._atexit)
+        self._pipeline.close(timeout)
+        self._surface()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_writer(self) -> WriterClient:
+        config = WriterConfig(
+            url=self.config.root_url,
+            keep=self.config.keep.model_dump(exclude_none=True),
+            lease_wait_seconds=LEASE_WAIT_SECONDS,
+        )
+        return open_client(config, thread=self.config.writer == "thread", emit=self._emit)
+
+    def _repository(self) -> Repository:
+        return Repository(open_storage(self.config.root_url))
+
+    def _emit(self, event: Event) -> None:
+        self.events.emit(event)
+
+    def _surface(self) -> None:
+        failure = self._pipeline.take_failure()
+        if failure is not None and self.config.on_error == "raise":
+            raise SnapshotFailedError(
+                f"a snapshot failed in the background: {failure.message}", hint=failure.hint
+            ) from failure
+
+
+def _close_at_exit(checkpointer: Checkpointer) -> Any:
+    """A snapshot still being staged when the interpreter ends would be lost; those with the writer would not."""
+    reference = weakref.ref(checkpointer)
+
+    def close() -> None:
+        found = reference()
+        if found is not None:
+            found.close()
+
+    atexit.register(close)
+    return close

@@ -1,0 +1,93 @@
+"""The arena: preallocated, pre-faulted, reused host memory whose slots are laid out exactly as the files on disk."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from ckpt_engine.errors import StateError
+from ckpt_engine.snapshot.plan import Plan
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
+_PREFAULT_BYTES = 64 << 20
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(slots=True)
+class _Bound:
+    """Views of a slot for one plan."""
+
+    layout: int
+    views: list[torch.Tensor]
+
+
+class Slot:
+    """One shared buffer that holds one data file image.
+
+    Args:
+        index: number the writer knows it by.
+        nbytes: capacity wanted; rounded up to whole pages.
+
+    Raises:
+        StateError: the system refuses the memory.
+    """
+
+    def __init__(self, index: int, nbytes: int) -> None:
+        self.index = index
+        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            self.fd = os.memfd_create(f"ckpt-arena-{index}", os.MFD_CLOEXEC)
+            os.ftruncate(self.fd, self.nbytes)
+            self._memory = mmap.mmap(self.fd, self.nbytes)
+        except OSError as err:
+            raise StateError(
+                f"cannot reserve {self.nbytes / 1e9:.2f} GB of host memory for the arena: {err}",
+                hint="lower `slots`, or give the job more memory",
+            ) from err
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._bound: _Bound | None = None
+
+    def prefault(self, stop: threading.Event | None = None) -> None:
+        """Touch every page so that staging never pays for page faults. Any thread; releases the GIL.
+
+        Raises:
+            StateError: not enough memory.
+        """
+        base = self._bytes.data_ptr()
+        for start in range(0, self.nbytes, _PREFAULT_BYTES):
+            if stop is not None and stop.is_set():
+                return
+            size = min(_PREFAULT_BYTES, self.nbytes - start)
+            if _LIBC.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(size), _POPULATE_WRITE) != 0:
+                code = ctypes.get_errno()
+                if code not in (errno.EINVAL, errno.EAGAIN):
+                    raise StateError(f"cannot fill the arena: {os.strerror(code)}", hint="give the job more memory")
+                ctypes.memset(base + start, 0, size)
+
+    def views(self, plan: Plan) -> list[torch.Tensor]:
+        """Destination tensors for `plan.sources`, in order; the container header is in the slot afterwards."""
+        if self._bound is None or self._bound.layout != plan.layout.id:
+            self._bytes[: len(plan.header)] = torch.frombuffer(bytearray(plan.header), dtype=torch.uint8)
+            views = []
+            for entry in plan.layout.entries:
+                raw = self._bytes[entry.offset : entry.offset + entry.nbytes]
+                views.append(raw.view(getattr(torch, entry.dtype)).view(entry.shape))
+            self._bound = _Bound(plan.layout.id, views)
+        return self._bound.views
+
+    def close(self) -> None:
+        """Give the memory back; the mapping goes when the last view does."""
+        self._bound = None
+        os.close(self.fd)
+
+
+def slot_bytes(plan: Plan) -> int:
+    """Capacity to reserve for a plan: 2 % above it, so that small growth keeps the slot."""
+    return plan.layout.nbytes + plan.layout.nbytes // 50 + mmap.PAGESIZE

@@ -1,0 +1,303 @@
+"""Flatten a state tree into arrays, values and a skeleton, reusing the skeleton while the structure stays the same.
+
+Two passes share one traversal order. `scan` is the fast one, run at every snapshot: it collects the live arrays, the
+encoded values of the other leaves, and a signature of the structure. Only when the signature differs from the cached
+one does `describe` run: it builds the typed JSON skeleton with a path for every array.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt_engine.errors import StateError, UnstorableLeafError
+from ckpt_engine.snapshot.kinds import encode_bytes, encode_float, encode_scalar, open_container
+
+Path = tuple[Any, ...]
+
+INLINE_BYTES = 64
+"""Bytes objects up to this size live in the manifest, longer ones in the container."""
+
+_MAX_DEPTH = 200
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+_VALUE = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """One component of live state, flattened.
+
+    Args:
+        signature: equal for equal structure (types, keys, lengths; not tensor shapes).
+        arrays: live tensors in traversal order (numpy arrays and bytes as tensors over the same memory).
+        values: JSON nodes of the other leaves in traversal order.
+    """
+
+    signature: list[Any]
+    arrays: list[torch.Tensor]
+    values: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLeaf:
+    """Where an array of a `Scan` sits in the tree, and its skeleton node (filled with `entry` by the planner)."""
+
+    path: Path
+    node: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """The typed JSON of one component with `{"$":"v","i":n}` for value n, and its array leaves in scan order."""
+
+    tree: Any
+    leaves: tuple[ArrayLeaf, ...]
+
+
+def bytes_tensor(data: bytes | bytearray) -> torch.Tensor:
+    """A uint8 tensor over a private copy of `data`."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def array_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """A tensor with the array's elements; a uint8 tensor of its bytes where torch has no such dtype."""
+    native = array.dtype.newbyteorder("=")
+    contiguous = np.array(array, dtype=native, order="C", copy=True)
+    try:
+        return torch.from_numpy(contiguous)
+    except TypeError:
+        return bytes_tensor(contiguous.tobytes())
+
+
+class Flattener:
+    """Flattens components of one run.
+
+    Args:
+        pickle_paths: glob patterns over "/"-joined paths whose unknown objects are pickled (explicit opt-in).
+
+    Not thread safe: used on the training thread only.
+    """
+
+    def __init__(self, pickle_paths: Sequence[str] = ()) -> None:
+        self._pickle_paths = tuple(pickle_paths)
+
+    def scan(self, node: Any, root: Path) -> Scan:
+        """Flatten `node`.
+
+        Raises:
+            UnstorableLeafError: names the leaf that would need pickle.
+            StateError: the tree contains itself.
+        """
+        out = Scan([], [], [])
+        try:
+            self._scan(node, out.signature, out.arrays, out.values)
+        except (_UnknownLeafError, RecursionError):
+            self.describe(node, root)  # raises with the path
+            raise
+        return out
+
+    def _scan(self, node: Any, signature: list[Any], arrays: list[torch.Tensor], values: list[Any]) -> None:
+        kind = type(node)
+        if kind in _TENSOR_TYPES:
+            signature.append(kind)
+            arrays.append(node)
+        elif kind is dict:
+            signature.append(dict)
+            signature.append(len(node))
+            signature.extend(node)
+            if "$" in node or not all(type(k) is str for k in node):
+                signature.extend(map(type, node))
+            for child in node.values():
+                self._scan(child, signature, arrays, values)
+        elif kind is int or kind is str or kind is bool or node is None:
+            signature.append(_VALUE)
+            values.append(node)
+        elif kind is float:
+            signature.append(_VALUE)
+            values.append(node if math.isfinite(node) else encode_float(node))
+        elif kind is list or kind is tuple:
+            signature.append(kind)
+            signature.append(len(node))
+            for child in node:
+                self._scan(child, signature, arrays, values)
+        elif kind is OrderedDict:
+            metadata = getattr(node, "_metadata", None)  # torch's state_dict versions ride on an attribute
+            signature.extend((OrderedDict, len(node), metadata is None))
+            signature.extend(node)
+            for child in node.values():
+                self._scan(child, signature, arrays, values)
+            if metadata is not None:
+                self._scan(metadata, signature, arrays, values)
+        else:
+            self._scan_other(node, signature, arrays, values)
+
+    def _scan_other(self, node: Any, signature: list[Any], arrays: list[torch.Tensor], values: list[Any]) -> None:
+        array = _as_array(node)
+        if array is not None:
+            signature.extend((type(node), array.dtype, getattr(node, "dtype", None), tuple(getattr(node, "shape", ()))))
+            arrays.append(array)
+            return
+        opened = open_container(node)
+        if opened is not None:
+            children, keys, wrap = opened
+            signature.extend((type(node), len(children), repr(wrap([None] * len(children))), *map(str, keys)))
+            for child in children:
+                self._scan(child, signature, arrays, values)
+            return
+        encoded = encode_scalar(node)
+        if encoded is None:
+            if not self._pickle_paths:
+                raise _UnknownLeafError
+            # Whether this leaf may be pickled depends on its path, which only `describe` knows.
+            encoded = encode_bytes("pickle", pickle.dumps(node))
+            signature.append("pickle")
+        signature.append(_VALUE)
+        values.append(encoded)
+
+    def describe(self, node: Any, root: Path) -> Skeleton:
+        """The skeleton of `node`; leaves and values are numbered in the order of `scan`.
+
+        Raises:
+            UnstorableLeafError, StateError: as `scan`, with the path of the leaf.
+        """
+        leaves: list[ArrayLeaf] = []
+        counter = [0]
+
+        def visit(item: Any, path: Path) -> Any:
+            if len(path) > _MAX_DEPTH:
+                where = show_path(path[:8])
+                raise StateError(
+                    f"state is nested deeper than {_MAX_DEPTH} levels at {where}/… (does it contain itself?)"
+                )
+            kind = type(item)
+            if kind in _TENSOR_TYPES:
+                return self._tensor_leaf(item, path, leaves)
+            if kind is dict and "$" not in item and all(type(k) is str for k in item):
+                return {k: visit(v, (*path, k)) for k, v in item.items()}
+            if kind is dict:
+                return {"$": "dict", "items": [[_key(k, path), visit(v, (*path, k))] for k, v in item.items()]}
+            if kind is OrderedDict:
+                items = [[_key(k, path), visit(v, (*path, k))] for k, v in item.items()]
+                metadata = getattr(item, "_metadata", None)
+                extra = {} if metadata is None else {"metadata": visit(metadata, (*path, "_metadata"))}
+                return {"$": "odict", "items": items, **extra}
+            if kind is list:
+                return [visit(v, (*path, i)) for i, v in enumerate(item)]
+            if kind is tuple:
+                return {"$": "tuple", "items": [visit(v, (*path, i)) for i, v in enumerate(item)]}
+            array = None if kind in (int, str, bool, float) or item is None else _as_array(item)
+            if array is not None:
+                return _array_leaf(item, array, path, leaves)
+            opened = None if kind in (int, str, bool, float) or item is None else open_container(item)
+            if opened is not None:
+                children, keys, wrap = opened
+                return wrap([visit(c, (*path, k)) for c, k in zip(children, keys, strict=True)])
+            if item is not None and encode_scalar(item) is None and not self._may_pickle(path):
+                raise _unstorable(item, path)
+            index = counter[0]
+            counter[0] += 1
+            return {"$": "v", "i": index}
+
+        return Skeleton(visit(node, root), tuple(leaves))
+
+    def _tensor_leaf(self, tensor: torch.Tensor, path: Path, leaves: list[ArrayLeaf]) -> dict[str, Any]:
+        problem = tensor_problem(tensor)
+        if problem:
+            raise UnstorableLeafError(
+                f"cannot store tensor at {show_path(path)}: {problem}",
+                hint="convert it to a dense tensor in the state you save",
+            )
+        node: dict[str, Any] = {"$": "tensor"}
+        if type(tensor) is torch.nn.Parameter:
+            node["parameter"] = {"requires_grad": tensor.requires_grad}
+        if tensor.device.type != "cpu":
+            node["device"] = str(tensor.device)
+        leaves.append(ArrayLeaf(path, node))
+        return node
+
+    def _may_pickle(self, path: Path) -> bool:
+        joined = show_path(path)
+        return any(fnmatch.fnmatchcase(joined, pattern) for pattern in self._pickle_paths)
+
+
+class _UnknownLeafError(Exception):
+    """Raised by the fast pass, which knows no paths."""
+
+
+def _as_array(node: Any) -> torch.Tensor | None:
+    if isinstance(node, np.ndarray):
+        return None if node.dtype.hasobject or node.dtype.names else array_tensor(node)
+    if isinstance(node, bytes | bytearray) and len(node) > INLINE_BYTES:
+        return bytes_tensor(node)
+    return None
+
+
+def _array_leaf(item: Any, array: torch.Tensor, path: Path, leaves: list[ArrayLeaf]) -> dict[str, Any]:
+    node: dict[str, Any]
+    if isinstance(item, np.ndarray):
+        node = {"$": "ndarray", "dtype": item.dtype.newbyteorder("=").str, "shape": list(item.shape)}
+    else:
+        node = {"$": type(item).__name__}
+    leaves.append(ArrayLeaf(path, node))
+    return node
+
+
+def _key(key: Any, path: Path) -> Any:
+    if key is None or type(key) in (int, str, bool):
+        return key
+    if type(key) is tuple:
+        return {"$": "tuple", "items": [_key(k, path) for k in key]}
+    encoded = encode_scalar(key)
+    if encoded is None:
+        raise UnstorableLeafError(
+            f"cannot store a dict key of type {type(key).__name__} at {show_path(path)}",
+            hint="use str, int, tuple or enum keys",
+        )
+    return encoded
+
+
+def tensor_problem(tensor: torch.Tensor) -> str | None:
+    """Why a tensor has no plain dense bytes, or None."""
+    if tensor.layout is not torch.strided:
+        return f"layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.is_quantized:
+        return f"quantized dtype {tensor.dtype}"
+    if tensor.device.type == "meta":
+        return "meta device, it has no data"
+    return None
+
+
+def _unstorable(item: Any, path: Path) -> UnstorableLeafError:
+    kind = f"{type(item).__module__}.{type(item).__qualname__}"
+    if isinstance(item, torch.Tensor):
+        what, hint = f"tensor subclass {kind}", "save its plain tensors (for example .to_local() or .dequantize())"
+    else:
+        what = f"object of type {kind}"
+        hint = "store plain data instead (numbers, strings, tensors, dataclasses), or opt in with pickle: [that path]"
+    return UnstorableLeafError(f"cannot store {what} at {show_path(path)} without pickle", hint=hint)
+
+
+def show_path(path: Path) -> str:
+    """The path as people read it: keys joined by "/"."""
+    return "/".join(str(p) for p in path) or "(root)"
+
+
+def problems(node: Any, root: Path, flattener: Flattener) -> str | None:
+    """Why `node` cannot be stored, or None. For adapters that may leave optional parts out."""
+    try:
+        flattener.scan(node, root)
+    except StateError as err:
+        return err.message
+    return None
+
+
+LazyPredicate = Callable[[Path], bool]
+"""True for array leaves that do not change before the next fence."""

@@ -1,0 +1,56 @@
+"""The promise that a snapshot will be durable, as the user holds it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ckpt_engine.errors import CkptError
+
+if TYPE_CHECKING:
+    from ckpt_engine.snapshot.pipeline import Pipeline
+
+
+class SaveHandle:
+    """One `save`. Training thread only.
+
+    Attributes:
+        step: as given to `save`.
+        stall_seconds: how long `save` kept training from going on.
+        skipped: why the snapshot was not taken (back-pressure), or None.
+        snapshot: id of the snapshot once it is durable, else None.
+        error: why it did not become durable, or None.
+    """
+
+    def __init__(self, pipeline: Pipeline, step: int, *, skipped: str | None = None) -> None:
+        self._pipeline = pipeline
+        self.step = step
+        self.stall_seconds = 0.0
+        self.skipped = skipped
+        self.snapshot: str | None = None
+        self.error: CkptError | None = None
+
+    def done(self) -> bool:
+        """Whether the outcome is known: durable, failed or skipped. Never blocks."""
+        self._pipeline.poll()
+        return self._settled
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Return the snapshot's id once it is durable.
+
+        Args:
+            timeout: seconds; None waits up to an hour.
+
+        Raises:
+            SnapshotSkippedError: it was not taken; nothing was lost, save again later.
+            SnapshotFailedError: it did not become durable; the cause is chained.
+            WaitTimeoutError: not durable yet; it may still become so.
+        """
+        return self._pipeline.wait_for(self, timeout)
+
+    @property
+    def _settled(self) -> bool:
+        return self.skipped is not None or self.snapshot is not None or self.error is not None
+
+    def __repr__(self) -> str:
+        state = self.skipped and f"skipped: {self.skipped}" or self.snapshot or self.error or "in flight"
+        return f"<SaveHandle step={self.step} {state}>"

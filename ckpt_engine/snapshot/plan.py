@@ -1,0 +1,308 @@
+"""Plan where every array of a state goes in the container, and keep the plan while the structure stays the same."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckpt_engine.errors import StateError
+from ckpt_engine.persist.job import EntryLayout, Layout
+from ckpt_engine.snapshot.flatten import ArrayLeaf, Flattener, LazyPredicate, Path, Scan, tensor_problem
+from ckpt_engine.store.container import build_header, container_dtype
+
+ROOT_KEY = ""
+"""Component name of a state that is not a plain dict with string keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where the bytes of one entry come from.
+
+    Args:
+        array: index into the arrays of a snapshot, in scan order.
+        storage_bytes: None for the array itself; (start, nbytes) of its storage when several views overlap in it.
+        lazy: may be copied until the next fence.
+        path: of the first leaf that uses the entry.
+    """
+
+    array: int
+    storage_bytes: tuple[int, int] | None
+    lazy: bool
+    path: Path
+
+    def tensor(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The live tensor to copy."""
+        found = arrays[self.array].detach()
+        if self.storage_bytes is None:
+            return found
+        start, nbytes = self.storage_bytes
+        return torch.empty(0, dtype=torch.uint8, device=found.device).set_(
+            found.untyped_storage(), start, (nbytes,), (1,)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SkeletonRef:
+    """One component's skeleton with the number it is sent under."""
+
+    key: str
+    id: int
+    tree: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The container layout of one structure. `sources[i]` fills `layout.entries[i]`."""
+
+    layout: Layout
+    header: bytes
+    skeletons: tuple[SkeletonRef, ...]
+    sources: tuple[Source, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """One instant of state, flattened against a plan: live arrays, and the values of all other leaves by component."""
+
+    plan: Plan
+    arrays: list[torch.Tensor]
+    values: Mapping[str, list[Any]]
+
+
+def components_of(state: Any) -> dict[str, Any]:
+    """The state's top-level keys, or the whole state under `ROOT_KEY`."""
+    if type(state) is dict and state and all(type(k) is str for k in state) and ROOT_KEY not in state:
+        return state
+    return {ROOT_KEY: state}
+
+
+class Planner:
+    """Captures states of one run, planning again only when something about their structure changed.
+
+    Not thread safe: used on the training thread only.
+    """
+
+    def __init__(self, flattener: Flattener) -> None:
+        self._flattener = flattener
+        self._skeletons = 0
+        self._layouts = 0
+        self._known: _Known | None = None
+
+    def capture(self, state: Any, lazy: LazyPredicate | None = None) -> Capture:
+        """Flatten `state`; `lazy` is asked only when planning.
+
+        Raises:
+            UnstorableLeafError, StateError: the state cannot be stored; names the leaf.
+        """
+        components = components_of(state)
+        scans = {key: self._flattener.scan(node, (key,) if key else ()) for key, node in components.items()}
+        arrays = [array for scan in scans.values() for array in scan.arrays]
+        metas = [(a.data_ptr(), a.dtype, a.shape, a.stride(), a.requires_grad) for a in arrays]
+        known = self._known
+        if known is None or not known.fits(scans, metas, lazy):
+            known = self._known = self._replan(components, scans, arrays, metas, lazy)
+        return Capture(known.plan, arrays, {key: scan.values for key, scan in scans.items()})
+
+    def _replan(
+        self,
+        components: Mapping[str, Any],
+        scans: Mapping[str, Scan],
+        arrays: list[torch.Tensor],
+        metas: list[tuple[Any, ...]],
+        lazy: LazyPredicate | None,
+    ) -> _Known:
+        trees, leaves = {}, []
+        for key, node in components.items():
+            skeleton = self._flattener.describe(node, (key,) if key else ())
+            if len(skeleton.leaves) != len(scans[key].arrays):
+                raise StateError(f"the state changed while it was being captured (component {key!r})")
+            trees[key] = skeleton.tree
+            leaves.extend(skeleton.leaves)
+        drafts = _drafts(leaves, arrays, lazy)
+        layout, header, sources = self._lay_out(drafts)
+        old = {s.key: s for s in self._known.plan.skeletons} if self._known else {}
+        refs = []
+        for key, tree in trees.items():
+            if key in old and old[key].tree == tree:
+                refs.append(old[key])
+            else:
+                self._skeletons += 1
+                refs.append(SkeletonRef(key, self._skeletons, tree))
+        nbytes = sum(e.nbytes for e in layout.entries)
+        plan = Plan(layout, header, tuple(refs), sources, nbytes)
+        aliased = any(len(d.leaves) > 1 or d.storage_bytes is not None for d in drafts)
+        volatile = frozenset(i for i, leaf in enumerate(leaves) if leaf.node["$"] != "tensor")
+        return _Known(plan, {k: s.signature for k, s in scans.items()}, metas, lazy, aliased, volatile)
+
+    def _lay_out(self, drafts: Sequence[_Draft]) -> tuple[Layout, bytes, tuple[Source, ...]]:
+        # Largest item size first: every entry is then naturally aligned without holes, which safetensors forbids.
+        ordered = sorted(drafts, key=lambda d: -d.dtype.itemsize)
+        rows = []
+        for draft in ordered:
+            name = _dtype_name(draft.dtype)
+            code, shape = container_dtype(name, draft.shape)
+            rows.append((draft.name, name, code, shape, draft.nbytes))
+        header = build_header([(n, code, shape, nbytes) for n, _, code, shape, nbytes in rows], {"format": "pt"})
+        offset, entries = len(header), []
+        for draft, (name, dtype, code, _, nbytes) in zip(ordered, rows, strict=True):
+            entries.append(EntryLayout(name, dtype, tuple(draft.shape), code, offset, nbytes))
+            offset += nbytes
+        sources = tuple(Source(d.array, d.storage_bytes, d.lazy, d.leaves[0].path) for d in ordered)
+        known = self._known.plan.layout if self._known else None
+        if known and known.entries == tuple(entries) and known.header_nbytes == len(header):
+            return known, header, sources
+        self._layouts += 1
+        return Layout(self._layouts, len(header), offset, tuple(entries)), header, sources
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the current plan was made for."""
+
+    plan: Plan
+    signatures: Mapping[str, list[Any]]
+    metas: list[tuple[Any, ...]]
+    lazy: LazyPredicate | None
+    aliased: bool
+    volatile: frozenset[int]
+
+    def fits(self, scans: Mapping[str, Scan], metas: list[tuple[Any, ...]], lazy: LazyPredicate | None) -> bool:
+        """Whether the plan serves this snapshot too; addresses only matter where tensors share memory."""
+        if lazy is not self.lazy or list(scans) != list(self.signatures):
+            return False
+        if any(scan.signature != self.signatures[key] for key, scan in scans.items()):
+            return False
+        if metas == self.metas:
+            return True
+        if len(metas) != len(self.metas) or any(a[1:] != b[1:] for a, b in zip(metas, self.metas, strict=True)):
+            return False
+        if self.aliased:
+            return False
+        addresses = [m[0] for i, m in enumerate(metas) if i not in self.volatile and m[0]]
+        return len(set(addresses)) == len(addresses)
+
+
+@dataclass(slots=True)
+class _Draft:
+    """An entry before it has an offset."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    nbytes: int
+    array: int
+    storage_bytes: tuple[int, int] | None
+    lazy: bool
+    leaves: list[ArrayLeaf]
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _drafts(leaves: Sequence[ArrayLeaf], arrays: Sequence[torch.Tensor], lazy: LazyPredicate | None) -> list[_Draft]:
+    """One draft per distinct array; leaves that share memory share a draft."""
+    names = _Names()
+    drafts: list[_Draft] = []
+    groups: dict[int, list[int]] = defaultdict(list)
+    for index, (leaf, array) in enumerate(zip(leaves, arrays, strict=True)):
+        if leaf.node["$"] == "tensor" and array.numel():
+            groups[array.untyped_storage().data_ptr()].append(index)
+        else:
+            groups[-1 - index].append(index)  # never an address: nothing to share
+    for members in sorted(groups.values()):
+        for cluster in _overlapping(members, arrays):
+            drafts.append(_draft(cluster, leaves, arrays, names, lazy))
+    return drafts
+
+
+def _overlapping(members: Sequence[int], arrays: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Split the members of one storage into runs whose byte ranges overlap."""
+    if len(members) == 1:
+        return [list(members)]
+    clusters: list[list[int]] = []
+    end = -1
+    for index in sorted(members, key=lambda i: (_extent(arrays[i])[0], i)):
+        start, stop = _extent(arrays[index])
+        if clusters and start < end:
+            clusters[-1].append(index)
+            end = max(end, stop)
+        else:
+            clusters.append([index])
+            end = stop
+    return [sorted(c) for c in clusters]
+
+
+def _extent(array: torch.Tensor) -> tuple[int, int]:
+    """Byte range of a view in its storage."""
+    size = array.element_size()
+    start = int(array.storage_offset()) * size
+    reach = sum((n - 1) * s for n, s in zip(array.shape, array.stride(), strict=True))
+    return start, start + (reach + 1) * size
+
+
+def _draft(
+    cluster: Sequence[int],
+    leaves: Sequence[ArrayLeaf],
+    arrays: Sequence[torch.Tensor],
+    names: _Names,
+    lazy: LazyPredicate | None,
+) -> _Draft:
+    first = arrays[cluster[0]]
+    used = [leaves[i] for i in cluster]
+    for i in cluster:
+        problem = tensor_problem(arrays[i])
+        if problem:
+            raise StateError(f"cannot store {'/'.join(map(str, leaves[i].path))}: {problem}")
+    name = names.unique(used[0].path)
+    is_lazy = lazy is not None and first.device.type == "cpu" and all(lazy(leaf.path) for leaf in used)
+    view = (first.dtype, first.shape, first.stride(), first.storage_offset())
+    if all((a.dtype, a.shape, a.stride(), a.storage_offset()) == view for a in (arrays[i] for i in cluster)):
+        for leaf in used:
+            leaf.node["entry"] = name
+            if leaf.node["$"] == "tensor" and not first.is_contiguous() and _dense(first):
+                leaf.node["stride"] = list(first.stride())
+        nbytes = first.numel() * first.element_size()
+        return _Draft(name, first.dtype, tuple(first.shape), nbytes, cluster[0], None, is_lazy, used)
+    start = min(_extent(arrays[i])[0] for i in cluster)
+    stop = max(_extent(arrays[i])[1] for i in cluster)
+    for i in cluster:
+        array = arrays[i]
+        leaves[i].node["entry"] = name
+        leaves[i].node["view"] = {
+            "dtype": _dtype_name(array.dtype),
+            "shape": list(array.shape),
+            "stride": list(array.stride()),
+            "byte_offset": int(array.storage_offset()) * array.element_size() - start,
+        }
+    return _Draft(name, torch.uint8, (stop - start,), stop - start, cluster[0], (start, stop - start), is_lazy, used)
+
+
+def _dense(array: torch.Tensor) -> bool:
+    """Whether the strides are a permutation of contiguous ones (channels_last and the like)."""
+    expected = 1
+    for stride, size in sorted((s, n) for n, s in zip(array.shape, array.stride(), strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class _Names:
+    """Container names of leaf paths: keys joined by "/", "~" and "/" inside keys written as ~0 and ~1, unique."""
+
+    def __init__(self) -> None:
+        self._taken = {"__metadata__"}
+
+    def unique(self, path: Path) -> str:
+        base = "/".join(str(p).replace("~", "~0").replace("/", "~1") for p in path) or "value"
+        name, n = base, 2
+        while name in self._taken:
+            name, n = f"{base}~{n}", n + 1
+        self._taken.add(name)
+        return name

@@ -1,0 +1,142 @@
+"""Which arena slot is free, being filled, or being persisted, and making slots ready in the background."""
+
+from __future__ import annotations
+
+import threading
+
+from ckpt_engine.errors import StateError, WaitTimeoutError
+from ckpt_engine.snapshot.arena import Slot, slot_bytes
+from ckpt_engine.snapshot.plan import Plan
+
+PREFAULT_TIMEOUT_SECONDS = 600.0
+
+
+class Slots:
+    """The arena's slots, `count` at most in use at once. Training thread only, except for the background warm-up.
+
+    Slot numbers are never reused, so that the writer cannot mistake an old buffer for a new one.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._free: list[Slot] = []
+        self._busy: dict[int, Slot] = {}
+        self._next = 0
+        self._warm_up: _WarmUp | None = None
+
+    def take(self, plan: Plan) -> Slot | None:
+        """A slot that holds `plan`, made and touched now if it must be; None while there is none (see `ready`).
+
+        Raises:
+            StateError: the memory is not to be had.
+        """
+        if not self.ready():
+            return None
+        self._retire_small(plan.layout.nbytes)
+        if not self._free:
+            slot = self._new(plan)
+            slot.prefault()
+            self._free.append(slot)
+        slot = self._free.pop(0)
+        self._busy[slot.index] = slot
+        return slot
+
+    def ready(self) -> bool:
+        """Whether `take` would give a slot."""
+        self._collect_warm()
+        return bool(self._free) or (self._warm_up is None and len(self._busy) < self._count)
+
+    def release(self, index: int) -> None:
+        """The slot's content is no longer needed."""
+        slot = self._busy.pop(index, None)
+        if slot is not None:
+            self._free.insert(0, slot)
+
+    def warm_up(self, plan: Plan) -> None:
+        """Make all slots ready for `plan` on a background thread; `ready` is False until the first one is."""
+        self._collect_warm()
+        if self._warm_up is not None:
+            return
+        self._retire_small(plan.layout.nbytes)
+        missing = self._count - len(self._free) - len(self._busy)
+        if missing > 0:
+            self._warm_up = _WarmUp([self._new(plan) for _ in range(missing)])
+
+    def known(self) -> list[Slot]:
+        """All slots that exist, for a writer that is started anew."""
+        return [*self._free, *self._busy.values(), *(self._warm_up.slots if self._warm_up else [])]
+
+    def nbytes(self) -> int:
+        """Host memory of the arena."""
+        return sum(slot.nbytes for slot in self.known())
+
+    def close(self) -> None:
+        """Give all memory back."""
+        if self._warm_up is not None:
+            self._warm_up.stop()
+        for slot in self.known():
+            slot.close()
+        self._free, self._busy, self._warm_up = [], {}, None
+
+    def _new(self, plan: Plan) -> Slot:
+        self._next += 1
+        return Slot(self._next - 1, slot_bytes(plan))
+
+    def _retire_small(self, nbytes: int) -> None:
+        for slot in [s for s in self._free if s.nbytes < nbytes]:
+            self._free.remove(slot)
+            slot.close()
+
+    def _collect_warm(self) -> None:
+        warm = self._warm_up
+        if warm is None:
+            return
+        done = warm.take_done()
+        self._free.extend(done)
+        if warm.finished:
+            self._warm_up = None
+            warm.raise_error()
+
+
+class _WarmUp:
+    """Pre-faults new slots one after the other."""
+
+    def __init__(self, slots: list[Slot]) -> None:
+        self.slots = list(slots)
+        self._done: list[Slot] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._error: StateError | None = None
+        self._thread = threading.Thread(target=self._run, args=(tuple(slots),), name="ckpt-prefault", daemon=True)
+        self._thread.start()
+
+    @property
+    def finished(self) -> bool:
+        return not self._thread.is_alive() and not self._done
+
+    def take_done(self) -> list[Slot]:
+        with self._lock:
+            done, self._done = self._done, []
+        for slot in done:
+            self.slots.remove(slot)
+        return done
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(PREFAULT_TIMEOUT_SECONDS)
+        if self._thread.is_alive():
+            raise WaitTimeoutError("the arena's background thread did not stop")
+
+    def _run(self, slots: tuple[Slot, ...]) -> None:
+        for slot in slots:
+            try:
+                slot.prefault(self._stop)
+            except StateError as err:
+                self._error = err
+                return
+            with self._lock:
+                self._done.append(slot)

@@ -231,6 +231,10 @@ class Config(Section):
         """The retention that holds at the run's root."""
         return self.tiers[0].keep or self.keep
 
+    def root_keep_rules(self) -> dict[str, Any]:
+        """`root_keep` as plain JSON: only the rules that are set."""
+        return self.root_keep.model_dump(mode="json", exclude_none=True)
+
     def frequency_options(self) -> dict[str, Any]:
         """What decides when snapshots are taken: keywords of `FrequencySettings.from_options`. None: not given."""
         return {

@@ -151,6 +151,8 @@ def test_tier_retention_replaces_the_general_one() -> None:
     """`keep` inside the tier is what holds there."""
     assert load_config("/data/run1", keep={"last": 7}).root_keep.last == 7
     assert load_config(tiers=[{"url": "/d", "keep": {"last": 9}}], keep={"last": 7}).root_keep.last == 9
+    assert load_config("/data/run1").root_keep_rules() == {"last": 2}
+    assert load_config(OPTIONS, tiers="/d").root_keep_rules() == OPTIONS["keep"]
 
 
 @pytest.mark.parametrize("place", ["/d", Path("/d"), ["/d"], [{"url": "/d"}], {"url": "/d"}, ({"url": Path("/d")},)])

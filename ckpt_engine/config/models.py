@@ -221,6 +221,11 @@ class Config(Section):
         description="Paths in the state (* and ? match) that may be stored with pickle. Loading these can run code.",
     )
 
+    debug: Flag = Field(
+        default=False,
+        description="Compare every lazily copied byte with an immediate copy; slow, for finding mistakes.",
+    )
+
     @property
     def root_url(self) -> str:
         """The run's root: an absolute folder path, or the URL as given."""

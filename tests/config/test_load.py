@@ -31,6 +31,7 @@ OPTIONS: dict[str, Any] = {
     "slots": 1,
     "lazy": "off",
     "pickle": ["loop/*"],
+    "debug": True,
 }
 YAML = """
 overhead: 3.5%
@@ -49,6 +50,7 @@ writer: thread
 slots: 1
 lazy: off
 pickle: loop/*
+debug: on
 """
 
 
@@ -75,6 +77,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "slots",
         "lazy",
         "pickle",
+        "debug",
     )
 
 
@@ -87,7 +90,7 @@ def test_defaults() -> None:
     assert (config.on_validation_end, config.at_end) == (False, True)
     assert (config.keep.last, config.keep.every_n_steps, config.keep.best) == (2, None, None)
     assert (config.on_error, config.writer, config.slots, config.lazy) == ("warn", "process", 2, "auto")
-    assert config.pickle == ()
+    assert (config.pickle, config.debug) == ((), False)
 
 
 def test_every_way_to_say_the_same_makes_the_same_config(tmp_path: Path) -> None:

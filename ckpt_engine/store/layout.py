@@ -1,0 +1,78 @@
+"""The names under a run's root: which objects are ours, and what their names say.
+
+```
+ckpt.json                            the run record
+lease.json                           who writes the run
+snapshots/<id>.json                  manifests; <id> = <seq>-s<step>-<random>
+data/<id>-r<rank>[-p<part>].safetensors   data files
+```
+Whatever does not match is foreign: never read as ours, never deleted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+RECORD = "ckpt.json"
+LEASE = "lease.json"
+MANIFESTS = "snapshots/"
+DATA = "data/"
+
+_ID = re.compile(r"(\d{8,})-s(\d{10,})-([0-9a-f]{8})")
+_MANIFEST = re.compile(rf"snapshots/({_ID.pattern})\.json")
+_DATA = re.compile(rf"data/({_ID.pattern})-r\d{{5,}}(-p\d{{3,}})?\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedId:
+    """What a snapshot's id says: its age (`seq`) and its training step."""
+
+    id: str
+    seq: int
+    step: int
+
+
+def snapshot_id(seq: int, step: int) -> str:
+    """A new unique id. Its randomness comes from the operating system, never from the program's random streams.
+
+    Raises:
+        ValueError: a negative number.
+    """
+    if seq < 0 or step < 0:
+        raise ValueError(f"seq and step must not be negative: seq={seq}, step={step}")
+    return f"{seq:08d}-s{step:010d}-{os.urandom(4).hex()}"
+
+
+def parse_id(snapshot: str) -> ParsedId | None:
+    """The parts of a snapshot's id, or None if this is no id."""
+    match = _ID.fullmatch(snapshot)
+    return ParsedId(snapshot, int(match[1]), int(match[2])) if match else None
+
+
+def manifest_name(snapshot: str) -> str:
+    """The object name of a snapshot's manifest."""
+    return f"{MANIFESTS}{snapshot}.json"
+
+
+def data_name(snapshot: str, rank: int = 0, part: int = 0) -> str:
+    """The object name of the `part`-th data file that `rank` wrote for a snapshot."""
+    return f"{DATA}{snapshot}-r{rank:05d}{f'-p{part:03d}' if part else ''}.safetensors"
+
+
+def manifest_id(name: str) -> ParsedId | None:
+    """The snapshot whose manifest has this object name, or None if it is not a manifest's name."""
+    match = _MANIFEST.fullmatch(name)
+    return parse_id(match[1]) if match else None
+
+
+def data_owner(name: str) -> ParsedId | None:
+    """The snapshot that wrote the data file of this object name, or None if it is not a data file's name."""
+    match = _DATA.fullmatch(name)
+    return parse_id(match[1]) if match else None
+
+
+def is_ours(name: str) -> bool:
+    """Whether an object of this name may have been written by us."""
+    return name in (RECORD, LEASE) or manifest_id(name) is not None or data_owner(name) is not None

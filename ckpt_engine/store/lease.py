@@ -1,0 +1,185 @@
+"""The lease: one process at a time writes a run.
+
+On a local disk it is a lock the kernel frees when its holder dies, on a file that says who holds it. Readers never
+need it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from ckpt_engine.errors import LeaseHeldError, StorageError
+from ckpt_engine.store import layout
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.oserrors import translating
+
+RETRY_SECONDS = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who holds a lease: shown to whoever is refused. `started` is wall-clock seconds, for display."""
+
+    pid: int
+    host: str
+    started: float
+    command: str
+
+    @classmethod
+    def current(cls) -> Self:
+        """This process, from now on."""
+        return cls(os.getpid(), socket.gethostname(), time.time(), " ".join([sys.executable, *sys.argv]))
+
+    def __str__(self) -> str:
+        since = datetime.fromtimestamp(self.started, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return f"process {self.pid} on {self.host} since {since} ({self.command})"
+
+
+class Lease(Protocol):
+    """The right to write and to collect. Held until `release` or the end of the process.
+
+    `check` MUST be called before something is deleted: a lease that has to be renewed may be lost meanwhile.
+    """
+
+    holder: Holder
+
+    def check(self) -> None:
+        """Raises `LeaseHeldError` if the lease is no longer ours."""
+        ...
+
+    def release(self) -> None:
+        """Give it back; twice is fine."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def acquire(
+    storage: Storage,
+    holder: Holder | None = None,
+    wait_seconds: float = 0.0,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> Lease:
+    """Take the lease of the run in `storage`, waiting at most `wait_seconds` for its holder to give it back.
+
+    Raises:
+        LeaseHeldError: naming the holder.
+        ForeignError: the folder has other files; it is left untouched.
+        StorageError: read-only, full, not a folder, or a storage without leases.
+    """
+    if not isinstance(storage, LocalStorage):
+        raise StorageError(f"no lease on {storage.url}", hint="use a local or mounted disk")
+    Repository(storage).record()
+    deadline = clock() + wait_seconds
+    while (lease := LocalLease.try_acquire(storage, holder or Holder.current())) is None:
+        left = deadline - clock()
+        if left <= 0:
+            other = read_holder(storage)
+            raise LeaseHeldError(
+                f"the run at {storage.url} is being written by {other or 'another process'}",
+                hint="stop it, wait for it, or choose another folder",
+            )
+        pause(min(RETRY_SECONDS, left))
+    return lease
+
+
+def read_holder(storage: Storage) -> Holder | None:
+    """Who the lease file names, held or not; None if nobody or unreadable."""
+    try:
+        return Holder(**json.loads(storage.get(layout.LEASE)))
+    except (StorageError, ValueError, TypeError):
+        return None
+
+
+class LocalLease:
+    """A lock (`flock`) on the lease file. The kernel frees it when the process dies, however it dies."""
+
+    def __init__(self, fd: int, path: str, holder: Holder) -> None:
+        self._fd = fd
+        self._path = path
+        self.holder = holder
+        _held.add(self)
+
+    @classmethod
+    def try_acquire(cls, storage: LocalStorage, holder: Holder) -> Self | None:
+        """The lease, or None if another process, or another lease of this one, holds it."""
+        path = storage.path(layout.LEASE)
+        with translating("take the lease", path):
+            storage.make_folder(storage.root)
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, json.dumps(asdict(holder)).encode() + b"\n", 0)
+            except BlockingIOError:
+                os.close(fd)
+                return None
+            except BaseException:
+                os.close(fd)
+                raise
+        return cls(fd, path, holder)
+
+    def check(self) -> None:
+        if self._fd < 0:
+            raise LeaseHeldError(f"the lease {self._path} was given back")
+        with translating("check the lease", self._path):
+            mine = os.fstat(self._fd)
+            try:
+                there = Path(self._path).stat()
+            except FileNotFoundError:
+                there = None
+        if there is None or (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
+            raise LeaseHeldError(f"the lease {self._path} was removed or replaced", hint="stop all writers of this run")
+
+    def release(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            try:
+                os.ftruncate(fd, 0)
+            finally:
+                os.close(fd)
+                _held.discard(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _drop_in_child(self) -> None:
+        """A forked child shares the lock: close its copy (without unlocking), or the lease outlives its holder."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+_held: set[LocalLease] = set()
+
+
+def _drop_all_in_child() -> None:
+    for lease in list(_held):
+        lease._drop_in_child()
+
+
+os.register_at_fork(after_in_child=_drop_all_in_child)

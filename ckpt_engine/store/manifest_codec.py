@@ -1,0 +1,237 @@
+"""Manifests as bytes: encoded once, verified whenever they are read.
+
+```
+{"digest":"xxh3-128:<32 hex>","manifest":<body>}\\n
+```
+The digest covers the bytes of <body>, a JSON object that begins with `format`, `version` and `info`: a listing needs
+only the first few KiB. Every version keeps this envelope, so that an older program says "newer" instead of "damaged".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_engine.errors import CorruptError, ForeignError, NewerFormatError
+from ckpt_engine.store import layout
+from ckpt_engine.store.digest import digest
+from ckpt_engine.store.manifest import FORMAT, VERSION, DataFile, Entry, Manifest, Piece, SnapshotInfo
+
+HEAD_BYTES = 4096
+"""Enough of a manifest for `decode_info`, unless it has very many metrics."""
+
+_START = re.compile(rb'\{"digest":"([a-z0-9-]+:[0-9a-f]+)","manifest":')
+_END = b"}\n"
+_INFO = re.compile(rb'\{"format":"([^"\\]*)","version":(\d+),"info":')
+_NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_DECODER = json.JSONDecoder()
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of a manifest.
+
+    Raises:
+        ValueError, TypeError: something in it is not JSON (NaN and infinity are not, except as metrics).
+    """
+    info = manifest.info
+    body = _dump(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "info": {
+                "id": info.id,
+                "seq": info.seq,
+                "step": info.step,
+                "epoch": info.epoch,
+                "reason": info.reason,
+                "created": info.created,
+                "nbytes": info.nbytes,
+                "metrics": {name: _number_to_json(value) for name, value in info.metrics.items()},
+                "parent": info.parent,
+                "components": dict(info.components),
+            },
+            "run": manifest.run,
+            "world": dict(manifest.world),
+            "software": dict(manifest.software),
+            "files": [{"name": file.name, "nbytes": file.nbytes} for file in manifest.files],
+            "entries": {name: _entry_to_json(entry) for name, entry in manifest.entries.items()},
+            "tree": manifest.tree,
+            "notes": dict(manifest.notes),
+        }
+    )
+    return b'{"digest":"%s","manifest":%s}\n' % (digest(body).encode(), body)
+
+
+def decode(data: bytes) -> Manifest:
+    """The inverse of `encode`; nothing is believed before the digest has been verified.
+
+    Raises:
+        CorruptError: truncated, changed, or contradicting itself.
+        ForeignError: not a manifest of ours.
+        NewerFormatError: written by a later version.
+    """
+    body = _verified_body(data)
+    try:
+        document = json.loads(body)
+        manifest = Manifest(
+            info=_info_from_json(document["info"]),
+            run=document["run"],
+            world=document["world"],
+            software=document["software"],
+            files=tuple(DataFile(file["name"], file["nbytes"]) for file in document["files"]),
+            entries={name: _entry_from_json(entry) for name, entry in document["entries"].items()},
+            tree=document["tree"],
+            notes=document["notes"],
+        )
+        _check(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise CorruptError(f"the manifest contradicts the format: {type(err).__name__}: {err}") from err
+    return manifest
+
+
+def decode_info(head: bytes) -> SnapshotInfo | None:
+    """The info from the first bytes of a manifest, unverified; None if they do not contain it whole.
+
+    Raises:
+        CorruptError, ForeignError, NewerFormatError: as `decode`, as far as the head can tell.
+    """
+    start = _START.match(head)
+    if start is None:
+        if len(head) < HEAD_BYTES or b'{"digest"'[: len(head)] != head[:9]:
+            raise _stranger(head)
+        return None
+    _check_version(head[start.end() : start.end() + 256])
+    found = _INFO.match(head, start.end())
+    if found is None:
+        raise CorruptError("the manifest's head is damaged")
+    try:
+        info, _ = _DECODER.raw_decode(head[found.end() :].decode(errors="replace"))
+    except ValueError:
+        return None
+    try:
+        return _info_from_json(info)
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise CorruptError(f"the manifest's head is damaged: {type(err).__name__}: {err}") from err
+
+
+def _verified_body(data: bytes) -> bytes:
+    start = _START.match(data)
+    if start is None:
+        raise _stranger(data)
+    body = data[start.end() : -len(_END)]
+    algorithm = start[1].decode().partition(":")[0]
+    if algorithm != digest(b"").partition(":")[0]:
+        _check_version(body)
+        raise CorruptError(f"the manifest has an unknown digest, {algorithm}")
+    if not data.endswith(_END) or digest(body).encode() != start[1]:
+        raise CorruptError(f"the manifest is truncated or was changed ({len(data)} bytes)")
+    _check_version(body)
+    return body
+
+
+def _check_version(body: bytes) -> None:
+    found = _INFO.match(body)
+    if found is None:
+        return
+    if found[1].decode(errors="replace") != FORMAT:
+        raise ForeignError(f"a manifest of another program: format {found[1].decode(errors='replace')!r}")
+    if int(found[2]) > VERSION:
+        raise NewerFormatError(
+            f"the manifest has format version {int(found[2])}, this program reads up to {VERSION}",
+            hint="upgrade ckpt-engine",
+        )
+
+
+def _stranger(data: bytes) -> CorruptError | ForeignError:
+    """Why `data` does not begin like a manifest: other JSON is foreign, anything else is taken for damage."""
+    try:
+        json.loads(data)
+    except ValueError:
+        return CorruptError(f"no manifest, or one whose start is damaged ({len(data)} bytes)")
+    return ForeignError("not a manifest of ckpt-engine, though it is JSON")
+
+
+def _dump(document: Any) -> bytes:
+    return json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def _number_to_json(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _entry_to_json(entry: Entry) -> dict[str, Any]:
+    pieces = [_piece_to_json(piece) for piece in entry.pieces]
+    return {
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "container_dtype": entry.container_dtype,
+        "pieces": pieces,
+    }
+
+
+def _piece_to_json(piece: Piece) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "file": piece.file,
+        "offset": piece.offset,
+        "nbytes": piece.nbytes,
+        "digest": piece.digest,
+    }
+    if piece.raw_nbytes != piece.nbytes:
+        row["raw_nbytes"] = piece.raw_nbytes
+    if piece.codec != "raw":
+        row["codec"] = piece.codec
+    if piece.base is not None:
+        row["base"] = piece.base
+    return row
+
+
+def _info_from_json(row: Mapping[str, Any]) -> SnapshotInfo:
+    metrics = {name: _NUMBERS[value] if isinstance(value, str) else value for name, value in row["metrics"].items()}
+    return SnapshotInfo(
+        id=row["id"],
+        seq=row["seq"],
+        step=row["step"],
+        epoch=row["epoch"],
+        reason=row["reason"],
+        created=row["created"],
+        nbytes=row["nbytes"],
+        metrics=metrics,
+        parent=row["parent"],
+        components=row["components"],
+    )
+
+
+def _entry_from_json(row: Mapping[str, Any]) -> Entry:
+    pieces = tuple(_piece_from_json(piece) for piece in row["pieces"])
+    return Entry(row["dtype"], tuple(row["shape"]), pieces, row["container_dtype"])
+
+
+def _piece_from_json(row: Mapping[str, Any]) -> Piece:
+    return Piece(
+        row["file"],
+        row["offset"],
+        row["nbytes"],
+        row["digest"],
+        row.get("raw_nbytes", row["nbytes"]),
+        row.get("codec", "raw"),
+        row.get("base"),
+    )
+
+
+def _check(manifest: Manifest) -> None:
+    parsed = layout.parse_id(manifest.info.id)
+    if parsed is None or parsed.seq != manifest.info.seq:
+        raise ValueError(f"bad snapshot id {manifest.info.id!r}")
+    for file in manifest.files:
+        if layout.data_owner(file.name) is None:
+            raise ValueError(f"bad data file name {file.name!r}")
+    sizes = [file.nbytes for file in manifest.files]
+    for name, entry in manifest.entries.items():
+        for piece in entry.pieces:
+            if piece.nbytes < 0 or not 0 <= piece.offset <= sizes[piece.file] - piece.nbytes or piece.file < 0:
+                raise ValueError(f"a piece of {name!r} lies outside its file")

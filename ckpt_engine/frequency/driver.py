@@ -1,0 +1,444 @@
+"""When a run takes its snapshots: the stateful piece trainer adapters ask at every boundary."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_engine.frequency.account import Account
+from ckpt_engine.frequency.adaptive import AdaptiveTrigger
+from ckpt_engine.frequency.controller import Decision, FrequencyPolicy
+from ckpt_engine.frequency.failure_rate import FailureRate
+from ckpt_engine.frequency.measure import CLEAN_WINDOW, CostMeter, StepTimes
+from ckpt_engine.frequency.settings import FrequencySettings
+from ckpt_engine.frequency.triggers import INTERVAL, FixedTriggers
+from ckpt_engine.observe.clock import Clock
+from ckpt_engine.observe.events import (
+    Event,
+    EventSink,
+    IntervalChanged,
+    Notice,
+    SnapshotCommitted,
+    SnapshotFailed,
+    SnapshotSkipped,
+)
+
+STATE_VERSION = 1
+WARM_UP_STEPS = 2
+_MOST_IN_FLIGHT = 64
+_NOT_STARTED = -1
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A snapshot that was taken and is not settled yet."""
+
+    step: int
+    instant: float
+    stall_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Settled:
+    """The end of an in-flight snapshot; `latency_seconds` is None where it failed."""
+
+    snapshot: _InFlight
+    latency_seconds: float | None
+    busy_seconds: float
+    written_bytes: float
+
+
+class Cadence:
+    """Decides at each boundary whether a snapshot is due, and learns from what each one costs.
+
+    Everything is called on the training thread. Call order, per training step:
+
+        cadence.emit(event) / committed / failed      for what the writer reported since the last boundary
+        reason = cadence.boundary(step)               at the snapshot instant
+        if reason: save, then cadence.taken(step, stall) - or cadence.skipped(step, "busy") if no slot is free
+        cadence.fence(seconds)                        after the fence, before the state is mutated
+
+    plus `exclude(seconds)` for time that is not training (validation) and `validation_ended()`. A due snapshot that
+    is not taken stays due: `boundary` returns its reason again until `taken` is called.
+
+    Args:
+        settings: what the user asked for.
+        clock: the source of durations.
+        sink: gets `IntervalChanged`, `SnapshotSkipped` (once per due snapshot) and `Notice`.
+        policy: replaces the adaptive policy; ignored where the settings have no adaptive trigger.
+    """
+
+    _account: Account
+    _add_clean: Callable[[float], None]
+    _disturbed: bool
+    _durable_instant: float
+    _durable_step: int
+    _fixed: FixedTriggers
+    _held_back: bool
+    _in_flight: deque[_InFlight]
+    _mark: float
+    _next: int
+    _paused: float
+    _pending: str | None
+    _settled: list[_Settled]
+    _skip_told: bool
+    _taken_step: int
+    _taken_time: float
+    _wake_step: float
+    _wake_time: float
+    _warm_up: int
+
+    __slots__ = (
+        "_account",
+        "_adaptive",
+        "_add_clean",
+        "_disturbed",
+        "_durable_instant",
+        "_durable_step",
+        "_failures",
+        "_failures_since",
+        "_fixed",
+        "_held_back",
+        "_in_flight",
+        "_mark",
+        "_meter",
+        "_next",
+        "_now",
+        "_paused",
+        "_pending",
+        "_settings",
+        "_settled",
+        "_sink",
+        "_skip_told",
+        "_steps",
+        "_taken_step",
+        "_taken_time",
+        "_wake_step",
+        "_wake_time",
+        "_warm_up",
+    )
+
+    def __init__(
+        self, settings: FrequencySettings, clock: Clock, sink: EventSink, *, policy: FrequencyPolicy | None = None
+    ) -> None:
+        self._settings = settings
+        self._now: Callable[[], float] = clock.monotonic
+        self._sink = sink
+        self._adaptive = AdaptiveTrigger(settings, policy) if settings.overhead is not None else None
+        self._failures = FailureRate.prior()
+        self._failures_since = self._now()
+        self._meter = CostMeter()
+        self._steps = StepTimes()
+        self._begin(0, self._failures_since)
+        self._next = _NOT_STARTED
+
+    # ------------------------------------------------------------------ the step
+
+    def start(self, step: int) -> None:
+        """Training starts or resumes at `step` (all of whose work is safe); the time base starts here.
+
+        Optional: the first call of `boundary` does it too, and then returns None.
+        """
+        self._begin(step, self._now())
+
+    def boundary(self, step: int) -> str | None:
+        """The reason of the snapshot that is due now, or None.
+
+        Args:
+            step: number of the training step just completed. Repeating a number (gradient accumulation) measures
+                nothing; a jump counts as so many equal steps; going back starts the measurement again.
+        """
+        now = self._now()
+        if step != self._next:
+            return self._irregular(step, now)
+        seconds = now - self._mark - self._paused
+        if seconds < 0.0:
+            seconds = 0.0
+        self._mark = now
+        self._paused = 0.0
+        self._next = step + 1
+        self._account.training_seconds += seconds
+        if self._disturbed:
+            self._steps.add_disturbed(seconds)
+        else:
+            self._add_clean(seconds)
+        if step < self._wake_step and now < self._wake_time:
+            return None
+        return self._wake(step, now)
+
+    def exclude(self, seconds: float) -> None:
+        """`seconds` since the last boundary were not training: validation, logging of the user, a debugger."""
+        self._paused += _measured(seconds)
+
+    def validation_ended(self) -> None:
+        """A validation ended; the snapshot it may trigger is due at the next boundary."""
+        self._fixed.validation_ended()
+        self._wake_step = -1
+
+    def ended(self, step: int) -> str | None:
+        """The reason of the snapshot due because training ends at `step`, if that work is in no snapshot yet."""
+        safe = max((snapshot.step for snapshot in self._in_flight), default=self._durable_step)
+        return self._fixed.at_end(step, safe) or (self._pending if step > safe else None)
+
+    # ------------------------------------------------------------------ what became of a snapshot
+
+    def taken(self, step: int, stall_seconds: float, wait_seconds: float = 0.0) -> None:
+        """A snapshot was taken at `step`, whoever asked for it.
+
+        Args:
+            stall_seconds: how long it blocked training, `wait_seconds` not included.
+            wait_seconds: how long training waited for a free slot before (0 where snapshots are skipped instead).
+        """
+        now = self._now()
+        stall, wait = _measured(stall_seconds), _measured(wait_seconds)
+        self._paused += stall + wait
+        self._account.paused_seconds += stall + wait
+        if wait > 0.0:
+            self._held_back = True
+        if len(self._in_flight) == _MOST_IN_FLIGHT:
+            self._in_flight.popleft()
+        self._in_flight.append(_InFlight(step, now - stall, stall))
+        self._disturbed = True
+        self._pending = None
+        self._skip_told = False
+        self._taken_step, self._taken_time = step, now
+        self._wake_step = -1
+
+    def fence(self, seconds: float) -> None:
+        """Training waited `seconds` for staging to finish; part of the newest snapshot's stall."""
+        seconds = _measured(seconds)
+        if seconds == 0.0:
+            return
+        self._paused += seconds
+        self._account.paused_seconds += seconds
+        if self._in_flight:
+            self._in_flight[-1].stall_seconds += seconds
+
+    def skipped(self, step: int, reason: str) -> None:
+        """The due snapshot could not be taken at this boundary (`busy`, `accumulating`, ...); it stays due."""
+        if reason == "busy":
+            self._held_back = True
+        if not self._skip_told:
+            self._skip_told = True
+            self._sink.emit(SnapshotSkipped(step=step, reason=reason))
+
+    def committed(
+        self, step: int, latency_seconds: float, written_bytes: float, busy_seconds: float | None = None
+    ) -> None:
+        """The snapshot taken at `step` is durable on the nearest durable tier.
+
+        Args:
+            latency_seconds: from the snapshot instant.
+            busy_seconds: how long it occupied the writer; None: all of the latency.
+        """
+        latency = _measured(latency_seconds)
+        snapshot = next((one for one in self._in_flight if one.step == step), None)
+        instant = snapshot.instant if snapshot else self._now() - latency
+        self._durable_step = max(self._durable_step, step)
+        self._durable_instant = max(self._durable_instant, instant)
+        busy = latency if busy_seconds is None else _measured(busy_seconds)
+        self._settle(snapshot, latency, busy, _measured(written_bytes))
+
+    def failed(self, step: int) -> None:
+        """The snapshot taken at `step` will not become durable. The next one comes at the usual interval."""
+        snapshot = next((one for one in self._in_flight if one.step == step), None)
+        self._settle(snapshot, None, 0.0, 0.0)
+
+    def emit(self, event: Event) -> None:
+        """Takes the writer's events, so that a cadence can be one of the sinks; other kinds are ignored."""
+        if isinstance(event, SnapshotCommitted):
+            self.committed(event.step, event.latency_seconds, event.written_bytes, event.write_seconds)
+        elif isinstance(event, SnapshotFailed):
+            self.failed(event.step)
+
+    # ------------------------------------------------------------------ what is known
+
+    def announce(self, nbytes: int) -> None:
+        """The size of the state, so that the first snapshot waits until the budget has earned its likely stall."""
+        if self._adaptive is not None:
+            self._adaptive.announce(nbytes)
+
+    @property
+    def interval_steps(self) -> int | None:
+        """The interval in force; None before the first snapshot was measured, or where there is none in steps."""
+        if self._adaptive is None:
+            return self._settings.every_n_steps
+        return self._adaptive.decision.interval_steps if self._adaptive.decision else None
+
+    @property
+    def why(self) -> str:
+        """One line that explains the interval."""
+        if self._adaptive is None:
+            return self._fixed.describe()
+        decision = self._adaptive.decision
+        return decision.why if decision else "the first snapshot has yet to show what one costs"
+
+    @property
+    def decision(self) -> Decision | None:
+        """The decision behind `interval_steps`; None without an adaptive trigger or before anything was measured."""
+        return self._adaptive.decision if self._adaptive else None
+
+    @property
+    def overhead_fraction(self) -> float:
+        """(stalls + fences + waits + slowdown) / training time without them, since `start`."""
+        return self._account.overhead_fraction
+
+    def age_of_last_durable(self) -> float:
+        """Seconds since the instant of the newest durable snapshot, or since `start`: the work at risk."""
+        return self._now() - self._durable_instant
+
+    def state(self) -> dict[str, Any]:
+        """What was learned, as JSON; store it with each snapshot (never needed to rebuild the training state)."""
+        step_seconds = self._steps.step_seconds() if self._steps.known else None
+        return {
+            "version": STATE_VERSION,
+            "failures": self._failures.survived(self._now() - self._failures_since).to_json(),
+            "costs": self._meter.to_json() if self._meter.known else None,
+            "step_seconds": step_seconds,
+            "interval_steps": self.interval_steps,
+        }
+
+    def restore(self, state: Mapping[str, Any], *, failed: bool = True) -> None:
+        """Starts from what an earlier run of this training had learned. Call before `start`.
+
+        A state this version cannot read is reported as a `Notice` and ignored: it only costs a little learning.
+
+        Args:
+            failed: the earlier run did not end by itself, so the restart is a failure to learn from. The time it ran
+                after that snapshot is unknown; half an interval is the expectation.
+        """
+        try:
+            if state["version"] != STATE_VERSION:
+                raise ValueError(f"version {state['version']!r}")
+            failures = FailureRate.from_json(state["failures"])
+            meter = CostMeter.from_json(state["costs"]) if state["costs"] is not None else CostMeter()
+            step_seconds = None if state["step_seconds"] is None else _measured(float(state["step_seconds"]))
+            interval_steps = None if state["interval_steps"] is None else int(state["interval_steps"])
+        except (KeyError, TypeError, ValueError, OverflowError) as err:
+            self._sink.emit(Notice("INFO", f"what the earlier run learned about snapshot costs is not usable: {err}"))
+            return
+        if failed:
+            failures = failures.survived((interval_steps or 0) * (step_seconds or 0.0) / 2.0).failed()
+        self._failures, self._meter = failures, meter
+        self._steps = StepTimes(step_seconds)
+        self._add_clean = self._add_warm_up
+
+    # ------------------------------------------------------------------ inside
+
+    def _begin(self, step: int, now: float) -> None:
+        self._failures = self._failures.survived(now - self._failures_since)
+        self._steps = StepTimes(self._steps.prior)
+        self._account = Account()
+        self._fixed = FixedTriggers(self._settings, step=step, now=now)
+        if self._adaptive is not None:
+            self._adaptive.restart(step)
+        self._in_flight = deque()
+        self._settled = []
+        self._pending = None
+        self._skip_told = self._held_back = self._disturbed = False
+        self._mark = self._failures_since = self._taken_time = self._durable_instant = now
+        self._paused = 0.0
+        self._next = step + 1
+        self._taken_step = self._durable_step = step
+        self._warm_up = WARM_UP_STEPS
+        self._add_clean = self._add_warm_up
+        self._wake_step = -1
+        self._wake_time = math.inf
+
+    def _add_warm_up(self, _seconds: float) -> None:
+        """Drops the first steps: compilation, cold caches and autotuning are not what a step takes."""
+        self._warm_up -= 1
+        if self._warm_up <= 0:
+            self._add_clean = self._steps.clean.append
+
+    def _irregular(self, step: int, now: float) -> str | None:
+        if self._next == _NOT_STARTED or step < self._next - 1:
+            self._begin(step, now)
+            return None
+        if step == self._next - 1:
+            return self._wake(step, now) if self._pending or self._fixed.validation_due else None
+        seconds = max(0.0, now - self._mark - self._paused)
+        self._mark = now
+        self._paused = 0.0
+        count = step - self._next + 1
+        self._next = step + 1
+        self._account.training_seconds += seconds
+        add = self._steps.add_disturbed if self._disturbed else self._add_clean
+        for _ in range(min(count, CLEAN_WINDOW)):
+            add(seconds / count)
+        return self._wake(step, now)
+
+    def _settle(self, snapshot: _InFlight | None, latency: float | None, busy: float, written: float) -> None:
+        """Notes the end of a snapshot; it is learned from at the next boundary, when that step is measured too."""
+        if snapshot is None or any(one.snapshot is snapshot for one in self._settled):
+            return
+        self._settled.append(_Settled(snapshot, latency, busy, written))
+        self._wake_step = -1
+
+    def _wake(self, step: int, now: float) -> str | None:
+        """The slow path of `boundary`: something may be due, or was learned."""
+        if self._settled:
+            self._learn(step, now)
+        fired = self._fixed.fire(step, now)
+        self._wake_step, self._wake_time = self._fixed.wake_step, self._fixed.wake_time
+        if self._pending is None:
+            self._pending = fired or (INTERVAL if self._interval_due(step, now) else None)
+        if self._pending is not None:
+            self._wake_step = -1
+        self._disturbed = bool(self._in_flight)
+        return self._pending
+
+    def _learn(self, step: int, now: float) -> None:
+        for settled in self._settled:
+            self._in_flight.remove(settled.snapshot)
+            stall, slowdown = settled.snapshot.stall_seconds, self._steps.take_slowdown()
+            self._account.add_slowdown(slowdown.seconds)
+            self._meter.add_cost(stall, slowdown)
+            if settled.latency_seconds is not None:
+                self._meter.add_durable(settled.latency_seconds, settled.busy_seconds, settled.written_bytes)
+            if self._adaptive is not None:
+                cost = stall + slowdown.seconds - slowdown.noise_seconds
+                self._adaptive.window_ended(cost, held_back=self._held_back)
+        self._settled.clear()
+        self._decide(step, now)
+        self._held_back = False
+
+    def _decide(self, step: int, now: float) -> None:
+        if self._adaptive is None or not (self._meter.known and self._steps.known):
+            return
+        costs = self._meter.costs(self._steps.step_seconds())
+        before = self._adaptive.decision
+        after = self._adaptive.decide(step, costs, self._failures_per_second(now), held_back=self._held_back)
+        if before is None or after.interval_steps != before.interval_steps:
+            self._sink.emit(IntervalChanged(step=step, interval_steps=after.interval_steps, why=after.why))
+        if not after.bounds.feasible and (before is None or before.bounds.feasible):
+            self._sink.emit(Notice("WARNING", after.why))
+
+    def _failures_per_second(self, now: float) -> float:
+        if self._settings.mtbf_seconds is not None:
+            return 1.0 / self._settings.mtbf_seconds
+        return self._failures.survived(now - self._failures_since).per_second
+
+    def _interval_due(self, step: int, now: float) -> bool:
+        """Whether the adaptive trigger fires; if not, it is asked again at the moment it names."""
+        if self._adaptive is None:
+            return False
+        if step >= self._adaptive.review_step or self._adaptive.decision is None:
+            self._decide(step, now)
+        if self._adaptive.decision is None and (self._in_flight or not self._steps.known):
+            self._wake_step = min(self._wake_step, step + 1)
+            return False
+        answer = self._adaptive.ask(
+            step, now, taken_step=self._taken_step, taken_time=self._taken_time, account=self._account
+        )
+        self._wake_step = min(self._wake_step, answer.again_step)
+        self._wake_time = min(self._wake_time, answer.again_time)
+        return answer.due
+
+
+def _measured(seconds: float) -> float:
+    """A measurement from outside; negative, NaN and infinite ones are none."""
+    return seconds if 0.0 < seconds < math.inf else 0.0

@@ -1,0 +1,39 @@
+"""Durations, sizes and shares as short text for one-line messages."""
+
+from __future__ import annotations
+
+import math
+
+_DURATIONS = ((172_800.0, 86_400.0, "d"), (5_400.0, 3_600.0, "h"), (99.5, 60.0, "min"), (0.00995, 1.0, "s"))
+_SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+
+
+def duration(seconds: float) -> str:
+    """`9 s`, `0.21 s`, `4.2 ms`, `10 min`, `6 h`, `12 d`: two significant digits, never an exponent."""
+    if not math.isfinite(seconds):
+        return "forever" if seconds > 0 else "unknown"
+    for from_seconds, unit_seconds, unit in _DURATIONS:
+        if seconds >= from_seconds:
+            return f"{_digits(seconds / unit_seconds)} {unit}"
+    if seconds < 0.00005:
+        return "0 s"
+    return f"{_digits(seconds * 1e3)} ms"
+
+
+def size(nbytes: float) -> str:
+    """`214 GB`, `1.5 GB`, `312 B`: decimal units, two significant digits below ten."""
+    for unit_bytes, unit in _SIZES:
+        if nbytes >= unit_bytes:
+            return f"{_digits(nbytes / unit_bytes)} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def share(fraction: float) -> str:
+    """`1 %`, `3.5 %`, `0.02 %` from a fraction of one."""
+    return f"{_digits(fraction * 100)} %"
+
+
+def _digits(value: float) -> str:
+    if value >= 9.95:
+        return f"{value:.0f}"
+    return "0" if abs(value) < 0.0005 else f"{float(f'{value:.2g}'):g}"

@@ -212,7 +212,7 @@ class Checkpointer:
     def _open_writer(self) -> WriterClient:
         config = WriterConfig(
             url=self.config.root_url,
-            keep=self.config.keep.model_dump(exclude_none=True),
+            keep=self.config.root_keep.model_dump(exclude_none=True),
             lease_wait_seconds=LEASE_WAIT_SECONDS,
         )
         return open_client(config, thread=self.config.writer == "thread", emit=self._emit)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.errors import StateError
-from ckpt_engine.snapshot.plan import Plan
+from ckpt_engine.snapshot.plan import WITHOUT_COPY, Plan
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _PREFAULT_BYTES = 64 << 20
@@ -78,7 +78,8 @@ class Slot:
             views = []
             for entry in plan.layout.entries:
                 raw = self._bytes[entry.offset : entry.offset + entry.nbytes]
-                views.append(raw.view(getattr(torch, entry.dtype)).view(entry.shape))
+                dtype = getattr(torch, entry.dtype)
+                views.append(raw.view(torch.uint8 if dtype in WITHOUT_COPY else dtype).view(entry.shape))
             self._bound = _Bound(plan.layout.id, views)
         return self._bound.views
 

@@ -39,11 +39,13 @@ class Scan:
         signature: equal for equal structure (types, keys, lengths; not tensor shapes).
         arrays: live tensors in traversal order (numpy arrays and bytes as tensors over the same memory).
         values: JSON nodes of the other leaves in traversal order.
+        copied: indices of arrays that are private copies, made by this scan.
     """
 
     signature: list[Any]
     arrays: list[torch.Tensor]
     values: list[Any]
+    copied: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,61 +98,60 @@ class Flattener:
             UnstorableLeafError: names the leaf that would need pickle.
             StateError: the tree contains itself.
         """
-        out = Scan([], [], [])
+        out = Scan([], [], [], [])
         try:
-            self._scan(node, out.signature, out.arrays, out.values)
+            self._scan(node, out)
         except (_UnknownLeafError, RecursionError):
             self.describe(node, root)  # raises with the path
             raise
         return out
 
-    def _scan(self, node: Any, signature: list[Any], arrays: list[torch.Tensor], values: list[Any]) -> None:
+    def _scan(self, node: Any, out: Scan) -> None:
         kind = type(node)
         if kind in _TENSOR_TYPES:
-            signature.append(kind)
-            arrays.append(node)
+            out.signature.append(kind)
+            out.arrays.append(node)
         elif kind is dict:
-            signature.append(dict)
-            signature.append(len(node))
-            signature.extend(node)
+            out.signature.extend((dict, len(node)))
+            out.signature.extend(node)
             if "$" in node or not all(type(k) is str for k in node):
-                signature.extend(map(type, node))
+                out.signature.extend(map(type, node))
             for child in node.values():
-                self._scan(child, signature, arrays, values)
+                self._scan(child, out)
         elif kind is int or kind is str or kind is bool or node is None:
-            signature.append(_VALUE)
-            values.append(node)
+            out.signature.append(_VALUE)
+            out.values.append(node)
         elif kind is float:
-            signature.append(_VALUE)
-            values.append(node if math.isfinite(node) else encode_float(node))
+            out.signature.append(_VALUE)
+            out.values.append(node if math.isfinite(node) else encode_float(node))
         elif kind is list or kind is tuple:
-            signature.append(kind)
-            signature.append(len(node))
+            out.signature.extend((kind, len(node)))
             for child in node:
-                self._scan(child, signature, arrays, values)
+                self._scan(child, out)
         elif kind is OrderedDict:
             metadata = getattr(node, "_metadata", None)  # torch's state_dict versions ride on an attribute
-            signature.extend((OrderedDict, len(node), metadata is None))
-            signature.extend(node)
+            out.signature.extend((OrderedDict, len(node), metadata is None))
+            out.signature.extend(node)
             for child in node.values():
-                self._scan(child, signature, arrays, values)
+                self._scan(child, out)
             if metadata is not None:
-                self._scan(metadata, signature, arrays, values)
+                self._scan(metadata, out)
         else:
-            self._scan_other(node, signature, arrays, values)
+            self._scan_other(node, out)
 
-    def _scan_other(self, node: Any, signature: list[Any], arrays: list[torch.Tensor], values: list[Any]) -> None:
+    def _scan_other(self, node: Any, out: Scan) -> None:
         array = _as_array(node)
         if array is not None:
-            signature.extend((type(node), array.dtype, getattr(node, "dtype", None), tuple(getattr(node, "shape", ()))))
-            arrays.append(array)
+            out.signature.extend((type(node), getattr(node, "dtype", None), len(node) if array.ndim else 0))
+            out.copied.append(len(out.arrays))
+            out.arrays.append(array)
             return
         opened = open_container(node)
         if opened is not None:
             children, keys, wrap = opened
-            signature.extend((type(node), len(children), repr(wrap([None] * len(children))), *map(str, keys)))
+            out.signature.extend((type(node), len(children), repr(wrap([None] * len(children))), *map(str, keys)))
             for child in children:
-                self._scan(child, signature, arrays, values)
+                self._scan(child, out)
             return
         encoded = encode_scalar(node)
         if encoded is None:
@@ -158,9 +159,9 @@ class Flattener:
                 raise _UnknownLeafError
             # Whether this leaf may be pickled depends on its path, which only `describe` knows.
             encoded = encode_bytes("pickle", pickle.dumps(node))
-            signature.append("pickle")
-        signature.append(_VALUE)
-        values.append(encoded)
+            out.signature.append("pickle")
+        out.signature.append(_VALUE)
+        out.values.append(encoded)
 
     def describe(self, node: Any, root: Path) -> Skeleton:
         """The skeleton of `node`; leaves and values are numbered in the order of `scan`.

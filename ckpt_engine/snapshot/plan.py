@@ -12,10 +12,15 @@ import torch
 from ckpt_engine.errors import StateError
 from ckpt_engine.persist.job import EntryLayout, Layout
 from ckpt_engine.snapshot.flatten import ArrayLeaf, Flattener, LazyPredicate, Path, Scan, tensor_problem
-from ckpt_engine.store.container import build_header, container_dtype
+from ckpt_engine.store.container import build_header, container_form
 
 ROOT_KEY = ""
 """Component name of a state that is not a plain dict with string keys."""
+
+WITHOUT_COPY = frozenset(
+    getattr(torch, f"{sign}{bits}") for sign in ("int", "uint") for bits in range(1, 8) if hasattr(torch, f"int{bits}")
+)
+"""Dtypes torch has no copy kernel for; they are copied as bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +41,9 @@ class Source:
 
     def tensor(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
         """The live tensor to copy."""
-        found = arrays[self.array].detach()
+        found = arrays[self.array]
         if self.storage_bytes is None:
-            return found
+            return found.view(torch.uint8) if found.dtype in WITHOUT_COPY else found
         start, nbytes = self.storage_bytes
         return torch.empty(0, dtype=torch.uint8, device=found.device).set_(
             found.untyped_storage(), start, (nbytes,), (1,)
@@ -102,10 +107,9 @@ class Planner:
         components = components_of(state)
         scans = {key: self._flattener.scan(node, (key,) if key else ()) for key, node in components.items()}
         arrays = [array for scan in scans.values() for array in scan.arrays]
-        metas = [(a.data_ptr(), a.dtype, a.shape, a.stride(), a.requires_grad) for a in arrays]
         known = self._known
-        if known is None or not known.fits(scans, metas, lazy):
-            known = self._known = self._replan(components, scans, arrays, metas, lazy)
+        if known is None or not known.fits(scans, arrays, lazy):
+            known = self._known = self._replan(components, scans, arrays, lazy)
         return Capture(known.plan, arrays, {key: scan.values for key, scan in scans.items()})
 
     def _replan(
@@ -113,15 +117,17 @@ class Planner:
         components: Mapping[str, Any],
         scans: Mapping[str, Scan],
         arrays: list[torch.Tensor],
-        metas: list[tuple[Any, ...]],
         lazy: LazyPredicate | None,
     ) -> _Known:
-        trees, leaves = {}, []
+        trees: dict[str, Any] = {}
+        leaves: list[ArrayLeaf] = []
+        copied: set[int] = set()
         for key, node in components.items():
             skeleton = self._flattener.describe(node, (key,) if key else ())
             if len(skeleton.leaves) != len(scans[key].arrays):
                 raise StateError(f"the state changed while it was being captured (component {key!r})")
             trees[key] = skeleton.tree
+            copied.update(len(leaves) + i for i in scans[key].copied)
             leaves.extend(skeleton.leaves)
         drafts = _drafts(leaves, arrays, lazy)
         layout, header, sources = self._lay_out(drafts)
@@ -136,8 +142,12 @@ class Planner:
         nbytes = sum(e.nbytes for e in layout.entries)
         plan = Plan(layout, header, tuple(refs), sources, nbytes)
         aliased = any(len(d.leaves) > 1 or d.storage_bytes is not None for d in drafts)
-        volatile = frozenset(i for i, leaf in enumerate(leaves) if leaf.node["$"] != "tensor")
-        return _Known(plan, {k: s.signature for k, s in scans.items()}, metas, lazy, aliased, volatile)
+        # A private copy has a new address every time, which means nothing.
+        metas = [
+            (0 if i in copied else a.data_ptr(), a.dtype, a.shape, a.stride(), a.requires_grad)
+            for i, a in enumerate(arrays)
+        ]
+        return _Known(plan, {k: s.signature for k, s in scans.items()}, metas, lazy, aliased)
 
     def _lay_out(self, drafts: Sequence[_Draft]) -> tuple[Layout, bytes, tuple[Source, ...]]:
         # Largest item size first: every entry is then naturally aligned without holes, which safetensors forbids.
@@ -145,7 +155,7 @@ class Planner:
         rows = []
         for draft in ordered:
             name = _dtype_name(draft.dtype)
-            code, shape = container_dtype(name, draft.shape)
+            code, shape = container_form(name, draft.shape, draft.nbytes)
             rows.append((draft.name, name, code, shape, draft.nbytes))
         header = build_header([(n, code, shape, nbytes) for n, _, code, shape, nbytes in rows], {"format": "pt"})
         offset, entries = len(header), []
@@ -169,21 +179,33 @@ class _Known:
     metas: list[tuple[Any, ...]]
     lazy: LazyPredicate | None
     aliased: bool
-    volatile: frozenset[int]
 
-    def fits(self, scans: Mapping[str, Scan], metas: list[tuple[Any, ...]], lazy: LazyPredicate | None) -> bool:
+    def fits(self, scans: Mapping[str, Scan], arrays: Sequence[torch.Tensor], lazy: LazyPredicate | None) -> bool:
         """Whether the plan serves this snapshot too; addresses only matter where tensors share memory."""
         if lazy is not self.lazy or list(scans) != list(self.signatures):
             return False
         if any(scan.signature != self.signatures[key] for key, scan in scans.items()):
             return False
-        if metas == self.metas:
-            return True
-        if len(metas) != len(self.metas) or any(a[1:] != b[1:] for a, b in zip(metas, self.metas, strict=True)):
+        if len(arrays) != len(self.metas):
             return False
+        moved = False
+        # One by one: a list of 10,000 fresh tuples would set off the garbage collector at every snapshot.
+        for array, (address, dtype, shape, stride, requires_grad) in zip(arrays, self.metas, strict=True):
+            if (
+                array.dtype is not dtype
+                or array.shape != shape
+                or array.layout is not torch.strided
+                or array.stride() != stride
+                or array.requires_grad is not requires_grad
+            ):
+                return False
+            if address and array.data_ptr() != address:
+                moved = True
+        if not moved:
+            return True
         if self.aliased:
             return False
-        addresses = [m[0] for i, m in enumerate(metas) if i not in self.volatile and m[0]]
+        addresses = [a.data_ptr() for a, meta in zip(arrays, self.metas, strict=True) if meta[0]]
         return len(set(addresses)) == len(addresses)
 
 

@@ -84,13 +84,14 @@ class Staging:
         self._lock = threading.Lock()
         self._complete = threading.Event()
         self._error: BaseException | None = None
-        pairs = [(source, view, source.tensor(capture.arrays)) for source, view in zip(sources, views, strict=True)]
-        lazy = [(source, view, tensor) for source, view, tensor in pairs if source.lazy]
-        eager = [(view, tensor) for source, view, tensor in pairs if not source.lazy] if lazy else None
-        if eager is None:
-            copy_all(list(views), [tensor for _, _, tensor in pairs])
+        arrays = capture.arrays
+        tensors = [source.tensor(arrays) for source in sources]
+        lazy = [(s, v, t.detach()) for s, v, t in zip(sources, views, tensors, strict=True) if s.lazy]
+        if lazy:
+            eager = [(v, t) for s, v, t in zip(sources, views, tensors, strict=True) if not s.lazy]
+            copy_all([v for v, _ in eager], [t for _, t in eager])
         else:
-            copy_all([view for view, _ in eager], [tensor for _, tensor in eager])
+            copy_all(list(views), tensors)
         self._check = [(s, v, t.clone()) for s, v, t in lazy] if check else []
         self._work: deque[_Move | _Copy] = deque(_tasks([(v, t) for _, v, t in lazy]))
         self._left = len(self._work)

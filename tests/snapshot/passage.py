@@ -1,0 +1,59 @@
+"""A state's passage through the arena and back, without a writer or a disk."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from ckpt_engine.restore.rebuild import Rebuilder
+from ckpt_engine.snapshot.arena import Slot, slot_bytes
+from ckpt_engine.snapshot.flatten import Flattener
+from ckpt_engine.snapshot.plan import Capture, Planner
+from ckpt_engine.snapshot.stage import Staging
+
+
+def filled_tree(capture: Capture) -> dict[str, Any]:
+    """The manifest's tree: skeletons with the values put in."""
+
+    def fill(node: Any, values: list[Any]) -> Any:
+        if isinstance(node, list):
+            return [fill(child, values) for child in node]
+        if isinstance(node, dict):
+            return values[node["i"]] if node.get("$") == "v" else {k: fill(v, values) for k, v in node.items()}
+        return node
+
+    tree = {ref.key: fill(ref.tree, list(capture.values[ref.key])) for ref in capture.plan.skeletons}
+    return json.loads(json.dumps(tree))
+
+
+def through_arena(state: Any, planner: Planner | None = None, pickle_paths: tuple[str, ...] = ()) -> Any:
+    """`state` staged eagerly into a slot and rebuilt from it."""
+    capture = (planner or Planner(Flattener(pickle_paths))).capture(state)
+    slot = Slot(0, slot_bytes(capture.plan))
+    views = slot.views(capture.plan)
+    errors: list[BaseException | None] = []
+    Staging(capture, views, errors.append)
+    assert errors == [None]
+    entries = {
+        e.name: v.clone().view(getattr(torch, e.dtype))
+        for e, v in zip(capture.plan.layout.entries, views, strict=True)
+    }
+    slot.close()
+    return Rebuilder(entries, pickle_paths).state(filled_tree(capture))
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bitwise equality of two states, types included."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        return a.numel() == 0 or torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (a, b)))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b) or (a != a and b != b)

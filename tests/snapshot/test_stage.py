@@ -1,0 +1,158 @@
+"""A snapshot is one instant of the state, however it is copied."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from ckpt_engine.errors import StateError
+from ckpt_engine.snapshot.arena import Slot, slot_bytes
+from ckpt_engine.snapshot.flatten import Flattener, Path
+from ckpt_engine.snapshot.plan import Planner
+from ckpt_engine.snapshot.slots import Slots
+from ckpt_engine.snapshot.stage import LazyCopier, Staging
+
+
+def everything(_: Path) -> bool:
+    return True
+
+
+def big_state() -> dict[str, torch.Tensor]:
+    small = {f"s{i}": torch.full((7,), float(i)) for i in range(600)}
+    return {"w": torch.randn(3_000_000), "t": torch.randn(64, 32).t(), "e": torch.empty(0), **small}
+
+
+def stage(state: dict, lazy=None, *, check: bool = False):
+    capture = Planner(Flattener()).capture(state, lazy)
+    slot = Slot(0, slot_bytes(capture.plan))
+    done: list[BaseException | None] = []
+    staging = Staging(capture, slot.views(capture.plan), done.append, check=check)
+    names = [e.name for e in capture.plan.layout.entries]
+    return staging, dict(zip(names, slot.views(capture.plan), strict=True)), done
+
+
+def test_an_eager_snapshot_is_complete_when_it_returns() -> None:
+    """After an eager staging the live tensors may change at once."""
+    state = big_state()
+    expected = {k: v.clone() for k, v in state.items()}
+    staging, views, done = stage(state)
+    for tensor in state.values():
+        tensor.add_(1)
+    assert staging.complete and done == [None]
+    assert all(torch.equal(views[k], expected[k]) for k in state)
+
+
+def test_a_lazy_snapshot_is_the_instant_when_the_fence_is_kept() -> None:
+    """The fence copies what the background thread has not copied yet."""
+    state = big_state()
+    expected = {k: v.clone() for k, v in state.items()}
+    staging, views, done = stage(state, everything)
+    assert not staging.complete and done == []
+    staging.fence()
+    for tensor in state.values():
+        tensor.add_(1)
+    assert done == [None]
+    assert all(torch.equal(views[k], expected[k]) for k in state)
+
+
+def test_background_thread_and_fence_share_the_work_without_tearing() -> None:
+    """A mutator that waits for the fence every time never tears a snapshot, over many rounds."""
+    copier = LazyCopier()
+    state = big_state()
+    try:
+        for _ in range(20):
+            staging, views, done = stage(state, everything)
+            copier.submit(staging)
+            expected = {k: v.clone() for k, v in state.items()}
+            staging.fence()
+            for tensor in state.values():
+                tensor.mul_(1.5).add_(1)
+            assert done == [None]
+            assert all(torch.equal(views[k], expected[k]) for k in state)
+    finally:
+        copier.close(10)
+
+
+def test_without_the_fence_the_debug_mode_names_the_torn_tensor() -> None:
+    """Mutating a lazy tensor before the fence is found by comparing with an eager copy."""
+    state = {"model": {"w": torch.zeros(100_000)}}
+    staging, _, _ = stage(state, everything, check=True)
+    state["model"]["w"].add_(1)
+    with pytest.raises(StateError, match="model/w changed between"):
+        staging.fence()
+
+
+def test_only_declared_leaves_are_lazy() -> None:
+    """Buffers and everything else not declared lazy are copied before staging returns."""
+    state = {"param": torch.zeros(1000), "buffer": torch.zeros(1000)}
+    staging, views, _ = stage(state, lambda path: path[0] == "param")
+    state["buffer"].add_(1)
+    assert torch.equal(views["buffer"], torch.zeros(1000))
+    assert not staging.complete
+    staging.fence()
+
+
+def test_a_tied_tensor_is_lazy_only_if_all_its_names_are() -> None:
+    """A buffer tied to a parameter is copied eagerly."""
+    shared = torch.zeros(10)
+    staging, _, done = stage({"param": shared, "buffer": shared}, lambda path: path[0] == "param")
+    assert staging.complete and done == [None]
+
+
+def test_a_failed_copy_surfaces_at_the_fence_and_names_the_cause() -> None:
+    """An error in the background is raised by the fence, and the snapshot is reported as failed."""
+    capture = Planner(Flattener()).capture({"a": torch.zeros(70_000), "b": torch.zeros(3).t()}, everything)
+    views = [torch.zeros(70_000), torch.zeros(4)]
+    done: list[BaseException | None] = []
+    staging = Staging(capture, views, done.append)
+    worker = threading.Thread(target=lambda: _swallow(staging))
+    worker.start()
+    worker.join(10)
+    with pytest.raises(StateError, match="staging failed"):
+        staging.fence()
+    assert len(done) == 1 and done[0] is not None
+
+
+def _swallow(staging: Staging) -> None:
+    try:
+        while staging.run_some():
+            pass
+    except RuntimeError:
+        return
+
+
+def test_slots_are_taken_released_and_grown() -> None:
+    """At most `count` slots are in use; a larger structure gets larger memory and old numbers are not reused."""
+    planner = Planner(Flattener())
+    small, large = planner.capture({"a": torch.zeros(10)}).plan, planner.capture({"a": torch.zeros(100_000)}).plan
+    slots = Slots(2)
+    first, second = slots.take(small), slots.take(small)
+    assert first is not None and second is not None and not slots.ready()
+    assert slots.take(small) is None
+    slots.release(first.index)
+    assert slots.ready()
+    third = slots.take(large)
+    assert third is not None and third.index not in (first.index, second.index) and third.nbytes >= large.layout.nbytes
+    slots.release(second.index)
+    slots.release(third.index)
+    assert slots.take(large) is third
+    slots.close()
+
+
+def test_warm_up_makes_all_slots_in_the_background() -> None:
+    """An announced state finds its slots ready; the arena is at most 5 % larger than the state."""
+    plan = Planner(Flattener()).capture({"a": torch.zeros(2_000_000)}).plan
+    slots = Slots(2)
+    slots.warm_up(plan)
+    deadline = threading.Event()
+    for _ in range(1000):
+        if slots.ready():
+            break
+        deadline.wait(0.01)
+    assert slots.ready()
+    assert slots.nbytes() <= 2 * 1.05 * plan.layout.nbytes
+    slot = slots.take(plan)
+    assert slot is not None
+    slots.close()

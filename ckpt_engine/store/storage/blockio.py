@@ -101,6 +101,8 @@ class _Reader:
         if len(part) < DIRECT_MIN_BYTES or not self._probe_works:
             return None
         try:
+            # Ask for one page first: asked for all, the kernel starts to read ahead what is then read a second time.
+            os.preadv(self._fd, [part[:PAGE_BYTES]], at, os.RWF_NOWAIT)
             return os.preadv(self._fd, [part], at, os.RWF_NOWAIT)
         except BlockingIOError:
             return None

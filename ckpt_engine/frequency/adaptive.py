@@ -21,6 +21,29 @@ FIRST_WITHIN_SECONDS = 600.0
 HOLD_FACTOR = 2
 
 
+# Clean steps a window must leave behind the persist while the clean step time is not known well enough, or after so
+# many windows without any: what snapshots cost cannot be told from steps that are all disturbed.
+CALIBRATION_STEPS = 3
+CALIBRATION_SHARE = 0.1
+CALIBRATE_AFTER_WINDOWS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A boundary.
+
+    Args:
+        taken_step, taken_time: those of the newest snapshot.
+        quiet_steps: clean steps since the last snapshot was settled; 0 while one is in flight.
+    """
+
+    step: int
+    now: float
+    taken_step: int
+    taken_time: float
+    quiet_steps: int
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """Due now, or ask again at a step or a time, whichever comes first."""
@@ -44,6 +67,8 @@ class AdaptiveTrigger:
         "_clean_windows",
         "_policy",
         "_rpo",
+        "_windows_without_quiet",
+        "calibrating",
         "decision",
         "review_step",
     )
@@ -57,6 +82,8 @@ class AdaptiveTrigger:
         self._clean_windows = 0
         self.decision: Decision | None = None
         self.review_step = 0
+        self.calibrating = False
+        self._windows_without_quiet = 0
 
     def restart(self, step: int) -> None:
         """Measuring starts again at `step`; the decision stays."""
@@ -66,6 +93,10 @@ class AdaptiveTrigger:
     def announce(self, nbytes: int) -> None:
         """The size of the state, for an assumption about the stall of the first snapshot."""
         self._assumed_seconds = max(ASSUMED_STALL_SECONDS, nbytes / ASSUMED_BYTES_PER_SECOND)
+
+    def window_began(self, quiet_steps: int) -> None:
+        """A snapshot was taken after `quiet_steps` clean steps."""
+        self._windows_without_quiet = 0 if quiet_steps >= CALIBRATION_STEPS else self._windows_without_quiet + 1
 
     def window_ended(self, cost_seconds: float, *, held_back: bool) -> None:
         """A snapshot was settled that cost `cost_seconds`; clean if its interval pays for it and nothing waited."""
@@ -85,35 +116,47 @@ class AdaptiveTrigger:
         self.decision = decision
         return decision
 
-    def ask(self, step: int, now: float, *, taken_step: int, taken_time: float, account: Account) -> Answer:
-        """Whether a snapshot is due at `step`, the newest one having been taken at `taken_step`."""
-        decision = self.decision
+    def ask(self, moment: Moment, account: Account) -> Answer:
+        """Whether a snapshot is due."""
+        decision, step, now = self.decision, moment.step, moment.now
         if decision is None:
-            return self._ask_first(now, taken_time, account)
-        since, every, lower = step - taken_step, decision.interval_steps, decision.bounds.lower
+            return self._ask_first(moment, account)
+        since, every, lower = step - moment.taken_step, decision.interval_steps, decision.bounds.lower
         deadline = math.inf
         if self._rpo is not None:
             # Time counts, not only steps: validation between two snapshots is lost work too.
-            deadline = taken_time + self._rpo - decision.costs.latency_seconds - decision.costs.step_seconds
+            deadline = moment.taken_time + self._rpo - decision.costs.latency_seconds - decision.costs.step_seconds
         overdue = now >= deadline
         if since < every and not (overdue and since >= lower):
             return Answer(
                 due=False,
-                again_step=min(self.review_step, taken_step + (lower if overdue else every)),
+                again_step=min(self.review_step, moment.taken_step + (lower if overdue else every)),
                 again_time=math.inf if overdue else deadline,
             )
-        cost, earned = decision.costs.cost_seconds, self._budget * decision.costs.step_seconds
-        missing = cost - account.credit(self._budget, 2.0 * cost) - earned / 2.0
         hold = HOLD_FACTOR * every if self._rpo is None else max(every, decision.bounds.rpo)
-        if missing <= 0.0 or since >= hold or overdue:
+        wait = max(self._steps_in_debt(decision, account), self._steps_to_calibrate(every, moment.quiet_steps))
+        if wait == 0 or since >= hold or overdue:
             return Answer(due=True)
-        wait = math.ceil(min(missing / earned, hold)) if earned > 0.0 else hold
-        again = min(self.review_step, step + max(1, wait), taken_step + hold)
+        again = min(self.review_step, step + wait, moment.taken_step + hold)
         return Answer(due=False, again_step=again, again_time=deadline)
 
-    def _ask_first(self, now: float, taken_time: float, account: Account) -> Answer:
+    def _steps_in_debt(self, decision: Decision, account: Account) -> int:
+        """Steps until the account can pay for a snapshot (to half a step)."""
+        cost, earned = decision.costs.cost_seconds, self._budget * decision.costs.step_seconds
+        missing = cost - account.credit(self._budget, 2.0 * cost) - earned / 2.0
+        most = HOLD_FACTOR * decision.interval_steps
+        if missing <= 0.0:
+            return 0
+        return math.ceil(min(missing / earned, most)) if earned > 0.0 else most
+
+    def _steps_to_calibrate(self, every: int, quiet_steps: int) -> int:
+        if not (self.calibrating or self._windows_without_quiet >= CALIBRATE_AFTER_WINDOWS):
+            return 0
+        return max(0, max(CALIBRATION_STEPS, math.ceil(CALIBRATION_SHARE * every)) - quiet_steps)
+
+    def _ask_first(self, moment: Moment, account: Account) -> Answer:
         """The first one comes as soon as the budget has earned its likely stall: it shows what one costs."""
         within = FIRST_WITHIN_SECONDS if self._rpo is None else min(FIRST_WITHIN_SECONDS, self._rpo / 2.0)
         missing = self._assumed_seconds - account.credit(self._budget, math.inf)
-        left = min(missing / self._budget, taken_time + within - now)
-        return Answer(due=True) if left <= 0.0 else Answer(due=False, again_time=now + left)
+        left = min(missing / self._budget, moment.taken_time + within - moment.now)
+        return Answer(due=True) if left <= 0.0 else Answer(due=False, again_time=moment.now + left)

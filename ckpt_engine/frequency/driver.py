@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_engine.frequency.account import Account
-from ckpt_engine.frequency.adaptive import AdaptiveTrigger
+from ckpt_engine.frequency.adaptive import AdaptiveTrigger, Moment
 from ckpt_engine.frequency.controller import Decision, FrequencyPolicy
 from ckpt_engine.frequency.failure_rate import FailureRate
 from ckpt_engine.frequency.measure import CLEAN_WINDOW, CostMeter, StepTimes
@@ -83,6 +83,7 @@ class Cadence:
     _next: int
     _paused: float
     _pending: str | None
+    _quiet_step: int
     _settled: list[_Settled]
     _skip_told: bool
     _taken_step: int
@@ -109,6 +110,7 @@ class Cadence:
         "_now",
         "_paused",
         "_pending",
+        "_quiet_step",
         "_settings",
         "_settled",
         "_sink",
@@ -200,6 +202,8 @@ class Cadence:
             self._held_back = True
         if len(self._in_flight) == _MOST_IN_FLIGHT:
             self._in_flight.popleft()
+        if self._adaptive is not None:
+            self._adaptive.window_began(0 if self._disturbed else step - self._quiet_step)
         self._in_flight.append(_InFlight(step, now - stall, stall))
         self._disturbed = True
         self._pending = None
@@ -342,7 +346,7 @@ class Cadence:
         self._mark = self._failures_since = self._taken_time = self._durable_instant = now
         self._paused = 0.0
         self._next = step + 1
-        self._taken_step = self._durable_step = step
+        self._taken_step = self._durable_step = self._quiet_step = step
         self._warm_up = WARM_UP_STEPS
         self._add_clean = self._add_warm_up
         self._wake_step = -1
@@ -382,13 +386,15 @@ class Cadence:
         """The slow path of `boundary`: something may be due, or was learned."""
         if self._settled:
             self._learn(step, now)
+            if not self._in_flight:
+                self._disturbed = False
+                self._quiet_step = step
         fired = self._fixed.fire(step, now)
         self._wake_step, self._wake_time = self._fixed.wake_step, self._fixed.wake_time
         if self._pending is None:
             self._pending = fired or (INTERVAL if self._interval_due(step, now) else None)
         if self._pending is not None:
             self._wake_step = -1
-        self._disturbed = bool(self._in_flight)
         return self._pending
 
     def _learn(self, step: int, now: float) -> None:
@@ -400,8 +406,9 @@ class Cadence:
             if settled.latency_seconds is not None:
                 self._meter.add_durable(settled.latency_seconds, settled.busy_seconds, settled.written_bytes)
             if self._adaptive is not None:
-                cost = stall + slowdown.seconds - slowdown.noise_seconds
+                cost = stall + slowdown.seconds - slowdown.jitter_seconds
                 self._adaptive.window_ended(cost, held_back=self._held_back)
+                self._adaptive.calibrating = not self._steps.enough_for(self._settings.overhead or 0.0)
         self._settled.clear()
         self._decide(step, now)
         self._held_back = False
@@ -431,9 +438,9 @@ class Cadence:
         if self._adaptive.decision is None and (self._in_flight or not self._steps.known):
             self._wake_step = min(self._wake_step, step + 1)
             return False
-        answer = self._adaptive.ask(
-            step, now, taken_step=self._taken_step, taken_time=self._taken_time, account=self._account
-        )
+        quiet = 0 if self._disturbed else step - self._quiet_step
+        moment = Moment(step, now, self._taken_step, self._taken_time, quiet)
+        answer = self._adaptive.ask(moment, self._account)
         self._wake_step = min(self._wake_step, answer.again_step)
         self._wake_time = min(self._wake_time, answer.again_time)
         return answer.due

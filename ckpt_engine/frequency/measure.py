@@ -14,12 +14,15 @@ from typing import Any
 from ckpt_engine.frequency.controller import Costs
 
 EWMA_WEIGHT = 0.3
+JITTER_WEIGHT = 0.05
 LATENCY_WINDOW = 4
 CLEAN_WINDOW = 512
 ENOUGH_STEPS = 5
 SHIFT_WINDOW = 16
 SHIFT = 0.25
-STALE = 0.9
+STALE = 0.10
+# What the baseline of the slowdown may be wrong by, as a share of the budget.
+BASELINE_ERROR = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,23 +32,24 @@ class Ewma:
     value: float = 0.0
     count: int = 0
 
-    def add(self, sample: float) -> Ewma:
+    def add(self, sample: float, weight: float = EWMA_WEIGHT) -> Ewma:
         count = self.count + 1
-        weight = max(EWMA_WEIGHT, 1.0 / count)
-        return Ewma(self.value + weight * (sample - self.value), count)
+        return Ewma(self.value + max(weight, 1.0 / count) * (sample - self.value), count)
 
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:
-    """How much longer the disturbed steps were than as many clean ones.
+    """How much longer the steps next to a snapshot were than as many clean ones.
 
     Args:
         seconds: signed; negative where they happened to be faster.
-        noise_seconds: one standard deviation that the jitter of clean steps alone gives an EWMA of `seconds`.
+        jitter_seconds: one standard deviation that the jitter of these steps gives `seconds`.
+        baseline_seconds: one standard deviation that the clean step time, known from so many steps, gives it.
     """
 
-    seconds: float
-    noise_seconds: float
+    seconds: float = 0.0
+    jitter_seconds: float = 0.0
+    baseline_seconds: float = 0.0
 
 
 class StepTimes:
@@ -81,43 +85,65 @@ class StepTimes:
         """Enough clean steps were measured, or an earlier run did."""
         return len(self.clean) >= ENOUGH_STEPS or self.prior is not None
 
+    def enough_for(self, budget: float) -> bool:
+        """Whether the clean steps tell a slowdown of a quarter of `budget` from their jitter, as far as any can."""
+        if len(self.clean) in (0, CLEAN_WINDOW):
+            return bool(self.clean)
+        mean, deviation = self._spread()
+        return deviation <= BASELINE_ERROR * budget * mean * math.sqrt(len(self.clean))
+
     def step_seconds(self) -> float:
         """The clean step time: median of clean steps, of the newest ones after a shift; 0.0 while unknown.
 
-        Disturbed steps that are faster than the clean ones prove that the clean time is stale.
+        Disturbed steps that are clearly faster than the clean ones prove that the clean time is stale.
         """
         if len(self.clean) < ENOUGH_STEPS:
-            clean = self.prior if self.prior is not None else median(self.clean)
+            clean, noise = self.prior if self.prior is not None else median(self.clean), 0.0
         else:
-            self._forget_before_shift()
+            noise = _median_noise(self._spread()[1])
+            self._forget_before_shift(noise)
             clean = median(self.clean)
-        disturbed = median(self._busy) if len(self._busy) == SHIFT_WINDOW else clean
-        return disturbed if disturbed < STALE * clean else clean
+        if len(self._busy) == SHIFT_WINDOW:
+            disturbed = median(self._busy)
+            if clean - disturbed > max(STALE * clean, noise):
+                return disturbed
+        return clean
 
     def take_slowdown(self) -> Slowdown:
         """The slowdown since the last call; none can be told while the clean step time is unknown."""
         total, steps = self._busy_seconds, self._busy_steps
         self._busy_seconds, self._busy_steps = 0.0, 0
         if steps == 0 or not self.known:
-            return Slowdown(0.0, 0.0)
-        clean = len(self.clean)
-        if clean < ENOUGH_STEPS:
-            return Slowdown(total - steps * self.step_seconds(), 0.0)
-        mean = sum(self.clean) / clean
-        deviation = math.sqrt(sum((t - mean) ** 2 for t in self.clean) / (clean - 1))
-        averaged = steps * EWMA_WEIGHT / (2.0 - EWMA_WEIGHT)
-        baseline = steps * steps / clean
-        return Slowdown(total - steps * mean, deviation * math.sqrt(averaged + baseline))
+            return Slowdown()
+        if len(self.clean) < ENOUGH_STEPS:
+            return Slowdown(total - steps * self.step_seconds())
+        mean, deviation = self._spread()
+        return Slowdown(
+            seconds=total - steps * mean,
+            jitter_seconds=deviation * math.sqrt(steps),
+            baseline_seconds=deviation * steps / math.sqrt(len(self.clean)),
+        )
 
-    def _forget_before_shift(self) -> None:
+    def _spread(self) -> tuple[float, float]:
+        """Mean and standard deviation of the clean steps."""
+        count = len(self.clean)
+        mean = sum(self.clean) / count
+        return mean, math.sqrt(sum((t - mean) ** 2 for t in self.clean) / max(1, count - 1))
+
+    def _forget_before_shift(self, noise: float) -> None:
         if len(self.clean) < 2 * SHIFT_WINDOW:
             return
         everything = list(self.clean)
         newest = everything[-SHIFT_WINDOW:]
         was, now = median(everything[:-SHIFT_WINDOW]), median(newest)
-        if abs(now - was) > SHIFT * was:
+        if abs(now - was) > max(SHIFT * was, noise):
             self.clean.clear()
             self.clean.extend(newest)
+
+
+def _median_noise(deviation: float) -> float:
+    """Three standard deviations of the median of `SHIFT_WINDOW` steps (1.25 times that of their mean)."""
+    return 3.0 * 1.25 * deviation / math.sqrt(SHIFT_WINDOW)
 
 
 class CostMeter:
@@ -141,8 +167,12 @@ class CostMeter:
     def add_cost(self, stall_seconds: float, slowdown: Slowdown) -> None:
         """What one snapshot took from training, whether or not it became durable."""
         self._stall = self._stall.add(stall_seconds)
-        self._slowdown = self._slowdown.add(slowdown.seconds)
-        self._noise = slowdown.noise_seconds
+        # A change that jitter explains is averaged over many snapshots, any other follows at the usual pace.
+        surprise = abs(slowdown.seconds - self._slowdown.value)
+        weight = EWMA_WEIGHT if surprise > 2.0 * slowdown.jitter_seconds else JITTER_WEIGHT
+        self._slowdown = self._slowdown.add(slowdown.seconds, weight)
+        averaged = max(weight / (2.0 - weight), 1.0 / self._slowdown.count)
+        self._noise = math.hypot(slowdown.jitter_seconds * math.sqrt(averaged), slowdown.baseline_seconds)
 
     def add_durable(self, latency_seconds: float, busy_seconds: float, written_bytes: float) -> None:
         """One snapshot became durable."""
@@ -186,7 +216,7 @@ class CostMeter:
         if not all(0.0 <= value < math.inf for value in (stall, slowdown, latency, busy, written)):
             raise ValueError(f"not measured costs: {dict(data)!r}")
         meter = cls()
-        meter.add_cost(stall, Slowdown(slowdown, 0.0))
+        meter.add_cost(stall, Slowdown(slowdown))
         meter.add_durable(latency, busy, written)
         return meter
 

@@ -1,0 +1,182 @@
+"""One running epoch of a loader: what is known about it, and the iterator that keeps that up to date."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ckpt_engine.data import native, rng, streams
+from ckpt_engine.data.exactness import Exactness, Level
+from ckpt_engine.data.sampling import Order
+from ckpt_engine.data.shipping import Shipped, WorkerState, is_stateful
+
+__all__ = ["Epoch", "Fetch", "FollowedIterator", "Mode"]
+
+
+class Mode(StrEnum):
+    """How a loader's position is recorded and put back."""
+
+    SKIP = "skip"
+    """No workers: draw the indices of trained batches again and drop them."""
+    SHIP = "ship"
+    """Workers: as skip, and each worker's streams ride on its batches."""
+    REPLAY = "replay"
+    """Fetch the trained batches again and drop them."""
+    NATIVE = "native"
+    """The loader or its dataset saves its own position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What held right before one batch was fetched."""
+
+    rng: rng.RngState
+    workers: tuple[WorkerState | None, ...]
+    native: dict[str, Any] | None
+
+
+@dataclass(slots=True)
+class Epoch:
+    """Everything recorded about one iteration over the loader."""
+
+    mode: Mode
+    made: streams.Streams
+    """Right before the iterator in use was built (for persistent workers: in an earlier epoch)."""
+    workers: list[WorkerState | None]
+    """Each role after its last delivered batch."""
+    order: Order | None = None
+    first_fetch: rng.RngState | None = None
+    """Global streams right before the first batch, where a replay needs them."""
+    reused: bool = False
+    """The workers are those of an earlier epoch."""
+    unknown_roles: set[int] = field(default_factory=set)
+    """Persistent workers that were ahead when the previous epoch was left early and have delivered nothing since."""
+    fetched: int = 0
+    lost: int = 0
+    """Fetches that raised: the sampler moved on, no batch was delivered."""
+    exhausted: bool = False
+    draws: bool = False
+    """An iterable dataset drew from the global streams of this process."""
+    ring: dict[int, Fetch] = field(default_factory=dict)
+    refetch: list[rng.RngState] = field(default_factory=list)
+    """Streams under which the batches held at the snapshot are fetched again, in order."""
+    then_rng: rng.RngState | None = None
+    then_generators: dict[str, Any] | None = None
+    """Installed before the first new fetch."""
+    exactness: Exactness = field(default_factory=Exactness)
+
+    def snapshot_fetch(self, loader: DataLoader[Any]) -> Fetch:
+        """The record of the fetch that would come now."""
+        state = native.capture(loader) if self.mode is Mode.NATIVE else None
+        if state is None and loader.num_workers == 0 and is_stateful(loader.dataset) and self.order is not None:
+            state = native.capture_dataset(loader)
+        return Fetch(rng.capture(), tuple(self.workers), state)
+
+    def level(self, loader: DataLoader[Any]) -> Exactness:
+        """How exactly a resume from here repeats this run."""
+        found = self.exactness
+        workers = loader.num_workers
+        if workers > 0 and not getattr(loader, "in_order", True):
+            found = found.lowered(Level.NOT_RESTORED, "in_order=False: workers deliver in no fixed order")
+        if self.unknown_roles:
+            found = found.lowered(
+                Level.ORDER_ONLY,
+                f"persistent workers {sorted(self.unknown_roles)} were ahead when the last epoch was left early and "
+                "have delivered no batch since",
+            )
+        if self.lost:
+            found = found.lowered(Level.ORDER_ONLY, f"{self.lost} batch(es) of this epoch raised while being fetched")
+        if self.mode is Mode.REPLAY and workers > 0 and self.reused:
+            found = found.lowered(
+                Level.NOT_RESTORED,
+                "an IterableDataset without state_dict in persistent workers: what they keep between epochs is unknown",
+            )
+        if self.mode is Mode.REPLAY and self.draws:
+            found = found.lowered(
+                Level.ORDER_ONLY,
+                "the IterableDataset draws from the global random streams: an order that depends on such draws (a "
+                "shuffle buffer) is not repeated; give the dataset state_dict() and load_state_dict()",
+            )
+        return found
+
+
+class FollowedIterator:
+    """The loader's iterator with its bookkeeping; behaves as the original in every other way."""
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        inner: Iterator[Any],
+        epoch: Epoch,
+        lookahead: Callable[[], int],
+        on_fetch: Callable[[Epoch], None],
+    ) -> None:
+        self._loader, self._inner, self._epoch = loader, inner, epoch
+        self._lookahead, self._on_fetch = lookahead, on_fetch
+
+    def __iter__(self) -> FollowedIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._inner)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["_inner"], name)
+
+    def __next__(self) -> Any:
+        epoch = self._epoch
+        self._on_fetch(epoch)
+        if epoch.refetch:
+            return self._fetch_again(epoch.refetch.pop(0))
+        if epoch.then_generators is not None:
+            streams.restore_generators(self._loader, epoch.then_generators)
+            epoch.then_generators = None
+        if epoch.then_rng is not None:
+            rng.restore(epoch.then_rng)
+            epoch.then_rng = None
+        return self._fetch()
+
+    def _fetch_again(self, under: rng.RngState) -> Any:
+        """Fetch a batch that the saved run had fetched already; its draws are in the past and leave no trace now."""
+        now = rng.capture()
+        rng.restore(under)
+        try:
+            return self._fetch()
+        finally:
+            rng.restore(now)
+
+    def _fetch(self) -> Any:
+        epoch, loader = self._epoch, self._loader
+        lookahead = self._lookahead()
+        number = epoch.fetched
+        if lookahead:
+            epoch.ring[number] = epoch.snapshot_fetch(loader)
+            epoch.ring.pop(number - lookahead - 1, None)
+        watched = epoch.mode is Mode.REPLAY and loader.num_workers == 0
+        before = rng.capture() if watched and (number == 0 or not epoch.draws) else None
+        if watched and number == 0:
+            epoch.first_fetch = before
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            epoch.exhausted = True
+            raise
+        except Exception:
+            epoch.lost += 1
+            raise
+        if before is not None and not epoch.draws:
+            epoch.draws = before != rng.capture()
+        if isinstance(batch, Shipped):
+            epoch.workers[batch.role] = batch.state
+            epoch.unknown_roles.discard(batch.role)
+            batch = batch.batch
+        epoch.fetched = number + 1
+        if epoch.order is not None:
+            epoch.order.forget_before(number - lookahead)
+        return batch

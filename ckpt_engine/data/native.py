@@ -1,0 +1,66 @@
+"""Loaders and datasets that save their own position: torchdata's `StatefulDataLoader`, datasets with `state_dict`.
+
+Used for iterable datasets only: for map-style ones recording the sampler is at least as exact and cheaper.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ckpt_engine.data.shipping import is_stateful
+
+__all__ = ["capture", "capture_dataset", "has_native_position", "holds_state", "reset", "restore"]
+
+_POSITION_KEYS = ("dataset_state", "dataset_iter_state")
+
+
+def has_native_position(loader: DataLoader[Any]) -> bool:
+    """True if the position of this iterable loader is best taken from the loader or its dataset."""
+    if not isinstance(loader.dataset, IterableDataset):
+        return False
+    return is_stateful(loader) or (loader.num_workers == 0 and is_stateful(loader.dataset))
+
+
+def capture(loader: DataLoader[Any]) -> dict[str, Any]:
+    """An independent copy of the loader's own state (a stateful loader goes on changing what it returned)."""
+    source: Any = loader if is_stateful(loader) else loader.dataset
+    return {"of": "loader" if source is loader else "dataset", "state": copy.deepcopy(source.state_dict())}
+
+
+def capture_dataset(loader: DataLoader[Any]) -> dict[str, Any]:
+    """An independent copy of the state of a dataset that lives in this process."""
+    dataset: Any = loader.dataset
+    return {"of": "dataset", "state": copy.deepcopy(dataset.state_dict())}
+
+
+def restore(loader: DataLoader[Any], native: Mapping[str, Any]) -> None:
+    """Hand the state back; it takes effect at the next `iter(loader)`."""
+    target: Any = loader if native["of"] == "loader" else loader.dataset
+    target.load_state_dict(copy.deepcopy(native["state"]))
+
+
+def reset(loader: DataLoader[Any]) -> None:
+    """Make a stateful loader forget an iterator made ahead of time (Accelerate's adapter makes one in `prepare`)."""
+    if is_stateful(loader):
+        loader.load_state_dict({})  # type: ignore[attr-defined]
+
+
+def holds_state(native: Mapping[str, Any]) -> bool:
+    """False if the loader found no state in its dataset and will fetch and drop every batch again instead.
+
+    Reads torchdata's state layout (`_DATASET_STATE`, `_DATASET_ITER_STATE` of `stateful_dataloader.worker`).
+    """
+    return native["of"] == "dataset" or any(value is not None for value in _positions(native["state"]))
+
+
+def _positions(node: Any) -> Iterator[Any]:
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            if key in _POSITION_KEYS:
+                yield value
+            else:
+                yield from _positions(value)

@@ -1,0 +1,278 @@
+"""Where one DataLoader is: `attach` follows it, `state` says it, `load_state` puts a new process there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+from torch.utils.data import DataLoader
+
+from ckpt_engine.data import fingerprint, streams, swap
+from ckpt_engine.data.exactness import Difference, Effect, Exactness, Level, Restoration
+from ckpt_engine.data.iteration import Epoch, Fetch, FollowedIterator, Mode
+from ckpt_engine.data.start import Starter
+from ckpt_engine.errors import MismatchError, NewerFormatError, StateError
+
+__all__ = ["LoaderPosition", "attach", "positions"]
+
+_VERSION = 1
+State = dict[str, Any]
+
+
+def attach(loader: DataLoader[Any], *, lookahead: int = 0) -> LoaderPosition:
+    """Follow `loader` from its next `iter()` on and return its position; idempotent.
+
+    The loader stays the same object with the same type name, its run is unchanged bit for bit, and it gains no
+    `state_dict` (checkpoints of others must not depend on us). Only the thread that iterates may call the position.
+
+    Args:
+        loader: a torch `DataLoader` or subclass. Wrappers (Accelerate's `DataLoaderShard`): their `base_dataloader`.
+        lookahead: how many batches the consumer may hold that are fetched but not trained at a fetch boundary:
+            0 for a plain loop and Lightning with known length, 1 for Accelerate and Lightning with unknown length.
+            Attaching again keeps the larger value.
+    """
+    followed = swap.followed_by(loader)
+    if isinstance(followed, LoaderPosition):
+        followed.lookahead = max(followed.lookahead, lookahead)
+        return followed
+    return LoaderPosition(loader, lookahead=lookahead)
+
+
+def positions(loaders: object, *, lookahead: int = 0) -> list[LoaderPosition]:
+    """Attach to every DataLoader in a tree of lists, tuples and dicts (in order); other leaves are passed over."""
+    if isinstance(loaders, DataLoader):
+        return [attach(loaders, lookahead=lookahead)]
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    if isinstance(loaders, list | tuple):
+        return [p for child in loaders for p in positions(child, lookahead=lookahead)]
+    return []
+
+
+class LoaderPosition:
+    """The position of one loader; made by `attach`.
+
+    A resumed process makes the same loader, attaches, calls `load_state`, restores the global random streams
+    (`rng.restore`, or pass them as `rng=`) and goes on with `iter(loader)`. Everything redone on the way (building the
+    iterator, getting past trained samples, fetching held batches again) leaves the global streams as it found them.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, lookahead: int = 0) -> None:
+        self.loader = loader
+        self.lookahead = lookahead
+        self._starter = Starter(loader)
+        self._epoch: Epoch | None = None
+        self._pending: _Pending | None = None
+        self._restoration: Restoration | None = None
+        swap.swap_in(loader, self)
+
+    def __repr__(self) -> str:
+        return f"LoaderPosition({self.mode}, fetched={self.fetched}, lookahead={self.lookahead})"
+
+    @property
+    def mode(self) -> Mode:
+        """How this loader's position is recorded."""
+        return self._epoch.mode if self._epoch is not None else self._starter.mode()
+
+    @property
+    def fetched(self) -> int:
+        """Batches fetched in the current epoch, those before a resume included."""
+        if self._pending is not None:
+            return self._pending.batches
+        return self._epoch.fetched if self._epoch is not None else 0
+
+    @property
+    def exhausted(self) -> bool:
+        """True if the current epoch's iterator has ended: the next `iter()` starts a new epoch."""
+        return self._pending is None and self._epoch is not None and self._epoch.exhausted
+
+    @property
+    def exactness(self) -> Exactness:
+        """How exactly a resume from a state taken now would repeat this run."""
+        return self._epoch.level(self.loader) if self._epoch is not None else Exactness()
+
+    @property
+    def restoration(self) -> Restoration | None:
+        """What the last `load_state` achieved, final once the first batch is fetched; None if there was none."""
+        found, epoch = self._restoration, self._epoch
+        if found is None or epoch is None or (self._pending is not None and not self._pending.begun):
+            return found
+        return Restoration(
+            found.exactness.also(epoch.exactness), found.differences, found.mode, found.phase, found.batches
+        )
+
+    def state(self, consumed: int | None = None) -> State:
+        """The position at a fetch boundary: right before the trainer asks for its next batch.
+
+        Args:
+            consumed: batches of this epoch that were trained completely; default: all fetched ones but `lookahead`.
+
+        Returns:
+            A tree that a snapshot stores without pickle and that never changes afterwards. `state["phase"]` says what
+            follows: "within" the epoch, "ended" (every batch was trained, the iterator has not been asked again) or
+            "fresh" (the next `iter()` starts an epoch).
+
+        Raises:
+            StateError: `consumed` is further back than `lookahead` remembers, or more than was fetched.
+        """
+        if self._pending is not None:
+            return self._pending.state
+        epoch = self._epoch
+        if epoch is None:
+            return self._assemble(None, None, 0, "fresh")
+        if consumed is None:
+            consumed = epoch.fetched if epoch.exhausted else max(epoch.fetched - self.lookahead, 0)
+        if consumed > epoch.fetched or (consumed < epoch.fetched and consumed not in epoch.ring):
+            raise StateError(
+                f"{epoch.fetched} batches were fetched and the position of batch {consumed} is not remembered",
+                hint="attach(loader, lookahead=n) with n the number of batches the trainer holds",
+            )
+        if epoch.exhausted and consumed == epoch.fetched:
+            phase = "fresh"
+        elif consumed == self._starter.length():
+            phase = "ended"
+        else:
+            phase = "within"
+        fetch = epoch.ring[consumed] if consumed < epoch.fetched else epoch.snapshot_fetch(self.loader)
+        return self._assemble(epoch, fetch, consumed, phase)
+
+    def next_epoch_state(self) -> State:
+        """The position of a trainer that is done with this epoch even if the loader is not (`limit_train_batches`).
+
+        The next `iter()` after loading it starts a new epoch, as it would have done here.
+        """
+        if self._pending is not None:
+            return {**self._pending.state, "phase": "fresh"}
+        epoch = self._epoch
+        if epoch is None:
+            return self._assemble(None, None, 0, "fresh")
+        return self._assemble(epoch, epoch.snapshot_fetch(self.loader), epoch.fetched, "fresh")
+
+    def load_state(
+        self,
+        state: Mapping[str, Any],
+        *,
+        rng: Mapping[str, Any] | None = None,
+        at_end: Literal["next_epoch", "finish_epoch"] = "next_epoch",
+    ) -> Restoration:
+        """Continue at `state` from the next `iter(loader)` on; it holds until the first batch is fetched.
+
+        Args:
+            state: from `state()` or `next_epoch_state()` of the same loader in another process.
+            rng: `rng.capture()` of the snapshot instant, installed at the last moment: before the first batch that the
+                saved run had not fetched, or before a fresh epoch's iterator is built. With several loaders give it to
+                the one that is asked first. Without it the caller restores the streams itself, after `iter()` at
+                the latest (before `iter()` for a fresh epoch).
+            at_end: what a state of phase "ended" resumes into. "next_epoch": a fresh epoch, for trainers that count
+                batches and never ask for one more. "finish_epoch": an iterator that ends at once, for loops
+                that run until the iterator ends.
+
+        Raises:
+            MismatchError: the loader is not the one that was saved; names every field that differs.
+            NewerFormatError: the state was written by a later version.
+        """
+        if state["version"] > _VERSION:
+            raise NewerFormatError(f"loader position of version {state['version']}, this is version {_VERSION}")
+        differences = fingerprint.compare(state["fingerprint"], fingerprint.fingerprint(self.loader))
+        refused = [d for d in differences if d.effect is Effect.REFUSED]
+        if refused:
+            raise MismatchError(
+                "the data loader is not the one of the snapshot: " + "; ".join(map(str, refused)),
+                hint="use the loader of the saved run, or start this epoch anew without its saved position",
+            )
+        phase = state["phase"]
+        if phase == "ended":
+            phase = "fresh" if at_end == "next_epoch" else "within"
+        self._pending = _Pending(dict(state), phase, None if rng is None else dict(rng))
+        self._restoration = Restoration(
+            _saved_exactness(state, differences),
+            differences,
+            state["mode"],
+            state["phase"],
+            0 if phase == "fresh" else state["batches"],
+        )
+        return self._restoration
+
+    def detach(self) -> None:
+        """Give the loader its original class back; iterators already running go on."""
+        if swap.followed_by(self.loader) is self:
+            swap.swap_back(self.loader)
+
+    # -- swap.Iterations
+    def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Called in place of the loader's `__iter__`."""
+        pending = self._pending
+        if pending is None:
+            epoch, iterator = self._starter.fresh(make, self._epoch)
+        elif pending.phase == "within":
+            epoch, iterator = self._starter.within(make, pending.state)
+            epoch.then_rng = pending.rng
+            pending.begun = True
+        else:
+            epoch, iterator = self._starter.next_epoch(make, pending.state, pending.rng)
+            pending.begun = True
+        self._epoch = epoch
+        return FollowedIterator(self.loader, iterator, epoch, lambda: self.lookahead, self._on_fetch)
+
+    def _on_fetch(self, epoch: Epoch) -> None:
+        if epoch is self._epoch and self._pending is not None and self._pending.begun:
+            self._pending = None
+
+    def _assemble(self, epoch: Epoch | None, fetch: Fetch | None, batches: int, phase: str) -> State:
+        exactness = self.exactness
+        state: State = {
+            "version": _VERSION,
+            "phase": phase,
+            "batches": batches,
+            "mode": str(self.mode),
+            "fingerprint": self._starter.fingerprint(),
+            "exactness": {"level": str(exactness.level), "reasons": list(exactness.reasons)},
+            "generators": streams.capture_generators(self.loader),
+            "counters": streams.changed_counters(self.loader, self._starter.baseline),
+        }
+        if epoch is None or fetch is None:
+            return state
+        order = epoch.order
+        held = [epoch.ring[n].rng for n in range(batches, epoch.fetched)]
+        state |= {
+            "lost": epoch.lost,
+            "held": held,
+            "workers": list(fetch.workers),
+            "native": fetch.native,
+            "made": epoch.made,
+            "reused": epoch.reused,
+            "alive": self._starter.alive(),
+            "first_fetch": epoch.first_fetch,
+            "draws": epoch.draws,
+            "unknown_roles": sorted(epoch.unknown_roles),
+        }
+        if order is not None:
+            given = batches + epoch.lost
+            state["order"] = {
+                "at_iter": order.at_iter,
+                "at_first": order.at_first,
+                "digest": order.digest_after(given),
+                "outstanding": order.outstanding(given) if order.draws and self.loader.num_workers else [],
+            }
+        return state
+
+
+class _Pending:
+    """A loaded state that no batch was fetched under yet."""
+
+    def __init__(self, state: State, phase: str, streams_then: dict[str, Any] | None) -> None:
+        self.state, self.phase, self.rng = state, phase, streams_then
+        self.begun = False
+
+    @property
+    def batches(self) -> int:
+        return 0 if self.phase == "fresh" else int(self.state["batches"])
+
+
+def _saved_exactness(state: Mapping[str, Any], differences: tuple[Difference, ...]) -> Exactness:
+    saved = state["exactness"]
+    found = Exactness(Level(saved["level"]), tuple(saved["reasons"]))
+    for difference in differences:
+        if difference.effect is Effect.AUGMENTATION:
+            found = found.lowered(Level.ORDER_ONLY, str(difference))
+    return found

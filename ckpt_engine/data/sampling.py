@@ -1,0 +1,203 @@
+"""Records where a loader's index sampler started and what it gave, and starts it again in the middle of an epoch.
+
+`RecordingSampler` stands in for the loader's index sampler (`batch_sampler`, or `sampler` without batching) while an
+iterator is built; the iterator keeps it. Nothing is loaded to get past samples that were already trained: their indices
+are drawn and dropped.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ckpt_engine.data import rng, streams
+from ckpt_engine.errors import MismatchError
+
+__all__ = ["Order", "RecordingSampler", "ResumePlan"]
+
+
+@dataclass(slots=True)
+class Order:
+    """What the sampler did in the running epoch."""
+
+    at_iter: streams.Streams | None = None
+    """When `iter(sampler)` gave the iterator in use (samplers that permute there)."""
+    at_first: streams.Streams | None = None
+    """When it was first asked for an index (samplers that are generators permute there)."""
+    draws: bool = False
+    """It drew from a global stream at a later index too."""
+    digest: int | None = 0
+    """Running checksum of every index given so far; None where indices are not integers."""
+    given: int = 0
+    recent: deque[tuple[int, Any, int | None]] = field(default_factory=deque)
+    """(number, indices, digest after them) of those given and not yet forgotten."""
+    verified: bool | None = None
+    """After a resume: did the replayed indices equal those of the run that was saved? None where unknown."""
+
+    def digest_after(self, count: int) -> int | None:
+        """The checksum of the first `count` entries, or None if it is no longer remembered or cannot be made."""
+        if count == 0:
+            return 0
+        return next((digest for number, _, digest in self.recent if number == count - 1), None)
+
+    def outstanding(self, count: int) -> list[Any]:
+        """The entries given from number `count` on: dealt to workers, not delivered."""
+        return [indices for number, indices, _ in self.recent if number >= count]
+
+    def forget_before(self, count: int) -> None:
+        """Drop entries that no state can refer to any more."""
+        while self.recent and self.recent[0][0] < count:
+            self.recent.popleft()
+
+
+@dataclass(frozen=True, slots=True)
+class ResumePlan:
+    """How the next iteration of the sampler starts."""
+
+    skip: int
+    at_iter: streams.Streams | None
+    at_first: streams.Streams | None
+    digest: int | None
+    outstanding: Sequence[Any]
+    """Entries to give first as recorded, because the sampler cannot draw them again."""
+
+
+class RecordingSampler:
+    """Gives the indices of `inner` unchanged while recording them in `order`.
+
+    Args:
+        loader: whose generators and counters belong to the sampler.
+        inner: the loader's own index sampler.
+        baseline: `streams.counters(loader)` at attach time.
+    """
+
+    def __init__(self, loader: DataLoader[Any], inner: Any, baseline: streams.Counters) -> None:
+        self._loader = loader
+        self.inner = inner
+        self._baseline = baseline
+        self._calls = 0
+        self._current: _RecordingIterator | None = None
+        self.order = Order()
+        self.plan: ResumePlan | None = None
+
+    def begin(self, order: Order, plan: ResumePlan | None) -> None:
+        """Call right before an iterator is built or reset: what follows is recorded in `order`."""
+        self.order, self.plan = order, plan
+        self._calls = 0
+        self._current = None
+
+    @property
+    def asked(self) -> bool:
+        """True if the iterator that was built uses this sampler."""
+        return self._current is not None
+
+    def prime(self) -> None:
+        """Do now what the first `next()` would do: put the streams back and get past what was trained."""
+        if self._current is not None:
+            self._current.prime()
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        # Never pass these through: StatefulDataLoader would then save and restore the sampler a second time.
+        if name in ("state_dict", "load_state_dict") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["inner"], name)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._calls += 1
+        plan, order = self.plan, self.order
+        # With workers torch calls iter() twice and drops the first result; the first call must draw what it naturally
+        # draws, so that the workers' base seed, drawn between the two, comes out as it did.
+        dropped = plan is not None and self._loader.num_workers > 0 and self._calls == 1
+        if plan is not None and plan.at_iter is not None and not dropped:
+            streams.restore(self._loader, plan.at_iter)
+            order.at_iter = plan.at_iter
+        elif not dropped:
+            order.at_iter = streams.capture(self._loader, self._baseline)
+        self._current = _RecordingIterator(self._loader, iter(self.inner), self._baseline, order, plan)
+        return self._current
+
+
+class _RecordingIterator:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        inner: Iterator[Any],
+        baseline: streams.Counters,
+        order: Order,
+        plan: ResumePlan | None,
+    ) -> None:
+        self._loader, self.inner, self._baseline, self._order = loader, inner, baseline, order
+        self._plan = plan
+        self._primed = False
+        self._again: deque[Any] = deque()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def prime(self) -> None:
+        if self._primed:
+            return
+        self._primed = True
+        order, plan = self._order, self._plan
+        if plan is None or plan.at_first is None:
+            order.at_first = streams.capture(self._loader, self._baseline)
+            return
+        streams.restore(self._loader, plan.at_first)
+        order.at_first = plan.at_first
+        for done in range(plan.skip):
+            self._record(self._draw(f"only {done} of {plan.skip} batches that were already trained"))
+            order.forget_before(done)
+        if plan.digest is not None and order.digest is not None:
+            order.verified = order.digest == plan.digest
+        for _ in plan.outstanding:
+            self._draw(f"fewer batches than the {plan.skip + len(plan.outstanding)} the saved run had dealt out")
+        self._again.extend(plan.outstanding)
+        order.draws = bool(plan.outstanding)
+
+    def __next__(self) -> Any:
+        first = not self._primed
+        self.prime()
+        order = self._order
+        if self._again:
+            return self._record(self._again.popleft())
+        if first or order.draws:
+            return self._record(next(self.inner))
+        before = rng.capture_host()
+        indices = next(self.inner)
+        order.draws = before != rng.capture_host()
+        return self._record(indices)
+
+    def _draw(self, what: str) -> Any:
+        try:
+            return next(self.inner)
+        except StopIteration:
+            raise MismatchError(
+                f"the sampler gave {what}: it is not the sampler of the saved run",
+                hint="resume with the dataset and sampler of the saved run, or start the epoch anew",
+            ) from None
+
+    def _record(self, indices: Any) -> Any:
+        order = self._order
+        order.digest = extend_digest(order.digest, indices)
+        order.recent.append((order.given, indices, order.digest))
+        order.given += 1
+        return indices
+
+
+def extend_digest(digest: int | None, indices: Any) -> int | None:
+    """CRC-32 over the indices as 64-bit integers; None from the first entry on that is not made of integers."""
+    if digest is None:
+        return None
+    try:
+        return zlib.crc32(array("q", indices if isinstance(indices, list | tuple) else [indices]), digest)
+    except (TypeError, OverflowError):
+        return None

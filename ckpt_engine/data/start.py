@@ -1,0 +1,271 @@
+"""Starts an epoch of a loader: fresh, or in the middle exactly where a saved one was.
+
+While the loader builds its iterator its sampler, collate function and worker init function are replaced by recording
+ones in the loader's `__dict__`, and put back right after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ckpt_engine.data import fingerprint as fingerprints
+from ckpt_engine.data import native, rng, streams
+from ckpt_engine.data import torch_private as private
+from ckpt_engine.data.exactness import Exactness, Level
+from ckpt_engine.data.iteration import Epoch, Mode
+from ckpt_engine.data.sampling import Order, RecordingSampler, ResumePlan
+from ckpt_engine.data.shipping import RoleInit, Shipped, ShippingCollate
+from ckpt_engine.errors import MismatchError
+
+__all__ = ["Make", "Starter"]
+
+Make = Callable[[], Iterator[Any]]
+
+
+class Starter:
+    """Builds the iterators of one loader.
+
+    Args:
+        loader: the loader; `baseline` keeps the counters of its samplers as they are now.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+        self.baseline = streams.counters(loader)
+        self._recorder: RecordingSampler | None = None
+        self._rotation = 0
+        self._fingerprint: fingerprints.Fingerprint | None = None
+
+    def mode(self) -> Mode:
+        """The mode of the next epoch."""
+        loader = self._loader
+        if isinstance(loader.dataset, IterableDataset):
+            return Mode.NATIVE if native.has_native_position(loader) else Mode.REPLAY
+        if self._sampler_attribute() not in loader.__dict__:
+            return Mode.REPLAY
+        return Mode.SHIP if loader.num_workers > 0 else Mode.SKIP
+
+    def fingerprint(self) -> fingerprints.Fingerprint:
+        """The loader's fingerprint, taken once per epoch."""
+        if self._fingerprint is None:
+            self._fingerprint = fingerprints.fingerprint(self._loader)
+        return self._fingerprint
+
+    def length(self) -> int | None:
+        """Batches per epoch where known."""
+        length: int | None = self.fingerprint()["batches"]
+        return length
+
+    def alive(self) -> bool:
+        """True if the loader keeps its workers for the next epoch."""
+        return private.live_iterator(self._loader) is not None
+
+    def fresh(self, make: Make, previous: Epoch | None) -> tuple[Epoch, Iterator[Any]]:
+        """A new epoch as the loader starts it by itself; `previous` is the one before it in this process."""
+        loader, mode = self._loader, self.mode()
+        self._fingerprint = None
+        alive = private.live_iterator(loader)
+        epoch = Epoch(
+            mode,
+            made=streams.capture(loader, self.baseline) if alive is None or previous is None else previous.made,
+            workers=[None] * loader.num_workers,
+            reused=alive is not None,
+        )
+        if alive is not None:
+            self._take_over(alive, epoch, previous)
+        recorder = self._begin_order(epoch, None)
+        if alive is not None and recorder is not None and not private.takes_indices_from(alive, recorder):
+            private.replace_index_sampler(alive, recorder)
+            epoch.exactness = epoch.exactness.lowered(
+                Level.ORDER_ONLY, "attached after the persistent workers were started: their streams are not recorded"
+            )
+        with self._instruments(epoch, None):
+            iterator = make()
+        self._check_recorded(epoch)
+        return epoch, iterator
+
+    def within(self, make: Make, state: Mapping[str, Any]) -> tuple[Epoch, Iterator[Any]]:
+        """The rest of the saved epoch. Leaves the global streams as it found them."""
+        now = rng.capture()
+        try:
+            return self._within(make, state)
+        finally:
+            rng.restore(now)
+
+    def next_epoch(
+        self, make: Make, state: Mapping[str, Any], streams_then: Mapping[str, Any] | None
+    ) -> tuple[Epoch, Iterator[Any]]:
+        """The epoch after the saved one, under `streams_then` if given."""
+        loader = self._loader
+        previous: Epoch | None = None
+        private.discard_iterator(loader)
+        native.reset(loader)
+        if state.get("alive") and loader.persistent_workers and loader.num_workers > 0 and self._same_workers(state):
+            # The saved run would go on with its workers: rebuild them where they were, then let the loader reset them.
+            previous, _ = self.within(make, state)
+        elif state.get("native") is not None:
+            now = rng.capture()
+            native.restore(loader, state["native"])
+            if state["native"]["of"] == "loader":
+                make()  # a finished StatefulDataLoader hands its dataset's state over and starts its next epoch here
+                private.discard_iterator(loader)
+            rng.restore(now)
+        streams.restore_counters(loader, state["counters"])
+        streams.restore_generators(loader, state["generators"])
+        if streams_then is not None:
+            rng.restore(streams_then)
+        return self.fresh(make, previous)
+
+    def _within(self, make: Make, state: Mapping[str, Any]) -> tuple[Epoch, Iterator[Any]]:
+        loader, mode = self._loader, self.mode()
+        batches, same = int(state["batches"]), self._same_workers(state)
+        workers = list(state["workers"]) if same else [None] * loader.num_workers
+        private.discard_iterator(loader)
+        native.reset(loader)
+        self._rotation = 0
+        self._fingerprint = None
+        epoch = Epoch(
+            mode,
+            state["made"],
+            workers,
+            first_fetch=state["first_fetch"],
+            reused=state["reused"],
+            unknown_roles=set(state["unknown_roles"]),
+            draws=state["draws"],
+            lost=state["lost"],
+            refetch=list(state["held"]),
+        )
+        streams.restore(loader, state["made"])
+        plan = self._plan(state) if "order" in state else None
+        self._begin_order(epoch, plan)
+        init: RoleInit | None = None
+        if mode is Mode.SHIP and same:
+            self._rotation = (batches + state["lost"]) % loader.num_workers
+            init = RoleInit(loader.worker_init_fn, self._rotation, workers)
+        saved = state["native"]
+        if mode is Mode.NATIVE and saved is not None:
+            native.restore(loader, saved)
+            if native.holds_state(saved):
+                init = RoleInit(loader.worker_init_fn, 0, workers) if workers else None
+            elif loader.num_workers == 0 and state["first_fetch"] is not None:
+                rng.restore(state["first_fetch"])
+        with self._instruments(epoch, init):
+            iterator = make()
+        self._check_recorded(epoch)
+        if epoch.mode is Mode.REPLAY or (mode is Mode.NATIVE and saved is None):
+            self._replay(iterator, epoch, state)
+        elif epoch.order is not None and loader.num_workers == 0:
+            assert self._recorder is not None
+            if state["order"]["at_first"] is not None:
+                self._recorder.prime()
+            if saved is not None:
+                native.restore(loader, saved)
+        epoch.fetched = batches
+        self._settle(epoch, state, same)
+        return epoch, iterator
+
+    def _settle(self, epoch: Epoch, state: Mapping[str, Any], same: bool) -> None:
+        """What holds for the rest of the epoch once the iterator stands where the saved one stood."""
+        order = epoch.order
+        if order is not None and order.verified is False:
+            epoch.exactness = _unverified(order)
+        if same:
+            streams.restore_counters(self._loader, state["counters"])
+            if epoch.refetch:
+                epoch.then_generators = state["generators"]
+            else:
+                streams.restore_generators(self._loader, state["generators"])
+
+    def _plan(self, state: Mapping[str, Any]) -> ResumePlan:
+        order = state["order"]
+        return ResumePlan(
+            skip=int(state["batches"]) + int(state["lost"]),
+            at_iter=order["at_iter"],
+            at_first=order["at_first"],
+            digest=order["digest"],
+            outstanding=order["outstanding"],
+        )
+
+    def _take_over(self, alive: Any, epoch: Epoch, previous: Epoch | None) -> None:
+        """Carry over what is known about persistent workers into their next epoch."""
+        if self._rotation:
+            private.rotate_workers(alive, self._rotation)
+            self._rotation = 0
+        if previous is None:
+            return
+        epoch.workers = list(previous.workers)
+        epoch.unknown_roles = set(previous.unknown_roles)
+        epoch.exactness = previous.exactness
+        order = previous.order
+        if order is not None and epoch.mode is Mode.SHIP:
+            ahead = range(previous.fetched + previous.lost, order.given)
+            epoch.unknown_roles.update(number % self._loader.num_workers for number in ahead)
+
+    def _begin_order(self, epoch: Epoch, plan: ResumePlan | None) -> RecordingSampler | None:
+        if epoch.mode not in (Mode.SKIP, Mode.SHIP):
+            return None
+        inner = self._loader.__dict__[self._sampler_attribute()]
+        if self._recorder is None or self._recorder.inner is not inner:
+            self._recorder = RecordingSampler(self._loader, inner, self.baseline)
+        epoch.order = Order()
+        self._recorder.begin(epoch.order, plan)
+        return self._recorder
+
+    @contextmanager
+    def _instruments(self, epoch: Epoch, init: RoleInit | None) -> Iterator[None]:
+        attributes = self._loader.__dict__
+        replaced: dict[str, Any] = {}
+        if epoch.order is not None:
+            replaced[self._sampler_attribute()] = self._recorder
+        if self._loader.num_workers > 0 and epoch.mode in (Mode.SHIP, Mode.NATIVE):
+            replaced["collate_fn"] = ShippingCollate(self._loader.collate_fn, with_dataset=epoch.mode is Mode.SHIP)
+        if init is not None:
+            replaced["worker_init_fn"] = init
+        original = {name: attributes[name] for name in replaced}
+        attributes.update(replaced)
+        try:
+            yield
+        finally:
+            attributes.update(original)
+
+    def _check_recorded(self, epoch: Epoch) -> None:
+        """Fall back to replay for a loader whose iterator does not ask the loader's sampler."""
+        if epoch.order is not None and self._recorder is not None and not self._recorder.asked:
+            epoch.mode, epoch.order = Mode.REPLAY, None
+
+    def _replay(self, iterator: Iterator[Any], epoch: Epoch, state: Mapping[str, Any]) -> None:
+        batches = int(state["batches"])
+        if self._loader.num_workers == 0 and state["first_fetch"] is not None:
+            rng.restore(state["first_fetch"])
+        for done in range(batches):
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                raise MismatchError(
+                    f"the dataset ended after {done} of {batches} batches that were already trained",
+                    hint="resume with the dataset of the saved run, or start the epoch anew",
+                ) from None
+            if isinstance(batch, Shipped):
+                epoch.workers[batch.role] = batch.state
+
+    def _same_workers(self, state: Mapping[str, Any]) -> bool:
+        return len(state.get("workers", ())) == self._loader.num_workers
+
+    def _sampler_attribute(self) -> str:
+        return "sampler" if self._loader.batch_sampler is None else "batch_sampler"
+
+
+def _unverified(order: Order) -> Exactness:
+    if order.draws:
+        return Exactness().lowered(
+            Level.ORDER_ONLY,
+            "the sampler draws from the global random streams at every index, so its past order cannot be verified; "
+            "exact if later draws do not depend on earlier ones",
+        )
+    return Exactness().lowered(
+        Level.NOT_RESTORED, "the sampler gave other indices than in the saved run: it is not reproducible"
+    )

@@ -1,0 +1,171 @@
+"""Everything random or counting that a loader's samplers depend on, captured at one instant and put back.
+
+That is: the process's global streams, the generators held by the loader and its samplers (torch, python and numpy
+ones), and the samplers' plain counters such as `DistributedSampler.epoch`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from ckpt_engine.data import rng
+
+__all__ = ["Counters", "Streams", "capture", "capture_generators", "has_generators", "restore", "restore_generators"]
+
+Streams = dict[str, Any]
+"""`{"rng": global streams, "generators": {path: state}, "counters": {path: value}}`."""
+Counters = dict[str, Any]
+
+_ALWAYS = ("epoch", "seed", "initial_seed")
+_MAX_SAMPLERS = 8
+_SCALARS = (bool, int, float, str, type(None))
+
+
+def capture(loader: DataLoader[Any], baseline: Mapping[str, Any]) -> Streams:
+    """The streams now; `baseline` is `counters(loader)` at attach time, counters equal to it are left out."""
+    return {
+        "rng": rng.capture(),
+        "generators": capture_generators(loader),
+        "counters": changed_counters(loader, baseline),
+    }
+
+
+def restore(loader: DataLoader[Any], streams: Mapping[str, Any]) -> None:
+    """Put `capture`'s streams back, the global ones first: a generator may *be* `torch.default_generator`."""
+    rng.restore(streams["rng"])
+    restore_generators(loader, streams["generators"])
+    restore_counters(loader, streams["counters"])
+
+
+def capture_generators(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The state of every generator object held by the loader or a sampler, by path."""
+    return {path: _encode(generator) for path, _, _, generator in _generators(loader)}
+
+
+def has_generators(loader: DataLoader[Any]) -> bool:
+    """True if the loader or a sampler holds a generator of its own."""
+    return next(_generators(loader), None) is not None
+
+
+def restore_generators(loader: DataLoader[Any], states: Mapping[str, Any]) -> None:
+    """Put generator states back by path; torch generators that a sampler creates on first use are created."""
+    present = {path: generator for path, _, _, generator in _generators(loader)}
+    holders = dict(_holders(loader))
+    for path, state in states.items():
+        generator = present.get(path)
+        if generator is None and state["kind"] == "torch":
+            owner, _, name = path.rpartition(".")
+            holder = holders.get(owner)
+            if holder is None or getattr(holder, name, 0) is not None:
+                continue
+            generator = torch.Generator()
+            setattr(holder, name, generator)
+        if generator is not None:
+            _decode(generator, state)
+
+
+def counters(loader: DataLoader[Any]) -> Counters:
+    """Every plain scalar attribute of the loader's samplers, by path."""
+    found: Counters = {}
+    for path, holder in _holders(loader):
+        if holder is loader:
+            continue
+        for name, value in _attributes(holder):
+            if isinstance(value, _SCALARS):
+                found[f"{path}.{name}"] = value
+    return found
+
+
+def changed_counters(loader: DataLoader[Any], baseline: Mapping[str, Any]) -> Counters:
+    """The scalars that moved since `baseline`, and `epoch` and the seeds always."""
+    now = counters(loader)
+    return {
+        path: value
+        for path, value in now.items()
+        if path.rpartition(".")[2] in _ALWAYS or path not in baseline or baseline[path] != value
+    }
+
+
+def restore_counters(loader: DataLoader[Any], values: Mapping[str, Any]) -> None:
+    """Set the recorded scalars on the samplers that still have them."""
+    holders = dict(_holders(loader))
+    for path, value in values.items():
+        owner, _, name = path.rpartition(".")
+        holder = holders.get(owner)
+        if holder is not None and hasattr(holder, name):
+            setattr(holder, name, value)
+
+
+def sampler_types(loader: DataLoader[Any]) -> list[str]:
+    """The qualified type names of the loader's samplers, outermost first."""
+    return [f"{type(h).__module__}.{type(h).__qualname__}" for _, h in _holders(loader) if h is not loader]
+
+
+def _holders(loader: DataLoader[Any]) -> list[tuple[str, Any]]:
+    """The loader and the samplers reachable from it, each once, with the path that leads there."""
+    found: list[tuple[str, Any]] = [("loader", loader)]
+    queue = [("batch_sampler", getattr(loader, "batch_sampler", None)), ("sampler", getattr(loader, "sampler", None))]
+    while queue and len(found) <= _MAX_SAMPLERS:
+        path, sampler = queue.pop(0)
+        if sampler is None or isinstance(sampler, _SCALARS) or any(sampler is seen for _, seen in found):
+            continue
+        found.append((path, sampler))
+        queue += [(f"{path}.{name}", getattr(sampler, name, None)) for name in ("sampler", "batch_sampler")]
+    return found
+
+
+def _generators(loader: DataLoader[Any]) -> Iterator[tuple[str, Any, str, Any]]:
+    seen: set[int] = set()
+    for path, holder in _holders(loader):
+        named = [("generator", getattr(holder, "generator", None))] if holder is loader else _attributes(holder)
+        for name, value in named:
+            if _kind(value) is not None and id(value) not in seen:
+                seen.add(id(value))
+                yield f"{path}.{name}", holder, name, value
+
+
+def _attributes(holder: Any) -> list[tuple[str, Any]]:
+    return list(getattr(holder, "__dict__", {}).items())
+
+
+def _kind(value: object) -> str | None:
+    if isinstance(value, torch.Generator):
+        return "torch"
+    if isinstance(value, random.Random):
+        return None if isinstance(value, random.SystemRandom) else "python"
+    if isinstance(value, np.random.Generator):
+        return "numpy"
+    if isinstance(value, np.random.RandomState):
+        return "numpy_legacy"
+    return None
+
+
+def _encode(generator: Any) -> dict[str, Any]:
+    kind = _kind(generator)
+    if kind == "torch":
+        return {"kind": kind, "state": generator.get_state().numpy().tobytes()}
+    if kind == "python":
+        return {"kind": kind, "state": rng.encode_python(generator)}
+    if kind == "numpy":
+        return {"kind": kind, "state": rng.encode_numpy(generator.bit_generator.state)}
+    return {"kind": kind, "state": rng.encode_numpy(generator.get_state(legacy=False))}
+
+
+def _decode(generator: Any, encoded: Mapping[str, Any]) -> None:
+    kind, state = encoded["kind"], encoded["state"]
+    if kind != _kind(generator):
+        return
+    if kind == "torch":
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif kind == "python":
+        rng.decode_python(generator, state)
+    elif kind == "numpy":
+        generator.bit_generator.state = rng.decode_numpy(state)
+    else:
+        generator.set_state(rng.decode_numpy(state))

@@ -1,0 +1,105 @@
+"""Every name of torch's data loader that is not public, each behind one function; nothing else here touches them.
+
+`missing()` lists what the installed torch lacks; a test fails on a non-empty answer, so a torch upgrade that moves one
+of these is seen at once. Facts relied upon (torch 2.6 to 2.13, `dataloader.py` and `_utils/worker.py`):
+
+- an iterator with workers calls `iter(sampler)` twice while it is built (`__init__`, `_reset`), uses the second;
+- building an iterator draws `_base_seed` from the loader's generator or the global torch stream, `_reset` does not;
+- batch j of an epoch is made by the worker at position `j % num_workers` of `_index_queues`;
+- a persistent iterator keeps the sampler, collate function and workers it was built with.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import dataloader as _dataloader
+from torch.utils.data._utils import worker as _worker
+
+__all__ = [
+    "assume_worker_role",
+    "discard_iterator",
+    "live_iterator",
+    "missing",
+    "replace_index_sampler",
+    "rotate_workers",
+    "takes_indices_from",
+]
+
+_ITERATOR = "_iterator"
+_INDEX_SAMPLER = "_index_sampler"
+_PER_WORKER_LISTS = ("_index_queues", "_workers")
+
+
+def missing() -> tuple[str, ...]:
+    """The private names this module relies on that the installed torch does not have."""
+    absent: list[str] = []
+    probe: DataLoader[Any] = DataLoader([0])  # type: ignore[arg-type]
+    if not hasattr(probe, _ITERATOR):
+        absent.append("DataLoader._iterator")
+    if getattr(iter(probe), _INDEX_SAMPLER, None) is not probe.batch_sampler:
+        absent.append("_BaseDataLoaderIter._index_sampler")
+    if not hasattr(_dataloader, "_MultiProcessingDataLoaderIter"):
+        absent.append("_MultiProcessingDataLoaderIter")
+    absent.extend(f"_utils.worker.{name}" for name in ("_generate_state", "_worker_info") if not hasattr(_worker, name))
+    if not hasattr(_worker, "WorkerInfo"):
+        absent.append("_utils.worker.WorkerInfo")
+    return tuple(absent)
+
+
+def live_iterator(loader: DataLoader[Any]) -> Any | None:
+    """The persistent iterator whose workers wait for the next epoch, or None."""
+    if not (loader.persistent_workers and loader.num_workers > 0):
+        return None
+    return getattr(loader, _ITERATOR, None)
+
+
+def discard_iterator(loader: DataLoader[Any]) -> None:
+    """Stop the persistent workers, if any, so that the next `iter(loader)` starts new ones."""
+    iterator = getattr(loader, _ITERATOR, None)
+    if iterator is None:
+        return
+    setattr(loader, _ITERATOR, None)
+    shutdown = getattr(iterator, "_shutdown_workers", None)
+    if shutdown is not None:
+        shutdown()
+
+
+def takes_indices_from(iterator: Any, sampler: object) -> bool:
+    """True if `iterator` asks `sampler` for its indices."""
+    return getattr(iterator, _INDEX_SAMPLER, None) is sampler
+
+
+def replace_index_sampler(iterator: Any, sampler: object) -> None:
+    """Make a persistent iterator that was built before we were attached ask `sampler` from its next epoch on."""
+    setattr(iterator, _INDEX_SAMPLER, sampler)
+
+
+def rotate_workers(iterator: Any, by: int) -> None:
+    """Move the worker at position `(j - by) % n` to position `j`; only between epochs (tasks name positions)."""
+    for name in _PER_WORKER_LISTS:
+        workers = getattr(iterator, name)
+        n = len(workers)
+        workers[:] = [workers[(j - by) % n] for j in range(n)]
+
+
+def assume_worker_role(role: int) -> None:
+    """Make this worker process look to the dataset exactly as worker `role` did when it started.
+
+    Seeds python, numpy and torch as torch's `_worker_loop` does for that id and replaces `get_worker_info()`.
+    """
+    info = get_worker_info()
+    assert info is not None
+    base_seed = info.seed - info.id
+    random.seed(base_seed + role)
+    torch.manual_seed(base_seed + role)
+    np.random.seed(_worker._generate_state(base_seed, role))  # type: ignore[no-untyped-call]
+    # A slotted dataclass from torch 2.13 on, an object with a frozen __dict__ before.
+    names = [f.name for f in fields(info)] if is_dataclass(info) else [n for n in vars(info) if not n.startswith("_")]
+    values = {name: getattr(info, name) for name in names}
+    _worker._worker_info = _worker.WorkerInfo(**{**values, "id": role, "seed": base_seed + role})

@@ -1,0 +1,168 @@
+"""The trainer's side of the writer: what a client promises, what all clients share, and how one is opened."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ckpt_engine.errors import WriterError
+from ckpt_engine.observe.events import Event, Notice
+from ckpt_engine.persist import protocol
+from ckpt_engine.persist.job import Layout, PersistJob, WriterConfig, job_to_json, layout_to_json
+from ckpt_engine.persist.mailbox import Mailbox, Message
+from ckpt_engine.persist.wire import Body
+
+
+class WriterClient(Protocol):
+    """A started writer. Slots, layouts and skeletons MUST be sent before the first job that names them.
+
+    Sending never waits for storage and may be done by one thread at a time; the rest belongs to the training thread.
+    When the writer dies, every open job fails, one `WriterLost` follows, and the client is of no more use: open a new
+    one and send everything again. In a forked child of the trainer a client does nothing.
+    """
+
+    @property
+    def alive(self) -> bool:
+        """Whether jobs are still taken."""
+        ...
+
+    def attach_slot(self, slot: int, fd: int, nbytes: int) -> None:
+        """Share an arena slot; the writer keeps its memory alive. Sent to a dead writer this does nothing."""
+        ...
+
+    def define_layout(self, layout: Layout) -> None:
+        """Send a layout. Sent to a dead writer this does nothing."""
+        ...
+
+    def define_skeleton(self, skeleton_id: int, tree: Any) -> None:
+        """Send a skeleton. Sent to a dead writer this does nothing."""
+        ...
+
+    def forget(self, *, slots: Sequence[int] = (), layouts: Sequence[int] = (), skeletons: Sequence[int] = ()) -> None:
+        """Let the writer free what no later job names; jobs submitted before are not affected."""
+        ...
+
+    def submit(self, job: PersistJob) -> None:
+        """Queue a job; its `JobDone` will come.
+
+        Raises:
+            WriterError: the writer is lost; the job was not taken and no `JobDone` comes.
+        """
+        ...
+
+    def poll(self) -> list[Message]:
+        """Outcomes and events since the last call, in order. Never waits."""
+        ...
+
+    def wait(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds for something to `poll`; whether there is."""
+        ...
+
+    def drain(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds until all jobs, and retention after them, are done; whether they are."""
+        ...
+
+    def close(self, timeout: float) -> bool:
+        """Let the writer finish everything and give back the lease; whether it has ended within `timeout` seconds.
+
+        If not, open jobs count as failed here, while the writer goes on for at most `drain_seconds`. Idempotent; works
+        with a dead writer.
+        """
+        ...
+
+
+class Client(abc.ABC):
+    """What the clients of a writer process and of a writer thread share."""
+
+    def __init__(self, config: WriterConfig) -> None:
+        self._mailbox = Mailbox(config.url)
+        self._owner = os.getpid()
+
+    @abc.abstractmethod
+    def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
+        """Send a message; to a dead writer: do nothing."""
+
+    @property
+    def _foreign(self) -> bool:
+        # A fork shares our socket but none of our threads, and may have copied a lock in its locked state.
+        return os.getpid() != self._owner
+
+    @property
+    def alive(self) -> bool:
+        return not self._foreign and self._mailbox.lost is None
+
+    def attach_slot(self, slot: int, fd: int, nbytes: int) -> None:
+        self._tell({"kind": protocol.SLOT, "slot": slot, "nbytes": nbytes}, [fd])
+
+    def define_layout(self, layout: Layout) -> None:
+        self._tell({"kind": protocol.LAYOUT, "layout": layout_to_json(layout)})
+
+    def define_skeleton(self, skeleton_id: int, tree: Any) -> None:
+        self._tell({"kind": protocol.SKELETON, "id": skeleton_id, "tree": tree})
+
+    def forget(self, *, slots: Sequence[int] = (), layouts: Sequence[int] = (), skeletons: Sequence[int] = ()) -> None:
+        self._tell(
+            {"kind": protocol.FORGET, "slots": list(slots), "layouts": list(layouts), "skeletons": list(skeletons)}
+        )
+
+    def submit(self, job: PersistJob) -> None:
+        if self._foreign:
+            raise WriterError("the writer belongs to the trainer, not to its forked child")
+        if not self._mailbox.expect(job):
+            lost = self._mailbox.lost
+            raise WriterError(lost.message if lost else "the writer is closed")
+        self._send({"kind": protocol.PERSIST, "job": job_to_json(job)})
+
+    def poll(self) -> list[Message]:
+        return [] if self._foreign else self._mailbox.poll()
+
+    def wait(self, timeout: float) -> bool:
+        return False if self._foreign else self._mailbox.wait(timeout)
+
+    def drain(self, timeout: float) -> bool:
+        return True if self._foreign else self._mailbox.drain(timeout)
+
+    def _tell(self, body: Body, fds: Sequence[int] = ()) -> None:
+        if self.alive:
+            self._send(body, fds)
+
+
+def open_client(config: WriterConfig, *, thread: bool, emit: Callable[[Event], None]) -> WriterClient:
+    """Start a writer: a process, or a thread if asked for or where a process cannot be started (`emit` then says so).
+
+    Raises:
+        LeaseHeldError: another writer holds the run's lease; names it.
+        ForeignError, CorruptError, NewerFormatError: the folder is not one to write into.
+        StorageError: it cannot be written.
+        WriterError: the configuration is impossible, or the writer does not answer.
+    """
+    from ckpt_engine.persist.spawn import CannotSpawnError, ProcessWriter
+    from ckpt_engine.persist.thread import ThreadWriter
+
+    config = completed(config)
+    if thread:
+        return ThreadWriter.start(config)
+    try:
+        return ProcessWriter.start(config)
+    except CannotSpawnError as err:
+        emit(Notice("WARNING", f"snapshots are written by a thread of the trainer: {err.message}"))
+        return ThreadWriter.start(config)
+
+
+def completed(config: WriterConfig) -> WriterConfig:
+    """`config` with the trainer as the holder, and with a path that means the same from every working directory."""
+    me = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": time.time(),
+        "command": " ".join([sys.executable, *sys.argv]),
+    }
+    url = config.url if "://" in config.url else str(Path(config.url).expanduser().absolute())
+    return dataclasses.replace(config, url=url, holder={**me, **config.holder})

@@ -1,0 +1,183 @@
+"""The writer process: receives from the trainer, lets a worker thread write, and always ends by itself.
+
+It ends when the trainer says so, or when the trainer is gone: then it finishes the jobs it has (its descriptors keep
+the arena alive), at most `drain_seconds` long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Container
+from typing import TYPE_CHECKING
+
+from ckpt_engine.errors import WriterError
+from ckpt_engine.persist import protocol
+from ckpt_engine.persist.wire import Body, Channel, Received
+
+if TYPE_CHECKING:
+    from ckpt_engine.persist.worker import Worker
+
+START_SECONDS = 60.0
+"""How long the trainer may take to send `start`."""
+_NICE = 10
+_LOOK_SECONDS = 1.0
+_UCRED = struct.Struct("3i")
+
+EXIT_OK = 0
+EXIT_BROKEN = 1
+EXIT_DEADLINE = 3
+
+
+class PeerWatch:
+    """Notices the end of the process at the other end of a socket, even if a fork of it holds the socket open."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.pid: int = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0]
+        self.gone = False
+        self.fd: int | None = None
+        """Readable once the process has ended; None where the kernel offers no pidfd."""
+        try:
+            self.fd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            self.gone = True
+        except OSError:
+            self.fd = None
+
+    def look(self, ready: Container[int]) -> None:
+        """Update `gone`, given the descriptors a selector found readable."""
+        if self.fd is not None:
+            self.gone = self.gone or self.fd in ready
+        elif not self.gone:
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                self.gone = True
+            except PermissionError:
+                self.gone = False
+
+
+class Serving:
+    """One trainer being served.
+
+    Args:
+        sock: connected to the trainer.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._peer = PeerWatch(sock)
+        self._channel = Channel(sock)
+        self._worker: Worker | None = None
+        self._drain_seconds = 0.0
+        self._status = EXIT_OK
+
+    def run(self) -> int:
+        """Serve until the end; the exit status."""
+        try:
+            self._attend()
+        except WriterError as err:
+            _complain(str(err))
+            self._status = EXIT_BROKEN
+        self._channel.close()
+        if self._worker is None or self._worker.ended:
+            return self._status
+        return self._drain(self._worker)
+
+    def _attend(self) -> None:
+        """Receive until the trainer is gone, or the worker has ended and everything is said.
+
+        Raises:
+            WriterError: the trainer does not keep to the protocol.
+        """
+        deadline = time.monotonic() + START_SECONDS
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            selector.register(self._channel.wake_fd, selectors.EVENT_READ)
+            if self._peer.fd is not None:
+                selector.register(self._peer.fd, selectors.EVENT_READ)
+            while not self._peer.gone:
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._channel.backlog else 0)
+                selector.modify(self._channel, wanted)
+                ready = {key.fd for key, _ in selector.select(_LOOK_SECONDS)}
+                self._peer.look(ready)
+                self._channel.clear_wake()
+                self._channel.flush()
+                # What the trainer sent before its end counts: read it even if it is gone.
+                received, is_open = self._channel.receive()
+                for item in received:
+                    self._take(item)
+                if not is_open:
+                    return
+                if self._worker is None and time.monotonic() > deadline:
+                    raise WriterError(f"the trainer did not say what to write within {START_SECONDS:.0f} s")
+                if self._worker is not None and self._worker.ended and not self._channel.backlog:
+                    return
+
+    def _take(self, item: Received) -> None:
+        kind = item.body.get("kind")
+        if kind == protocol.START:
+            self._begin(item.body)
+        elif self._worker is None:
+            raise WriterError(f"the trainer sent {kind!r} before {protocol.START!r}")
+        elif kind == protocol.CLOSE:
+            self._worker.finish()
+        else:
+            self._worker.put(item.body, item.fds)
+
+    def _begin(self, body: Body) -> None:
+        # Where the trainer finds packages that are not installed for this interpreter; our own folders come first.
+        sys.path += [folder for folder in body["path"] if folder not in sys.path]
+        from ckpt_engine.persist.job import config_from_json
+        from ckpt_engine.persist.worker import Worker
+
+        config = config_from_json(body["config"])
+        self._drain_seconds = config.drain_seconds
+        if config.nice:
+            # Linux keeps this per thread: threads started from here on inherit it. The I/O priority follows from it.
+            os.nice(_NICE)
+        self._worker = Worker(config, self._channel.send, self._worker_ended)
+        self._worker.start()
+
+    def _worker_ended(self, broken: str | None) -> None:
+        if broken:
+            self._status = EXIT_BROKEN
+            _complain(broken)
+        self._channel.wake()
+
+    def _drain(self, worker: Worker) -> int:
+        """The trainer is gone: finish what it left, bounded in time. SIGTERM limits that to the job at hand."""
+        if not worker.opened:
+            return self._status  # still waiting for the lease: there is nothing to finish
+        _silence()
+        signal.signal(signal.SIGTERM, lambda _number, _frame: worker.skip_waiting())
+        worker.finish()
+        return self._status if worker.join(self._drain_seconds) else EXIT_DEADLINE
+
+
+def main(arguments: list[str]) -> int:
+    """Serve the trainer at the other end of the socket whose descriptor number is the only argument."""
+    faulthandler.enable()
+    # The trainer decides when to stop: signals to the whole job must not take the snapshot in flight with them.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    return Serving(socket.socket(fileno=int(arguments[0]))).run()
+
+
+def _complain(text: str) -> None:
+    """Say something on stderr, which the trainer shows if this process breaks down."""
+    with contextlib.suppress(OSError):  # the trainer is gone, and with it whoever would read this
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _silence() -> None:
+    """Let go of the pipe to the trainer: a fork of it may hold the other end without ever reading."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)

@@ -1,0 +1,58 @@
+"""The writer's view of the arena: slots it holds by file descriptor, mapped for reading when first persisted."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ckpt_engine.errors import WriterError
+
+
+class ArenaSlot:
+    """One shared buffer. It stays alive while this does, whatever becomes of the trainer.
+
+    Args:
+        fd: a descriptor of the buffer, owned by this object from now on.
+        nbytes: its size.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self._fd = fd
+        self._nbytes = nbytes
+        self._memory: mmap.mmap | None = None
+
+    @contextmanager
+    def image(self, nbytes: int) -> Iterator[memoryview]:
+        """The first `nbytes` bytes, to read; valid inside the `with` only.
+
+        Raises:
+            WriterError: the slot is smaller, or the memory cannot be mapped.
+        """
+        if nbytes > self._nbytes:
+            raise WriterError(f"an image of {nbytes} bytes does not fit an arena slot of {self._nbytes} bytes")
+        if self._memory is None:
+            self._memory = self._map()
+        with memoryview(self._memory) as whole, whole[:nbytes] as image:
+            yield image
+
+    def _map(self) -> mmap.mmap:
+        try:
+            # Reading beyond the end of a shared file kills the process (SIGBUS), so trust the file, not the message.
+            size = os.fstat(self._fd).st_size
+            if size < self._nbytes:
+                raise WriterError(f"an arena slot has {size} bytes instead of {self._nbytes}")
+            # Mapped after the trainer has filled it: populating then costs no page faults and allocates nothing.
+            return mmap.mmap(self._fd, self._nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+        except (OSError, ValueError) as err:
+            raise WriterError(f"cannot map an arena slot of {self._nbytes} bytes: {err}") from err
+
+    def close(self) -> None:
+        """Let go of the memory. Idempotent."""
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

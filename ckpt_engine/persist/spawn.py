@@ -1,0 +1,234 @@
+"""The writer as a process: starts it, talks to it, and notices its end."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import Self
+
+from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
+from ckpt_engine.persist import protocol
+from ckpt_engine.persist.client import Client
+from ckpt_engine.persist.job import ErrorRecord, WriterConfig, config_to_json
+from ckpt_engine.persist.wire import Body, Channel
+from ckpt_engine.persist.worker import refusal
+
+ANSWER_SECONDS = 60.0
+"""How long the process may take to start and answer, on top of waiting for the lease."""
+_TAIL_BYTES = 8192
+_REAP_SECONDS = 10.0
+
+
+class CannotSpawnError(WriterError):
+    """A writer process cannot be started here, while a thread might do."""
+
+
+class ProcessWriter(Client):
+    """A client whose writer is a process that outlives the trainer until everything it was given is durable.
+
+    Args:
+        process: the writer process; its stderr is a pipe.
+        channel: connected to it.
+    """
+
+    def __init__(self, config: WriterConfig, process: subprocess.Popen[bytes], channel: Channel) -> None:
+        super().__init__(config)
+        self._process = process
+        self._channel = channel
+        self._answer: CkptError | None = None
+        self._answered = threading.Event()
+        self._closing = False
+        self._abandoned = False
+        self._tail = b""
+        self._exit_fd = _pidfd(process.pid)
+        # A daemon: the trainer's exit must not wait for it. It only ever waits for its descriptors.
+        self._listener = threading.Thread(target=self._listen, name="ckpt-writer-client", daemon=True)
+
+    @classmethod
+    def start(cls, config: WriterConfig) -> Self:
+        """Start the process and wait until it holds the lease; see `open_client` for what else is raised.
+
+        Raises:
+            CannotSpawnError: processes, their sockets or their imports do not work here.
+        """
+        process, channel = _spawn()
+        client = cls(config, process, channel)
+        client._listener.start()
+        folders = [folder for folder in sys.path if folder and Path(folder).is_absolute()]
+        channel.send({"kind": protocol.START, "config": config_to_json(config), "path": folders})
+        timeout = config.lease_wait_seconds + ANSWER_SECONDS
+        try:
+            if not client._answered.wait(timeout):
+                raise WriterError(f"the writer process does not answer after {timeout:.0f} s; storage: {config.url}")
+        except BaseException:
+            process.kill()
+            raise
+        if client._answer is not None:
+            client._listener.join(_REAP_SECONDS)
+            raise client._answer
+        return client
+
+    @property
+    def pid(self) -> int:
+        """The writer's process id."""
+        return self._process.pid
+
+    def close(self, timeout: float) -> bool:
+        if self._foreign:
+            return True
+        self._closing = True
+        self._channel.send({"kind": protocol.CLOSE})
+        self._listener.join(timeout)
+        if not self._listener.is_alive():
+            return True
+        why = f"not durable {timeout:.0f} s after closing; the writer process {self.pid} goes on by itself"
+        self._mailbox.lose(ErrorRecord(WaitTimeoutError.code, why), expected=True)
+        self._abandoned = True
+        self._channel.wake()
+        return False
+
+    def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
+        self._channel.send(body, fds)
+
+    def _listen(self) -> None:
+        """The listener thread: hears the writer until it has ended, then reaps it."""
+        try:
+            with selectors.DefaultSelector() as selector:
+                self._hear_all(selector)
+            self._reap()
+        except CkptError as err:  # not our protocol: of no use any more
+            self._process.kill()
+            self._reap(because=err.message)
+        finally:
+            self._channel.close()
+            if self._exit_fd is not None:
+                os.close(self._exit_fd)
+            if self._process.stderr is not None:
+                self._process.stderr.close()
+
+    def _hear_all(self, selector: selectors.BaseSelector) -> None:
+        """Hear until the process has ended or, where that cannot be watched, has closed its socket."""
+        stderr = self._process.stderr
+        assert stderr is not None
+        os.set_blocking(stderr.fileno(), False)
+        selector.register(self._channel, selectors.EVENT_READ)
+        selector.register(self._channel.wake_fd, selectors.EVENT_READ)
+        selector.register(stderr, selectors.EVENT_READ)
+        if self._exit_fd is not None:
+            selector.register(self._exit_fd, selectors.EVENT_READ)
+        connected = True
+        while True:
+            if connected:
+                selector.modify(
+                    self._channel, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._channel.backlog else 0)
+                )
+            ready = {key.fd for key, _ in selector.select()}
+            self._read_stderr(selector, ready)
+            if connected and self._abandoned:
+                selector.unregister(self._channel)
+                selector.unregister(self._channel.wake_fd)
+                self._channel.close()
+                connected = False
+            if connected:
+                self._channel.clear_wake()
+                self._channel.flush()
+                received, connected = self._channel.receive()
+                for item in received:
+                    self._hear(item.body)
+                if not connected:
+                    selector.unregister(self._channel)
+            if self._exit_fd in ready or (self._exit_fd is None and not connected):
+                return
+
+    def _read_stderr(self, selector: selectors.BaseSelector, ready: Container[int]) -> None:
+        stderr = self._process.stderr
+        assert stderr is not None
+        if stderr.fileno() in ready:
+            try:
+                text = os.read(stderr.fileno(), 1 << 16)
+            except BlockingIOError:
+                return
+            self._tail = (self._tail + text)[-_TAIL_BYTES:]
+            if not text:
+                selector.unregister(stderr)
+
+    def _hear(self, body: Body) -> None:
+        match body["kind"]:
+            case protocol.STARTED:
+                self._answered.set()
+            case protocol.REFUSED:
+                self._closing = True
+                self._answer = refusal(body).exception()
+                self._answered.set()
+            case _:
+                self._mailbox.hear(body)
+
+    def _reap(self, because: str | None = None) -> None:
+        try:
+            status = self._process.wait(_REAP_SECONDS)
+        except subprocess.TimeoutExpired:
+            status = None
+        ended = because or _describe(status)
+        tail = self._tail.decode(errors="replace").strip()
+        message = f"the writer process {self.pid} {ended}" + (f":\n{tail}" if tail else "")
+        if not self._answered.is_set():
+            self._answer = CannotSpawnError(f"{message} (before it was ready)")
+        self._mailbox.lose(ErrorRecord(WriterError.code, message), expected=self._closing and status == 0)
+        self._answered.set()
+
+
+def _spawn() -> tuple[subprocess.Popen[bytes], Channel]:
+    """Start the process with one end of a socket pair.
+
+    Raises:
+        CannotSpawnError: something it needs does not exist here.
+    """
+    script = Path(__file__).with_name("__main__.py")
+    if not sys.executable or not script.is_file():
+        raise CannotSpawnError("there is no Python interpreter, or no source file, to start a process with")
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as err:
+        raise CannotSpawnError(f"cannot make a socket pair: {err}") from err
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                # -P: the working directory and the script's folder are not searched for modules.
+                [sys.executable, "-P", str(script), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                cwd="/",
+                start_new_session=True,  # Ctrl-C in the terminal reaches the trainer, not the snapshot in flight
+            )
+            return process, Channel(ours)
+        except OSError as err:
+            ours.close()
+            raise CannotSpawnError(f"cannot start {sys.executable}: {err}") from err
+
+
+def _pidfd(pid: int) -> int | None:
+    """Readable when the process ends, even if a fork of the trainer holds the other end of the socket open."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def _describe(status: int | None) -> str:
+    if status is None:
+        return "hangs"
+    if status < 0:
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was killed by signal {-status}"
+    return f"ended with status {status}" if status else "has ended"

@@ -1,0 +1,84 @@
+"""The writer as a thread of the trainer: where no process can be started, or when asked for."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Sequence
+from typing import Self
+
+from ckpt_engine.errors import WriterError
+from ckpt_engine.persist import protocol
+from ckpt_engine.persist.client import Client
+from ckpt_engine.persist.job import ErrorRecord, WriterConfig
+from ckpt_engine.persist.wire import Body, decode, encode
+from ckpt_engine.persist.worker import Worker, refusal
+
+ANSWER_SECONDS = 60.0
+
+
+class ThreadWriter(Client):
+    """A client whose writer shares the trainer's process: the same messages and code, but it dies with the trainer.
+
+    At the interpreter's exit it still finishes its jobs, for at most `drain_seconds`.
+    """
+
+    def __init__(self, config: WriterConfig) -> None:
+        super().__init__(config)
+        self._config = config
+        self._answered = threading.Event()
+        self._refused: ErrorRecord | None = None
+        self._closing = False
+        self._worker = Worker(config, self._hear, self._ended)
+
+    @classmethod
+    def start(cls, config: WriterConfig) -> Self:
+        """Start the thread; see `open_client` for what is raised."""
+        client = cls(config)
+        client._worker.start()
+        timeout = config.lease_wait_seconds + ANSWER_SECONDS
+        try:
+            if not client._answered.wait(timeout):
+                raise WriterError(f"the writer thread does not answer after {timeout:.0f} s; storage: {config.url}")
+        except BaseException:
+            client._worker.skip_waiting()
+            raise
+        if client._refused is not None:
+            raise client._refused.exception()
+        atexit.register(client._finish_at_exit)
+        return client
+
+    def close(self, timeout: float) -> bool:
+        if self._foreign:
+            return True
+        self._closing = True
+        atexit.unregister(self._finish_at_exit)
+        self._worker.finish()
+        ended = self._worker.join(timeout)
+        if not ended:
+            self._mailbox.lose(ErrorRecord("CKPT603", f"not durable {timeout:.0f} s after closing"), expected=True)
+        return ended
+
+    def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
+        # Through JSON like everywhere else: nothing the trainer goes on using is shared with the writer.
+        self._worker.put(decode(encode(body)), tuple(os.dup(fd) for fd in fds))
+
+    def _hear(self, body: Body) -> None:
+        match body["kind"]:
+            case protocol.STARTED:
+                self._answered.set()
+            case protocol.REFUSED:
+                self._refused = refusal(body)
+            case _:
+                self._mailbox.hear(decode(encode(body)))
+
+    def _ended(self, broken: str | None) -> None:
+        message = f"the writer thread broke down:\n{broken}" if broken else "the writer thread has ended"
+        if not self._answered.is_set() and self._refused is None:
+            self._refused = ErrorRecord(WriterError.code, message)
+        self._mailbox.lose(ErrorRecord(WriterError.code, message), expected=self._closing and not broken)
+        self._answered.set()
+
+    def _finish_at_exit(self) -> None:
+        self.close(self._config.drain_seconds)

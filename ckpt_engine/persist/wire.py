@@ -1,0 +1,214 @@
+"""The conversation between trainer and writer: JSON messages and file descriptors over a Unix socket, never blocking.
+
+On the wire a message is an 8-byte little-endian length and that many bytes of JSON. File descriptors ride as ancillary
+data on the first byte of the message that says how many it has (`"fds": n`), so they arrive before its last byte.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_engine.errors import WriterError
+
+_LENGTH = struct.Struct("<Q")
+_MAX_FDS = 64
+_MAX_MESSAGE_BYTES = 1 << 30
+_CHUNK_BYTES = 1 << 20
+
+Body = dict[str, Any]
+
+
+def encode(body: Mapping[str, Any]) -> bytes:
+    """The JSON bytes of a message."""
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> Body:
+    """The inverse of `encode`.
+
+    Raises:
+        WriterError: not a message.
+    """
+    try:
+        body = json.loads(data)
+    except ValueError as err:
+        raise WriterError(f"the writer connection carries something else than messages: {err}") from err
+    if not isinstance(body, dict):
+        raise WriterError(f"the writer connection carries a {type(body).__name__} instead of a message")
+    return body
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message and the file descriptors that came with it; the receiver owns them."""
+
+    body: Body
+    fds: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Frame:
+    """What is left to send of one message, and descriptors (our own duplicates) that go with its first byte."""
+
+    rest: memoryview
+    fds: tuple[int, ...]
+
+
+class Channel:
+    """One end of a connection. `send` may be called from any thread; everything else by the one thread that owns it.
+
+    The owner waits in a selector for `fileno()` (to read, and to write while `backlog` is true) and for `wake_fd`
+    (to read), and calls `receive`, `flush` or `clear_wake`. Nothing here ever waits: what the socket does not take at
+    once is kept and sent by `flush`. The amount kept is bounded by what the protocol lets be outstanding.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._lock = threading.Lock()
+        self._outgoing: deque[_Frame] = deque()
+        self._incoming = bytearray()
+        self._fds: deque[int] = deque()
+        self._closed = False
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def fileno(self) -> int:
+        """The socket's descriptor, -1 once closed."""
+        return self._sock.fileno()
+
+    @property
+    def backlog(self) -> bool:
+        """Whether `flush` has something to send."""
+        return bool(self._outgoing)
+
+    def send(self, body: Mapping[str, Any], fds: Sequence[int] = ()) -> bool:
+        """Send a message in order, at once or later; `fds` are duplicated and stay the caller's.
+
+        Returns:
+            False when the channel is closed: the message went nowhere.
+        """
+        data = encode({**body, "fds": len(fds)} if fds else body)
+        frame = memoryview(_LENGTH.pack(len(data)) + data)
+        with self._lock:
+            if self._closed:
+                return False
+            self._outgoing.append(_Frame(frame, tuple(os.dup(fd) for fd in fds)))
+            if len(self._outgoing) > 1:
+                return True  # the owner already waits until the socket takes more
+            self._send_some()
+            if self._outgoing:
+                os.eventfd_write(self.wake_fd, 1)
+        return True
+
+    def flush(self) -> None:
+        """Send as much of the backlog as the socket takes now."""
+        with self._lock:
+            if not self._closed:
+                self._send_some()
+
+    def _send_some(self) -> None:
+        while self._outgoing:
+            frame = self._outgoing[0]
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", frame.fds))] if frame.fds else []
+            try:
+                sent = self._sock.sendmsg([frame.rest[:_CHUNK_BYTES]], ancillary, socket.MSG_NOSIGNAL)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                self._drop_outgoing()  # the peer is gone: its end of file or pidfd says so to the owner
+                return
+            _close_all(frame.fds)
+            frame.fds = ()
+            frame.rest = frame.rest[sent:]
+            if not frame.rest:
+                self._outgoing.popleft()
+
+    def _drop_outgoing(self) -> None:
+        for frame in self._outgoing:
+            _close_all(frame.fds)
+        self._outgoing.clear()
+
+    def wake(self) -> None:
+        """Wake the owner's selector. Any thread."""
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self.wake_fd, 1)
+
+    def clear_wake(self) -> None:
+        """Take note of a wake-up."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wake_fd)
+
+    def receive(self) -> tuple[list[Received], bool]:
+        """Everything that has arrived, and whether the connection is still open for reading.
+
+        Raises:
+            WriterError: the peer does not speak this protocol.
+        """
+        is_open = True
+        space = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
+        while True:
+            try:
+                data, ancillary, flags, _ = self._sock.recvmsg(_CHUNK_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:  # reset: the peer died with unread data
+                is_open = False
+                break
+            for level, kind, payload in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    numbers = array.array("i")
+                    numbers.frombytes(payload[: len(payload) - len(payload) % numbers.itemsize])
+                    self._fds.extend(numbers)
+            if flags & socket.MSG_CTRUNC:
+                raise WriterError("file descriptors were lost on the way to the writer", hint="raise `ulimit -n`")
+            if not data:
+                is_open = False
+                break
+            self._incoming += data
+        return self._whole_messages(), is_open
+
+    def _whole_messages(self) -> list[Received]:
+        found, start = [], 0
+        while len(self._incoming) - start >= _LENGTH.size:
+            (nbytes,) = _LENGTH.unpack_from(self._incoming, start)
+            if nbytes > _MAX_MESSAGE_BYTES:
+                raise WriterError(f"a message of {nbytes} bytes announced on the writer connection")
+            stop = start + _LENGTH.size + nbytes
+            if len(self._incoming) < stop:
+                break
+            body = decode(bytes(self._incoming[start + _LENGTH.size : stop]))
+            wanted = int(body.pop("fds", 0))
+            if wanted > len(self._fds):
+                raise WriterError(f"a message came with {len(self._fds)} of its {wanted} file descriptors")
+            found.append(Received(body, tuple(self._fds.popleft() for _ in range(wanted))))
+            start = stop
+        del self._incoming[:start]
+        return found
+
+    def close(self) -> None:
+        """Close everything, unsent messages included. Idempotent, any thread once the owner no longer selects."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._drop_outgoing()
+            _close_all(tuple(self._fds))
+            self._fds.clear()
+            self._sock.close()
+            os.close(self.wake_fd)
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,124 @@
+"""`ckpt show`: what is inside one snapshot."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import datetime
+from typing import Any
+
+import click
+from rich.console import Console
+
+from ckpt_engine.cli.output import age, console, count, json_option, metrics, print_json, table
+from ckpt_engine.cli.root import LATEST, find_snapshot, open_root
+from ckpt_engine.cli.tree import Branch, entry_nbytes, outline
+from ckpt_engine.observe import units
+from ckpt_engine.store.manifest import Manifest
+
+LARGEST = 10
+"""Entries that are listed unless all are asked for."""
+
+
+@click.command("show")
+@click.argument("root")
+@click.argument("snapshot", default=LATEST)
+@click.option("--all", "show_all", is_flag=True, help=f"List every entry, not only the {LARGEST} largest.")
+@json_option
+def command(root: str, snapshot: str, show_all: bool, as_json: bool) -> None:
+    """Show the components, the state tree and the entries of SNAPSHOT (default: latest).
+
+    Reads the manifest only; `ckpt verify` reads the data.
+    """
+    repository = open_root(root)
+    manifest = repository.read(find_snapshot(repository, snapshot))
+    if as_json:
+        print_json(_json(manifest, repository.storage.url))
+    else:
+        _print(manifest, everything=show_all)
+
+
+def _json(manifest: Manifest, url: str) -> dict[str, Any]:
+    return {
+        "root": url,
+        "run": manifest.run,
+        "snapshot": dataclasses.asdict(manifest.info),
+        "world": manifest.world,
+        "software": manifest.software,
+        "files": [dataclasses.asdict(file) for file in manifest.files],
+        "entries": {
+            name: {
+                "dtype": entry.dtype,
+                "shape": entry.shape,
+                "bytes": entry_nbytes(entry),
+                "files": sorted({manifest.files[piece.file].name for piece in entry.pieces}),
+            }
+            for name, entry in manifest.entries.items()
+        },
+    }
+
+
+def _print(manifest: Manifest, *, everything: bool) -> None:
+    out, info = console(), manifest.info
+    taken = datetime.fromtimestamp(info.created).astimezone().isoformat(" ", "seconds")
+    facts = {
+        "snapshot": info.id,
+        "step": f"{info.step:,}" + ("" if info.epoch is None else f", epoch {info.epoch}"),
+        "taken": f"{taken} ({age(info.created)}), why: {info.reason}",
+        "metrics": metrics(info.metrics),
+        "resumed from": info.parent or "",
+        "run": f"{manifest.run}, world size {manifest.world.get('size', '?')}",
+        "software": ", ".join(f"{name} {version}" for name, version in manifest.software.items()),
+        "size": f"{units.size(info.nbytes)} in {_entries(len(manifest.entries))}",
+    }
+    grid = table("", "")
+    grid.show_header = False
+    for name, text in facts.items():
+        if text:
+            grid.add_row(name, text)
+    for file in manifest.files:
+        grid.add_row("file", f"{file.name} ({units.size(file.nbytes)})")
+    out.print(grid)
+    _print_components(out, manifest)
+    out.print("\nstate", style="bold")
+    for branch in outline(manifest):
+        out.print(_line(branch))
+    _print_entries(out, manifest, everything=everything)
+
+
+def _print_components(out: Console, manifest: Manifest) -> None:
+    shown = table("component", "size", "share", numbers=("size", "share"))
+    total = max(1, sum(manifest.info.components.values()))
+    for name, nbytes in sorted(manifest.info.components.items(), key=lambda item: -item[1]):
+        shown.add_row(name or "(state)", units.size(nbytes), units.share(nbytes / total))
+    out.print()
+    out.print(shown)
+
+
+def _line(branch: Branch) -> str:
+    indent = "  " * branch.depth
+    if branch.hidden:
+        return f"{indent}... {branch.hidden:,} more"
+    parts = [branch.kind]
+    if branch.arrays:
+        parts.append(f"{count(branch.arrays, 'array')}, {units.size(branch.nbytes)}")
+    if branch.values:
+        parts.append(count(branch.values, "value"))
+    return f"{indent}{branch.key}: {', '.join(part for part in parts if part)}"
+
+
+def _print_entries(out: Console, manifest: Manifest, *, everything: bool) -> None:
+    sized = [(name, entry, entry_nbytes(entry)) for name, entry in manifest.entries.items()]
+    if not everything:
+        sized = sorted(sized, key=lambda item: -item[2])[:LARGEST]
+    shown = table("entry", "dtype", "shape", "size", numbers=("size",))
+    for name, entry, nbytes in sized:
+        shown.add_row(name, entry.dtype, " x ".join(map(str, entry.shape)) or "scalar", units.size(nbytes))
+    out.print()
+    out.print(shown)
+    hidden = len(manifest.entries) - len(sized)
+    if hidden:
+        out.print(f"... {_entries(hidden)} more; --all lists them")
+
+
+def _entries(number: int) -> str:
+    return f"{number:,} {'entry' if number == 1 else 'entries'}"

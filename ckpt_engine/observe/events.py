@@ -21,7 +21,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotStaged(Event):
-    """The state has left the training thread; `stall_seconds` is what training paid so far (capture, staging, fence)."""
+    """The state left the training thread; `stall_seconds` is what training paid so far (capture, staging, fence)."""
 
     name: ClassVar[str] = "snapshot_staged"
     snapshot: str

@@ -1,0 +1,76 @@
+"""The sink that writes events to the `ckpt_engine` logger, one line each."""
+
+from __future__ import annotations
+
+import logging
+
+from ckpt_engine.observe.events import (
+    Event,
+    IntervalChanged,
+    Notice,
+    SnapshotCommitted,
+    SnapshotFailed,
+    SnapshotsForgotten,
+    SnapshotSkipped,
+    SnapshotStaged,
+    WriterLost,
+)
+from ckpt_engine.observe.units import duration, size
+
+LOGGER_NAME = "ckpt_engine"
+
+
+class LogSink:
+    """Logs every event: failures as errors, lost writers as warnings, the routine as info or debug."""
+
+    def __init__(self, logger: logging.Logger | None = None) -> None:
+        self._logger = logger or logging.getLogger(LOGGER_NAME)
+
+    def emit(self, event: Event) -> None:
+        level = level_of(event)
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, "%s", line(event))
+
+
+def level_of(event: Event) -> int:
+    """The `logging` level an event deserves."""
+    match event:
+        case SnapshotFailed():
+            return logging.ERROR
+        case WriterLost():
+            return logging.WARNING
+        case SnapshotCommitted() | IntervalChanged():
+            return logging.INFO
+        case Notice(level=name):
+            return logging.getLevelNamesMapping().get(name.upper(), logging.INFO)
+        case _:
+            return logging.DEBUG
+
+
+def line(event: Event) -> str:
+    """The event in one line for people."""
+    match event:
+        case SnapshotStaged():
+            return (
+                f"step {event.step}: {size(event.nbytes)} staged, training blocked for {duration(event.stall_seconds)}"
+            )
+        case SnapshotCommitted():
+            return (
+                f"step {event.step}: snapshot {event.snapshot} durable on {event.tier} after "
+                f"{duration(event.latency_seconds)}, {size(event.written_bytes)} written"
+            )
+        case SnapshotFailed():
+            return (
+                f"step {event.step}: snapshot {event.snapshot} did not become durable on {event.tier}: "
+                f"[{event.code}] {event.message}; older snapshots are untouched"
+            )
+        case SnapshotSkipped():
+            return f"step {event.step}: snapshot postponed ({event.reason}), training goes on"
+        case SnapshotsForgotten():
+            return f"{len(event.snapshots)} older snapshots forgotten, {size(event.freed_bytes)} freed"
+        case IntervalChanged():
+            return f"step {event.step}: snapshots {event.why}"
+        case WriterLost() | Notice():
+            return event.message
+        case _:
+            return repr(event)

@@ -1,0 +1,117 @@
+"""The resume report: what a run came back with, what it did not, and which snapshots were passed over."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_engine.observe.units import duration, size
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A part of the state that is exactly as it was, e.g. `optimizer` with the detail `AdamW, 2 parameter groups`."""
+
+    name: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NotRestored:
+    """A part of the state that is not as it was, and why."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A candidate snapshot that was passed over; `code` is that of the error (`CKPT401`, ...)."""
+
+    id: str
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeReport:
+    """What one resume did.
+
+    Args:
+        url: the store that was looked at.
+        snapshot: id of the snapshot restored; None: nothing was restored, the run starts fresh.
+        step, epoch: those of the snapshot.
+        restored, not_restored: parts of the state, in the order they were put back.
+        rejected: candidates that were newer than the chosen one and unusable, newest first.
+        notes: sentences worth reading (e.g. partially accumulated gradients are kept).
+        seconds: from looking at the store to the state being in place.
+        read_bytes: read from storage.
+    """
+
+    url: str
+    snapshot: str | None = None
+    step: int | None = None
+    epoch: int | None = None
+    restored: tuple[Restored, ...] = ()
+    not_restored: tuple[NotRestored, ...] = ()
+    rejected: tuple[Rejected, ...] = ()
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    read_bytes: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return (
+            dataclasses.asdict(self)
+            | {
+                key: [dataclasses.asdict(one) for one in getattr(self, key)]
+                for key in ("restored", "not_restored", "rejected")
+            }
+            | {"notes": list(self.notes)}
+        )
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ResumeReport:
+        """The inverse of `to_json`; keys of later versions are ignored.
+
+        Raises:
+            KeyError, TypeError: not a resume report.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        values = {key: value for key, value in data.items() if key in known}
+        return cls(
+            **values
+            | {
+                "restored": tuple(Restored(**one) for one in data["restored"]),
+                "not_restored": tuple(NotRestored(**one) for one in data["not_restored"]),
+                "rejected": tuple(Rejected(**one) for one in data["rejected"]),
+                "notes": tuple(data["notes"]),
+            }
+        )
+
+    def text(self) -> str:
+        """The report for people, several lines, no trailing newline."""
+        lines = [self._headline()]
+        lines += _section("restored", [(one.name, one.detail) for one in self.restored])
+        lines += _section("not restored", [(one.name, one.why) for one in self.not_restored])
+        lines += _section("passed over", [(one.id, f"[{one.code}] {one.reason}") for one in self.rejected])
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        if self.snapshot is None:
+            return f"starting fresh: nothing was restored from {self.url}"
+        where = f"step {self.step}" + (f", epoch {self.epoch}" if self.epoch is not None else "")
+        return (
+            f"resumed at {where} from {self.snapshot} in {self.url} "
+            f"({size(self.read_bytes)} read, {duration(self.seconds)})"
+        )
+
+
+def _section(title: str, rows: list[tuple[str, str]]) -> list[str]:
+    if not rows:
+        return []
+    width = max(len(name) for name, _ in rows)
+    return [f"  {title}:"] + [f"    {name:<{width}}  {detail}".rstrip() for name, detail in rows]

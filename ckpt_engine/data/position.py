@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from torch.utils.data import DataLoader
 from ckpt_engine.data import fingerprint, streams, swap
 from ckpt_engine.data.exactness import Difference, Effect, Exactness, Level, Restoration
 from ckpt_engine.data.iteration import Epoch, Fetch, FollowedIterator, Mode
+from ckpt_engine.data.sampling import deref
 from ckpt_engine.data.start import Starter
 from ckpt_engine.errors import MismatchError, NewerFormatError, StateError
 
@@ -58,7 +60,7 @@ class LoaderPosition:
     """
 
     def __init__(self, loader: DataLoader[Any], *, lookahead: int = 0) -> None:
-        self.loader = loader
+        self._reference = weakref.ref(loader)
         self.lookahead = lookahead
         self._starter = Starter(loader)
         self._epoch: Epoch | None = None
@@ -68,6 +70,15 @@ class LoaderPosition:
 
     def __repr__(self) -> str:
         return f"LoaderPosition({self.mode}, fetched={self.fetched}, lookahead={self.lookahead})"
+
+    @property
+    def loader(self) -> DataLoader[Any]:
+        """The loader; a position does not keep it alive.
+
+        Raises:
+            StateError: its owner dropped it.
+        """
+        return deref(self._reference)
 
     @property
     def mode(self) -> Mode:

@@ -7,6 +7,7 @@ are drawn and dropped.
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from array import array
 from collections import deque
@@ -17,7 +18,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ckpt_engine.data import rng, streams
-from ckpt_engine.errors import MismatchError
+from ckpt_engine.errors import MismatchError, StateError
 
 __all__ = ["Order", "RecordingSampler", "ResumePlan"]
 
@@ -78,7 +79,7 @@ class RecordingSampler:
     """
 
     def __init__(self, loader: DataLoader[Any], inner: Any, baseline: streams.Counters) -> None:
-        self._loader = loader
+        self._reference = weakref.ref(loader)
         self.inner = inner
         self._baseline = baseline
         self._calls = 0
@@ -116,26 +117,27 @@ class RecordingSampler:
         plan, order = self.plan, self.order
         # With workers torch calls iter() twice and drops the first result; the first call must draw what it naturally
         # draws, so that the workers' base seed, drawn between the two, comes out as it did.
-        dropped = plan is not None and self._loader.num_workers > 0 and self._calls == 1
+        loader = deref(self._reference)
+        dropped = plan is not None and loader.num_workers > 0 and self._calls == 1
         if plan is not None and plan.at_iter is not None and not dropped:
-            streams.restore(self._loader, plan.at_iter)
+            streams.restore(loader, plan.at_iter)
             order.at_iter = plan.at_iter
         elif not dropped:
-            order.at_iter = streams.capture(self._loader, self._baseline)
-        self._current = _RecordingIterator(self._loader, iter(self.inner), self._baseline, order, plan)
+            order.at_iter = streams.capture(loader, self._baseline)
+        self._current = _RecordingIterator(self._reference, iter(self.inner), self._baseline, order, plan)
         return self._current
 
 
 class _RecordingIterator:
     def __init__(
         self,
-        loader: DataLoader[Any],
+        reference: weakref.ref[DataLoader[Any]],
         inner: Iterator[Any],
         baseline: streams.Counters,
         order: Order,
         plan: ResumePlan | None,
     ) -> None:
-        self._loader, self.inner, self._baseline, self._order = loader, inner, baseline, order
+        self._reference, self.inner, self._baseline, self._order = reference, inner, baseline, order
         self._plan = plan
         self._primed = False
         self._again: deque[Any] = deque()
@@ -147,11 +149,11 @@ class _RecordingIterator:
         if self._primed:
             return
         self._primed = True
-        order, plan = self._order, self._plan
+        order, plan, loader = self._order, self._plan, deref(self._reference)
         if plan is None or plan.at_first is None:
-            order.at_first = streams.capture(self._loader, self._baseline)
+            order.at_first = streams.capture(loader, self._baseline)
             return
-        streams.restore(self._loader, plan.at_first)
+        streams.restore(loader, plan.at_first)
         order.at_first = plan.at_first
         for done in range(plan.skip):
             self._record(self._draw(f"only {done} of {plan.skip} batches that were already trained"))
@@ -191,6 +193,14 @@ class _RecordingIterator:
         order.recent.append((order.given, indices, order.digest))
         order.given += 1
         return indices
+
+
+def deref(reference: weakref.ref[DataLoader[Any]]) -> DataLoader[Any]:
+    """The loader, or StateError if its owner dropped it."""
+    loader = reference()
+    if loader is None:
+        raise StateError("the data loader of this position no longer exists", hint="keep the loader while it is used")
+    return loader
 
 
 def extend_digest(digest: int | None, indices: Any) -> int | None:

@@ -6,6 +6,7 @@ ones in the loader's `__dict__`, and put back right after.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +18,7 @@ from ckpt_engine.data import native, rng, streams
 from ckpt_engine.data import torch_private as private
 from ckpt_engine.data.exactness import Exactness, Level
 from ckpt_engine.data.iteration import Epoch, Mode
-from ckpt_engine.data.sampling import Order, RecordingSampler, ResumePlan
+from ckpt_engine.data.sampling import Order, RecordingSampler, ResumePlan, deref
 from ckpt_engine.data.shipping import RoleInit, Shipped, ShippingCollate
 from ckpt_engine.errors import MismatchError
 
@@ -34,11 +35,17 @@ class Starter:
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
+        # Weak, here and in all that a loader reaches: in a cycle a loader would wait for the garbage collector, and a
+        # worker forked meanwhile would try to join its siblings.
+        self._reference = weakref.ref(loader)
         self.baseline = streams.counters(loader)
         self._recorder: RecordingSampler | None = None
         self._rotation = 0
         self._fingerprint: fingerprints.Fingerprint | None = None
+
+    @property
+    def _loader(self) -> DataLoader[Any]:
+        return deref(self._reference)
 
     def mode(self) -> Mode:
         """The mode of the next epoch."""

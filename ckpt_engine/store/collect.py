@@ -6,7 +6,7 @@ without its data; the next collection removes it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -15,6 +15,7 @@ from ckpt_engine.store import layout
 from ckpt_engine.store.lease import Lease
 from ckpt_engine.store.repository import Damaged, Repository
 from ckpt_engine.store.retention import Plan, RetentionPolicy, plan
+from ckpt_engine.store.storage.base import ObjectInfo
 
 NEWEST_WHOLE = "newest whole snapshot"
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -98,9 +99,7 @@ def collect(repository: Repository, lease: Lease, *, in_flight: Collection[str] 
     garbage = repository.unreferenced(in_flight)
     lease.check()
     if garbage.unreferenced:
-        # A process may have died after removing these manifests and before that was durable: make it so now.
-        owners = {owner.id for item in garbage.unreferenced if (owner := layout.data_owner(item.name))}
-        repository.forget(sorted(owners))
+        _settle(repository, garbage.unreferenced)
         repository.storage.delete(*(item.name for item in garbage.unreferenced))
     freed_bytes = sum(item.nbytes for item in garbage.unreferenced) + repository.storage.sweep()
     return Collected(
@@ -109,6 +108,16 @@ def collect(repository: Repository, lease: Lease, *, in_flight: Collection[str] 
         withheld_bytes=sum(item.nbytes for item in garbage.withheld),
         damaged=garbage.damaged,
     )
+
+
+def _settle(repository: Repository, garbage: Sequence[ObjectInfo]) -> None:
+    """Make it durable that the owners of `garbage` have no manifest.
+
+    A process may have removed those manifests and died before that survived a power loss; they must not come back once
+    their data is gone.
+    """
+    owners = {owner.id for item in garbage if (owner := layout.data_owner(item.name))}
+    repository.forget(sorted(owners))
 
 
 def _is_whole(repository: Repository, snapshot: str) -> bool:

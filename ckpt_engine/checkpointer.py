@@ -12,7 +12,7 @@ from typing import Any, Self
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.errors import SnapshotFailedError
 from ckpt_engine.observe.events import Event, EventSink
-from ckpt_engine.observe.sinks import LogSink
+from ckpt_engine.observe.log import LogSink
 from ckpt_engine.persist.client import WriterClient, open_client
 from ckpt_engine.persist.job import WriterConfig
 from ckpt_engine.restore import load as restore
@@ -48,9 +48,7 @@ class Checkpointer:
         ...     handle.wait()
     """
 
-    def __init__(
-        self, root: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, **options: Any
-    ) -> None:
+    def __init__(self, root: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, **options: Any) -> None:
         self.config = load_config(root, **options)
         self.events: EventSink = LogSink()
         self.loaded: restore.Loaded | None = None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckpt_engine.errors import CkptError, FormatError, NoUsableSnapshotError, ResumeError, StorageMissingError
+from ckpt_engine.store import layout
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 
@@ -41,27 +42,26 @@ def candidates(
     Raises:
         CkptError: whatever `check` raises, and a storage that cannot be read at all.
     """
-    found = repository.list()
     sizes: dict[str, int] | None = None
-    for info in reversed(found):
-        if step is not None and info.step != step:
+    for parsed in reversed(repository.ids()):
+        if step is not None and parsed.step != step:
             continue
         try:
-            manifest = repository.read(info.id)
+            manifest = repository.read(parsed.id)
             if sizes is None:
-                sizes = {o.name: o.nbytes for o in repository.storage.list("data/")}
+                sizes = {o.name: o.nbytes for o in repository.storage.list(layout.DATA)}
             _require_files(manifest, sizes)
         except (FormatError, StorageMissingError) as err:
-            reject(rejected, info, err)
+            reject(rejected, parsed.id, err)
             continue
         if check is not None:
             check(manifest)
         yield Candidate(manifest.info, manifest)
 
 
-def reject(rejected: list[Rejected], info: SnapshotInfo, error: CkptError) -> None:
+def reject(rejected: list[Rejected], snapshot: str, error: CkptError) -> None:
     """Note why a snapshot is not used."""
-    rejected.append(Rejected(info.id, error.code, error.message))
+    rejected.append(Rejected(snapshot, error.code, error.message))
 
 
 def _require_files(manifest: Manifest, sizes: dict[str, int]) -> None:

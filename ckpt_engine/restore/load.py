@@ -86,15 +86,13 @@ def load(
             rebuilder = Rebuilder(entries, pickle_paths)
             state = rebuilder.state(manifest.tree)
         except (FormatError, StorageMissingError) as err:
-            reject(rejected, candidate.info, err)
+            reject(rejected, candidate.info.id, err)
             continue
         if into is not None:
             state = copy_into(state, into)
         read_bytes = sum(piece.nbytes for entry in manifest.entries.values() for piece in entry.pieces)
         seconds = time.perf_counter() - began
-        return Loaded(
-            state, candidate.info, manifest, tuple(rebuilder.notes), tuple(rejected), read_bytes, seconds
-        )
+        return Loaded(state, candidate.info, manifest, tuple(rebuilder.notes), tuple(rejected), read_bytes, seconds)
     error = none_usable(repository.storage.url, rejected, step)
     if error is not None:
         raise error

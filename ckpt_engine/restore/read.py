@@ -28,9 +28,7 @@ class _Span:
     pieces: tuple[tuple[str, Piece], ...]
 
 
-def read_entries(
-    storage: Storage, manifest: Manifest, names: Sequence[str] | None = None
-) -> dict[str, torch.Tensor]:
+def read_entries(storage: Storage, manifest: Manifest, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
     """Read and verify entries; one allocation per data file, no second copy.
 
     Args:
@@ -55,7 +53,7 @@ def read_entries(
             at = piece.offset - span.start
             if digest(target[at : at + piece.nbytes]) != piece.digest:
                 raise CorruptError(
-                    f"{name!r}: bytes {piece.offset}–{piece.offset + piece.nbytes} of "
+                    f"{name!r}: bytes {piece.offset} to {piece.offset + piece.nbytes} of "
                     f"{manifest.files[piece.file].name} do not match their digest"
                 )
 

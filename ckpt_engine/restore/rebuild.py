@@ -148,7 +148,8 @@ def _show(path: Path) -> str:
 def _ndarray(r: Rebuilder, node: Mapping[str, Any], path: Path) -> np.ndarray[Any, Any]:
     raw = r.entry(node, path).contiguous().view(-1)
     flat = raw.view(torch.uint8).numpy() if raw.numel() else np.empty(0, dtype=np.uint8)
-    return flat.view(np.dtype(node["dtype"])).reshape(node["shape"])
+    array: np.ndarray[Any, Any] = flat.view(np.dtype(node["dtype"])).reshape(node["shape"])
+    return array
 
 
 def _bytes(r: Rebuilder, node: Mapping[str, Any], path: Path) -> bytes | bytearray:
@@ -164,7 +165,7 @@ def _odict(r: Rebuilder, node: Mapping[str, Any], path: Path) -> collections.Ord
 
 
 def _mapping(r: Rebuilder, node: Mapping[str, Any], path: Path) -> dict[Any, Any]:
-    cls = r.find_class(node["type"], lambda c: issubclass(c, dict), path)
+    cls: Any = r.find_class(node["type"], lambda c: issubclass(c, dict), path)
     out: dict[Any, Any] = {} if cls is None else cls.__new__(cls)
     dict.update(out, r.pairs(node, path))
     return out
@@ -179,7 +180,7 @@ def _namedtuple(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
     fields = tuple(node["fields"])
     cls = r.find_class(
         node["type"], lambda c: issubclass(c, tuple) and getattr(c, "_fields", None) == fields, path
-    ) or collections.namedtuple(node["type"].rpartition(":")[2].rpartition(".")[2], fields)  # noqa: PYI024
+    ) or collections.namedtuple(node["type"].rpartition(":")[2].rpartition(".")[2], fields)
     return tuple.__new__(cls, r.items(node, path))
 
 
@@ -189,7 +190,7 @@ def _fields(r: Rebuilder, node: Mapping[str, Any], path: Path) -> dict[str, Any]
 
 def _dataclass(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
     values = _fields(r, node, path)
-    cls = r.find_class(node["type"], dataclasses.is_dataclass, path)
+    cls: Any = r.find_class(node["type"], dataclasses.is_dataclass, path)
     if cls is None:
         return types.SimpleNamespace(**values)
     out = cls.__new__(cls)  # no __init__: nothing of the user's runs while loading

@@ -196,7 +196,7 @@ class Flattener:
                 return {"$": "tuple", "items": [visit(v, (*path, i)) for i, v in enumerate(item)]}
             array = None if kind in (int, str, bool, float) or item is None else _as_array(item)
             if array is not None:
-                return _array_leaf(item, array, path, leaves)
+                return _array_leaf(item, path, leaves)
             opened = None if kind in (int, str, bool, float) or item is None else open_container(item)
             if opened is not None:
                 children, keys, wrap = opened
@@ -241,7 +241,7 @@ def _as_array(node: Any) -> torch.Tensor | None:
     return None
 
 
-def _array_leaf(item: Any, array: torch.Tensor, path: Path, leaves: list[ArrayLeaf]) -> dict[str, Any]:
+def _array_leaf(item: Any, path: Path, leaves: list[ArrayLeaf]) -> dict[str, Any]:
     node: dict[str, Any]
     if isinstance(item, np.ndarray):
         node = {"$": "ndarray", "dtype": item.dtype.newbyteorder("=").str, "shape": list(item.shape)}

@@ -52,5 +52,5 @@ class SaveHandle:
         return self.skipped is not None or self.snapshot is not None or self.error is not None
 
     def __repr__(self) -> str:
-        state = self.skipped and f"skipped: {self.skipped}" or self.snapshot or self.error or "in flight"
+        state = (self.skipped and f"skipped: {self.skipped}") or self.snapshot or self.error or "in flight"
         return f"<SaveHandle step={self.step} {state}>"

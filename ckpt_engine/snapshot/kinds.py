@@ -48,7 +48,7 @@ def encode_bytes(kind: str, value: bytes) -> Json:
     return {"$": kind, "b64": base64.b64encode(value).decode("ascii")}
 
 
-def encode_scalar(node: Any) -> Json | None:  # noqa: PLR0911 - one line per kind reads best
+def encode_scalar(node: Any) -> Json | None:
     """The JSON node of a leaf that is neither an array nor a container, or None if the kind is unknown.
 
     Subclasses of str, int and float are stored as their plain value.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -16,9 +16,10 @@ from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedEr
 from ckpt_engine.observe.events import Event, SnapshotSkipped, SnapshotStaged, WriterLost
 from ckpt_engine.persist.client import WriterClient
 from ckpt_engine.persist.job import JobDone, PersistJob
+from ckpt_engine.snapshot.arena import Slot
 from ckpt_engine.snapshot.flatten import Flattener, LazyPredicate
 from ckpt_engine.snapshot.handle import SaveHandle
-from ckpt_engine.snapshot.plan import Capture, Planner
+from ckpt_engine.snapshot.plan import Plan, Planner
 from ckpt_engine.snapshot.slots import Slots
 from ckpt_engine.snapshot.stage import LazyCopier, Staging
 
@@ -103,7 +104,7 @@ class Pipeline:
             self._emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, skipped="busy: earlier snapshots are still being written")
         assert self._writer is not None
-        self._writer.announce(slot.index, slot.fd, slot.nbytes, capture)
+        self._writer.announce(slot, self._slots.known(), capture.plan)
         self._jobs += 1
         job = PersistJob(
             job=self._jobs,
@@ -245,20 +246,30 @@ class _Writer:
         self._skeletons: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def announce(self, slot: int, fd: int, nbytes: int, capture: Capture) -> None:
-        """Send what the next job refers to, unless the writer has it."""
-        plan = capture.plan
+    def announce(self, slot: Slot, known: Iterable[Slot], plan: Plan) -> None:
+        """Send what the next job refers to, unless the writer has it, and let it free what is no longer used.
+
+        Every earlier job has been submitted by then: the fence comes before the next snapshot.
+        """
         with self._lock:
-            if slot not in self._slots:
-                self.client.attach_slot(slot, fd, nbytes)
-                self._slots.add(slot)
+            gone = self._slots - {s.index for s in known}
+            self._slots -= gone
+            if slot.index not in self._slots:
+                self.client.attach_slot(slot.index, slot.fd, slot.nbytes)
+                self._slots.add(slot.index)
+            layouts = []
             if plan.layout.id != self._layout:
                 self.client.define_layout(plan.layout)
+                layouts = [self._layout] if self._layout is not None else []
                 self._layout = plan.layout.id
+            new = {ref.key: ref.id for ref in plan.skeletons}
             for ref in plan.skeletons:
                 if self._skeletons.get(ref.key) != ref.id:
                     self.client.define_skeleton(ref.id, ref.tree)
-                    self._skeletons[ref.key] = ref.id
+            skeletons = [number for key, number in self._skeletons.items() if new.get(key) != number]
+            self._skeletons = new
+            if gone or layouts or skeletons:
+                self.client.forget(slots=sorted(gone), layouts=layouts, skeletons=skeletons)
 
     def submit(self, job: PersistJob) -> None:
         with self._lock:

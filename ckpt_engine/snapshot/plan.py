@@ -239,7 +239,7 @@ def _drafts(leaves: Sequence[ArrayLeaf], arrays: Sequence[torch.Tensor], lazy: L
             groups[-1 - index].append(index)  # never an address: nothing to share
     for members in sorted(groups.values()):
         for cluster in _overlapping(members, arrays):
-            drafts.append(_draft(cluster, leaves, arrays, names, lazy))
+            drafts.append(_draft(cluster, leaves, arrays, names, lazy))  # noqa: PERF401 - `names` sees them in turn
     return drafts
 
 

@@ -221,5 +221,5 @@ class LazyCopier:
             try:
                 while not self._closed and staging.run_some():
                     pass
-            except Exception:  # noqa: BLE001, PERF203 - kept in the staging, raised by its fence
+            except Exception:  # noqa: BLE001 - kept in the staging, raised by its fence
                 continue

@@ -37,8 +37,7 @@ def through_arena(state: Any, planner: Planner | None = None, pickle_paths: tupl
     Staging(capture, views, errors.append)
     assert errors == [None]
     entries = {
-        e.name: v.clone().view(getattr(torch, e.dtype))
-        for e, v in zip(capture.plan.layout.entries, views, strict=True)
+        e.name: v.clone().view(getattr(torch, e.dtype)) for e, v in zip(capture.plan.layout.entries, views, strict=True)
     }
     slot.close()
     return Rebuilder(entries, pickle_paths).state(filled_tree(capture))

@@ -139,7 +139,7 @@ PLAIN = [
     {},
     [],
     (),
-    {1: "int key", (1, "t"): "tuple key", None: 0, True: 1},
+    {1: "int key", (1, "t"): "tuple key", None: 0, False: 1},
     {"$": "looks like a node"},
     collections.OrderedDict(b=1, a=2),
     collections.defaultdict(list, {"a": [1]}),

@@ -1,0 +1,63 @@
+"""A stranger's reader, written from docs/format.md with nothing but json and the safetensors package."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from ckpt_engine import Checkpointer
+
+
+def read_newest(root: Path) -> dict[str, Any]:
+    """The newest snapshot of a run, for states of dicts, lists, tuples, numbers and tensors."""
+    names = [p.name for p in (root / "snapshots").iterdir() if not p.name.startswith(".")]
+    newest = max(names, key=lambda name: int(name.split("-")[0]))
+    manifest = json.loads((root / "snapshots" / newest).read_text())["manifest"]
+    assert (manifest["format"], manifest["version"]) == ("ckpt-engine", 1)
+    arrays = {}
+    for file in manifest["files"]:
+        with safe_open(root / file["name"], "pt") as container:
+            arrays.update({name: container.get_tensor(name) for name in container.keys()})  # noqa: SIM118
+
+    def build(node: Any) -> Any:
+        if isinstance(node, list):
+            return [build(child) for child in node]
+        if not isinstance(node, dict):
+            return node
+        match node.get("$"):
+            case None:
+                return {key: build(child) for key, child in node.items()}
+            case "tensor":
+                return arrays[node["entry"]]
+            case "tuple":
+                return tuple(build(child) for child in node["items"])
+            case "dict" | "odict":
+                return {build(k): build(v) for k, v in node["items"]}
+            case "float":
+                return float(node["v"])
+            case kind:
+                raise AssertionError(f"not needed here: {kind}")
+
+    return {key: build(node) for key, node in manifest["tree"].items()}
+
+
+def test_a_snapshot_is_readable_with_json_and_safetensors_alone(tmp_path: Path) -> None:
+    """The format page is enough to write a reader."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "best": math.inf, "at": (3, [None])}
+    with Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(state, step=1).wait()
+    back = read_newest(tmp_path / "run")
+    model.load_state_dict(back["model"])
+    assert torch.equal(back["model"]["weight"], state["model"]["weight"])
+    assert torch.equal(back["optimizer"]["state"][0]["exp_avg"], state["optimizer"]["state"][0]["exp_avg"])
+    assert back["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    assert back["best"] == math.inf and back["at"] == (3, [None])

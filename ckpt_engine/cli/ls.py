@@ -6,7 +6,7 @@ import dataclasses
 
 import click
 
-from ckpt_engine.cli.output import age, console, count, json_option, metrics, print_json, table
+from ckpt_engine.cli.output import age, console, count, json_option, metrics, print_json, print_table, table
 from ckpt_engine.cli.root import open_root
 from ckpt_engine.observe import units
 from ckpt_engine.store import layout
@@ -53,7 +53,7 @@ def _print(repository: Repository, listing: Listing, on_disk: int) -> None:
                 info.reason,
                 metrics(info.metrics),
             )
-        out.print(shown)
+        print_table(out, shown)
     for bad in listing.damaged:
         out.print(f"{bad.id}  damaged: {bad.error}", style="red")
     total = f"{count(len(listing.snapshots), 'snapshot')}, {units.size(on_disk)} on disk at {repository.storage.url}"

@@ -36,6 +36,13 @@ def table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
     return made
 
 
+def print_table(out: Console, filled: Table) -> None:
+    """Prints a table without the blanks that fill its last column."""
+    with out.capture() as text:
+        out.print(filled)
+    click.echo("\n".join(line.rstrip() for line in text.get().splitlines()))
+
+
 def progress(*, hidden: bool) -> Progress:
     """A bar over bytes on the error stream; invisible where that is no terminal."""
     err = Console(stderr=True)

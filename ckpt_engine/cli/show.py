@@ -9,7 +9,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from ckpt_engine.cli.output import age, console, count, json_option, metrics, print_json, table
+from ckpt_engine.cli.output import age, console, count, json_option, metrics, print_json, print_table, table
 from ckpt_engine.cli.root import LATEST, find_snapshot, open_root
 from ckpt_engine.cli.tree import Branch, entry_nbytes, outline
 from ckpt_engine.observe import units
@@ -77,7 +77,7 @@ def _print(manifest: Manifest, *, everything: bool) -> None:
             grid.add_row(name, text)
     for file in manifest.files:
         grid.add_row("file", f"{file.name} ({units.size(file.nbytes)})")
-    out.print(grid)
+    print_table(out, grid)
     _print_components(out, manifest)
     out.print("\nstate", style="bold")
     for branch in outline(manifest):
@@ -91,7 +91,7 @@ def _print_components(out: Console, manifest: Manifest) -> None:
     for name, nbytes in sorted(manifest.info.components.items(), key=lambda item: -item[1]):
         shown.add_row(name or "(state)", units.size(nbytes), units.share(nbytes / total))
     out.print()
-    out.print(shown)
+    print_table(out, shown)
 
 
 def _line(branch: Branch) -> str:
@@ -114,7 +114,7 @@ def _print_entries(out: Console, manifest: Manifest, *, everything: bool) -> Non
     for name, entry, nbytes in sized:
         shown.add_row(name, entry.dtype, " x ".join(map(str, entry.shape)) or "scalar", units.size(nbytes))
     out.print()
-    out.print(shown)
+    print_table(out, shown)
     hidden = len(manifest.entries) - len(sized)
     if hidden:
         out.print(f"... {_entries(hidden)} more; --all lists them")

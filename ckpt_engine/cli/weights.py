@@ -1,0 +1,188 @@
+"""Copies arrays of a snapshot into one safetensors file, verified on the way. No torch.
+
+Tied tensors are stored once, as `safetensors.torch.save_model` does: the metadata maps each other name to the stored
+one, and `safetensors.torch.load_model` ties them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ckpt_engine.cli.tree import ArrayLeaf, array_leaves, children
+from ckpt_engine.errors import CorruptError, MismatchError, NewerFormatError
+from ckpt_engine.store import container
+from ckpt_engine.store.digest import digest
+from ckpt_engine.store.manifest import Entry, Manifest
+from ckpt_engine.store.storage.base import Storage
+
+_ARRAY_KINDS = ("tensor", "ndarray")
+_ITEM_BYTES = {"complex128": 16, "complex32": 4}
+"""Of dtypes that the container has no code for; others of those have one byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A part of an entry's bytes: strides in elements, like torch."""
+
+    byte_offset: int
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """One array to write: its name in the file and where its bytes come from."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    entry: Entry
+    entry_name: str
+    view: View | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) * item_bytes(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What goes into the file.
+
+    Args:
+        tied: other names → the stored name of the same array.
+        left_out: values of the selected part that are no arrays.
+    """
+
+    arrays: tuple[Array, ...]
+    tied: Mapping[str, str]
+    left_out: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        """Arrays whose dtype safetensors lacks; they are stored as bytes."""
+        return tuple(array.name for array in self.arrays if array.dtype not in container.DTYPES)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes per element of a torch dtype."""
+    known = container.DTYPES.get(dtype)
+    return known[1] if known else _ITEM_BYTES.get(dtype, 1)
+
+
+def select_component(manifest: Manifest, component: str) -> Selection:
+    """The arrays of one component, named by their keys below it, joined by ".".
+
+    Raises:
+        MismatchError: there is no such component, it has no arrays, or two arrays would get the same name.
+    """
+    if component not in manifest.tree:
+        names = ", ".join(name or "(the whole state)" for name in manifest.tree)
+        raise MismatchError(
+            f"{manifest.info.id} has no component {component!r}; it has: {names}",
+            hint="name one with --component, or take everything with --all",
+        )
+    return _select(manifest, manifest.tree[component], lambda leaf: ".".join(leaf.path))
+
+
+def select_all(manifest: Manifest) -> Selection:
+    """Every array of the state, named by its path, joined by "/".
+
+    Raises:
+        MismatchError: as `select_component`.
+    """
+    return _select(manifest, dict(manifest.tree), lambda leaf: "/".join(leaf.path))
+
+
+def write(
+    storage: Storage, manifest: Manifest, selection: Selection, out: BinaryIO, advance: Callable[[int], object]
+) -> None:
+    """Write the file; `advance` is told the bytes written.
+
+    Raises:
+        CorruptError: the snapshot is damaged; names the entry.
+        NewerFormatError: it is encoded in a way this version does not know.
+    """
+    rows = [(a.name, *container.container_form(a.dtype, a.shape, a.nbytes), a.nbytes) for a in selection.arrays]
+    metadata = {"format": "pt", **selection.tied}
+    metadata |= {
+        f"ckpt-engine.{a.name}": f"{a.dtype} {list(a.shape)}" for a in selection.arrays if a.name in selection.opaque
+    }
+    out.write(container.build_header(rows, metadata))
+    for array in selection.arrays:
+        blocks = _blocks(storage, manifest, array)
+        for block in blocks if array.view is None else [_cut_view(array, array.view, b"".join(blocks))]:
+            out.write(block)
+            advance(len(block))
+
+
+def _select(manifest: Manifest, node: Any, name_of: Callable[[ArrayLeaf], str]) -> Selection:
+    stored: dict[tuple[str, str], Array] = {}
+    tied: dict[str, str] = {}
+    taken: set[str] = set()
+    for leaf in array_leaves(node):
+        if leaf.node["$"] not in _ARRAY_KINDS:
+            continue
+        array = _array(manifest, leaf, name_of(leaf))
+        if array.name in taken or array.name == "__metadata__":
+            raise MismatchError(f"two arrays of {manifest.info.id} would be called {array.name!r} in the file")
+        taken.add(array.name)
+        same = stored.setdefault((array.entry_name, repr(leaf.node.get("view"))), array)
+        if same is not array:
+            tied[array.name] = same.name
+    if not stored:
+        raise MismatchError(f"there are no tensors in this part of {manifest.info.id}")
+    # Large items first: every array is then aligned without holes, which the format forbids.
+    arrays = sorted(stored.values(), key=lambda array: -item_bytes(array.dtype))
+    return Selection(tuple(arrays), tied, _others(node))
+
+
+def _array(manifest: Manifest, leaf: ArrayLeaf, name: str) -> Array:
+    entry = manifest.entries[leaf.entry]
+    view = leaf.node.get("view")
+    if view is None:
+        return Array(name, entry.dtype, entry.shape, entry, leaf.entry, None)
+    part = View(view["byte_offset"], tuple(view["stride"]))
+    return Array(name, view["dtype"], tuple(view["shape"]), entry, leaf.entry, part)
+
+
+def _others(node: Any) -> int:
+    """Leaves that are no arrays."""
+    below = children(node)
+    if below is not None:
+        return sum(_others(child) for _, child in below)
+    return 0 if isinstance(node, dict) and node.get("$") in _ARRAY_KINDS else 1
+
+
+def _blocks(storage: Storage, manifest: Manifest, array: Array) -> Iterator[bytearray]:
+    """The entry's bytes, piece by piece, each verified."""
+    for piece in array.entry.pieces:
+        if piece.codec != "raw":
+            raise NewerFormatError(f"{array.entry_name!r} is encoded with {piece.codec!r}, unknown to this version")
+        block = bytearray(piece.nbytes)
+        file = manifest.files[piece.file].name
+        storage.get_into(file, piece.offset, memoryview(block))
+        if digest(block) != piece.digest:
+            raise CorruptError(
+                f"{array.entry_name!r} in {file} is not what was written",
+                hint="`ckpt verify` shows which snapshots are whole",
+            )
+        yield block
+
+
+def _cut_view(array: Array, view: View, whole: bytes) -> bytes:
+    """The bytes of a view in C order."""
+    size = item_bytes(array.dtype)
+    strides = (*(step * size for step in view.stride), 1)
+    raw = np.frombuffer(whole, np.uint8, offset=view.byte_offset)
+    return np.lib.stride_tricks.as_strided(raw, (*array.shape, size), strides, writeable=False).tobytes()

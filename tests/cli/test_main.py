@@ -1,0 +1,119 @@
+"""The command group: help, exit codes, errors, and no torch."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_engine.cli import ls
+from ckpt_engine.cli.main import VERBS, commands, main
+
+Ckpt = Callable[..., Any]
+PAGE = (Path(__file__).parents[2] / "docs/cli.md").read_text()
+
+
+def test_every_verb_is_a_module_of_that_name_with_help(ckpt: Ckpt) -> None:
+    """One file per verb; each explains itself."""
+    listing = ckpt("--help").out
+    for verb in VERBS:
+        assert importlib.import_module(f"ckpt_engine.cli.{verb}").command.name == verb
+        assert re.search(rf"^  {verb}  +\S", listing, re.MULTILINE)
+        assert ckpt(verb, "-h").out.startswith(f"Usage: ckpt {verb}")
+
+
+@pytest.mark.parametrize("arguments", [["nope"], ["ls"], ["ls", "--bad", "x"], ["show", "a", "b", "c"]])
+def test_wrong_usage_is_exit_code_2(ckpt: Ckpt, arguments: list[str]) -> None:
+    """Usage errors name the command and go to the error stream."""
+    result = ckpt(*arguments)
+    assert (result.code, result.out) == (2, "")
+    assert "Usage: ckpt" in result.err
+
+
+def test_version(ckpt: Ckpt) -> None:
+    """The version of the distribution."""
+    assert re.fullmatch(r"ckpt, version \d+\.\d+\.\d+\S*\n", ckpt("--version").out)
+
+
+def test_mistakes_of_ours_keep_their_traceback(run_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only errors of the project's tree become messages; anything else is a bug and is shown whole."""
+
+    def broken(root: str) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ls, "open_root", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["ls", str(run_folder.path)])
+
+
+def _python(code: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, **kwargs)
+
+
+@pytest.mark.parametrize("verb", ["ls", "show", "verify", "schema", "--help"])
+def test_looking_does_not_import_torch(run_folder: Any, arrays: Any, verb: str) -> None:
+    """`ckpt` answers at once on a login node; importing torch takes seconds."""
+    run_folder.add(1, arrays)
+    arguments = [verb] if verb in ("schema", "--help") else [verb, str(run_folder.path)]
+    code = (
+        "import sys\nfrom ckpt_engine.cli.main import main\n"
+        f"try: main({arguments!r})\nexcept SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules and 'lightning' not in sys.modules"
+    )
+    result = _python(code)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+
+
+def test_a_reader_that_goes_away_is_no_error(run_folder: Any, arrays: Any) -> None:
+    """`ckpt ls ROOT | head -1` does not end in a traceback."""
+    for step in range(3):
+        run_folder.add(step, arrays)
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        result = subprocess.run(
+            [sys.executable, "-m", "ckpt_engine.cli.main", "ls", str(run_folder.path)],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    finally:
+        os.close(writer)
+    assert "Traceback" not in result.stderr
+
+
+def test_output_without_a_terminal_is_plain(run_folder: Any, arrays: Any) -> None:
+    """No colours, no cut lines, no progress bar; also where the locale knows ASCII only."""
+    run_folder.add(1, arrays, metrics={f"a_rather_long_metric_name_{i}": 0.5 for i in range(20)})
+    for verb in ("ls", "show", "verify"):
+        result = subprocess.run(
+            [sys.executable, "-m", "ckpt_engine.cli.main", verb, str(run_folder.path)],
+            capture_output=True,
+            timeout=120,
+            env={**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii", "COLUMNS": "40"},
+        )
+        assert result.returncode == 0, result.stderr
+        assert (result.stderr, b"\x1b" in result.stdout) == (b"", False)
+        assert verb == "verify" or b"a_rather_long_metric_name_19=0.5" in result.stdout
+
+
+def test_every_command_is_documented() -> None:
+    """docs/cli.md has a section for each verb that names its arguments and options."""
+    for verb in VERBS:
+        command = commands.get_command(None, verb)  # type: ignore[arg-type]
+        assert command is not None
+        section = re.search(rf"^## ckpt {verb}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+        assert section, verb
+        for parameter in command.params:
+            for name in parameter.opts if parameter.param_type_name == "option" else ():
+                assert re.search(rf"[`\[ ]{name}\b", section[1]), (verb, name)
+    assert re.findall(r"^## ckpt (\w+)", PAGE, re.MULTILINE) == list(VERBS)

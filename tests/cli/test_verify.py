@@ -1,0 +1,160 @@
+"""`ckpt verify`: every kind of damage is found, named and ends with exit code 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckpt_engine.cli.check import Checker
+from ckpt_engine.store.digest import PIECE_BYTES
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.open import open_storage
+
+Ckpt = Callable[..., Any]
+
+
+def test_whole_snapshots_verify(ckpt: Ckpt, run_folder: Any, arrays: Any) -> None:
+    """Every byte is read; exit code 0."""
+    ids = [run_folder.add(step, arrays) for step in (1, 2)]
+    result = ckpt("verify", run_folder.path)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.splitlines() == [*(f"{i}  ok" for i in ids), "2 of 2 snapshots whole, 50 kB read"]
+    found = ckpt("verify", run_folder.path, "--json").json
+    assert found["ok"] is True
+    assert [row["read_bytes"] for row in found["snapshots"]] == [24832, 24832]
+
+
+def test_a_flipped_bit_names_the_tensor(ckpt: Ckpt, run_folder: Any, arrays: Any) -> None:
+    """One bit in one tensor of one snapshot: that one is named, the others are whole."""
+    bad, good = run_folder.add(1, arrays), run_folder.add(2, arrays)
+    run_folder.flip(bad, "state_dict/layer.bias", at=255)
+    result = ckpt("verify", run_folder.path)
+    assert result.code == 1
+    assert f"{bad}  DAMAGED\n  [CKPT401] state_dict/layer.bias: data/{bad}-r00000.safetensors: bytes " in result.out
+    assert f"{good}  ok" in result.out
+    assert "layer.weight" not in result.out
+    assert "1 of 2 snapshots whole" in result.out
+    assert ckpt("verify", run_folder.path, "2").code == 0
+    assert ckpt("verify", run_folder.path, "latest", bad).code == 1
+
+
+def test_damage_in_a_later_piece_is_found(ckpt: Ckpt, run_folder: Any) -> None:
+    """An entry of several pieces is checked in all of them, and once."""
+    snapshot = run_folder.add(1, {"a/big": np.arange(PIECE_BYTES // 4 + 1000, dtype="int32"), "a/s": np.ones(3)})
+    with run_folder.data_file(snapshot).open("r+b") as file:
+        file.seek(-30, 2)  # the small entry is 24 bytes at the end
+        file.write(b"?")
+    (row,) = ckpt("verify", run_folder.path, "--json").json["snapshots"]
+    assert [problem["entry"] for problem in row["problems"]] == ["a/big"]
+    assert row["problems"][0]["message"].startswith(f"bytes {4096 + PIECE_BYTES:,} to ")
+    assert row["read_bytes"] == PIECE_BYTES + 4000 + 24
+
+
+def test_every_single_byte_matters(run_folder: Any) -> None:
+    """Whichever byte of data file or manifest is changed, the snapshot does not verify."""
+    snapshot = run_folder.add(1, {"a/x": np.arange(8, dtype="float32"), "a/y": np.zeros((2, 0), "float32")})
+    manifest, data = run_folder.manifest_file(snapshot), run_folder.data_file(snapshot)
+    text_bytes = data.read_bytes().index(b"}}") + 2  # of the header, without its padding
+    for path, offsets in {
+        manifest: range(manifest.stat().st_size),
+        data: [*range(text_bytes), 2000, 4095, *range(4096, 4128)],
+    }.items():
+        whole = path.read_bytes()
+        for offset in offsets:
+            path.write_bytes(whole[:offset] + bytes([whole[offset] ^ 2]) + whole[offset + 1 :])
+            assert not _check(run_folder.path, snapshot).ok, (path.name, offset)
+        path.write_bytes(whole)
+    assert _check(run_folder.path, snapshot).ok
+
+
+def _check(path: Path, snapshot: str) -> Any:
+    repository = Repository(open_storage(path))
+    return Checker(repository, lambda nbytes: None).check(snapshot)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, 4096, 5000])
+def test_truncated_data_is_found_at_any_length(run_folder: Any, arrays: Any, keep: int) -> None:
+    """The file's size and each tensor that is hit are reported."""
+    snapshot = run_folder.add(1, arrays)
+    whole = run_folder.data_file(snapshot).read_bytes()
+    run_folder.data_file(snapshot).write_bytes(whole[:keep])
+    verdict = _check(run_folder.path, snapshot)
+    assert f"has {keep:,} bytes instead of {len(whole):,}" in [problem.message for problem in verdict.problems]
+    hit = {problem.entry for problem in verdict.problems if problem.entry}
+    assert hit == set(arrays)
+
+
+def test_a_missing_data_file_says_what_it_held(ckpt: Ckpt, run_folder: Any) -> None:
+    """One line for the file, with the first entries."""
+    snapshot = run_folder.add(1, {f"a/{i}": np.zeros(3) for i in range(9)})
+    run_folder.data_file(snapshot).unlink()
+    result = ckpt("verify", run_folder.path)
+    assert result.code == 1
+    assert f"[CKPT303] data/{snapshot}-r00000.safetensors: missing; it holds a/0, a/1, a/2 and 6 more" in result.out
+
+
+def test_a_damaged_manifest_is_damage(ckpt: Ckpt, run_folder: Any, arrays: Any) -> None:
+    """Also one that `ls` cannot list."""
+    snapshot = run_folder.add(1, arrays)
+    run_folder.manifest_file(snapshot).write_bytes(b"")
+    result = ckpt("verify", run_folder.path)
+    assert result.code == 1
+    assert f"snapshots/{snapshot}.json" in result.out
+
+
+def test_a_swapped_data_file_is_damage(run_folder: Any, arrays: Any) -> None:
+    """A valid file of another snapshot is not the one that was written."""
+    one = run_folder.add(1, arrays)
+    two = run_folder.add(2, {name: array + 1 for name, array in arrays.items()})
+    run_folder.data_file(one).write_bytes(run_folder.data_file(two).read_bytes())
+    assert {problem.entry for problem in _check(run_folder.path, one).problems} == set(arrays)
+
+
+def test_what_retention_removes_meanwhile_is_no_damage(run_folder: Any, arrays: Any) -> None:
+    """A running job may forget a snapshot between the listing and the reading."""
+    snapshot = run_folder.add(1, arrays)
+    assert not _check(run_folder.path, snapshot).forgotten
+    run_folder.manifest_file(snapshot).unlink()
+    verdict = _check(run_folder.path, snapshot)
+    assert (verdict.ok, verdict.forgotten) == (True, True)
+
+
+def test_forgotten_while_its_data_is_read(run_folder: Any, arrays: Any, ckpt: Ckpt) -> None:
+    """Manifests go first, then data: missing data with its manifest gone too is retention at work."""
+    snapshot = run_folder.add(1, arrays)
+    repository = Repository(open_storage(run_folder.path))
+    read = repository.read
+
+    def read_then_forget(name: str) -> Any:
+        manifest = read(name)
+        run_folder.manifest_file(name).unlink()
+        run_folder.data_file(name).unlink()
+        return manifest
+
+    repository.read = read_then_forget  # type: ignore[method-assign]
+    assert Checker(repository, lambda nbytes: None).check(snapshot).forgotten
+
+
+def test_many_problems_are_cut_for_people_and_not_for_programs(ckpt: Ckpt, run_folder: Any) -> None:
+    """Twenty lines per snapshot; JSON has all."""
+    snapshot = run_folder.add(1, {f"a/{i}": np.zeros(3) for i in range(50)})
+    file = run_folder.data_file(snapshot)
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1200] + b"\1" * 1200)
+    result = ckpt("verify", run_folder.path)
+    assert "  ... and 30 more\n" in result.out
+    assert len(ckpt("verify", run_folder.path, "--json").json["snapshots"][0]["problems"]) == 50
+
+
+def test_shared_bytes_are_read_once(run_folder: Any, arrays: Any) -> None:
+    """Checking a snapshot again costs its manifest only."""
+    snapshot = run_folder.add(1, arrays)
+    read: list[int] = []
+    checker = Checker(run_folder.repository, read.append)
+    assert checker.check(snapshot).read_bytes == 24832
+    assert checker.check(snapshot).read_bytes == 0
+    assert sum(read) == 24832

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -10,6 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ckpt_engine.data import native, rng, streams
+from ckpt_engine.data import torch_private as private
 from ckpt_engine.data.exactness import Exactness, Level
 from ckpt_engine.data.sampling import Order
 from ckpt_engine.data.shipping import Shipped, WorkerState, is_stateful
@@ -68,6 +70,17 @@ class Epoch:
     then_generators: dict[str, Any] | None = None
     """Installed before the first new fetch."""
     exactness: Exactness = field(default_factory=Exactness)
+
+    iterator: weakref.ref[Iterator[Any]] | None = None
+
+    def watch_end(self, iterator: Iterator[Any]) -> None:
+        """Name the iterator whose end `ended` reports."""
+        self.iterator = weakref.ref(iterator) if hasattr(iterator, "__weakref__") else None
+
+    def ended(self) -> bool:
+        """True if the iterator knows already that it has no further batch (an iterable's last batch was short)."""
+        iterator = None if self.iterator is None else self.iterator()
+        return iterator is not None and private.knows_its_end(iterator)
 
     def snapshot_fetch(self, loader: DataLoader[Any]) -> Fetch:
         """The record of the fetch that would come now."""

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from ckpt_engine.data import fingerprint, streams, swap
 from ckpt_engine.data.exactness import Difference, Effect, Exactness, Level, Restoration
 from ckpt_engine.data.iteration import Epoch, Fetch, FollowedIterator, Mode
+from ckpt_engine.data.pending import Pending
 from ckpt_engine.data.sampling import deref
 from ckpt_engine.data.start import Starter
 from ckpt_engine.errors import MismatchError, NewerFormatError, StateError
@@ -64,7 +65,7 @@ class LoaderPosition:
         self.lookahead = lookahead
         self._starter = Starter(loader)
         self._epoch: Epoch | None = None
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
         self._restoration: Restoration | None = None
         swap.swap_in(loader, self)
 
@@ -140,7 +141,7 @@ class LoaderPosition:
             )
         if epoch.exhausted and consumed == epoch.fetched:
             phase = "fresh"
-        elif consumed == self._starter.length():
+        elif consumed == self._starter.length() or (consumed == epoch.fetched and epoch.ended()):
             phase = "ended"
         else:
             phase = "within"
@@ -194,7 +195,8 @@ class LoaderPosition:
         phase = state["phase"]
         if phase == "ended":
             phase = "fresh" if at_end == "next_epoch" else "within"
-        self._pending = _Pending(dict(state), phase, None if rng is None else dict(rng))
+        self._pending = Pending(state, phase, rng)
+        self._pending.install(self.loader)
         self._restoration = Restoration(
             _saved_exactness(state, differences),
             differences,
@@ -212,16 +214,17 @@ class LoaderPosition:
     # -- swap.Iterations
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Called in place of the loader's `__iter__`."""
-        pending = self._pending
+        pending, loader = self._pending, self.loader
         if pending is None:
             epoch, iterator = self._starter.fresh(make, self._epoch)
-        elif pending.phase == "within":
-            epoch, iterator = self._starter.within(make, pending.state)
-            epoch.then_rng = pending.rng
-            pending.begun = True
         else:
-            epoch, iterator = self._starter.next_epoch(make, pending.state, pending.rng)
-            pending.begun = True
+            pending.before_iterator(loader)
+            if pending.phase == "within":
+                epoch, iterator = self._starter.within(make, pending.state)
+                epoch.then_rng = pending.rng
+            else:
+                epoch, iterator = self._starter.next_epoch(make, pending.state, pending.rng)
+            pending.after_iterator(loader)
         self._epoch = epoch
         return FollowedIterator(self.loader, iterator, epoch, lambda: self.lookahead, self._on_fetch)
 
@@ -255,6 +258,7 @@ class LoaderPosition:
             "alive": self._starter.alive(),
             "first_fetch": epoch.first_fetch,
             "draws": epoch.draws,
+            "ended": epoch.ended(),
             "unknown_roles": sorted(epoch.unknown_roles),
         }
         if order is not None:
@@ -263,21 +267,10 @@ class LoaderPosition:
                 "at_iter": order.at_iter,
                 "at_first": order.at_first,
                 "digest": order.digest_after(given),
+                "draws": order.draws,
                 "outstanding": order.outstanding(given) if order.draws and self.loader.num_workers else [],
             }
         return state
-
-
-class _Pending:
-    """A loaded state that no batch was fetched under yet."""
-
-    def __init__(self, state: State, phase: str, streams_then: dict[str, Any] | None) -> None:
-        self.state, self.phase, self.rng = state, phase, streams_then
-        self.begun = False
-
-    @property
-    def batches(self) -> int:
-        return 0 if self.phase == "fresh" else int(self.state["batches"])
 
 
 def _saved_exactness(state: Mapping[str, Any], differences: tuple[Difference, ...]) -> Exactness:

@@ -65,6 +65,7 @@ class ResumePlan:
     at_iter: streams.Streams | None
     at_first: streams.Streams | None
     digest: int | None
+    draws: bool
     outstanding: Sequence[Any]
     """Entries to give first as recorded, because the sampler cannot draw them again."""
 
@@ -160,10 +161,14 @@ class _RecordingIterator:
             order.forget_before(done)
         if plan.digest is not None and order.digest is not None:
             order.verified = order.digest == plan.digest
+            order.digest = plan.digest
+            if order.recent:
+                number, indices, _ = order.recent.pop()
+                order.recent.append((number, indices, plan.digest))
         for _ in plan.outstanding:
             self._draw(f"fewer batches than the {plan.skip + len(plan.outstanding)} the saved run had dealt out")
         self._again.extend(plan.outstanding)
-        order.draws = bool(plan.outstanding)
+        order.draws = plan.draws
 
     def __next__(self) -> Any:
         first = not self._primed

@@ -41,6 +41,7 @@ class Starter:
         self.baseline = streams.counters(loader)
         self._recorder: RecordingSampler | None = None
         self._rotation = 0
+        self._late = False
         self._fingerprint: fingerprints.Fingerprint | None = None
 
     @property
@@ -87,12 +88,15 @@ class Starter:
         recorder = self._begin_order(epoch, None)
         if alive is not None and recorder is not None and not private.takes_indices_from(alive, recorder):
             private.replace_index_sampler(alive, recorder)
+            self._late = True
+        if alive is not None and self._late:
             epoch.exactness = epoch.exactness.lowered(
                 Level.ORDER_ONLY, "attached after the persistent workers were started: their streams are not recorded"
             )
         with self._instruments(epoch, None):
             iterator = make()
         self._check_recorded(epoch)
+        epoch.watch_end(iterator)
         return epoch, iterator
 
     def within(self, make: Make, state: Mapping[str, Any]) -> tuple[Epoch, Iterator[Any]]:
@@ -106,8 +110,9 @@ class Starter:
     def next_epoch(
         self, make: Make, state: Mapping[str, Any], streams_then: Mapping[str, Any] | None
     ) -> tuple[Epoch, Iterator[Any]]:
-        """The epoch after the saved one, under `streams_then` if given."""
+        """The epoch after the saved one, under `streams_then` if given; the samplers' counters are in place already."""
         loader = self._loader
+        counters, generators = streams.counters(loader), streams.capture_generators(loader)
         previous: Epoch | None = None
         private.discard_iterator(loader)
         native.reset(loader)
@@ -121,8 +126,8 @@ class Starter:
                 make()  # a finished StatefulDataLoader hands its dataset's state over and starts its next epoch here
                 private.discard_iterator(loader)
             rng.restore(now)
-        streams.restore_counters(loader, state["counters"])
-        streams.restore_generators(loader, state["generators"])
+        streams.restore_counters(loader, counters)
+        streams.restore_generators(loader, generators)
         if streams_then is not None:
             rng.restore(streams_then)
         return self.fresh(make, previous)
@@ -133,7 +138,7 @@ class Starter:
         workers = list(state["workers"]) if same else [None] * loader.num_workers
         private.discard_iterator(loader)
         native.reset(loader)
-        self._rotation = 0
+        self._rotation, self._late = 0, False
         self._fingerprint = None
         epoch = Epoch(
             mode,
@@ -171,6 +176,9 @@ class Starter:
                 self._recorder.prime()
             if saved is not None:
                 native.restore(loader, saved)
+        if state["ended"] and saved is not None and saved["of"] == "dataset":
+            iterator = iter(())  # the dataset's state cannot say that its last, short batch has been made
+        epoch.watch_end(iterator)
         epoch.fetched = batches
         self._settle(epoch, state, same)
         return epoch, iterator
@@ -194,6 +202,7 @@ class Starter:
             at_iter=order["at_iter"],
             at_first=order["at_first"],
             digest=order["digest"],
+            draws=order["draws"],
             outstanding=order["outstanding"],
         )
 
@@ -206,7 +215,6 @@ class Starter:
             return
         epoch.workers = list(previous.workers)
         epoch.unknown_roles = set(previous.unknown_roles)
-        epoch.exactness = previous.exactness
         order = previous.order
         if order is not None and epoch.mode is Mode.SHIP:
             ahead = range(previous.fetched + previous.lost, order.given)

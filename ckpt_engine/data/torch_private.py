@@ -12,18 +12,20 @@ of these is seen at once. Facts relied upon (torch 2.6 to 2.13, `dataloader.py` 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data import dataloader as _dataloader
 from torch.utils.data._utils import worker as _worker
 
 __all__ = [
     "assume_worker_role",
     "discard_iterator",
+    "knows_its_end",
     "live_iterator",
     "missing",
     "replace_index_sampler",
@@ -31,9 +33,15 @@ __all__ = [
     "takes_indices_from",
 ]
 
+_FETCHER = "_dataset_fetcher"
 _ITERATOR = "_iterator"
 _INDEX_SAMPLER = "_index_sampler"
 _PER_WORKER_LISTS = ("_index_queues", "_workers")
+
+
+class _Empty(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
 
 
 def missing() -> tuple[str, ...]:
@@ -44,6 +52,8 @@ def missing() -> tuple[str, ...]:
         absent.append("DataLoader._iterator")
     if getattr(iter(probe), _INDEX_SAMPLER, None) is not probe.batch_sampler:
         absent.append("_BaseDataLoaderIter._index_sampler")
+    if not hasattr(getattr(iter(DataLoader(_Empty())), _FETCHER, None), "ended"):
+        absent.append("_SingleProcessDataLoaderIter._dataset_fetcher.ended")
     if not hasattr(_dataloader, "_MultiProcessingDataLoaderIter"):
         absent.append("_MultiProcessingDataLoaderIter")
     absent.extend(f"_utils.worker.{name}" for name in ("_generate_state", "_worker_info") if not hasattr(_worker, name))
@@ -73,6 +83,11 @@ def discard_iterator(loader: DataLoader[Any]) -> None:
 def takes_indices_from(iterator: Any, sampler: object) -> bool:
     """True if `iterator` asks `sampler` for its indices."""
     return getattr(iterator, _INDEX_SAMPLER, None) is sampler
+
+
+def knows_its_end(iterator: Any) -> bool:
+    """True if an iterator without workers has seen the end of its iterable dataset while making the last batch."""
+    return bool(getattr(getattr(iterator, _FETCHER, None), "ended", False))
 
 
 def replace_index_sampler(iterator: Any, sampler: object) -> None:

@@ -1,0 +1,73 @@
+"""A resumed loop delivers bitwise the batches of the uninterrupted one, for every kind of loader and every boundary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckpt_engine.data import Level
+from tests.data.loader_kinds import KINDS, Kind
+from tests.data.loop import Boundary, Run, train
+
+QUICK = [pytest.param(kind, id=str(kind)) for kind in KINDS if not kind.slow]
+ALL = [pytest.param(kind, id=str(kind)) for kind in KINDS]
+
+
+def comparable(state: dict[str, Any]) -> dict[str, Any]:
+    """Without the level, which a resume may lower, and without what StatefulDataLoader says about its workers' ends.
+
+    When it learns of those depends on timing.
+    """
+    timed = state["mode"] == "native" and state.get("workers")
+    return {k: v for k, v in state.items() if k != "exactness" and not (timed and k == "native")}
+
+
+def check(kind: Kind, reference: Run, boundary: Boundary, seed: int) -> Run:
+    """Resume at `boundary` and compare everything that follows with the reference run."""
+    resumed = train(kind.make, seed=seed, resume=boundary, at_end="finish_epoch")
+    at = (boundary.where, boundary.epoch, boundary.seen)
+    assert resumed.batches == reference.after(boundary.seen), at
+    assert resumed.end == reference.end, at
+    assert resumed.restoration is not None
+    assert resumed.restoration.exactness.level in (Level.EXACT, kind.level), resumed.restoration
+    following = [b for b in reference.boundaries if b.seen > boundary.seen]
+    again = [b for b in resumed.boundaries if b.seen > boundary.seen]
+    assert [(b.where, b.epoch, b.seen) for b in again] == [(b.where, b.epoch, b.seen) for b in following], at
+    for ours, theirs in zip(again, following, strict=True):
+        assert ours.rng == theirs.rng
+        assert comparable(ours.data) == comparable(theirs.data), (at, ours.where, ours.seen)
+    return resumed
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_following_a_loader_changes_nothing(kind: Kind) -> None:
+    """Batches and random streams of a followed run equal those of a run without us."""
+    alone, followed = train(kind.make, follow=False), train(kind.make)
+    assert followed.batches == alone.batches
+    assert followed.end == alone.end
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_resume_is_exact_at_a_covering_choice_of_boundaries(kind: Kind) -> None:
+    """Before everything, early, late and at the end of both epochs; the states met later are those of the original."""
+    reference = train(kind.make)
+    boundaries = reference.boundaries
+    chosen = {0, 1, 2, 4, len(boundaries) // 2 - 1, len(boundaries) // 2, len(boundaries) // 2 + 3, len(boundaries) - 2}
+    for number in sorted(chosen):
+        check(kind, reference, boundaries[number], seed=100 + number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ALL)
+def test_three_chained_resumes_are_exact_from_every_boundary(kind: Kind) -> None:
+    """Every boundary of two epochs, and from each two more resumes out of the resumed runs."""
+    alone, reference = train(kind.make, follow=False), train(kind.make)
+    assert reference.batches == alone.batches
+    assert reference.end == alone.end
+    for number, boundary in enumerate(reference.boundaries):
+        for hop in (1, 3, 0):
+            resumed = check(kind, reference, boundary, seed=1000 + 10 * number + hop)
+            if len(resumed.boundaries) <= hop:
+                break
+            boundary = resumed.boundaries[hop]

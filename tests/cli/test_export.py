@@ -75,7 +75,7 @@ def test_a_dtype_that_safetensors_lacks_is_kept_as_bytes_and_said(ckpt: Ckpt, tm
 def test_tied_weights_are_stored_once_and_tied_again_by_safetensors(ckpt: Ckpt, tmp_path: Path) -> None:
     """As `safetensors.torch.save_model` does it, so that `load_model` works."""
 
-    def tied() -> torch.nn.Module:
+    def tied() -> torch.nn.ModuleDict:
         model = torch.nn.ModuleDict({"embed": torch.nn.Linear(8, 8), "head": torch.nn.Linear(8, 8)})
         model["head"].weight = model["embed"].weight
         return model

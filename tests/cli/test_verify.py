@@ -135,7 +135,7 @@ def test_forgotten_while_its_data_is_read(run_folder: Any, arrays: Any, ckpt: Ck
         run_folder.data_file(name).unlink()
         return manifest
 
-    repository.read = read_then_forget  # type: ignore[method-assign]
+    repository.read = read_then_forget  # type: ignore[method-assign,assignment]
     assert Checker(repository, lambda nbytes: None).check(snapshot).forgotten
 
 

@@ -222,4 +222,4 @@ def _io_steps(bandwidth: float | None, written: float, step: float) -> int:
 def _rpo_steps(rpo: float | None, latency: float, step: float) -> int:
     if rpo is None:
         return MAX_INTERVAL_STEPS
-    return math.floor(_quotient(rpo - latency, step) * (1.0 + _ROUNDING))
+    return min(MAX_INTERVAL_STEPS, math.floor(_quotient(rpo - latency, step) * (1.0 + _ROUNDING)))

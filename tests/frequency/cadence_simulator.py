@@ -85,7 +85,7 @@ class Training:
         self.random = random.Random(self.seed)
         self.step = 0
         self.taken: list[Taken] = []
-        self.queue: deque[tuple[int, float, float]] = deque()  # step, instant, end of persist
+        self.queue: deque[tuple[int, float, float, float]] = deque()  # step, instant, begin and end of persist
         self.clean_seconds = 0.0
         self.window_clean = 0.0
         self.window_start = self.clock.now
@@ -114,9 +114,9 @@ class Training:
         return self
 
     def _train_one_step(self) -> None:
-        clean = self.step_seconds(self.elapsed) * self.random.lognormvariate(-self.jitter**2 / 2, self.jitter)
+        clean = self.step_seconds(self.elapsed) * self.random.lognormvariate(-(self.jitter**2) / 2, self.jitter)
         end, left = self.clock.now, clean
-        for _, _, done in list(self.queue):  # slowed down as long as a persist is active
+        for _, _, _, done in list(self.queue):  # slowed down as long as a persist is active
             if done > end and self.slowdown > 1.0:
                 slow = min(left * self.slowdown, done - end)
                 end += slow
@@ -127,9 +127,9 @@ class Training:
         self.step += 1
 
     def _drain(self) -> None:
-        while self.queue and self.queue[0][2] <= self.clock.now:
-            step, instant, end = self.queue.popleft()
-            self.cadence.committed(step, end - instant, self.nbytes)
+        while self.queue and self.queue[0][3] <= self.clock.now:
+            step, instant, begin, end = self.queue.popleft()
+            self.cadence.committed(step, end - instant, self.nbytes, end - begin)
 
     def _snapshot(self, reason: str) -> None:
         wait = 0.0
@@ -137,13 +137,13 @@ class Training:
             if not self.waits:
                 self.cadence.skipped(self.step, "busy")
                 return
-            wait = self.queue[0][2] - self.clock.now
-            self.clock.now = self.queue[0][2]
+            wait = self.queue[0][3] - self.clock.now
+            self.clock.now = self.queue[0][3]
             self._drain()
         instant = self.clock.now
         stall = self.stall(self.elapsed)
-        begin = max(instant + stall, self.queue[-1][2] if self.queue else instant)
-        self.queue.append((self.step, instant, begin + self.persist(self.elapsed)))
+        begin = max(instant + stall, self.queue[-1][3] if self.queue else instant)
+        self.queue.append((self.step, instant, begin, begin + self.persist(self.elapsed)))
         self.clock.now += stall
         self.cadence.taken(self.step, stall, wait)
         window = self.clock.now - self.window_start

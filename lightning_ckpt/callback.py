@@ -1,0 +1,164 @@
+"""`AdaptiveCheckpoint`, the Lightning callback: which hook leads where, nothing else."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from typing_extensions import override
+
+from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.config import Config, load_config
+from ckpt_engine.errors import ConfigError
+from lightning_ckpt.cli_restart import allow_restart
+from lightning_ckpt.compat import Internals, is_fast_dev_run
+from lightning_ckpt.resume import AUTO, Resume
+from lightning_ckpt.run import FitRun
+
+_log = logging.getLogger("lightning_ckpt")
+
+
+class AdaptiveCheckpoint(Callback):
+    """Exact, asynchronous snapshots of a Lightning run; `fit(..., ckpt_path="auto")` resumes from the newest one.
+
+    Args:
+        config: a YAML file, a folder or storage URL, or a mapping; see docs/configuration.md.
+        tiers: where snapshots go, if `config` does not say it.
+        overhead: share of training time that snapshots may cost ("1%").
+        max_lost_work: work that a crash may cost at worst ("10 min").
+        mtbf: mean time between failures, or "auto".
+        every_n_steps: a snapshot at every multiple of N steps.
+        every_seconds: a snapshot when the last one is that old.
+        on_validation_end: a snapshot after each validation.
+        at_end: a snapshot of the final state.
+        keep: retention, e.g. {"last": 2}.
+        on_error: "warn" or "raise" when a snapshot fails in the background.
+        writer: "process" or "thread".
+        slots: snapshots in host memory at once.
+        lazy: "auto" or "off".
+        pickle: paths in the state that may be stored with pickle.
+        debug: compare every lazily copied byte.
+
+    Keywords win over `config`. Making the callback reads the options and nothing else: no file, thread or device is
+    touched before `setup`. The run itself is bit for bit the same as without the callback.
+
+    Raises:
+        ConfigError: an option is unknown or impossible; every problem, with the allowed keys and the nearest match.
+    """
+
+    def __init__(
+        self,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        *,
+        tiers: Any = None,
+        overhead: float | str | None = None,
+        max_lost_work: float | str | None = None,
+        mtbf: float | str | None = None,
+        every_n_steps: int | None = None,
+        every_seconds: float | str | None = None,
+        on_validation_end: bool | None = None,
+        at_end: bool | None = None,
+        keep: dict[str, Any] | None = None,
+        on_error: str | None = None,
+        writer: str | None = None,
+        slots: int | None = None,
+        lazy: str | bool | None = None,
+        pickle: str | list[str] | None = None,
+        debug: bool | None = None,
+    ) -> None:
+        super().__init__()
+        options = {name: value for name, value in locals().items() if name not in ("self", "config", "__class__")}
+        self.config: Config = load_config(config, **options)
+        self._run: FitRun | None = None
+        self._idle: Internals | None = None
+
+    @property
+    @override
+    def state_key(self) -> str:
+        """Distinct per run folder, so that two instances can share a trainer."""
+        return f"{type(self).__qualname__}{{'root': {self.config.root_url!r}}}"
+
+    # ---- setup and teardown
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._release()
+        if stage != "fit":
+            internals = Internals(trainer)
+            internals.probe()
+            self._idle = internals
+            internals.wrap_resume_start(Resume(internals, trainer, pl_module, Checkpointer(self.config), None).resolve)
+        elif is_fast_dev_run(trainer):
+            self._idle = Internals(trainer)
+            self._idle.probe()
+            self._idle.wrap_resume_start(_start_fresh)
+        else:
+            if trainer.world_size > 1:
+                raise ConfigError(
+                    f"AdaptiveCheckpoint supports one process in this version, this run has {trainer.world_size}",
+                    hint="use devices=1, or ModelCheckpoint for this run",
+                )
+            self._run = FitRun(trainer, pl_module, self.config, self)
+            self._run.connect()
+            allow_restart(trainer, has_snapshots=bool(self._run.checkpointer.snapshots()))
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        run, self._run = self._run, None
+        self._release()
+        if run is not None:
+            run.close()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        run, self._run = self._run, None
+        self._release()
+        if run is not None:
+            run.abort(exception)
+
+    def _release(self) -> None:
+        if self._idle is not None:
+            self._idle.unwrap()
+            self._idle = None
+
+    # ---- fit
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None:
+            self._run.train_started()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._run is not None:
+            self._run.batch_started()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._run is not None:
+            self._run.batch_ended()
+
+    @override
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None:
+            self._run.validation_started()
+
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None:
+            self._run.validation_ended()
+
+
+def _start_fresh(original: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+    """`ckpt_path="auto"` under `fast_dev_run`, which neither reads nor writes snapshots."""
+    if path == AUTO:
+        _log.info("fast_dev_run: AdaptiveCheckpoint is inactive, ckpt_path='auto' starts fresh")
+    original(None if path == AUTO else path, *args, **kwargs)

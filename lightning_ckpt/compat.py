@@ -1,0 +1,372 @@
+"""All access to private names of Lightning: each use is named in `PRIVATE_NAMES` and probed when a run is set up.
+
+Nothing else in this package touches an attribute of Lightning that starts with an underscore, or replaces a method of
+a Lightning object. When an upstream release renames something, `Internals.probe` says which feature needs it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
+
+from ckpt_engine.errors import CkptError
+
+VERSION: str = version("lightning")
+MINIMUM_VERSION = (2, 5)
+_RESULT_MODULE = "lightning.pytorch.trainer.connectors.logger_connector.result"
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateName:
+    """One private name of Lightning that this package depends on.
+
+    Args:
+        owner: the object it belongs to, a key of `Internals.owners`.
+        name: the attribute.
+        used_for: what stops working without it.
+    """
+
+    owner: str
+    name: str
+    used_for: str
+
+
+PRIVATE_NAMES: tuple[PrivateName, ...] = (
+    PrivateName("trainer", "_checkpoint_connector", "ckpt_path='auto'"),
+    PrivateName("trainer", "_logger_connector", "running means of self.log"),
+    PrivateName("connector", "resume_start", "ckpt_path='auto' (wrapped)"),
+    PrivateName("connector", "dump_checkpoint", "the content of a snapshot"),
+    PrivateName("connector", "_ckpt_path", "the path Lightning reports after a resume"),
+    PrivateName("connector", "_loaded_checkpoint", "handing the restored state to Lightning"),
+    PrivateName("connector", "_hpc_resume_path", "preferring a newer Slurm hpc_ckpt file"),
+    PrivateName("fit_loop", "on_advance_start", "restoring what a new epoch needs (wrapped)"),
+    PrivateName("fit_loop", "epoch_progress", "telling a finished epoch from an unfinished one"),
+    PrivateName("fit_loop", "_restarting", "plateau schedulers in the resumed epoch"),
+    PrivateName("fit_loop", "_data_fetcher", "batches fetched ahead of training"),
+    PrivateName("fit_loop", "_combined_loader", "which of several loaders has ended"),
+    PrivateName("fit_loop", "_last_train_dl_reload_epoch", "reload_dataloaders_every_n_epochs after a resume"),
+    PrivateName("epoch_loop", "advance", "the snapshot instant (wrapped)"),
+    PrivateName("epoch_loop", "batch_progress", "the position in the epoch"),
+    PrivateName("epoch_loop", "_restarting", "validation and plateau schedulers after a resume"),
+    PrivateName("epoch_loop", "_should_accumulate", "waiting for the end of gradient accumulation"),
+    PrivateName("epoch_loop", "_num_ready_batches_reached", "telling a finished epoch from an unfinished one"),
+    PrivateName("epoch_loop", "_results", "running means of self.log"),
+    PrivateName("epoch_loop", "_batches_that_stepped", "the step axis of loggers"),
+    PrivateName("logger_connector", "_callback_metrics", "metrics that callbacks and schedulers see"),
+    PrivateName("logger_connector", "_logged_metrics", "trainer.logged_metrics after a resume"),
+    PrivateName("logger_connector", "_progress_bar_metrics", "the progress bar"),
+    PrivateName("logger_connector", "_first_loop_iter", "running means of self.log"),
+    PrivateName("logger_connector", "_current_fx", "running means of self.log"),
+    PrivateName("logger_connector", "should_update_logs", "logging as often as the trainer does"),
+    PrivateName("results", "_ResultMetric", "running means of self.log"),
+    PrivateName("results", "_Metadata", "running means of self.log"),
+    PrivateName("results", "_Sync", "running means of self.log"),
+)
+"""Every private name in use; `tests/lightning/test_compat.py` has one test for each."""
+
+
+def installed_version() -> tuple[int, ...]:
+    """Major and minor version of the Lightning in use."""
+    return tuple(int(part) for part in VERSION.split(".")[:2])
+
+
+def callbacks_of(trainer: Any) -> list[Callback]:
+    """The trainer's callbacks (public, but set where type checkers do not see it)."""
+    found: list[Callback] = trainer.callbacks
+    return found
+
+
+def is_fast_dev_run(trainer: Any) -> bool:
+    """Whether this is `Trainer(fast_dev_run=…)`."""
+    return bool(trainer.fast_dev_run)
+
+
+class Internals:
+    """Typed, narrow access to the insides of one trainer.
+
+    Args:
+        trainer: whose loops and connectors are reached.
+
+    Methods named `wrap_…` replace a method on the instance, never on the class; `unwrap` puts everything back.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer: Any = trainer
+        self._wrapped: list[tuple[Any, str, Any]] = []
+
+    # ---- probing
+
+    def owners(self) -> Mapping[str, Any]:
+        """The objects that `PrivateName.owner` refers to; None where the object itself is missing."""
+        trainer = self._trainer
+        fit_loop = getattr(trainer, "fit_loop", None)
+        try:
+            results = importlib.import_module(_RESULT_MODULE)
+        except ImportError:
+            results = None
+        return {
+            "trainer": trainer,
+            "connector": getattr(trainer, "_checkpoint_connector", None),
+            "logger_connector": getattr(trainer, "_logger_connector", None),
+            "fit_loop": fit_loop,
+            "epoch_loop": getattr(fit_loop, "epoch_loop", None),
+            "results": results,
+        }
+
+    def missing(self) -> list[PrivateName]:
+        """The private names that this version of Lightning does not have."""
+        owners = self.owners()
+        return [entry for entry in PRIVATE_NAMES if not _has(owners[entry.owner], entry.name)]
+
+    def probe(self) -> None:
+        """Raises where this Lightning is too old or lacks a name.
+
+        Raises:
+            CkptError: lists every missing name with the feature that needs it.
+        """
+        if installed_version() < MINIMUM_VERSION:
+            raise CkptError(
+                f"Lightning {VERSION} is too old for lightning_ckpt, which needs 2.5 or later",
+                hint="pip install 'lightning>=2.5'",
+            )
+        missing = self.missing()
+        if missing:
+            lines = "; ".join(f"{entry.owner}.{entry.name} (for {entry.used_for})" for entry in missing)
+            raise CkptError(
+                f"Lightning {VERSION} lacks names that lightning_ckpt uses: {lines}",
+                hint="use a Lightning version that lightning_ckpt was tested with, or update ckpt-engine",
+            )
+
+    # ---- wrapping
+
+    def _wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        before = vars(owner).get(name)
+        setattr(owner, name, replacement)
+        self._wrapped.append((owner, name, before))
+
+    def wrap_resume_start(self, around: Callable[..., None]) -> None:
+        """`around(original, path, *args, **kwargs)` runs instead of the connector's `resume_start`."""
+        connector = self._trainer._checkpoint_connector
+        original = connector.resume_start
+
+        def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+            around(original, checkpoint_path, *args, **kwargs)
+
+        self._wrap(connector, "resume_start", resume_start)
+
+    def wrap_epoch_start(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """`before()` and `after()` run around the fit loop's `on_advance_start`, once per epoch."""
+        fit_loop = self._trainer.fit_loop
+        original = fit_loop.on_advance_start
+
+        def on_advance_start() -> None:
+            before()
+            original()
+            after()
+
+        self._wrap(fit_loop, "on_advance_start", on_advance_start)
+
+    def wrap_fetch(self, boundary: Callable[[], None]) -> None:
+        """`boundary()` runs right before every training batch is asked for, when the previous one is finished."""
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        original = epoch_loop.advance
+
+        def advance(data_fetcher: Any) -> None:
+            boundary()
+            original(data_fetcher)
+
+        self._wrap(epoch_loop, "advance", advance)
+
+    def wrap_process_dataloader(self, after: Callable[[Any], Any]) -> None:
+        """`after(loader)` gets every loader that the strategy has processed (a public method, wrapped)."""
+        strategy = self._trainer.strategy
+        original = strategy.process_dataloader
+
+        def process_dataloader(dataloader: Any) -> Any:
+            return after(original(dataloader))
+
+        self._wrap(strategy, "process_dataloader", process_dataloader)
+
+    def unwrap(self) -> None:
+        """Puts back every method that was wrapped."""
+        while self._wrapped:
+            owner, name, before = self._wrapped.pop()
+            if before is None:
+                vars(owner).pop(name, None)
+            else:
+                setattr(owner, name, before)
+
+    def set_callbacks(self, callbacks: list[Callback]) -> None:
+        """Replace the list; a loop over the old one that is under way is not disturbed."""
+        self._trainer.callbacks = callbacks
+
+    # ---- checkpoint connector
+
+    def dump_checkpoint(self) -> dict[str, Any]:
+        """What Lightning itself puts into a full checkpoint; references to live tensors."""
+        dumped: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(False)
+        return dumped
+
+    def hand_over(self, checkpoint: dict[str, Any], shown_path: str) -> None:
+        """Lets Lightning restore `checkpoint` as if it had loaded it from a file called `shown_path`."""
+        if checkpoint.get("pytorch-lightning_version", VERSION) != VERSION:
+            checkpoint, _ = migrate_checkpoint(checkpoint)
+        connector = self._trainer._checkpoint_connector
+        connector._ckpt_path = shown_path
+        connector._loaded_checkpoint = checkpoint
+
+    def hpc_path(self) -> str | None:
+        """The newest Slurm `hpc_ckpt_N.ckpt` in the default root folder."""
+        path: str | None = self._trainer._checkpoint_connector._hpc_resume_path
+        return path
+
+    # ---- loops
+
+    @property
+    def batches_in_epoch(self) -> int:
+        """Training batches that the current epoch has asked for."""
+        return int(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+    @property
+    def batches_in_total(self) -> int:
+        """Training batches of all epochs."""
+        return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+
+    @property
+    def between_batches(self) -> bool:
+        """True when the last batch is completely finished."""
+        batch = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        return bool(batch.ready == batch.started == batch.processed == batch.completed)
+
+    @property
+    def in_epoch(self) -> bool:
+        """True between the start of an epoch and its end."""
+        epoch = self._trainer.fit_loop.epoch_progress.current
+        return bool(epoch.started != epoch.processed)
+
+    @property
+    def accumulating(self) -> bool:
+        """True when gradients of finished batches still wait for an optimizer step."""
+        return bool(self._trainer.fit_loop.epoch_loop._should_accumulate())
+
+    @property
+    def ends_mid_epoch(self) -> bool:
+        """In `on_train_epoch_end`: training stops here although the epoch has more batches."""
+        trainer = self._trainer
+        if trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            return False
+        limit_reached = trainer.max_steps != -1 and trainer.global_step >= trainer.max_steps
+        return bool(limit_reached or trainer.should_stop)
+
+    def clear_restart(self) -> None:
+        """Tells the loops that they continue, not restart, so that nothing of the last batch is done again."""
+        fit_loop = self._trainer.fit_loop
+        fit_loop._restarting = False
+        fit_loop.epoch_loop._restarting = False
+
+    @property
+    def reload_epoch(self) -> float:
+        """The epoch in which the training loader was last made."""
+        return float(self._trainer.fit_loop._last_train_dl_reload_epoch)
+
+    @reload_epoch.setter
+    def reload_epoch(self, epoch: float) -> None:
+        self._trainer.fit_loop._last_train_dl_reload_epoch = epoch if epoch == float("-inf") else int(epoch)
+
+    @property
+    def batches_that_stepped(self) -> int:
+        """The step that loggers use."""
+        return int(self._trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    @property
+    def validates_by_time(self) -> bool:
+        """True where `val_check_interval` is a duration (Lightning 2.6 and later)."""
+        return getattr(self._trainer, "_val_check_time_interval", None) is not None
+
+    # ---- data
+
+    @property
+    def fetcher(self) -> object:
+        """What fetches training batches; None until loaders are made, another object whenever they are made again."""
+        fetcher: object = self._trainer.fit_loop._data_fetcher
+        return fetcher
+
+    @property
+    def fetches_ahead(self) -> int:
+        """Batches that Lightning holds without having trained on them (1 for loaders of unknown length, else 0)."""
+        fetcher = self._trainer.fit_loop._data_fetcher
+        return 0 if getattr(fetcher, "length", 0) is not None else int(getattr(fetcher, "prefetch_batches", 0))
+
+    @property
+    def user_fetches(self) -> bool:
+        """True when `training_step(dataloader_iter)` fetches batches itself."""
+        return type(self._trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher"
+
+    def restart_fetcher(self) -> None:
+        """Makes the iterator over the training loaders anew."""
+        iter(self._trainer.fit_loop._data_fetcher)
+
+    @property
+    def ended_loaders(self) -> list[bool] | None:
+        """Which loaders of a "max_size_cycle" combination have ended once; None for other combinations."""
+        combined = self._trainer.fit_loop._combined_loader
+        consumed = getattr(getattr(combined, "_iterator", None), "_consumed", None)
+        return None if consumed is None else [bool(c) for c in consumed]
+
+    @ended_loaders.setter
+    def ended_loaders(self, ended: list[bool] | None) -> None:
+        iterator = getattr(self._trainer.fit_loop._combined_loader, "_iterator", None)
+        consumed = getattr(iterator, "_consumed", None)
+        if ended is not None and consumed is not None and len(consumed) == len(ended):
+            consumed[:] = ended
+
+    # ---- metrics
+
+    @property
+    def metric_tables(self) -> dict[str, dict[str, Any]]:
+        """The live tables behind `callback_metrics`, `logged_metrics` and `progress_bar_metrics`."""
+        connector = self._trainer._logger_connector
+        return {
+            "callback": connector._callback_metrics,
+            "logged": connector._logged_metrics,
+            "progress_bar": connector._progress_bar_metrics,
+        }
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """The training loop's `self.log` accumulators by key."""
+        results: dict[str, Any] = self._trainer.fit_loop.epoch_loop._results
+        return results
+
+    @property
+    def log_position(self) -> tuple[bool | None, str | None]:
+        """Where the logger connector is in the epoch: (first batch?, the hook that logged last)."""
+        connector = self._trainer._logger_connector
+        return connector._first_loop_iter, connector._current_fx
+
+    @log_position.setter
+    def log_position(self, position: tuple[bool | None, str | None]) -> None:
+        connector = self._trainer._logger_connector
+        connector._first_loop_iter, connector._current_fx = position
+
+    @property
+    def logs_now(self) -> bool:
+        """True on steps on which the trainer logs."""
+        return bool(self._trainer._logger_connector.should_update_logs)
+
+    def result_types(self) -> tuple[Any, Any, Any]:
+        """The classes `_ResultMetric`, `_Metadata`, `_Sync`."""
+        module = importlib.import_module(_RESULT_MODULE)
+        return module._ResultMetric, module._Metadata, module._Sync
+
+
+def _has(owner: Any, name: str) -> bool:
+    """True where the attribute exists; properties that fail to compute still exist."""
+    return owner is not None and (name in vars(owner) or hasattr(type(owner), name) or hasattr(owner, name))

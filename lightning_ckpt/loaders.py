@@ -1,0 +1,111 @@
+"""The positions of a trainer's training loaders: followed from when Lightning makes them, saved, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+from ckpt_engine.data.exactness import Level
+from ckpt_engine.data.position import LoaderPosition, attach
+from ckpt_engine.errors import StateError
+from ckpt_engine.observe.resume_report import NotRestored
+from lightning_ckpt.compat import Internals
+
+
+class TrainLoaders:
+    """Follows every training loader of one `fit`.
+
+    Args:
+        internals: of the trainer.
+        trainer: whose loaders these are.
+    """
+
+    def __init__(self, internals: Internals, trainer: pl.Trainer) -> None:
+        self._internals = internals
+        self._trainer = trainer
+        self._positions: list[LoaderPosition | None] = []
+        self._types: list[str] = []
+        self._saved: Sequence[Any] | None = None
+        self._waiting = 0
+        self._before: object = self
+
+    def follow(self, loader: Any) -> Any:
+        """Called with every loader the strategy has processed; returns it."""
+        if self._trainer.training and not self._trainer.sanity_checking:
+            if self._internals.fetcher is not self._before:  # loaders are made, or made again, as one group
+                self._before = self._internals.fetcher
+                self._forget()
+            self._types.append(type(loader).__name__)
+            # Whether Lightning fetches one batch ahead depends on all loaders together, which is known later.
+            position = attach(loader, lookahead=1) if isinstance(loader, DataLoader) else None
+            self._positions.append(position)
+            if self._saved is not None:
+                self._load(len(self._positions) - 1)
+        return loader
+
+    def expect(self, saved: Sequence[Any]) -> None:
+        """Loaders made from now on continue at these positions."""
+        self._saved = saved
+        self._waiting = len(self._positions)
+
+    def settle(self) -> None:
+        """All loaders exist. Those that were made before the positions were known are started again at theirs."""
+        if self._saved is not None and self._waiting:
+            for index in range(self._waiting):
+                self._load(index)
+            self._waiting = 0
+            self._internals.restart_fetcher()
+
+    def measure(self) -> None:
+        """All loaders exist: how many batches are fetched ahead is known now. Once per epoch."""
+        for position in filter(None, self._positions):
+            position.lookahead = self._internals.fetches_ahead
+
+    def load_again(self) -> None:
+        """Before the first epoch of a resumed run starts anew: what iterators were made so far does not count."""
+        if self._saved is not None:
+            for index in range(len(self._positions)):
+                self._load(index)
+
+    def resumed(self) -> None:
+        """The run goes on; loaders made from now on start by themselves."""
+        self._saved = None
+
+    def states(self, *, epoch_is_over: bool) -> list[Any]:
+        """One state per loader, for the snapshot instant; None for what is not a torch `DataLoader`."""
+        return [None if p is None else p.next_epoch_state() if epoch_is_over else p.state() for p in self._positions]
+
+    def problems(self) -> list[NotRestored]:
+        """What is not exact about the loaders' resume. Final once a batch was fetched."""
+        found = []
+        for index, (position, kind) in enumerate(zip(self._positions, self._types, strict=True)):
+            name = f"position of training loader {index}, a {kind}"
+            if position is None:
+                found.append(NotRestored(name, "not a torch DataLoader: it starts again at its beginning"))
+            elif position.restoration is not None and position.restoration.exactness.level is not Level.EXACT:
+                exactness = position.restoration.exactness
+                found.append(NotRestored(name, f"{exactness.level}: {'; '.join(exactness.reasons)}"))
+        return found
+
+    def release(self) -> None:
+        """Give all loaders back as they were."""
+        for position in filter(None, self._positions):
+            position.detach()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._positions, self._types, self._waiting = [], [], 0
+
+    def _load(self, index: int) -> None:
+        assert self._saved is not None
+        if index >= len(self._saved):
+            raise StateError(
+                f"the snapshot has {len(self._saved)} training loaders, this run has more",
+                hint="use the loaders of the saved run, or start in another folder",
+            )
+        position, saved = self._positions[index], self._saved[index]
+        if position is not None and saved is not None:
+            position.load_state(saved)

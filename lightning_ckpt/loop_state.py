@@ -1,0 +1,224 @@
+"""State of a Lightning run that its checkpoints leave out: running means, metric objects, gradients, module flags.
+
+Every `dump_…` returns references to live tensors (the engine copies them); every `restore_…` puts them back and returns
+what could not be.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torchmetrics import Metric
+
+from ckpt_engine.observe.resume_report import NotRestored
+from lightning_ckpt.compat import Internals
+
+_META_FIELDS = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+_REDUCTIONS = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module, names in ((torch, ("mean", "sum", "min", "max")), (builtins, ("sum", "min", "max")))
+    for name in names
+}
+
+
+# ---- self.log
+
+
+def dump_results(internals: Internals) -> dict[str, Any]:
+    """The accumulators behind `self.log`, with everything needed to make them again before the first batch."""
+    return {key: _dump_result(result) for key, result in internals.results.items()}
+
+
+def _dump_result(result: Any) -> dict[str, Any]:
+    meta, sync = result.meta, result.meta.sync
+    reduction = next((name for name, fx in _REDUCTIONS.items() if fx is meta.reduce_fx), None)
+    state = {
+        "is_tensor": result.is_tensor,
+        "has_reset": result.has_reset,
+        "update_count": result._update_count,
+        "cache": result._forward_cache if isinstance(result._forward_cache, torch.Tensor) else None,
+    }
+    if result.is_tensor:
+        state["value"] = result.value
+        if meta.is_mean_reduction:
+            state["weight"] = result.cumulated_batch_size
+    return {
+        "meta": {field: getattr(meta, field) for field in _META_FIELDS},
+        "reduce": reduction,
+        "sync": {"should": sync.should, "rank_zero_only": sync.rank_zero_only, "grouped": sync.group is not None},
+        "state": state,
+    }
+
+
+def restore_results(
+    internals: Internals, trainer: pl.Trainer, module: pl.LightningModule, saved: Mapping[str, Any]
+) -> list[NotRestored]:
+    """Make the accumulators again, as they were after the last trained batch."""
+    missing: list[NotRestored] = []
+    metrics = dict(_metrics(module))
+    internals.results.clear()
+    for key, entry in saved.items():
+        meta = entry["meta"]
+        if entry["sync"]["grouped"] or entry["reduce"] is None:
+            missing.append(NotRestored(f"running value of {meta['name']!r}", "it was logged with a process group"))
+            continue
+        metric = None if entry["state"]["is_tensor"] else metrics.get(meta["metric_attribute"])
+        if not entry["state"]["is_tensor"] and metric is None:
+            missing.append(
+                NotRestored(f"metric {meta['name']!r}", f"the model has no {meta['metric_attribute']!r} now")
+            )
+            continue
+        internals.results[key] = _make_result(internals, trainer, entry, metric)
+    return missing
+
+
+def _make_result(internals: Internals, trainer: pl.Trainer, entry: Mapping[str, Any], metric: Metric | None) -> Any:
+    result_type, meta_type, sync_type = internals.result_types()
+    state = entry["state"]
+    meta = meta_type(**entry["meta"], reduce_fx=_REDUCTIONS[entry["reduce"]])
+    # `self.log` compares the whole metadata with its own, including the strategy's reduce function.
+    meta.sync = sync_type(
+        _should=entry["sync"]["should"],
+        fn=trainer.strategy.reduce,
+        rank_zero_only=entry["sync"]["rank_zero_only"],
+    )
+    result = result_type(meta, state["is_tensor"])
+    result.has_reset = state["has_reset"]
+    result._update_count = state["update_count"]
+    result._forward_cache = state["cache"]
+    if metric is not None:
+        result.value = metric
+    elif state["is_tensor"]:
+        result.value = state["value"]
+        if meta.is_mean_reduction:
+            result.cumulated_batch_size = state["weight"]
+    return result
+
+
+# ---- torchmetrics and the trainer's metric tables
+
+
+def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
+    return ((name, m) for name, m in module.named_modules() if isinstance(m, Metric))
+
+
+def dump_metrics(module: torch.nn.Module) -> dict[str, Any]:
+    """States of the torchmetrics objects that are submodules of the model."""
+    return {
+        name: {
+            "state": dict(metric.metric_state),
+            "update_count": metric._update_count,
+            "cache": metric._forward_cache if isinstance(metric._forward_cache, torch.Tensor) else None,
+        }
+        for name, metric in _metrics(module)
+    }
+
+
+def restore_metrics(module: torch.nn.Module, saved: Mapping[str, Any]) -> list[NotRestored]:
+    """Put the states of torchmetrics objects back."""
+    missing = []
+    live = dict(_metrics(module))
+    for name, entry in saved.items():
+        metric = live.get(name)
+        if metric is None or set(metric.metric_state) != set(entry["state"]):
+            missing.append(NotRestored(f"metric object {name!r}", "the model has no such metric now"))
+            continue
+        for field, value in entry["state"].items():
+            setattr(metric, field, _to(value, metric.device))
+        metric._update_count = entry["update_count"]
+        metric._forward_cache = _to(entry["cache"], metric.device)
+        metric._computed = None
+    return missing
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return [_to(item, device) for item in value] if isinstance(value, list) else value
+
+
+def dump_tables(internals: Internals, hidden: frozenset[str]) -> dict[str, Any]:
+    """The tables behind `callback_metrics`, `logged_metrics`, `progress_bar_metrics`, and where logging stands.
+
+    Args:
+        hidden: names in the progress bar that are not the user's.
+    """
+    tables = {
+        name: {key: value for key, value in table.items() if key not in hidden and _plain(value)}
+        for name, table in internals.metric_tables.items()
+    }
+    first, fx = internals.log_position
+    return {**tables, "first_batch": first, "fx": fx}
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | int | float | str)
+
+
+def restore_tables(internals: Internals, device: torch.device, saved: Mapping[str, Any]) -> None:
+    """Put the metric tables back."""
+    for name, table in internals.metric_tables.items():
+        table.update({key: _to(value, device) for key, value in saved[name].items()})
+    internals.log_position = (saved["first_batch"], saved["fx"])
+
+
+def numbers(internals: Internals, limit: int = 64) -> dict[str, float]:
+    """The trainer's callback metrics as plain numbers, for retention by a metric."""
+    found: dict[str, float] = {}
+    for key, value in internals.metric_tables["callback"].items():
+        if len(found) == limit:
+            break
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
+            found[key] = float(value)
+    return found
+
+
+# ---- gradients and flags
+
+
+def dump_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients accumulated so far, by parameter name."""
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def restore_gradients(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> list[NotRestored]:
+    """Put accumulated gradients back; must run after Lightning's `zero_grad` at the start of a run."""
+    live = dict(module.named_parameters())
+    for name, gradient in saved.items():
+        if name in live:
+            live[name].grad = gradient.to(live[name].device)
+    gone = [name for name in saved if name not in live]
+    return [NotRestored(f"gradient of {name!r}", "the model has no such parameter now") for name in gone]
+
+
+def dump_flags(module: torch.nn.Module) -> dict[str, list[str]]:
+    """Names of frozen parameters and of modules in eval mode."""
+    return {
+        "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],
+        "eval": [name for name, m in module.named_modules() if not m.training],
+    }
+
+
+def restore_flags(module: torch.nn.Module, saved: Mapping[str, list[str]]) -> None:
+    """Freeze, unfreeze and switch modes as saved."""
+    frozen, evaluating = set(saved["frozen"]), set(saved["eval"])
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad == (name in frozen):
+            parameter.requires_grad_(name not in frozen)
+    for name, submodule in module.named_modules():
+        submodule.training = name not in evaluating

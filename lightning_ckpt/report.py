@@ -1,0 +1,78 @@
+"""Collects the resume report of a Lightning run while it resumes, logs it and writes it beside the snapshots."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ckpt_engine.observe.resume_report import NotRestored, Rejected, Restored, ResumeReport
+from ckpt_engine.restore.load import Loaded
+
+_log = logging.getLogger("lightning_ckpt")
+
+FILE_NAME = "resume-report.json"
+
+
+@dataclass(slots=True)
+class ReportDraft:
+    """What is known so far.
+
+    Args:
+        url: the run's root.
+        loaded: the snapshot.
+    """
+
+    url: str
+    loaded: Loaded
+    restored: list[Restored] = field(default_factory=list)
+    not_restored: list[NotRestored] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def finish(self) -> ResumeReport:
+        """The report as a value."""
+        info = self.loaded.info
+        return ResumeReport(
+            url=self.url,
+            snapshot=info.id,
+            step=info.step,
+            epoch=info.epoch,
+            restored=tuple(self.restored),
+            not_restored=tuple(self.not_restored),
+            rejected=tuple(Rejected(r.snapshot, r.code, r.reason) for r in self.loaded.rejected),
+            notes=(*self.notes, *self.loaded.notes),
+            seconds=self.loaded.seconds,
+            read_bytes=self.loaded.read_bytes,
+        )
+
+
+def publish(report: ResumeReport, folder: Path) -> Path | None:
+    """Log the report and write it to `folder` as `resume-report.json`; returns the file.
+
+    A folder that cannot be written costs a warning, never the run.
+    """
+    level = logging.WARNING if report.not_restored or report.rejected else logging.INFO
+    _log.log(level, "%s", report.text())
+    try:
+        return _replace(folder / FILE_NAME, json.dumps(report.to_json(), indent=2) + "\n")
+    except OSError as err:
+        _log.warning("the resume report could not be written to %s: %s", folder, err)
+        return None
+
+
+def _replace(path: Path, text: str) -> Path:
+    """Replace the file in one step, so that a reader never sees half a report."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}-")
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path

@@ -1,0 +1,282 @@
+"""Resuming: `ckpt_path="auto"` becomes the newest usable snapshot, and what Lightning does not restore is put back.
+
+The order in which a resumed `fit` calls this: `resolve` (instead of the connector's `resume_start`), Lightning restores
+its own part, `before_epoch` and `after_epoch_start` around the first epoch start, `at_first_fetch` right before the
+first batch is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.data import rng
+from ckpt_engine.errors import NewerFormatError, ResumeError
+from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.restore.match import require_match, tensor_shapes
+from ckpt_engine.store.manifest import Manifest, SnapshotInfo
+from lightning_ckpt import epoch_start, loop_state
+from lightning_ckpt.boundary import Kind
+from lightning_ckpt.capture import OWN_KEY, OWN_VERSION
+from lightning_ckpt.compat import Internals, callbacks_of
+from lightning_ckpt.loaders import TrainLoaders
+from lightning_ckpt.report import ReportDraft, publish
+
+_log = logging.getLogger("lightning_ckpt")
+
+AUTO = "auto"
+
+
+class Resume:
+    """One resolution of `ckpt_path`, and the rest of the restore if it found a snapshot.
+
+    Args:
+        internals: of the trainer.
+        trainer: that resumes.
+        module: the LightningModule.
+        checkpointer: opens the run's folder.
+        loaders: of this fit; None outside of `fit`.
+    """
+
+    def __init__(
+        self,
+        internals: Internals,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        checkpointer: Checkpointer,
+        loaders: TrainLoaders | None,
+    ) -> None:
+        self._internals = internals
+        self._trainer = trainer
+        self._module = module
+        self._checkpointer = checkpointer
+        self._loaders = loaders
+        self._own: Mapping[str, Any] = {}
+        self.report: ReportDraft | None = None
+        self.pending = False
+
+    # ---- choosing
+
+    def resolve(self, original: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
+        """Runs instead of the connector's `resume_start`.
+
+        Raises:
+            ResumeError: outside of `fit` there is nothing to load.
+            NoUsableSnapshotError: there are snapshots, and none is usable.
+            MismatchError: the snapshot is of another model; names the keys, before any data is read.
+        """
+        if path != AUTO:
+            self._warn_if_ignored(path)
+            original(path, *args, **kwargs)
+            return
+        root = self._checkpointer.root_url
+        if self._loaders is not None:
+            self._checkpointer.start()
+        candidate = self._checkpointer.choose(check=self._fits)
+        hpc = self._newer_hpc(candidate.info if candidate else None)
+        if hpc is not None:
+            _log.info("ckpt_path='auto': %s is newer than the newest snapshot in %s", hpc, root)
+            original(hpc, *args, **kwargs)
+        elif candidate is None:
+            if self._loaders is None:
+                raise ResumeError(
+                    f"ckpt_path='auto': there is no snapshot in {root}, and untrained weights are not worth scoring",
+                    hint="train first, or pass the path of a checkpoint",
+                )
+            _log.info("ckpt_path='auto': no snapshot in %s yet, starting fresh", root)
+            original(None, *args, **kwargs)
+        else:
+            self._load()
+
+    def _load(self) -> None:
+        state = self._checkpointer.load(check=self._fits)
+        loaded = self._checkpointer.loaded
+        assert state is not None
+        assert loaded is not None
+        own = state.pop(OWN_KEY, None)
+        if own is not None and own["version"] > OWN_VERSION:
+            raise NewerFormatError(
+                f"snapshot {loaded.info.id} was written by a later version of lightning_ckpt", hint="update ckpt-engine"
+            )
+        self._own = own or {}
+        self._internals.hand_over(state, f"{self._checkpointer.root_url}#{loaded.info.id}")
+        if self._loaders is None:
+            _log.info("loaded the weights of snapshot %s (step %d)", loaded.info.id, loaded.info.step)
+            return
+        if own is None:
+            raise ResumeError(
+                f"snapshot {loaded.info.id} was not taken in a Lightning run", hint="give this run its own folder"
+            )
+        self.report = ReportDraft(self._checkpointer.root_url, loaded)
+        self.report.notes.append(_where(own))
+        self.pending = True
+        self._trainer.should_stop = self._should_stop()
+        # A resumed run has been past its sanity check; its validation must not run at other places than it did.
+        self._trainer.num_sanity_val_steps = 0
+        self._loaders.expect(own["loaders"])
+
+    def _fits(self, manifest: Manifest) -> None:
+        """Raises where the weights of the snapshot are not those of this model."""
+        module = self._module
+        if is_overridden("on_load_checkpoint", module):
+            return  # the user's hook may well convert the old weights
+        expected = {
+            name: tuple(value.shape)
+            for name, value in module.state_dict().items()
+            if isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
+        }
+        found = tensor_shapes(manifest, ("state_dict",))
+        if not module.strict_loading:
+            common = expected.keys() & found.keys()
+            expected = {name: shape for name, shape in expected.items() if name in common}
+            found = {name: shape for name, shape in found.items() if name in common}
+        require_match(expected, found, what="model", snapshot=manifest.info.id)
+
+    def _newer_hpc(self, info: SnapshotInfo | None) -> str | None:
+        """The Slurm requeue file if it is newer than our snapshot."""
+        if not SLURMEnvironment.detect():
+            return None
+        path = self._internals.hpc_path()
+        if path is None or info is None:
+            return path
+        try:
+            step = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"]
+        except (pickle.UnpicklingError, RuntimeError, KeyError):
+            return path if Path(path).stat().st_mtime > info.created else None
+        return path if step > info.step else None
+
+    def _should_stop(self) -> bool:
+        """Whether `trainer.should_stop` was set for good.
+
+        A stop by EarlyStopping is part of the run: it must hold after a restart too. A timer, a signal handler or the
+        user's own code may have stopped the process only to start it again.
+        """
+        if not self._own["should_stop"] or Kind(self._own["kind"]) not in (Kind.STOPPED, Kind.FINISHED):
+            return bool(self._own["should_stop"])
+        if (
+            any(isinstance(callback, EarlyStopping) for callback in callbacks_of(self._trainer))
+            and self._own["stopped_early"]
+        ):
+            return True
+        assert self.report is not None
+        self.report.notes.append("training was stopped through trainer.should_stop, not by EarlyStopping: it goes on")
+        return False
+
+    def _warn_if_ignored(self, path: Any) -> None:
+        """A run that starts fresh although there are snapshots is most often a forgotten `ckpt_path`."""
+        if self._loaders is None:
+            return
+        snapshots = self._checkpointer.snapshots()
+        if snapshots:
+            _log.warning(
+                "%s has %d snapshots up to step %d, and fit(ckpt_path=%r) does not resume from them; "
+                "pass ckpt_path='auto' to continue that run",
+                self._checkpointer.root_url,
+                len(snapshots),
+                max(info.step for info in snapshots),
+                path,
+            )
+
+    # ---- restoring
+
+    @property
+    def cadence_state(self) -> Mapping[str, Any] | None:
+        """What the earlier run had learned about its snapshots."""
+        return self._own.get("cadence")
+
+    @property
+    def finished(self) -> bool:
+        """The snapshot shows an epoch that is over."""
+        return Kind(self._own["kind"]) is Kind.FINISHED
+
+    def before_epoch(self) -> None:
+        """Before Lightning starts the first epoch of the resumed run."""
+        assert self._loaders is not None
+        self._loaders.settle()
+        self._internals.reload_epoch = self._own["reload_epoch"]
+        if self.finished:
+            self._internals.clear_restart()
+            self._loaders.load_again()
+            self._loaders.resumed()
+            self._put_back()
+            self.pending = False
+        else:
+            loop_state.restore_tables(self._internals, self._module.device, self._own["tables"])
+
+    def after_epoch_start(self) -> None:
+        """After Lightning started it: in the middle of an epoch it does not call `on_train_epoch_start`."""
+        epoch_start.replay(self._trainer, self._module)
+
+    def at_first_fetch(self) -> None:
+        """The last moment before anything of the resumed run happens."""
+        assert self._loaders is not None
+        self._internals.clear_restart()
+        self._loaders.resumed()
+        self._internals.ended_loaders = self._own["ended_loaders"]
+        self._put_back()
+        self.pending = False
+
+    def _put_back(self) -> None:
+        own, module, internals, report = self._own, self._module, self._internals, self.report
+        assert report is not None
+        missing = loop_state.restore_results(internals, self._trainer, module, own["results"])
+        missing += loop_state.restore_metrics(module, own["metrics"])
+        loop_state.restore_tables(internals, module.device, own["tables"])
+        if own["gradients"] is not None:
+            missing += loop_state.restore_gradients(module, own["gradients"])
+        if own["flags"] != own["flags_at_start"]:
+            if loop_state.dump_flags(module) == own["flags_at_start"]:
+                loop_state.restore_flags(module, own["flags"])
+            elif loop_state.dump_flags(module) != own["flags"]:
+                missing.append(NotRestored("frozen parameters and eval modes", "the script sets others now"))
+        missing += [NotRestored("random streams", problem) for problem in rng.restore(own["rng"])]
+        if internals.validates_by_time:
+            missing.append(NotRestored("time of the next validation", "val_check_interval counts from the restart"))
+        report.not_restored += missing
+        report.restored += _parts(own, self._trainer)
+        report.notes += [f"{path} was not stored: {why}" for path, why in own["left_out"].items()]
+
+    def publish(self) -> None:
+        """Log and write the report, once the first batch was fetched or training turned out to be over."""
+        if self.report is None or self._loaders is None:
+            return
+        if self.pending:
+            self.report.notes.append("training was complete already: nothing was done")
+        else:
+            self.report.not_restored += self._loaders.problems()
+        url = self._checkpointer.root_url.removeprefix("file://")
+        folder = url if "://" not in url else self._trainer.log_dir or self._trainer.default_root_dir
+        report, self.report = self.report.finish(), None
+        publish(report, Path(folder))
+
+
+def _where(own: Mapping[str, Any]) -> str:
+    if Kind(own["kind"]) is Kind.FINISHED:
+        return f"epoch {own['epoch']} was complete"
+    return f"continues in epoch {own['epoch']} after {own['batch']} batches"
+
+
+def _parts(own: Mapping[str, Any], trainer: pl.Trainer) -> list[Restored]:
+    optimizers = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
+    schedulers = ", ".join(type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs)
+    parts = [Restored("weights"), Restored("optimizers", optimizers), Restored("loop counters")]
+    if schedulers:
+        parts.append(Restored("schedulers", schedulers))
+    parts.append(Restored("random streams", ", ".join(own["rng"])))
+    parts.append(Restored("data position", f"{len(own['loaders'])} loaders"))
+    if own["results"] or own["metrics"]:
+        detail = f"{len(own['results'])} logged values, {len(own['metrics'])} metric objects"
+        parts.append(Restored("running means", detail))
+    if own["gradients"]:
+        parts.append(Restored("accumulated gradients"))
+    return parts

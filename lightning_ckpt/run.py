@@ -1,0 +1,310 @@
+"""One `fit` with snapshots: connects trainer, cadence, loaders and engine, and takes a snapshot at due boundaries."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.config import Config
+from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
+from ckpt_engine.frequency.driver import Cadence
+from ckpt_engine.frequency.settings import FrequencySettings
+from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.observe.fanout import FanOutSink
+from ckpt_engine.observe.log import LogSink
+from lightning_ckpt import loop_state
+from lightning_ckpt.boundary import Kind, Position, kind_of, postponed
+from lightning_ckpt.capture import Capture, Instant
+from lightning_ckpt.compat import Internals, callbacks_of
+from lightning_ckpt.guard import FenceGuard, StepFence
+from lightning_ckpt.loaders import TrainLoaders
+from lightning_ckpt.resume import Resume
+from lightning_ckpt.telemetry import BAR_NAMES, Telemetry
+
+_log = logging.getLogger("lightning_ckpt")
+
+END_WAIT_SECONDS = 600.0
+EXCEPTION_WAIT_SECONDS = 30.0
+
+
+class FitRun:
+    """Everything that lives from `setup("fit")` to `teardown` or `on_exception`.
+
+    Args:
+        trainer: that fits.
+        module: what it fits.
+        config: options.
+        owner: the callback of the user; snapshots are taken only while it is in `trainer.callbacks`.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, config: Config, owner: Callback) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._config = config
+        self._owner = owner
+        self._internals = Internals(trainer)
+        self._internals.probe()
+        log = LogSink()
+        self.cadence = Cadence(_settings(config), SystemClock(), log)
+        self.telemetry = Telemetry(self.cadence)
+        self.checkpointer = Checkpointer(config)
+        self.checkpointer.events = FanOutSink(log, self.cadence, self.telemetry)
+        self._loaders = TrainLoaders(self._internals, trainer)
+        self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders)
+        self._capture = Capture(self._internals, trainer, module)
+        self._lazy = self._capture.lazy() if config.lazy == "auto" else None
+        self.guard = FenceGuard(self.fence, self._epoch_ended, self._train_ended)
+        self._step_fence = StepFence(self.fence)
+        self._flags_at_start: dict[str, list[str]] = {"frozen": [], "eval": []}
+        self._sanity_steps = trainer.num_sanity_val_steps
+        self._validation_began: float | None = None
+        self._validated = False
+        self._announced_optimizers = False
+        self._end_taken = False
+        self._report_due = False
+
+    # ---- connecting
+
+    def connect(self) -> None:
+        """Hook into the trainer; undone by `disconnect`."""
+        internals = self._internals
+        internals.wrap_resume_start(self.resume.resolve)
+        internals.wrap_process_dataloader(self._loaders.follow)
+        internals.wrap_epoch_start(self._before_epoch, self._after_epoch_start)
+        internals.wrap_fetch(self._boundary)
+        self._step_fence.install()
+        others = [callback for callback in callbacks_of(self._trainer) if callback is not self._owner]
+        # Weights must be whole before any other callback changes them, and callbacks' states final when captured.
+        self._internals.set_callbacks([self.guard, *others, self._owner])
+
+    def disconnect(self) -> None:
+        """Leave the trainer as it was found."""
+        self._internals.unwrap()
+        self._step_fence.remove()
+        self._loaders.release()
+        self._internals.set_callbacks(
+            [callback for callback in callbacks_of(self._trainer) if callback is not self.guard]
+        )
+        self._trainer.num_sanity_val_steps = self._sanity_steps
+
+    @property
+    def _active(self) -> bool:
+        # Tuner callbacks run the same loops with the callbacks taken out.
+        return self._owner in callbacks_of(self._trainer) and not self._trainer.sanity_checking
+
+    @property
+    def step(self) -> int:
+        """The training step: optimizer steps, or batches where the model steps raw optimizers that nobody counts."""
+        return int(self._trainer.global_step) or (
+            0 if self._module.automatic_optimization else self._internals.batches_in_total
+        )
+
+    # ---- what the callback's hooks call
+
+    def train_started(self) -> None:
+        """Lightning has restored its part; loaders exist."""
+        self.checkpointer.start()
+        self._flags_at_start = loop_state.dump_flags(self._module)
+        if self.resume.pending and (learned := self.resume.cadence_state) is not None:
+            self.cadence.restore(learned)
+        self._announce()
+        self.cadence.start(self.step)
+
+    def validation_started(self) -> None:
+        """Time from here to `validation_ended` is not training."""
+        self._validation_began = time.monotonic()
+
+    def validation_ended(self) -> None:
+        """A validation inside of training is over."""
+        if self._trainer.sanity_checking:
+            return
+        self._validated = True
+        if self._validation_began is not None:
+            self.cadence.exclude(time.monotonic() - self._validation_began)
+            self._validation_began = None
+        self.cadence.validation_ended()
+
+    def batch_started(self) -> None:
+        """The first batch of a resumed run was fetched: its report is final."""
+        if self._report_due:
+            self._report_due = False
+            self.resume.publish()
+
+    def batch_ended(self) -> None:
+        """Numbers for loggers and the progress bar."""
+        self._validated = False
+        self.telemetry.show(self._internals.metric_tables["progress_bar"])
+        if self._trainer.loggers and self._internals.logs_now:
+            self.telemetry.log(self._trainer, self._internals.batches_that_stepped)
+
+    def close(self) -> None:
+        """Training ended by itself: wait until everything is durable."""
+        if self.resume.pending:
+            self.resume.publish()
+        self.disconnect()
+        self.checkpointer.close()
+
+    def abort(self, exception: BaseException) -> None:
+        """Training failed: no collective, no new snapshot (but after a SIGTERM between two batches), a deadline."""
+        try:
+            if isinstance(exception, SIGTERMException) and self._trainer.world_size == 1:
+                self._take_on_signal()
+            self.checkpointer.close(EXCEPTION_WAIT_SECONDS)
+        except CkptError as err:
+            # The user must see the exception that stopped training, not this one.
+            _log.error("while handling %s: %s", type(exception).__name__, err)
+        finally:
+            self.disconnect()
+
+    def fence(self) -> None:
+        """Wait until lazily copied tensors may change."""
+        seconds = self.checkpointer.before_update()
+        if seconds:
+            self.cadence.fence(seconds)
+            self.telemetry.fenced(seconds)
+
+    # ---- the loops
+
+    def _before_epoch(self) -> None:
+        if self.resume.pending:
+            self.resume.before_epoch()
+            self._report_due = True
+
+    def _after_epoch_start(self) -> None:
+        self._loaders.measure()
+        if self.resume.pending:
+            self.resume.after_epoch_start()
+
+    def _boundary(self) -> None:
+        """The fetch boundary."""
+        if not self._active:
+            return
+        if self.resume.pending:
+            self.resume.at_first_fetch()
+        self.checkpointer.poll()
+        self._announce()
+        step = self.step
+        reason = self.cadence.boundary(step)
+        if reason is None:
+            return
+        position = self._position()
+        obstacle = postponed(position) or (None if self.checkpointer.ready() else "busy")
+        if self._internals.user_fetches:
+            obstacle = "dataloader_iter"
+        if obstacle is not None:
+            self.cadence.skipped(step, obstacle)
+            return
+        self._take(kind_of(position), reason, step)
+
+    def _position(self) -> Position:
+        return Position(
+            batches_in_epoch=self._internals.batches_in_epoch,
+            accumulating=self._internals.accumulating,
+            validated=self._validated,
+            only_starts=self._trainer.num_training_batches == 1,
+        )
+
+    def _epoch_ended(self) -> None:
+        """First of all `on_train_epoch_end` hooks."""
+        if self._active and self._internals.ends_mid_epoch and self._config.at_end:
+            # A longer run would go on in this epoch, so this must be captured before anything sees its end.
+            self._take_at_end(Kind.STOPPED)
+
+    def _train_ended(self) -> None:
+        """First of all `on_train_end` hooks: weight averaging has not replaced the weights yet."""
+        if self._active and self._config.at_end and not self._end_taken:
+            self._take_at_end(Kind.FINISHED)
+
+    def _take_at_end(self, kind: Kind) -> None:
+        self._end_taken = True
+        deadline = time.monotonic() + END_WAIT_SECONDS
+        while not self.checkpointer.ready():
+            if time.monotonic() > deadline or not self.checkpointer.wait(deadline - time.monotonic()):
+                _log.error("the final state was not saved: earlier snapshots are still being written")
+                return
+        self._take(kind, self.cadence.ended(self.step) or "end", self.step)
+
+    def _take_on_signal(self) -> None:
+        if not self._active or not self._internals.between_batches or not self.checkpointer.ready():
+            return
+        kind = kind_of(self._position()) if self._internals.in_epoch else Kind.FINISHED
+        self._take(kind, "signal", self.step)
+
+    def _take(self, kind: Kind, reason: str, step: int) -> None:
+        began = time.perf_counter()
+        try:
+            handle = self.checkpointer.save(
+                self._state(kind),
+                step=step,
+                epoch=self._trainer.current_epoch,
+                reason=reason,
+                metrics=loop_state.numbers(self._internals),
+                lazy=self._lazy,
+                notes={"trainer": "lightning", "kind": kind.value, "batch": self._internals.batches_in_epoch},
+            )
+        except (StorageError, WriterError) as err:
+            if isinstance(err, LeaseHeldError) or self._config.on_error == "raise":
+                raise
+            _log.error("no snapshot of step %d: %s", step, err)
+            self.cadence.skipped(step, "error")
+            return
+        if handle.skipped is not None:
+            self.cadence.skipped(step, "busy")
+            return
+        stall = time.perf_counter() - began
+        self.cadence.taken(step, stall)
+        self.telemetry.took(stall)
+
+    def _state(self, kind: Kind) -> dict[str, Any]:
+        trainer, internals = self._trainer, self._internals
+        accumulating = internals.accumulating or (not self._module.automatic_optimization)
+        return self._capture.state(
+            Instant(
+                kind=kind,
+                loaders=self._loaders.states(epoch_is_over=kind is Kind.FINISHED),
+                gradients=accumulating and kind is not Kind.FINISHED,
+                extras={
+                    "epoch": trainer.current_epoch,
+                    "batch": internals.batches_in_epoch,
+                    "cadence": self.cadence.state(),
+                    "stopped_early": any(
+                        callback.stopped_epoch == trainer.current_epoch
+                        for callback in callbacks_of(trainer)
+                        if isinstance(callback, EarlyStopping)
+                    ),
+                },
+                hidden=BAR_NAMES,
+                flags_at_start=self._flags_at_start,
+            )
+        )
+
+    def _announce(self) -> None:
+        """Make the arena ready in the background; again once the optimizers have their state."""
+        if self._announced_optimizers:
+            return
+        has_state = any(optimizer.state for optimizer in self._trainer.optimizers)
+        if has_state or self._internals.batches_in_total == 0 or self.resume.pending:
+            self._announced_optimizers = has_state
+            state = self._state(Kind.PLAIN)
+            self.checkpointer.prepare(state, lazy=self._lazy)
+            self.cadence.announce(self.checkpointer.arena_bytes() // self._config.slots)
+
+
+def _settings(config: Config) -> FrequencySettings:
+    given = config.model_fields_set
+    return FrequencySettings.from_options(
+        overhead=config.overhead if "overhead" in given else None,
+        max_lost_work_seconds=config.max_lost_work,
+        mtbf_seconds=None if config.mtbf == "auto" else float(config.mtbf),
+        every_n_steps=config.every_n_steps,
+        every_seconds=config.every_seconds,
+        on_validation_end=config.on_validation_end,
+        at_end=config.at_end,
+        slots=config.slots,
+    )

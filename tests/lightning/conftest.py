@@ -1,0 +1,21 @@
+"""Runs are compared bit for bit: one thread, and the process's random streams and settings as they were."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    quiet = logging.getLogger("lightning.pytorch")
+    level = quiet.level
+    quiet.setLevel(logging.ERROR)
+    yield
+    quiet.setLevel(level)
+    torch.set_num_threads(before)

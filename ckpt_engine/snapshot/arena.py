@@ -6,7 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,7 @@ from ckpt_engine.errors import StateError
 from ckpt_engine.snapshot.plan import WITHOUT_COPY, Plan
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
-_PREFAULT_BYTES = 64 << 20
+_PREFAULT_BYTES = 8 << 20
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -54,15 +54,18 @@ class Slot:
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._bound: _Bound | None = None
 
-    def prefault(self, stop: threading.Event | None = None) -> None:
+    def prefault(self, go_on: Callable[[], bool] = lambda: True) -> None:
         """Touch every page so that staging never pays for page faults. Any thread; releases the GIL.
+
+        Args:
+            go_on: asked between chunks; False ends it early.
 
         Raises:
             StateError: not enough memory.
         """
         base = self._bytes.data_ptr()
         for start in range(0, self.nbytes, _PREFAULT_BYTES):
-            if stop is not None and stop.is_set():
+            if not go_on():
                 return
             size = min(_PREFAULT_BYTES, self.nbytes - start)
             if _LIBC.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(size), _POPULATE_WRITE) != 0:

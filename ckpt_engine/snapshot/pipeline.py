@@ -21,7 +21,7 @@ from ckpt_engine.snapshot.flatten import Flattener, LazyPredicate
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.plan import Plan, Planner
 from ckpt_engine.snapshot.slots import Slots
-from ckpt_engine.snapshot.stage import LazyCopier, Staging
+from ckpt_engine.snapshot.stage import Copier, Staging
 
 WAIT_SECONDS = 3600.0
 
@@ -53,7 +53,7 @@ class Pipeline:
         self._check_lazy = check_lazy
         self._planner = Planner(Flattener(pickle_paths))
         self._slots = Slots(slots)
-        self._copier = LazyCopier()
+        self._copier = Copier()
         self._writer: _Writer | None = None
         self._staging: Staging | None = None
         self._jobs = 0
@@ -124,10 +124,12 @@ class Pipeline:
         )
         handle = SaveHandle(self, step)
         self._pending[job.job] = (handle, slot.index)
-        staging = Staging(capture, slot.views(capture.plan), self._submitter(job, self._writer), check=self._check_lazy)
+        submit = self._submitter(job, self._writer)
+        staging = Staging(capture, slot.views(capture.plan), submit, check=self._check_lazy)
+        with self._slots.undisturbed():
+            staging.begin(self._copier)
         if not staging.complete:
             self._staging = staging
-            self._copier.submit(staging)
         handle.stall_seconds = time.perf_counter() - began
         self._emit(SnapshotStaged("", step, handle.stall_seconds, capture.plan.nbytes))
         return handle

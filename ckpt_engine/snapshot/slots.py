@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ckpt_engine.errors import StateError, WaitTimeoutError
 from ckpt_engine.snapshot.arena import Slot, slot_bytes
@@ -25,11 +27,14 @@ class Slots:
         self._warm_up: _WarmUp | None = None
 
     def take(self, plan: Plan) -> Slot | None:
-        """A slot that holds `plan`, made and touched now if it must be; None while there is none (see `ready`).
+        """A slot that holds `plan`, made and touched now if it must be; None while all are in use.
 
         Raises:
             StateError: the memory is not to be had.
+            WaitTimeoutError: the background warm-up does not get on.
         """
+        if self._warm_up is not None and not self._free and not self._busy:
+            self._warm_up.wait_for_one()
         if not self.ready():
             return None
         self._retire_small(plan.layout.nbytes)
@@ -61,6 +66,19 @@ class Slots:
         missing = self._count - len(self._free) - len(self._busy)
         if missing > 0:
             self._warm_up = _WarmUp([self._new(plan) for _ in range(missing)])
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """While the `with` block runs, the warm-up leaves memory bandwidth and cores alone."""
+        warm = self._warm_up
+        if warm is None:
+            yield
+            return
+        warm.pause()
+        try:
+            yield
+        finally:
+            warm.resume()
 
     def known(self) -> list[Slot]:
         """All slots that exist, for a writer that is started anew."""
@@ -104,8 +122,9 @@ class _WarmUp:
     def __init__(self, slots: list[Slot]) -> None:
         self.slots = list(slots)
         self._done: list[Slot] = []
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._changed = threading.Condition()
+        self._paused = False
+        self._stopped = False
         self._error: StateError | None = None
         self._thread = threading.Thread(target=self._run, args=(tuple(slots),), name="ckpt-prefault", daemon=True)
         self._thread.start()
@@ -115,18 +134,34 @@ class _WarmUp:
         return not self._thread.is_alive() and not self._done
 
     def take_done(self) -> list[Slot]:
-        with self._lock:
+        with self._changed:
             done, self._done = self._done, []
         for slot in done:
             self.slots.remove(slot)
         return done
 
+    def wait_for_one(self) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._done or self._error or self._stopped, PREFAULT_TIMEOUT_SECONDS):
+                raise WaitTimeoutError("the arena's background thread does not get on")
+
     def raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
+    def pause(self) -> None:
+        with self._changed:
+            self._paused = True
+
+    def resume(self) -> None:
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
     def stop(self) -> None:
-        self._stop.set()
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
         self._thread.join(PREFAULT_TIMEOUT_SECONDS)
         if self._thread.is_alive():
             raise WaitTimeoutError("the arena's background thread did not stop")
@@ -134,9 +169,17 @@ class _WarmUp:
     def _run(self, slots: tuple[Slot, ...]) -> None:
         for slot in slots:
             try:
-                slot.prefault(self._stop)
+                slot.prefault(self._go_on)
             except StateError as err:
-                self._error = err
+                with self._changed:
+                    self._error = err
+                    self._changed.notify_all()
                 return
-            with self._lock:
+            with self._changed:
                 self._done.append(slot)
+                self._changed.notify_all()
+
+    def _go_on(self) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or not self._paused, PREFAULT_TIMEOUT_SECONDS)
+            return not self._stopped

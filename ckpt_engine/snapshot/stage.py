@@ -2,11 +2,15 @@
 
 Lazy staging (CheckFreq's two-phase snapshot, FAST'21 section 4.1) copies what does not change before the next update
 on a background thread while forward and backward run. `fence` waits for the rest and helps with it.
+
+The copies are plain memory moves shared out over our own threads. torch's parallel copy joins all its threads after every single
+tensor, and with hundreds of tensors each join can wait for a scheduler slice as soon as something else uses a core.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections import deque
@@ -20,8 +24,10 @@ from ckpt_engine.snapshot.flatten import show_path
 from ckpt_engine.snapshot.plan import Capture
 
 _CHUNK_BYTES = 16 << 20
-_SMALL_BYTES = 64 << 10
+_SMALL_BYTES = 32 << 10  # torch copies up to 32,768 elements without its thread team
 _GROUP = 512
+_HELP_BYTES = 4 << 20
+_MAX_HELPERS = 3
 _IDLE_SECONDS = 5.0
 FENCE_TIMEOUT_SECONDS = 600.0
 
@@ -36,7 +42,7 @@ class _Move:
     nbytes: int
 
     def run(self) -> None:
-        # ctypes drops the GIL and starts no thread team, so the copy takes one core at most from training.
+        # ctypes drops the GIL and starts no thread team, so a thread takes one core at most from training.
         ctypes.memmove(self.dst.data_ptr() + self.start, self.src.data_ptr() + self.start, self.nbytes)
 
 
@@ -48,26 +54,61 @@ class _Copy:
     src: list[torch.Tensor]
 
     def run(self) -> None:
-        copy_all(self.dst, self.src)
-
-
-def copy_all(dst: list[torch.Tensor], src: list[torch.Tensor]) -> None:
-    """Copy tensors pairwise in one call."""
-    if dst:
         with torch.no_grad():
-            torch._foreach_copy_(dst, src)
+            torch._foreach_copy_(self.dst, self.src)
+
+
+class _Part:
+    """Copy tasks that are complete together. Any thread may take some."""
+
+    def __init__(self, tasks: Sequence[_Move | _Copy]) -> None:
+        self._work = deque(tasks)
+        self._left = len(tasks)
+        self._lock = threading.Lock()
+        self.complete = threading.Event()
+        self.error: BaseException | None = None
+        if not tasks:
+            self.complete.set()
+
+    def run_some(self) -> bool:
+        """Run one task; False when none is left to take. Errors are kept in `error`. True once more after the last."""
+        try:
+            task = self._work.popleft()
+        except IndexError:
+            return False
+        try:
+            task.run()
+        except Exception as err:  # noqa: BLE001 - raised by the fence on the training thread
+            self.error = err
+        with self._lock:
+            self._left -= 1
+            last = self._left == 0
+        if last:
+            self.complete.set()
+        return True
+
+    def finish(self) -> None:
+        """Help until all tasks have run.
+
+        Raises:
+            WaitTimeoutError: another thread did not finish its task.
+        """
+        while self.run_some():
+            pass
+        if not self.complete.wait(FENCE_TIMEOUT_SECONDS):
+            raise WaitTimeoutError(f"staging did not finish within {FENCE_TIMEOUT_SECONDS:.0f} s")
 
 
 class Staging:
     """The copy of one captured state into arena views.
 
-    The constructor copies everything that is not lazy. Then `run_some` may be called by a background thread, and
-    `fence` by the training thread. `on_staged` is called exactly once, by whichever thread copies the last byte.
+    The constructor prepares the tasks. `begin` returns when everything that is not lazy is copied; the rest is copied by
+    the copier's thread, and by the training thread in `fence`. `on_staged` is called exactly once, by whichever thread
+    finds everything copied, with the error that stopped a copy or None. It must not raise.
 
     Args:
         capture: what to copy.
         views: destinations, one per `capture.plan.sources`.
-        on_staged: takes the error that stopped the background copy, or None.
         check: keep an eager copy of the lazy part and compare at the fence (debug mode).
     """
 
@@ -79,45 +120,36 @@ class Staging:
         *,
         check: bool = False,
     ) -> None:
-        sources = capture.plan.sources
         self._on_staged = on_staged
-        self._lock = threading.Lock()
-        self._complete = threading.Event()
-        self._error: BaseException | None = None
-        arrays = capture.arrays
-        tensors = [source.tensor(arrays) for source in sources]
-        lazy = [(s, v, t.detach()) for s, v, t in zip(sources, views, tensors, strict=True) if s.lazy]
-        if lazy:
-            eager = [(v, t) for s, v, t in zip(sources, views, tensors, strict=True) if not s.lazy]
-            copy_all([v for v, _ in eager], [t for _, t in eager])
-        else:
-            copy_all(list(views), tensors)
+        self._told = threading.Lock()
+        self._settled = threading.Event()
+        sources = capture.plan.sources
+        pairs = list(zip(views, (source.tensor(capture.arrays) for source in sources), strict=True))
+        lazy = [(s, v, t.detach()) for s, (v, t) in zip(sources, pairs, strict=True) if s.lazy]
+        eager = [pair for s, pair in zip(sources, pairs, strict=True) if not s.lazy] if lazy else pairs
         self._check = [(s, v, t.clone()) for s, v, t in lazy] if check else []
-        self._work: deque[_Move | _Copy] = deque(_tasks([(v, t) for _, v, t in lazy]))
-        self._left = len(self._work)
-        self.lazy = bool(lazy)
-        if not self._work:
-            self._finish()
+        self.eager = _Part(_tasks(eager))
+        self.lazy = _Part(_tasks([(v, t) for _, v, t in lazy]))
+        self.worth_help = sum(v.numel() * v.element_size() for v, _ in eager) >= _HELP_BYTES
 
-    def run_some(self) -> bool:
-        """Copy one chunk; False when no chunk is left to take. Any thread."""
-        try:
-            task = self._work.popleft()
-        except IndexError:
-            return False
-        try:
-            task.run()
-        except BaseException as err:
-            with self._lock:
-                self._error = self._error or err
-            raise
-        finally:
-            with self._lock:
-                self._left -= 1
-                last = self._left == 0
-            if last:
-                self._finish()
-        return True
+    def begin(self, copier: Copier) -> None:
+        """Copy the eager part with the copier's help and leave the lazy part to it. Training thread only.
+
+        Raises:
+            StateError: a copy failed.
+        """
+        if self.worth_help or not self.lazy.complete.is_set():
+            copier.submit(self)
+        self.eager.finish()
+        self._settle()
+        self._raise()
+
+    def help_lazily(self) -> None:
+        """Copy the lazy part; the copier's thread."""
+        while self.lazy.run_some():
+            pass
+        if self.eager.complete.is_set() and self.lazy.complete.is_set():
+            self._settle()
 
     def fence(self) -> float:
         """Return when every byte is in the arena; seconds waited. Training thread only.
@@ -127,12 +159,11 @@ class Staging:
             StateError: a copy failed, or (debug mode) lazily staged bytes changed before they were copied.
         """
         began = time.perf_counter()
-        while self.run_some():
-            pass
-        if not self._complete.wait(FENCE_TIMEOUT_SECONDS):
-            raise WaitTimeoutError(f"staging did not finish within {FENCE_TIMEOUT_SECONDS:.0f} s")
-        if self._error is not None:
-            raise StateError(f"staging failed: {self._error}") from self._error
+        self.lazy.finish()
+        self._settle()
+        if not self._settled.wait(FENCE_TIMEOUT_SECONDS):
+            raise WaitTimeoutError("the staged snapshot was not handed over")
+        self._raise()
         waited = time.perf_counter() - began
         for source, view, expected in self._check:
             if not _same_bytes(view, expected):
@@ -145,14 +176,22 @@ class Staging:
 
     @property
     def complete(self) -> bool:
-        """Whether every byte is in the arena."""
-        return self._complete.is_set()
+        """Whether every byte is in the arena and `on_staged` has been called."""
+        return self._settled.is_set()
 
-    def _finish(self) -> None:
-        try:
-            self._on_staged(self._error)
-        finally:
-            self._complete.set()
+    def _settle(self) -> None:
+        if not (self.eager.complete.is_set() and self.lazy.complete.is_set()):
+            return
+        if self._told.acquire(blocking=False):
+            try:
+                self._on_staged(self.eager.error or self.lazy.error)
+            finally:
+                self._settled.set()
+
+    def _raise(self) -> None:
+        error = self.eager.error or self.lazy.error
+        if error is not None:
+            raise StateError(f"staging failed: {error}") from error
 
 
 def _tasks(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[_Move | _Copy]:
@@ -177,49 +216,67 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(flat[0], flat[1])
 
 
-class LazyCopier:
-    """The background thread that copies lazy parts; one per Checkpointer, started at the first lazy snapshot."""
+class Copier:
+    """The background threads that help to copy; one per Checkpointer, started when first needed.
 
-    def __init__(self) -> None:
-        self._queue: deque[Staging] = deque()
+    All of them help with eager parts, while training waits anyway. Only the first takes lazy parts, so that training
+    loses one core at most.
+    """
+
+    def __init__(self, helpers: int | None = None) -> None:
+        available = len(os.sched_getaffinity(0)) - 1
+        self._count = max(1, min(_MAX_HELPERS, available)) if helpers is None else helpers
+        self._current: Staging | None = None
+        self._turn = 0
         self._wake = threading.Condition()
         self._closed = False
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def submit(self, staging: Staging) -> None:
-        """Start copying; returns at once."""
+        """Start helping; returns at once."""
         with self._wake:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ckpt-stage", daemon=True)
-                self._thread.start()
-            self._queue.append(staging)
-            self._wake.notify()
+            if not self._threads:
+                for index in range(self._count):
+                    thread = threading.Thread(target=self._run, args=(index,), name=f"ckpt-stage-{index}", daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
+            self._current = staging
+            self._turn += 1
+            self._wake.notify_all()
 
     def close(self, timeout: float) -> None:
         """Stop after the chunk being copied.
 
         Raises:
-            WaitTimeoutError: the thread did not stop.
+            WaitTimeoutError: a thread did not stop.
         """
         with self._wake:
             self._closed = True
-            self._queue.clear()
-            self._wake.notify()
-        if self._thread is not None:
-            self._thread.join(timeout)
-            if self._thread.is_alive():
-                raise WaitTimeoutError(f"the staging thread did not stop within {timeout:.0f} s")
+            self._current = None
+            self._wake.notify_all()
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                raise WaitTimeoutError(f"a staging thread did not stop within {timeout:.0f} s")
 
-    def _run(self) -> None:
+    def _run(self, index: int) -> None:
+        seen = 0
         while True:
             with self._wake:
-                while not self._queue and not self._closed:
+                while self._turn == seen and not self._closed:
                     self._wake.wait(_IDLE_SECONDS)
                 if self._closed:
                     return
-                staging = self._queue.popleft()
-            try:
-                while not self._closed and staging.run_some():
-                    pass
-            except Exception:  # noqa: BLE001 - kept in the staging, raised by its fence
+                seen, staging = self._turn, self._current
+            if staging is None:
                 continue
+            while staging.eager.run_some():
+                pass
+            if index == 0:
+                staging.help_lazily()
+            # The tensors of a snapshot are not kept alive by a thread that waits for the next one.
+            del staging
+            with self._wake:
+                if self._turn == seen:
+                    self._current = None

@@ -11,7 +11,7 @@ from ckpt_engine.restore.rebuild import Rebuilder
 from ckpt_engine.snapshot.arena import Slot, slot_bytes
 from ckpt_engine.snapshot.flatten import Flattener
 from ckpt_engine.snapshot.plan import Capture, Planner
-from ckpt_engine.snapshot.stage import Staging
+from ckpt_engine.snapshot.stage import Copier, Staging
 
 
 def filled_tree(capture: Capture) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def through_arena(state: Any, planner: Planner | None = None, pickle_paths: tupl
     slot = Slot(0, slot_bytes(capture.plan))
     views = slot.views(capture.plan)
     errors: list[BaseException | None] = []
-    Staging(capture, views, errors.append)
+    Staging(capture, views, errors.append).begin(Copier(0))
     assert errors == [None]
     entries = {
         e.name: v.clone().view(getattr(torch, e.dtype)) for e, v in zip(capture.plan.layout.entries, views, strict=True)

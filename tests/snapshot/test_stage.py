@@ -12,7 +12,7 @@ from ckpt_engine.snapshot.arena import Slot, slot_bytes
 from ckpt_engine.snapshot.flatten import Flattener, Path
 from ckpt_engine.snapshot.plan import Planner
 from ckpt_engine.snapshot.slots import Slots
-from ckpt_engine.snapshot.stage import LazyCopier, Staging
+from ckpt_engine.snapshot.stage import Copier, Staging
 
 
 def everything(_: Path) -> bool:
@@ -24,11 +24,12 @@ def big_state() -> dict[str, torch.Tensor]:
     return {"w": torch.randn(3_000_000), "t": torch.randn(64, 32).t(), "e": torch.empty(0), **small}
 
 
-def stage(state: dict, lazy=None, *, check: bool = False):
+def stage(state: dict, lazy=None, *, copier: Copier | None = None, check: bool = False):
     capture = Planner(Flattener()).capture(state, lazy)
     slot = Slot(0, slot_bytes(capture.plan))
     done: list[BaseException | None] = []
     staging = Staging(capture, slot.views(capture.plan), done.append, check=check)
+    staging.begin(copier or Copier(0))
     names = [e.name for e in capture.plan.layout.entries]
     return staging, dict(zip(names, slot.views(capture.plan), strict=True)), done
 
@@ -59,12 +60,11 @@ def test_a_lazy_snapshot_is_the_instant_when_the_fence_is_kept() -> None:
 
 def test_background_thread_and_fence_share_the_work_without_tearing() -> None:
     """A mutator that waits for the fence every time never tears a snapshot, over many rounds."""
-    copier = LazyCopier()
+    copier = Copier()
     state = big_state()
     try:
         for _ in range(20):
-            staging, views, done = stage(state, everything)
-            copier.submit(staging)
+            staging, views, done = stage(state, everything, copier=copier)
             expected = {k: v.clone() for k, v in state.items()}
             staging.fence()
             for tensor in state.values():
@@ -107,20 +107,10 @@ def test_a_failed_copy_surfaces_at_the_fence_and_names_the_cause() -> None:
     views = [torch.zeros(70_000), torch.zeros(4)]
     done: list[BaseException | None] = []
     staging = Staging(capture, views, done.append)
-    worker = threading.Thread(target=lambda: _swallow(staging))
-    worker.start()
-    worker.join(10)
+    staging.begin(Copier(1))
     with pytest.raises(StateError, match="staging failed"):
         staging.fence()
     assert len(done) == 1 and done[0] is not None
-
-
-def _swallow(staging: Staging) -> None:
-    try:
-        while staging.run_some():
-            pass
-    except RuntimeError:
-        return
 
 
 def test_slots_are_taken_released_and_grown() -> None:

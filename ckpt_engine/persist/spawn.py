@@ -22,6 +22,7 @@ from ckpt_engine.persist.worker import refusal
 
 ANSWER_SECONDS = 60.0
 """How long the process may take to start and answer, on top of waiting for the lease."""
+ENTRY = Path(__file__).with_name("__main__.py")
 _TAIL_BYTES = 8192
 _REAP_SECONDS = 10.0
 
@@ -190,8 +191,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], Channel]:
     Raises:
         CannotSpawnError: something it needs does not exist here.
     """
-    script = Path(__file__).with_name("__main__.py")
-    if not sys.executable or not script.is_file():
+    if not sys.executable or not ENTRY.is_file():
         raise CannotSpawnError("there is no Python interpreter, or no source file, to start a process with")
     try:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -201,7 +201,7 @@ def _spawn() -> tuple[subprocess.Popen[bytes], Channel]:
         try:
             process = subprocess.Popen(
                 # -P: the working directory and the script's folder are not searched for modules.
-                [sys.executable, "-P", str(script), str(theirs.fileno())],
+                [sys.executable, "-P", str(ENTRY), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,

@@ -1,0 +1,67 @@
+"""Writers that are gone when a test ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_engine.persist.client import WriterClient, completed
+from ckpt_engine.persist.job import WriterConfig
+from ckpt_engine.persist.spawn import ProcessWriter
+from ckpt_engine.persist.thread import ThreadWriter
+from tests.persist.staged import WAIT_SECONDS, Stage
+
+
+class Writers:
+    """Starts writers of one kind on one run."""
+
+    def __init__(self, kind: type[ProcessWriter] | type[ThreadWriter], root: Path) -> None:
+        self.kind = kind
+        self.root = root
+        self._started: list[WriterClient] = []
+
+    def start(self, **changes: Any) -> Any:
+        config = completed(WriterConfig(**{"url": str(self.root), "drain_seconds": 30.0, **changes}))
+        client = self.kind.start(config)
+        self._started.append(client)
+        return client
+
+    def close(self) -> None:
+        for client in self._started:
+            assert client.close(WAIT_SECONDS)
+
+
+@pytest.fixture(params=[ProcessWriter, ThreadWriter], ids=["process", "thread"])
+def writers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Writers]:
+    """Each kind of writer in turn."""
+    kept = Writers(request.param, tmp_path / "run")
+    yield kept
+    kept.close()
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Writers]:
+    """Writer processes."""
+    kept = Writers(ProcessWriter, tmp_path / "run")
+    yield kept
+    kept.close()
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    """A small slot."""
+    found = Stage()
+    yield found
+    found.close()
+
+
+@pytest.fixture(autouse=True)
+def no_descriptors_left() -> Iterator[None]:
+    """Whatever a test opens is closed when its fixtures are."""
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    yield
+    after = len(list(Path("/proc/self/fd").iterdir()))
+    assert after <= before, f"{after - before} descriptors more than before"

@@ -1,0 +1,211 @@
+"""The pure parts of the writer: skeletons, pieces, values on the wire, and the mailbox."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_engine.errors import CkptError, LeaseHeldError, StorageFullError, WriterError
+from ckpt_engine.observe.events import Notice, SnapshotFailed, WriterLost
+from ckpt_engine.persist import protocol
+from ckpt_engine.persist.job import (
+    EntryLayout,
+    ErrorRecord,
+    JobDone,
+    Layout,
+    PersistJob,
+    WriterConfig,
+    config_from_json,
+    config_to_json,
+    done_from_json,
+    done_to_json,
+    job_from_json,
+    job_to_json,
+    layout_from_json,
+    layout_to_json,
+)
+from ckpt_engine.persist.mailbox import Mailbox
+from ckpt_engine.persist.pieces import CutLayout, Digesting, cut
+from ckpt_engine.persist.skeleton import Skeleton
+from ckpt_engine.persist.wire import decode, encode
+from ckpt_engine.store.digest import PIECE_BYTES, digest
+
+
+def value(index: int) -> dict[str, Any]:
+    return {"$": "v", "i": index}
+
+
+def test_a_skeleton_takes_new_values_each_time() -> None:
+    """Placeholders at any depth are replaced, and one filling does not show in the next."""
+    skeleton = Skeleton({"a": [value(1), {"$": "tuple", "items": [value(0)]}], "b": {"c": 3}})
+    assert skeleton.fill([10, {"x": 1}]) == {"a": [{"x": 1}, {"$": "tuple", "items": [10]}], "b": {"c": 3}}
+    assert skeleton.fill([11, None])["a"] == [None, {"$": "tuple", "items": [11]}]
+
+
+def test_values_are_inserted_as_they_are() -> None:
+    """A value that looks like a placeholder is none."""
+    assert Skeleton([value(0)]).fill([value(0)]) == [value(0)]
+
+
+def test_a_skeleton_may_be_one_value() -> None:
+    """A top-level key whose whole state is a number."""
+    assert Skeleton(value(0)).fill([5]) == 5
+
+
+def test_a_skeleton_names_its_entries_once() -> None:
+    """Tied tensors count once; plain data that has an "entry" key does not count."""
+    tensor = {"$": "tensor", "entry": "w"}
+    assert Skeleton([tensor, {"entry": "not"}, tensor, {"$": "ndarray", "entry": "v"}]).entries == ("w", "v")
+
+
+@pytest.mark.parametrize("values", [[], [1, 2]])
+def test_too_few_or_too_many_values_are_refused(values: list[Any]) -> None:
+    """A job that does not fit its skeleton must not become a snapshot."""
+    with pytest.raises(WriterError, match="1 placeholders"):
+        Skeleton([value(0)]).fill(values)
+
+
+@pytest.mark.parametrize("bad", [{"$": "v"}, {"$": "v", "i": -1}, {"$": "v", "i": "0"}])
+def test_a_placeholder_without_a_number_is_refused(bad: dict[str, Any]) -> None:
+    """Not silently stored as data."""
+    with pytest.raises(WriterError, match="placeholder"):
+        Skeleton([bad])
+
+
+@given(
+    shape=st.lists(st.integers(0, 9), max_size=3),
+    item=st.sampled_from([1, 2, 8]),
+    piece=st.integers(1, 64),
+    offset=st.integers(0, 99),
+)
+def test_pieces_cover_an_entry_exactly(shape: list[int], item: int, piece: int, offset: int) -> None:
+    """In order, without gaps, none too big, and at row boundaries wherever a row fits a piece."""
+    nbytes = math.prod(shape) * item
+    found = cut(EntryLayout("x", "int8", tuple(shape), "I8", offset, nbytes), piece)
+    position = offset
+    for extent in found:
+        assert extent.offset == position
+        assert 0 < extent.nbytes <= piece
+        position += extent.nbytes
+    assert position == offset + nbytes
+    row_bytes = nbytes // shape[0] if shape and shape[0] else nbytes
+    if 0 < row_bytes <= piece:
+        assert all((extent.offset - offset) % row_bytes == 0 for extent in found)
+        assert len(found) <= math.ceil(nbytes / (piece // row_bytes * row_bytes))
+
+
+def test_digests_are_those_of_the_pieces() -> None:
+    """An array of several pieces and a small one: every digest is of exactly its bytes."""
+    rows = PIECE_BYTES // 1000 + 5
+    big = EntryLayout("big", "uint8", (rows, 1000), "U8", 16, rows * 1000)
+    small = EntryLayout("small", "uint8", (3,), "U8", 16 + big.nbytes, 3)
+    layout = Layout(1, 16, small.offset + 3, (big, small))
+    image = memoryview(bytes(range(251)) * (layout.nbytes // 251 + 1))[: layout.nbytes]
+    cut_layout = CutLayout.of(layout)
+    entries = cut_layout.entries(Digesting(image, cut_layout).result())
+    assert [len(entries[name].pieces) for name in ("big", "small")] == [2, 1]
+    for entry in entries.values():
+        for piece in entry.pieces:
+            assert piece.digest == digest(image[piece.offset : piece.offset + piece.nbytes])
+            assert (piece.file, piece.codec, piece.raw_nbytes) == (0, "raw", piece.nbytes)
+    assert cut_layout.nbytes == big.nbytes + 3
+
+
+def test_abandoned_digesting_lets_go_of_the_memory() -> None:
+    """After `abandon` the image can be released, which the next mapping of a slot needs."""
+    layout = Layout(1, 0, 1 << 20, (EntryLayout("x", "uint8", (1 << 20,), "U8", 0, 1 << 20),))
+    buffer = bytearray(1 << 20)
+    image = memoryview(buffer)
+    Digesting(image, CutLayout.of(layout)).abandon()
+    image.release()
+    buffer.clear()  # BufferError if anything still looks at it
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        EntryLayout("x", "uint8", (4,), "U8", 4, 4),
+        EntryLayout("x", "uint8", (99,), "U8", 8, 99),
+        EntryLayout("x", "uint8", (0,), "U8", 8, 4),
+    ],
+    ids=["in the header", "beyond the end", "bytes of nothing"],
+)
+def test_a_layout_that_contradicts_itself_is_refused(entry: EntryLayout) -> None:
+    """Instead of reading outside the slot."""
+    with pytest.raises(ValueError, match="entry 'x'"):
+        CutLayout.of(Layout(1, 8, 32, (entry,)))
+
+
+JOB = PersistJob(7, 0, 1, (("m", 1), ("l", 2)), {"m": [1, None]}, 5, None, "end", {"l": 0.5}, 1.5, 2.5, "p", {"n": []})
+
+
+def test_values_survive_the_wire() -> None:
+    """Every value is equal to itself after JSON."""
+    layout = Layout(3, 8, 32, (EntryLayout("a", "float32", (1, 2), "F32", 8, 8),))
+    done = JobDone(4, None, ErrorRecord("CKPT301", "full", "free space"))
+    config = WriterConfig("/x", keep={"last": 2}, holder={"pid": 1})
+    assert layout_from_json(decode(encode(layout_to_json(layout)))) == layout
+    assert job_from_json(decode(encode(job_to_json(JOB)))) == JOB
+    assert done_from_json(decode(encode(done_to_json(done)))) == done
+    assert done_from_json(decode(encode(done_to_json(JobDone(4, "id"))))) == JobDone(4, "id")
+    assert config_from_json(decode(encode(config_to_json(config)))) == config
+
+
+@pytest.mark.parametrize("error", [StorageFullError("no space", hint="free some"), LeaseHeldError("held")])
+def test_errors_keep_class_and_text_across_the_wire(error: CkptError) -> None:
+    """The trainer raises what the writer met."""
+    again = ErrorRecord.of(error).exception()
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+
+
+def test_a_stranger_error_is_named() -> None:
+    """What is not of our tree arrives as a `WriterError` with the original type's name."""
+    assert "ZeroDivisionError: x" in str(ErrorRecord.of(ZeroDivisionError("x")).exception())
+
+
+def test_a_lost_writer_fails_its_open_jobs_once() -> None:
+    """Acknowledged jobs keep their outcome; each open one fails; `WriterLost` comes last and once."""
+    mailbox = Mailbox("tier")
+    for number in (1, 2):
+        assert mailbox.expect(PersistJob(number, 0, 1, (), {}, 5, None, "x", {}, 0.0, 0.0))
+    mailbox.hear({"kind": protocol.DONE, "done": done_to_json(JobDone(1, "a"))})
+    assert not mailbox.drain(0.0)
+    mailbox.lose(ErrorRecord("CKPT600", "gone"), expected=False)
+    mailbox.lose(ErrorRecord("CKPT600", "again"), expected=False)
+    ok, failed, done, lost = mailbox.poll()
+    assert ok == JobDone(1, "a")
+    assert failed == SnapshotFailed("", 5, "tier", "CKPT600", "gone")
+    assert done == JobDone(2, None, ErrorRecord("CKPT600", "gone"))
+    assert lost == WriterLost("gone")
+    assert mailbox.poll() == []
+    assert mailbox.drain(0.0)
+    assert not mailbox.expect(JOB)
+    assert not mailbox.wait(60.0)  # returns at once: nothing will come
+
+
+def test_waiting_ends_when_something_comes() -> None:
+    """A message wakes the waiting thread."""
+    mailbox = Mailbox("tier")
+    assert not mailbox.wait(0.0)
+    notice = protocol.event(Notice("INFO", "x"))
+    speaker = threading.Thread(target=mailbox.hear, args=(notice,))
+    speaker.start()
+    assert mailbox.wait(60.0)
+    speaker.join()
+    assert mailbox.poll() == [Notice("INFO", "x")]
+
+
+def test_draining_waits_for_retention_too() -> None:
+    """A job that is done is not settled before the retention that follows it."""
+    mailbox = Mailbox("tier")
+    mailbox.expect(JOB)
+    mailbox.hear({"kind": protocol.DONE, "done": done_to_json(JobDone(7, "a"))})
+    assert not mailbox.drain(0.0)
+    mailbox.hear({"kind": protocol.SETTLED, "job": 7})
+    assert mailbox.drain(0.0)

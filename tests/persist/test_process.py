@@ -1,0 +1,370 @@
+"""The writer process: how it starts, what it ignores, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_engine.errors import LeaseHeldError, WaitTimeoutError, WriterError
+from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, WriterLost
+from ckpt_engine.persist import spawn
+from ckpt_engine.persist.client import open_client
+from ckpt_engine.persist.job import JobDone, WriterConfig
+from ckpt_engine.persist.thread import ThreadWriter
+from tests.persist.conftest import Writers
+from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def gone(pid: int) -> bool:
+    """Whether a process that is not our child ends in time."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], WAIT_SECONDS)[0])
+    finally:
+        os.close(fd)
+
+
+def run_trainer(root: Path, *plan: str) -> dict[str, Any]:
+    """Run a trainer that kills itself; what it logged."""
+    log = root.with_suffix(".log")
+    errors = root.with_suffix(".err")
+    with errors.open("w") as stderr:  # a file: a forked child would keep a pipe open
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.persist.trainer", str(root), str(log), *plan],
+            cwd=REPOSITORY,
+            timeout=WAIT_SECONDS,
+            check=False,
+            stdout=stderr,
+            stderr=stderr,
+        )
+    assert done.returncode == -signal.SIGKILL, errors.read_text()
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    return {key: value for row in rows for key, value in row.items()}
+
+
+def is_ignored(pid: int, number: signal.Signals) -> bool:
+    """Whether a process ignores a signal."""
+    (line,) = (x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("SigIgn"))
+    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+
+
+def test_jobs_of_a_killed_trainer_become_durable(tmp_path: Path) -> None:
+    """After `kill -9` the writer finishes the job in flight and the queued ones, and is gone."""
+    told = run_trainer(tmp_path / "run", "die-after", "3")
+    assert gone(told["writer"])
+    assert [i.step for i in check_all(tmp_path / "run")] == [1, 2, 3]
+
+
+def test_a_forked_child_of_the_trainer_keeps_no_writer_alive(tmp_path: Path) -> None:
+    """A loader worker that holds the trainer's socket open does not make the writer think the trainer lives."""
+    told = run_trainer(tmp_path / "run", "die-holding")
+    try:
+        assert gone(told["writer"])
+        os.kill(told["holder"], 0)  # it was there all the time
+    finally:
+        os.kill(told["holder"], signal.SIGKILL)
+    assert [i.step for i in check_all(tmp_path / "run")] == [1]
+
+
+def test_a_writer_whose_disk_hangs_ends_at_its_deadline(tmp_path: Path) -> None:
+    """No orphan waits for ever: past `drain_seconds` the writer gives up."""
+    told = run_trainer(tmp_path / "run", "die-behind-a-gate", str(tmp_path / "never"), "1", "0.2")
+    assert gone(told["writer"])
+    assert check_all(tmp_path / "run") == []
+
+
+def test_sigterm_limits_a_draining_writer_to_the_job_at_hand(tmp_path: Path) -> None:
+    """Without its trainer the writer heeds SIGTERM: the job in flight becomes durable, queued ones are dropped."""
+    gate = tmp_path / "gate"
+    told = run_trainer(tmp_path / "run", "die-behind-a-gate", str(gate), "3", "60")
+    while is_ignored(told["writer"], signal.SIGTERM):
+        os.sched_yield()  # until it has noticed the trainer's end
+    os.kill(told["writer"], signal.SIGTERM)
+    while int(_status(told["writer"], "SigPnd"), 16) | int(_status(told["writer"], "ShdPnd"), 16):
+        os.sched_yield()
+    gate.touch()
+    assert gone(told["writer"])
+    assert [i.step for i in check_all(tmp_path / "run")] == [1]
+
+
+def _status(pid: int, field: str) -> str:
+    (line,) = (x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith(field))
+    return line.split()[1]
+
+
+def test_a_restarted_trainer_waits_for_the_writer_of_the_dead_one(
+    tmp_path: Path, processes: Writers, stage: Stage
+) -> None:
+    """The orphan keeps the lease until its jobs are durable; `start` waits for that and then sees them all."""
+    gate = tmp_path / "gate"
+    told = run_trainer(processes.root, "die-behind-a-gate", str(gate), "2", "60")
+    with pytest.raises(LeaseHeldError, match="is being written by"):
+        processes.start(lease_wait_seconds=0.0)
+    gate.touch()
+    client = processes.start(lease_wait_seconds=WAIT_SECONDS)
+    assert gone(told["writer"])
+    stage.share(client)
+    job = stage.job(3)
+    client.submit(job)
+    assert outcome(client, job.job).ok
+    assert [i.step for i in check_all(processes.root)] == [1, 2, 3]
+
+
+def test_a_killed_writer_is_noticed_and_replaced(processes: Writers, stage: Stage) -> None:
+    """Open jobs fail, `WriterLost` comes once, acknowledged snapshots stay, and a new writer takes the same slots."""
+    client = processes.start()
+    stage.share(client)
+    first = stage.job(1)
+    client.submit(first)
+    assert outcome(client, first.job).ok
+    os.kill(client.pid, signal.SIGSTOP)
+    second = stage.job(2)
+    client.submit(second)
+    os.kill(client.pid, signal.SIGKILL)
+    heard: list[object] = []
+    done = outcome(client, second.job, heard)
+    assert done.error is not None
+    assert "SIGKILL" in done.error.message
+    heard += client.poll()
+    assert [type(m) for m in heard] == [SnapshotFailed, JobDone, WriterLost]
+    assert not client.alive
+    with pytest.raises(WriterError, match="SIGKILL"):
+        client.submit(stage.job(3))
+    stage.share(client)  # does nothing, quietly
+    assert client.close(WAIT_SECONDS)
+    assert client.poll() == []
+    again = processes.start()
+    stage.share(again)
+    fourth = stage.job(4)
+    again.submit(fourth)
+    assert outcome(again, fourth.job).ok
+    assert [i.step for i in check_all(processes.root)] == [1, 4]
+
+
+def test_an_idle_writer_that_dies_is_noticed_too(processes: Writers) -> None:
+    """`WriterLost` does not wait for a job."""
+    client = processes.start()
+    os.kill(client.pid, signal.SIGKILL)
+    assert client.wait(WAIT_SECONDS)
+    (lost,) = client.poll()
+    assert isinstance(lost, WriterLost)
+
+
+def test_signals_to_the_whole_job_leave_the_writer_alone(processes: Writers, stage: Stage) -> None:
+    """SIGINT, SIGTERM and SIGHUP are the trainer's business, and the writer is in a session of its own."""
+    client = processes.start()
+    stage.share(client)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(client.pid, number)
+    job = stage.job(1)
+    client.submit(job)
+    assert outcome(client, job.job).ok
+    assert os.getsid(client.pid) == client.pid
+
+
+def test_a_stopped_writer_never_blocks_the_trainer(processes: Writers, stage: Stage) -> None:
+    """Submitting goes on at once even when the socket is full; everything arrives later."""
+    client = processes.start()
+    stage.share(client)
+    os.kill(client.pid, signal.SIGSTOP)
+    big = {"x": "x" * (4 << 20)}
+    jobs = [stage.job(step, notes=big) for step in (1, 1, 1)]
+    for job in jobs:
+        client.submit(job)
+    assert client.poll() == []
+    os.kill(client.pid, signal.SIGCONT)
+    for job in jobs:
+        assert outcome(client, job.job).ok
+    assert len(check_all(processes.root)) == 3
+
+
+def test_closing_too_early_leaves_the_writer_to_finish(
+    tmp_path: Path, processes: Writers, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the time given to `close` is over, open jobs count as failed here, and the writer goes on by itself."""
+    gate = tmp_path / "gate"
+    monkeypatch.setattr(spawn, "ENTRY", Path(__file__).with_name("gated_writer.py"))
+    monkeypatch.setenv("TEST_GATE", str(gate))
+    client = processes.start()
+    stage.share(client)
+    job = stage.job(1)
+    client.submit(job)
+    assert not client.close(0.05)
+    done = outcome(client, job.job)
+    assert done.error is not None
+    assert isinstance(done.error.exception(), WaitTimeoutError)
+    gate.touch()
+    assert client.close(WAIT_SECONDS)
+    assert [i.step for i in check_all(processes.root)] == [1]
+
+
+def test_a_forked_child_cannot_use_the_client(processes: Writers, stage: Stage) -> None:
+    """A loader worker that inherits the client, and even closes it, changes nothing for the trainer."""
+    client = processes.start()
+    stage.share(client)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        with contextlib.suppress(BaseException):
+            assert client.poll() == []
+            assert not client.alive
+            assert client.close(1.0)
+            with contextlib.suppress(WriterError):
+                client.submit(stage.job(1))
+                status = 2
+            status = 0 if status == 1 else status
+        os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    job = stage.job(2)
+    client.submit(job)
+    assert outcome(client, job.job).ok
+
+
+def test_the_writer_loads_neither_torch_nor_numpy(processes: Writers, stage: Stage) -> None:
+    """Not even after a job: none of their libraries is mapped."""
+    client = processes.start(keep={"last": 1})
+    stage.share(client)
+    job = stage.job(1)
+    client.submit(job)
+    assert outcome(client, job.job).ok
+    maps = Path(f"/proc/{client.pid}/maps").read_text()
+    assert "xxhash" in maps
+    assert "torch" not in maps
+    assert "numpy" not in maps
+
+
+def test_persist_imports_no_torch() -> None:
+    """Importing every module of the package in a fresh interpreter leaves torch out of `sys.modules`."""
+    code = """
+        import pkgutil, sys, importlib, ckpt_engine.persist as package
+        names = [m.name for m in pkgutil.iter_modules(package.__path__) if m.name != "__main__"]
+        for name in names: importlib.import_module(f"ckpt_engine.persist.{name}")
+        assert len(names) > 8
+        assert not {"torch", "numpy", "lightning", "accelerate"} & set(sys.modules)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=WAIT_SECONDS, cwd=REPOSITORY)
+
+
+SCRIPT = """
+    import os, sys
+    with open(COUNT, "a") as file: file.write("run\\n")
+    sys.path[:0] = [REPOSITORY, *PACKAGES]
+    from ckpt_engine.persist.job import WriterConfig
+    from ckpt_engine.persist.client import open_client
+    from tests.persist.staged import Stage, outcome
+    stage = Stage()
+    client = open_client(WriterConfig(ROOT), thread=False, emit=lambda event: sys.exit(str(event)))
+    stage.share(client)
+    job = stage.job(7)
+    client.submit(job)
+    assert outcome(client, job.job).ok
+    assert client.close(60)
+"""
+
+
+def test_any_script_can_start_a_writer(tmp_path: Path) -> None:
+    """A script without a main guard, in a folder full of modules with the standard library's names, with packages it
+    found by itself, run by an interpreter that has none of them installed: the writer starts, and the script ran once.
+    """
+    for name in ("json", "socket", "selectors", "threading", "ckpt_engine", "xxhash"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong module')")
+    (tmp_path / "scripts").mkdir()
+    script = tmp_path / "scripts" / "train.py"
+    packages = [folder for folder in sys.path if folder.endswith("site-packages")]
+    values = {"COUNT": str(tmp_path / "count"), "REPOSITORY": str(REPOSITORY), "PACKAGES": packages, "ROOT": "run"}
+    header = "".join(f"{name} = {value!r}\n" for name, value in values.items())
+    script.write_text(header + textwrap.dedent(SCRIPT))
+    bare = getattr(sys, "_base_executable", sys.executable)
+    done = subprocess.run(
+        [bare, str(script)], cwd=tmp_path, timeout=WAIT_SECONDS, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "count").read_text() == "run\n"
+    assert [i.step for i in check_all(tmp_path / "run")] == [7]
+
+
+@pytest.mark.parametrize("interpreter", ["", "/nonexistent/python", "/bin/false"])
+def test_a_thread_takes_over_where_no_process_can_start(
+    tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch, interpreter: str
+) -> None:
+    """No interpreter, a missing one, or one that ends at once: snapshots are written all the same, with a warning."""
+    monkeypatch.setattr(sys, "executable", interpreter)
+    events: list[Event] = []
+    client = open_client(WriterConfig(str(tmp_path / "run")), thread=False, emit=events.append)
+    assert isinstance(client, ThreadWriter)
+    (notice,) = events
+    assert isinstance(notice, Notice)
+    assert "thread" in notice.message
+    stage.share(client)
+    job = stage.job(1)
+    client.submit(job)
+    assert outcome(client, job.job).ok
+    assert client.close(WAIT_SECONDS)
+
+
+def test_a_writer_that_breaks_down_says_why(processes: Writers, stage: Stage) -> None:
+    """A message that is not of the protocol ends the writer; its traceback reaches the trainer."""
+    client = processes.start()
+    client._send({"kind": "dance"})
+    assert client.wait(WAIT_SECONDS)
+    (lost,) = client.poll()
+    assert isinstance(lost, WriterLost)
+    assert "'dance'" in lost.message
+
+
+def test_many_jobs_leave_nothing_behind(processes: Writers, stage: Stage) -> None:
+    """Neither process gains descriptors or memory from job to job."""
+    _watch_growth(processes, stage, jobs=50)
+
+
+@pytest.mark.slow
+def test_very_many_jobs_leave_nothing_behind(processes: Writers, stage: Stage) -> None:
+    """The same over 1,000 jobs."""
+    _watch_growth(processes, stage, jobs=1000)
+
+
+def _watch_growth(processes: Writers, stage: Stage, jobs: int) -> None:
+    client = processes.start(keep={"last": 2})
+    stage.share(client)
+    pids = (os.getpid(), client.pid)
+    for number in range(20 + jobs):
+        if number == 20:
+            before = [(_open_files(pid), _anonymous_bytes(pid)) for pid in pids]
+        job = stage.job(number)
+        client.submit(job)
+        assert outcome(client, job.job).ok
+    for pid, (files, memory) in zip(pids, before, strict=True):
+        assert _open_files(pid) == files
+        assert _anonymous_bytes(pid) - memory < 2 << 20
+    assert len(check_all(processes.root)) <= 3
+
+
+def _open_files(pid: int) -> int:
+    """Descriptors, without those of the run's files: retention may still be at work."""
+    return sum(1 for fd in Path(f"/proc/{pid}/fd").iterdir() if "/run/" not in _target(fd))
+
+
+def _target(fd: Path) -> str:
+    try:
+        return str(fd.readlink())
+    except FileNotFoundError:
+        return "/run/"  # closed since
+
+
+def _anonymous_bytes(pid: int) -> int:
+    return int(_status(pid, "RssAnon")) * 1024

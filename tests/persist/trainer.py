@@ -1,0 +1,117 @@
+"""A trainer to be killed: `python -m tests.persist.trainer ROOT LOG PLAN`.
+
+It logs one JSON line per thing that a test must know, each with a single write, so that a kill tears at most the last.
+
+Plans:
+    storm: snapshots without end; a lost writer is replaced.
+    die-after N: submits N jobs on N slots and kills itself, without waiting for anything.
+    die-holding N: as above, with a forked child that keeps every descriptor open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from ckpt_engine.persist import spawn
+from ckpt_engine.persist.client import Client, completed
+from ckpt_engine.persist.job import JobDone, WriterConfig
+from tests.persist.staged import Stage
+
+STORM_KEEP = 5
+
+
+class Log:
+    """Appends lines that survive the death of this process."""
+
+    def __init__(self, path: str) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+    def write(self, **row: Any) -> None:
+        os.write(self._fd, json.dumps(row).encode() + b"\n")
+
+
+def start(root: str, log: Log, **changes: Any) -> spawn.ProcessWriter:
+    config = completed(WriterConfig(**{"url": root, "lease_wait_seconds": 60.0, "drain_seconds": 30.0, **changes}))
+    client = spawn.ProcessWriter.start(config)
+    log.write(writer=client.pid)
+    return client
+
+
+def storm(root: str, log: Log) -> None:
+    """Two slots, a snapshot whenever one is free, until killed."""
+    keep = {"last": STORM_KEEP}
+    client = start(root, log, keep=keep)
+    stages = [Stage(1 << 20, slot) for slot in (0, 1)]
+    for stage in stages:
+        stage.share(client)
+    free, busy, step, job = list(stages), {}, 0, 0
+    while True:
+        while free:
+            stage = free.pop()
+            step, stage.jobs, job = step + 1, job, job + 1
+            busy[job] = (stage, step)
+            client.submit(stage.job(step))
+        client.wait(60.0)
+        for message in client.poll():
+            if isinstance(message, JobDone):
+                stage, at = busy.pop(message.job)
+                free.append(stage)
+                if message.ok:
+                    log.write(id=message.snapshot_id, step=at)
+        if not client.alive:
+            client.close(60.0)
+            free, busy = list(stages), {}
+            client = start(root, log, keep=keep)
+            for stage in stages:
+                stage.share(client)
+
+
+def die_after(root: str, log: Log, jobs: int, **changes: Any) -> None:
+    """Submit `jobs` jobs at once and be gone."""
+    client: Client = start(root, log, **changes)
+    stages = [Stage(8 << 20, slot) for slot in range(jobs)]
+    for number, stage in enumerate(stages):
+        stage.share(client)
+        stage.jobs = number
+        client.submit(stage.job(number + 1))
+    log.write(submitted=jobs)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fork_holder(log: Log) -> None:
+    """A child like a loader worker: it inherits every descriptor and outlives us."""
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    log.write(holder=child)
+
+
+def main(root: str, path: str, plan: str, *rest: str) -> None:
+    log = Log(path)
+    if plan == "storm":
+        storm(root, log)
+    elif plan == "die-after":
+        die_after(root, log, int(rest[0]))
+    elif plan == "die-holding":
+        client = start(root, log)
+        fork_holder(log)
+        stage = Stage(8 << 20)
+        stage.share(client)
+        client.submit(stage.job(1))
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif plan == "die-behind-a-gate":
+        spawn.ENTRY = Path(__file__).with_name("gated_writer.py")
+        os.environ["TEST_GATE"] = rest[0]
+        die_after(root, log, int(rest[1]), drain_seconds=float(rest[2]))
+    else:
+        raise SystemExit(f"no such plan: {plan}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

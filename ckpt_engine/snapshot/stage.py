@@ -3,8 +3,9 @@
 Lazy staging (CheckFreq's two-phase snapshot, FAST'21 section 4.1) copies what does not change before the next update
 on a background thread while forward and backward run. `fence` waits for the rest and helps with it.
 
-The copies are plain memory moves shared out over our own threads. torch's parallel copy joins all its threads after every single
-tensor, and with hundreds of tensors each join can wait for a scheduler slice as soon as something else uses a core.
+The copies are plain memory moves shared out over our own threads. torch's parallel copy joins all its threads after
+every single tensor, and with hundreds of tensors each join can wait for a scheduler slice as soon as something else uses
+a core.
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ class _Part:
 class Staging:
     """The copy of one captured state into arena views.
 
-    The constructor prepares the tasks. `begin` returns when everything that is not lazy is copied; the rest is copied by
-    the copier's thread, and by the training thread in `fence`. `on_staged` is called exactly once, by whichever thread
-    finds everything copied, with the error that stopped a copy or None. It must not raise.
+    The constructor prepares the tasks. `begin` returns when everything that is not lazy is copied; the rest is copied
+    by the copier's thread, and by the training thread in `fence`. `on_staged` is called exactly once, by whichever
+    thread finds everything copied, with the error that stopped a copy or None. It must not raise.
 
     Args:
         capture: what to copy.

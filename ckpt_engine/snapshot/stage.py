@@ -4,8 +4,8 @@ Lazy staging (CheckFreq's two-phase snapshot, FAST'21 section 4.1) copies what d
 on a background thread while forward and backward run. `fence` waits for the rest and helps with it.
 
 The copies are plain memory moves shared out over our own threads. torch's parallel copy joins all its threads after
-every single tensor, and with hundreds of tensors each join can wait for a scheduler slice as soon as something else uses
-a core.
+every single tensor, and with hundreds of tensors each join can wait for a scheduler slice as soon as something else
+uses a core.
 """
 
 from __future__ import annotations

@@ -142,6 +142,8 @@ def parse_header(data: bytes) -> Header:
         ForeignError: not a safetensors file.
     """
     end = header_nbytes(data)
+    if data[8:9] not in (b"{", b""):
+        raise ForeignError("not a safetensors file: its header is no JSON object")
     if len(data) < end:
         raise CorruptError(f"the container's header ends at byte {end}, only {len(data)} bytes are there")
     try:
@@ -151,7 +153,7 @@ def parse_header(data: bytes) -> Header:
             (row["data_offsets"][0], row["data_offsets"][1], name, row["dtype"], tuple(row["shape"]))
             for name, row in table.items()
         )
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as err:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as err:
         raise CorruptError(f"the container's header is damaged: {err}") from err
     offset = 0
     for start, stop, name, code, shape in rows:

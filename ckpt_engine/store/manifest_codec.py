@@ -28,6 +28,8 @@ _END = b"}\n"
 _INFO = re.compile(rb'\{"format":"([^"\\]*)","version":(\d+),"info":')
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _DECODER = json.JSONDecoder()
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What taking apart an unexpected document can raise."""
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -87,7 +89,7 @@ def decode(data: bytes) -> Manifest:
             notes=document["notes"],
         )
         _check(manifest)
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
+    except _MALFORMED as err:
         raise CorruptError(f"the manifest contradicts the format: {type(err).__name__}: {err}") from err
     return manifest
 
@@ -109,11 +111,11 @@ def decode_info(head: bytes) -> SnapshotInfo | None:
         raise CorruptError("the manifest's head is damaged")
     try:
         info, _ = _DECODER.raw_decode(head[found.end() :].decode(errors="replace"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     try:
         return _info_from_json(info)
-    except (ValueError, KeyError, TypeError, AttributeError) as err:
+    except _MALFORMED as err:
         raise CorruptError(f"the manifest's head is damaged: {type(err).__name__}: {err}") from err
 
 
@@ -149,7 +151,7 @@ def _stranger(data: bytes) -> CorruptError | ForeignError:
     """Why `data` does not begin like a manifest: other JSON is foreign, anything else is taken for damage."""
     try:
         json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return CorruptError(f"no manifest, or one whose start is damaged ({len(data)} bytes)")
     return ForeignError("not a manifest of ckpt-engine, though it is JSON")
 

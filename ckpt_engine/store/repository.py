@@ -244,7 +244,7 @@ def _parse_record(data: bytes, url: str) -> RunRecord:
                 hint="upgrade ckpt-engine",
             )
         return RunRecord(str(row["run"]), float(row["created"]))
-    except (ValueError, KeyError, TypeError) as err:
+    except (ValueError, LookupError, TypeError, RecursionError) as err:
         raise CorruptError(
             f"{where} is damaged: {err}", hint="remove it: it is rebuilt from the newest snapshot"
         ) from err

@@ -31,7 +31,7 @@ class Storage(Protocol):
         """Store `blocks`, back to back, as one object: atomically and durably.
 
         When this returns the whole object is visible and survives power loss. On any error nothing is visible under
-        `name` (or, if not `exclusive`, what was there before).
+        `name`; if not `exclusive`, what was there before or the whole new object.
 
         Args:
             blocks: contiguous bytes, unchanged until this returns. Fastest is one block starting at a page.

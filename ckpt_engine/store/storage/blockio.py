@@ -59,8 +59,8 @@ def _write_direct(disk: Disk, fd: int, data: memoryview, start: int) -> int:
 def read_into(path: str, start: int, out: memoryview) -> int:
     """Fill `out` from `start` on; returns how many bytes there were, fewer only at the end of the file.
 
-    What the page cache has is copied from there; the rest is read around it where `out` and `start` are aligned: that is
-    faster, takes a fifth of the processor time and evicts nothing. Several threads may read one file.
+    What the page cache has is copied from there; the rest is read around it where `out` and `start` are aligned: that
+    is faster, takes a fifth of the processor time and evicts nothing. Several threads may read one file.
 
     Raises:
         OSError: from the file system.

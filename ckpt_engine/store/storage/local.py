@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, MutableSequence, Sequence
 from contextlib import suppress
 from pathlib import Path
+from stat import S_ISDIR
 from urllib.parse import quote
 
 from ckpt_engine.errors import CorruptError, StorageError
@@ -96,9 +97,11 @@ class LocalStorage:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
         with translating("list", self.root):
-            if not Path(self.root).exists():
+            try:
+                mode = Path(self.root).stat().st_mode
+            except FileNotFoundError:
                 return
-            if not Path(self.root).is_dir():
+            if not S_ISDIR(mode):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             yield from self._walk(folder, prefix)
 

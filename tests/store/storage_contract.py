@@ -1,0 +1,250 @@
+"""What every storage promises, as tests: a storage's test class inherits this and makes one.
+
+```python
+class TestMine(StorageContract):
+    @pytest.fixture
+    def storage(self, tmp_path): return Mine(tmp_path)
+```
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckpt_engine.errors import CorruptError, StorageError, StorageExistsError, StorageMissingError
+from ckpt_engine.store.storage.base import ObjectInfo, Storage
+
+
+def put(storage: Storage, name: str, *parts: bytes, exclusive: bool = True) -> None:
+    """`put` with bytes."""
+    storage.put(name, [memoryview(part) for part in parts], exclusive=exclusive)
+
+
+def listed(storage: Storage, prefix: str = "") -> list[ObjectInfo]:
+    """The listing in order of names."""
+    return sorted(storage.list(prefix), key=lambda item: item.name)
+
+
+def aligned(data: bytes) -> memoryview:
+    """`data` in memory that starts at a page, as an arena's slot does."""
+    block = mmap.mmap(-1, max(1, len(data)))
+    block.write(data)
+    return memoryview(block)[: len(data)]
+
+
+class StorageContract:
+    """Tests of the `Storage` protocol; `storage` is empty and nobody else's."""
+
+    @pytest.fixture
+    def storage(self) -> Storage:
+        raise NotImplementedError
+
+    def test_an_object_is_what_was_put(self, storage: Storage) -> None:
+        """Blocks are stored back to back, whatever their sizes; none at all is an empty object."""
+        put(storage, "data/a", b"one", b"", b"two")
+        put(storage, "data/empty")
+        assert storage.get("data/a") == b"onetwo"
+        assert storage.get("data/empty") == b""
+
+    @pytest.mark.parametrize("nbytes", [1, 4095, 4096, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, (5 << 20) + 4097])
+    def test_big_aligned_blocks_keep_their_bytes(self, storage: Storage, nbytes: int) -> None:
+        """The fast path for an arena's slot stores the same bytes, tail included, and reads them back."""
+        data = (bytes(range(251)) * (nbytes // 251 + 1))[:nbytes]
+        storage.put("data/big", [aligned(data)])
+        assert listed(storage) == [ObjectInfo("data/big", nbytes)]
+        assert storage.get("data/big") == data
+        out = aligned(bytes(nbytes))
+        storage.get_into("data/big", 0, out)
+        assert out == data
+
+    def test_several_big_blocks_keep_their_bytes(self, storage: Storage) -> None:
+        """Aligned or not, in any order."""
+        blocks = [aligned(b"a" * (2 << 20)), memoryview(b"b" * 77), aligned(b"c" * ((2 << 20) + 5))]
+        storage.put("data/big", blocks)
+        assert storage.get("data/big") == b"".join(blocks)
+
+    def test_a_range_is_read_without_the_rest(self, storage: Storage) -> None:
+        """From `start`, at most `nbytes`; fewer where the object ends."""
+        put(storage, "a", b"0123456789")
+        assert storage.get("a", 3) == b"3456789"
+        assert storage.get("a", 3, 4) == b"3456"
+        assert storage.get("a", 8, 100) == b"89"
+        assert storage.get("a", 10, 1) == b""
+        assert storage.get("a", 50) == b""
+
+    @settings(
+        max_examples=40,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
+        deadline=None,
+    )
+        max_examples=40,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
+        deadline=None,
+    )
+    @given(st.integers(0, 3 << 20), st.integers(0, 3 << 20), st.integers(0, 64))
+    def test_any_range_can_be_read_into_memory(self, storage: Storage, start: int, nbytes: int, shift: int) -> None:
+        """Any offset, size and alignment."""
+        total = 3 << 20
+        data = (bytes(range(253)) * (total // 253 + 1))[:total]
+        if not listed(storage):
+            storage.put("data/x", [aligned(data)])
+        nbytes = min(nbytes, total - start)
+        out = aligned(bytes(nbytes + shift))[shift:]
+        storage.get_into("data/x", start, out)
+        assert out == data[start : start + nbytes]
+
+    def test_memory_is_never_filled_by_half(self, storage: Storage) -> None:
+        """An object that ends too early is damage, said with its name."""
+        put(storage, "data/short", b"abc")
+        with pytest.raises(CorruptError, match="data/short"):
+            storage.get_into("data/short", 1, memoryview(bytearray(3)))
+
+    def test_typed_memory_is_filled_as_bytes(self, storage: Storage) -> None:
+        """The view may have any item format."""
+        put(storage, "a", b"\1\0\0\0\2\0\0\0")
+        out = memoryview(bytearray(8)).cast("i")
+        storage.get_into("a", 0, out)
+        assert out.tolist() == [1, 2]
+        storage.put("b", [out])
+        assert storage.get("b") == b"\1\0\0\0\2\0\0\0"
+
+    def test_what_is_missing_is_said_to_be(self, storage: Storage) -> None:
+        """Reading an object that does not exist names it."""
+        for read in (
+            lambda: storage.get("data/none"),
+            lambda: storage.get_into("data/none", 0, memoryview(bytearray(1))),
+        ):
+            with pytest.raises(StorageMissingError, match="data/none"):
+                read()
+
+    def test_exclusive_put_never_replaces(self, storage: Storage) -> None:
+        """The second put of a name fails and leaves the first one's bytes, and nothing else."""
+        put(storage, "a", b"first")
+        with pytest.raises(StorageExistsError):
+            put(storage, "a", b"second")
+        assert storage.get("a") == b"first"
+        assert storage.sweep() == 0
+
+    def test_put_replaces_where_asked_to(self, storage: Storage) -> None:
+        """Without `exclusive` the new object takes the old one's place."""
+        put(storage, "a", b"first")
+        put(storage, "a", b"2nd", exclusive=False)
+        put(storage, "b", b"new", exclusive=False)
+        assert (storage.get("a"), storage.get("b")) == (b"2nd", b"new")
+
+    def test_a_listing_is_by_prefix_of_the_name(self, storage: Storage) -> None:
+        """A prefix is any start of a name, as on object stores, and goes into folders."""
+        for name in ("top", "data/a1", "data/a2", "data/b", "data/deep/er/c", "database", "snapshots/s.json"):
+            put(storage, name, b"x")
+
+        def names(prefix: str) -> list[str]:
+            return [item.name for item in listed(storage, prefix)]
+
+        assert names("") == sorted(
+            ["top", "data/a1", "data/a2", "data/b", "data/deep/er/c", "database", "snapshots/s.json"]
+        )
+        assert names("data/") == ["data/a1", "data/a2", "data/b", "data/deep/er/c"]
+        assert names("data/a") == ["data/a1", "data/a2"]
+        assert names("data") == ["data/a1", "data/a2", "data/b", "data/deep/er/c", "database"]
+        assert names("data/deep/e") == ["data/deep/er/c"]
+        assert names("none/") == []
+
+    def test_an_untouched_root_is_empty(self, storage: Storage) -> None:
+        """Looking makes nothing."""
+        assert listed(storage) == []
+        assert storage.sweep() == 0
+        storage.delete("data/none")
+        assert listed(storage) == []
+
+    def test_delete_is_idempotent_and_takes_many(self, storage: Storage) -> None:
+        """What is gone is gone; what never was is no error."""
+        for name in ("data/a", "data/b", "c"):
+            put(storage, name, b"x")
+        storage.delete("data/a", "c", "data/never")
+        storage.delete("data/a")
+        storage.delete()
+        assert [item.name for item in listed(storage)] == ["data/b"]
+
+    @pytest.mark.parametrize("name", ["", "/a", "a/", "a//b", "../a", "a/../b", ".", "a/./b", "a\0b"])
+    def test_a_name_cannot_leave_the_root(self, storage: Storage, name: str) -> None:
+        """Names are checked, wherever they come from."""
+        for use in (
+            lambda: put(storage, name, b"x"),
+            lambda: storage.get(name),
+            lambda: storage.get_into(name, 0, memoryview(bytearray(1))),
+            lambda: storage.delete(name),
+        ):
+            with pytest.raises(StorageError, match="name"):
+                use()
+
+    def test_of_several_exclusive_puts_at_once_one_wins_whole(self, storage: Storage) -> None:
+        """Concurrent writers of one name: one object, one success, the others are told."""
+        won: list[int] = []
+        told: list[int] = []
+        start = threading.Barrier(6)
+
+        def write(number: int) -> None:
+            start.wait(10)
+            try:
+                put(storage, "data/one", bytes([number]) * 50_000)
+                won.append(number)
+            except StorageExistsError:
+                told.append(number)
+
+        _together([lambda n=n: write(n) for n in range(6)])
+        assert len(won) == 1
+        assert len(told) == 5
+        assert storage.get("data/one") == bytes(won) * 50_000
+        assert storage.sweep() == 0
+
+    def test_threads_may_read_and_write_at_once(self, storage: Storage) -> None:
+        """Reads of one object from many threads, beside writes of others."""
+        data = bytes(range(256)) * 8192
+        storage.put("data/x", [aligned(data)])
+        out = aligned(bytes(len(data)))
+        quarter = len(data) // 4
+
+        def read(part: int) -> None:
+            storage.get_into("data/x", part * quarter, out[part * quarter : (part + 1) * quarter])
+
+        _together(
+            [lambda p=p: read(p) for p in range(4)] + [lambda p=p: put(storage, f"data/{p}", b"x") for p in range(4)]
+        )
+        assert out == data
+        assert len(listed(storage)) == 5
+
+    def test_free_space_is_a_number_or_unknown(self, storage: Storage) -> None:
+        """Asking needs no root."""
+        free_bytes = storage.free_bytes()
+        assert free_bytes is None or free_bytes > 0
+
+    def test_the_url_leads_to_the_same_objects(self, storage: Storage) -> None:
+        """Another process finds the storage by its URL."""
+        from ckpt_engine.store.storage.open import open_storage
+
+        put(storage, "a", b"x")
+        assert open_storage(storage.url).get("a") == b"x"
+
+
+def _together(jobs: Sequence[object]) -> None:
+    failed: list[BaseException] = []
+
+    def guarded(job: object) -> None:
+        try:
+            job()  # type: ignore[operator]
+        except BaseException as err:  # noqa: BLE001 - handed to the test's thread
+            failed.append(err)
+
+    threads = [threading.Thread(target=guarded, args=(job,)) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert failed == []

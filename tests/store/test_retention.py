@@ -1,0 +1,151 @@
+"""The laws of retention, for any run and any policy."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.retention import KeepAll, KeepBest, KeepEveryNSteps, KeepLast, Plan, plan, policy_from
+from tests.store.samples import info
+
+_metrics = st.dictionaries(st.sampled_from(["loss", "acc"]), st.floats() | st.sampled_from([0.0, 1.0, math.nan]))
+
+
+@st.composite
+def _runs(draw: st.DrawFn) -> list[SnapshotInfo]:
+    steps = draw(st.lists(st.integers(0, 60), max_size=12))
+    seqs = sorted(draw(st.sets(st.integers(1, 99), min_size=len(steps), max_size=len(steps))))
+    made = [
+        info(seq, step, draw(_metrics), f"{seq:08d}-s{step:010d}-{seq:08x}")
+        for seq, step in zip(seqs, steps, strict=True)
+    ]
+    return draw(st.permutations(made))
+
+
+_best = st.fixed_dictionaries(
+    {"monitor": st.sampled_from(["loss", "acc"]), "mode": st.sampled_from(["min", "max"]), "k": st.integers(1, 4)}
+)
+_keeps = st.fixed_dictionaries(
+    {}, optional={"last": st.integers(1, 5), "every_n_steps": st.integers(1, 20), "best": _best}
+)
+
+
+def _after(infos: list[SnapshotInfo], done: Plan) -> list[SnapshotInfo]:
+    return [one for one in infos if one.id not in done.remove]
+
+
+@given(_runs(), _keeps)
+def test_planning_again_after_execution_removes_nothing(infos: list[SnapshotInfo], keep: dict[str, Any]) -> None:
+    """Retention is idempotent: what was kept is kept again."""
+    policy = policy_from(keep)
+    first = plan(infos, policy)
+    assert plan(_after(infos, first), policy).remove == ()
+
+
+@given(_runs(), _keeps, st.randoms(use_true_random=False))
+def test_the_order_of_a_listing_does_not_matter(
+    infos: list[SnapshotInfo], keep: dict[str, Any], rng: random.Random
+) -> None:
+    """Any order of the same snapshots leads to the same plan, reasons included."""
+    shuffled = list(infos)
+    rng.shuffle(shuffled)
+    assert plan(infos, policy_from(keep)) == plan(shuffled, policy_from(keep))
+
+
+@given(_runs().filter(bool), _keeps)
+def test_the_newest_snapshot_always_stays(infos: list[SnapshotInfo], keep: dict[str, Any]) -> None:
+    """Whatever the policy says, the snapshot with the highest number is kept."""
+    newest = max(infos, key=lambda one: one.seq)
+    assert newest.id in plan(infos, policy_from(keep)).keep
+
+
+@given(_runs(), _keeps)
+def test_a_plan_decides_on_every_snapshot_once_and_with_a_reason(
+    infos: list[SnapshotInfo], keep: dict[str, Any]
+) -> None:
+    """Kept and removed are disjoint and complete; each kept one says why; removal goes from old to new."""
+    done = plan(infos, policy_from(keep))
+    assert sorted([*done.keep, *done.remove]) == sorted(one.id for one in infos)
+    assert all(done.keep.values())
+    assert list(done.remove) == sorted(done.remove)
+
+
+@given(_runs(), _keeps, st.data())
+def test_protection_only_ever_keeps_more(infos: list[SnapshotInfo], keep: dict[str, Any], data: st.DataObject) -> None:
+    """Protecting a snapshot keeps it and loses no other."""
+    chosen = data.draw(st.sets(st.sampled_from([one.id for one in infos])) if infos else st.just(set()))
+    free = plan(infos, policy_from(keep))
+    bound = plan(infos, policy_from(keep), dict.fromkeys(chosen, "pinned"))
+    assert set(bound.keep) == set(free.keep) | chosen
+
+
+@given(_runs(), st.integers(1, 5))
+def test_last_keeps_the_newest_n(infos: list[SnapshotInfo], count: int) -> None:
+    """Exactly the n highest numbers, or all if there are fewer."""
+    kept = plan(infos, KeepLast(count)).keep
+    assert set(kept) == {one.id for one in sorted(infos, key=lambda one: -one.seq)[:count]}
+
+
+@given(_runs(), _best)
+def test_best_keeps_the_k_finite_extremes_and_never_a_nan(infos: list[SnapshotInfo], best: dict[str, Any]) -> None:
+    """A missing, NaN or infinite value never counts as best; nothing better than a kept one is removed."""
+    kept = KeepBest(**best).keep(infos)
+    sign = 1 if best["mode"] == "min" else -1
+    values = {one.id: one.metrics.get(best["monitor"], math.nan) for one in infos}
+    finite = {snapshot: sign * value for snapshot, value in values.items() if math.isfinite(value)}
+    assert set(kept) <= set(finite)
+    assert len(kept) == min(best["k"], len(finite))
+    worst_kept = max((finite[snapshot] for snapshot in kept), default=math.inf)
+    assert all(finite[snapshot] >= worst_kept for snapshot in set(finite) - set(kept))
+
+
+@given(_runs(), st.integers(1, 20))
+def test_every_n_steps_keeps_the_first_of_each_stretch(infos: list[SnapshotInfo], n: int) -> None:
+    """For each of n, 2n, ... the earliest snapshot at or after it and before the next; the newer of equals."""
+    kept = KeepEveryNSteps(n).keep(infos)
+    for mark in {one.step // n for one in infos} - {0}:
+        stretch = [one for one in infos if one.step // n == mark]
+        first = min(stretch, key=lambda one: (one.step, -one.seq))
+        assert [one.id for one in stretch if one.id in kept] == [first.id]
+    assert not any(one.id in kept for one in infos if one.step < n)
+
+
+@given(_runs())
+def test_no_setting_keeps_everything(infos: list[SnapshotInfo]) -> None:
+    """Nothing is ever removed unless asked for."""
+    assert policy_from({}) == KeepAll()
+    assert plan(infos, policy_from({"last": None, "best": None})).remove == ()
+
+
+def test_reasons_are_for_people() -> None:
+    """A kept snapshot says all its reasons in one line."""
+    infos = [info(seq, seq * 10, {"loss": 1.0 / seq}) for seq in (1, 2, 3)]
+    done = plan(infos, policy_from({"last": 1, "every_n_steps": 20, "best": {"monitor": "loss", "k": 1}}))
+    assert done.keep == {
+        infos[1].id: "first from step 20 on",
+        infos[2].id: "last 1 of 1; best 1 of 1 by loss (min): 0.333333",
+    }
+    assert done.remove == (infos[0].id,)
+
+
+@pytest.mark.parametrize(
+    ("keep", "named"),
+    [
+        ({"last": 0}, "last"),
+        ({"last": True}, "last"),
+        ({"every_n_steps": -5}, "every_n_steps"),
+        ({"best": {"monitor": "loss", "k": 0}}, "k"),
+        ({"best": {"monitor": "loss", "mode": "median"}}, "mode"),
+        ({"lst": 3}, "lst"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(keep: dict[str, Any], named: str) -> None:
+    """The error names the setting."""
+    with pytest.raises(ValueError, match=named):
+        policy_from(keep)

@@ -20,9 +20,9 @@ LEASE = "lease.json"
 MANIFESTS = "snapshots/"
 DATA = "data/"
 
-_ID = re.compile(r"(\d{8,})-s(\d{10,})-([0-9a-f]{8})")
+_ID = re.compile(r"([0-9]{8,})-s([0-9]{10,})-([0-9a-f]{8})")
 _MANIFEST = re.compile(rf"snapshots/({_ID.pattern})\.json")
-_DATA = re.compile(rf"data/({_ID.pattern})-r\d{{5,}}(-p\d{{3,}})?\.safetensors")
+_DATA = re.compile(rf"data/({_ID.pattern})-r[0-9]{{5,}}(-p[0-9]{{3,}})?\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)

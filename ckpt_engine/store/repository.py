@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ckpt_engine.errors import CorruptError, ForeignError, FormatError, NewerFormatError, StorageMissingError
@@ -136,9 +137,17 @@ class Repository:
             StorageMissingError: no such snapshot.
             CorruptError, ForeignError, NewerFormatError
         """
-        manifest = manifest_codec.decode(self.storage.get(layout.manifest_name(snapshot)))
-        if manifest.info.id != snapshot:
-            raise CorruptError(f"the manifest of {snapshot} is that of {manifest.info.id}")
+        name = layout.manifest_name(snapshot)
+        try:
+            if layout.parse_id(snapshot) is None:
+                raise StorageMissingError(f"not a snapshot id: {snapshot}")
+            data = self.storage.get(name)
+        except StorageMissingError as err:
+            hint = f"ckpt ls {self.storage.url}"
+            raise StorageMissingError(f"no snapshot {snapshot} at {self.storage.url}", hint=hint) from err
+        with self._locating(name):
+            manifest = manifest_codec.decode(data)
+            _require_id(manifest.info, snapshot)
         self._remember(manifest)
         return manifest
 
@@ -207,13 +216,21 @@ class Repository:
         self._files[manifest.info.id] = tuple(file.name for file in manifest.files)
 
     def _read_info(self, snapshot: str) -> SnapshotInfo:
-        head = self.storage.get(layout.manifest_name(snapshot), 0, manifest_codec.HEAD_BYTES)
-        info = manifest_codec.decode_info(head)
-        if info is None:
-            return self.read(snapshot).info
-        if info.id != snapshot:
-            raise CorruptError(f"the manifest of {snapshot} is that of {info.id}")
-        return info
+        name = layout.manifest_name(snapshot)
+        head = self.storage.get(name, 0, manifest_codec.HEAD_BYTES)
+        with self._locating(name):
+            info = manifest_codec.decode_info(head)
+            if info is not None:
+                _require_id(info, snapshot)
+        return info or self.read(snapshot).info
+
+    @contextmanager
+    def _locating(self, name: str) -> Iterator[None]:
+        """Adds to a format error of the block where it was found."""
+        try:
+            yield
+        except FormatError as err:
+            raise type(err)(f"{self.storage.url}/{name}: {err.message}", hint=err.hint) from err
 
     def _refuse_foreign(self) -> None:
         for item in self.storage.list(""):
@@ -230,6 +247,11 @@ class Repository:
             except FormatError:
                 continue
         return None
+
+
+def _require_id(info: SnapshotInfo, snapshot: str) -> None:
+    if info.id != snapshot:
+        raise CorruptError(f"this is the manifest of {info.id}")
 
 
 def _parse_record(data: bytes, url: str) -> RunRecord:

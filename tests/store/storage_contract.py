@@ -83,10 +83,6 @@ class StorageContract:
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
         deadline=None,
     )
-        max_examples=40,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
-        deadline=None,
-    )
     @given(st.integers(0, 3 << 20), st.integers(0, 3 << 20), st.integers(0, 64))
     def test_any_range_can_be_read_into_memory(self, storage: Storage, start: int, nbytes: int, shift: int) -> None:
         """Any offset, size and alignment."""

@@ -53,7 +53,7 @@ class WriterClient(Protocol):
         """Queue a job; its `JobDone` will come.
 
         Raises:
-            WriterError: the writer is lost; the job was not taken and no `JobDone` comes.
+            WriterError: the writer is lost, or the job has something that is not JSON; no `JobDone` comes.
         """
         ...
 
@@ -118,7 +118,13 @@ class Client(abc.ABC):
         if not self._mailbox.expect(job):
             lost = self._mailbox.lost
             raise WriterError(lost.message if lost else "the writer is closed")
-        self._send({"kind": protocol.PERSIST, "job": job_to_json(job)})
+        try:
+            self._send({"kind": protocol.PERSIST, "job": job_to_json(job)})
+        except (TypeError, ValueError) as err:
+            self._mailbox.withdraw(job)
+            raise WriterError(
+                f"the snapshot of step {job.step} has values, metrics or notes that are not JSON: {err}"
+            ) from err
 
     def poll(self) -> list[Message]:
         return [] if self._foreign else self._mailbox.poll()

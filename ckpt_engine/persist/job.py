@@ -173,8 +173,9 @@ def layout_from_json(data: Mapping[str, Any]) -> Layout:
 
 
 def job_to_json(job: PersistJob) -> dict[str, Any]:
-    """`job` as JSON. Shallow: the values are not copied."""
-    return {f.name: getattr(job, f.name) for f in dataclasses.fields(job)}
+    """`job` as JSON. Shallow: what is in the mappings is not copied."""
+    fields = {f.name: getattr(job, f.name) for f in dataclasses.fields(job)}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
 
 
 def job_from_json(data: Mapping[str, Any]) -> PersistJob:

@@ -43,6 +43,13 @@ class Mailbox:
             self._unsettled.add(job.job)
             return True
 
+    def withdraw(self, job: PersistJob) -> None:
+        """The job was not sent after all."""
+        with self._changed:
+            self._open.pop(job.job, None)
+            self._unsettled.discard(job.job)
+            self._changed.notify_all()
+
     def hear(self, body: Body) -> None:
         """Take in an `event`, `done` or `settled` message."""
         with self._changed:

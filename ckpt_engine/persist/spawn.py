@@ -70,6 +70,7 @@ class ProcessWriter(Client):
                 raise WriterError(f"the writer process does not answer after {timeout:.0f} s; storage: {config.url}")
         except BaseException:
             process.kill()
+            client._listener.join(_REAP_SECONDS)
             raise
         if client._answer is not None:
             client._listener.join(_REAP_SECONDS)
@@ -104,9 +105,9 @@ class ProcessWriter(Client):
             with selectors.DefaultSelector() as selector:
                 self._hear_all(selector)
             self._reap()
-        except CkptError as err:  # not our protocol: of no use any more
+        except Exception as err:  # noqa: BLE001 - every open job learns of it; such a writer is of no use any more
             self._process.kill()
-            self._reap(because=err.message)
+            self._reap(because=f"says what nobody understands: {ErrorRecord.of(err).message}")
         finally:
             self._channel.close()
             if self._exit_fd is not None:

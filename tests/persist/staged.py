@@ -10,8 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.persist.client import Message, WriterClient
+from ckpt_engine.persist.client import WriterClient
 from ckpt_engine.persist.job import EntryLayout, JobDone, Layout, PersistJob
+from ckpt_engine.persist.mailbox import Message
 from ckpt_engine.store.container import build_header, parse_header
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import SnapshotInfo

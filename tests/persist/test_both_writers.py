@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from pathlib import Path
 
 import pytest
 
-from ckpt_engine.errors import ForeignError, LeaseHeldError, NotAFolderError, WriterError
+from ckpt_engine.errors import ForeignError, LeaseHeldError, NotAFolderError, StorageFullError, WriterError
 from ckpt_engine.observe.events import Notice, SnapshotCommitted, SnapshotFailed, SnapshotsForgotten, WriterLost
 from ckpt_engine.persist.job import JobDone
+from ckpt_engine.persist.mailbox import Message
+from ckpt_engine.persist.thread import ThreadWriter
+from ckpt_engine.store.storage.disk import Disk
+from ckpt_engine.store.storage.local import LocalStorage
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
 
@@ -18,7 +24,7 @@ def test_jobs_become_durable_in_order(writers: Writers, stage: Stage) -> None:
     """Each job ends as a whole snapshot of its own step, and events come before the outcome they belong to."""
     client = writers.start()
     stage.share(client)
-    heard: list[object] = []
+    heard: list[Message] = []
     for step in (3, 14, 15):
         job = stage.job(step, notes={"a": [1]}, parent="p")
         client.submit(job)
@@ -49,7 +55,7 @@ def test_retention_keeps_what_it_is_told(writers: Writers, stage: Stage) -> None
     """Snapshots beyond `keep` are forgotten after each commit, and their data is gone."""
     client = writers.start(keep={"last": 2, "every_n_steps": 4})
     stage.share(client)
-    heard: list[object] = []
+    heard: list[Message] = []
     for step in range(1, 9):
         job = stage.job(step)
         client.submit(job)
@@ -68,7 +74,7 @@ def test_a_failed_job_is_told_and_the_next_one_works(writers: Writers, stage: St
     client = writers.start()
     stage.share(client)
     bad = [stage.job(1, layout=99), stage.job(2, values={}), stage.job(3, notes={"x": float("nan")})]
-    heard: list[object] = []
+    heard: list[Message] = []
     for job in bad:
         client.submit(job)
         done = outcome(client, job.job, heard)
@@ -118,7 +124,7 @@ def test_data_that_cannot_be_removed_is_removed_later(writers: Writers, stage: S
     stage.share(client)
     in_the_way = writers.root / "snapshots"
     in_the_way.write_text("not a folder")
-    heard: list[object] = []
+    heard: list[Message] = []
     job = stage.job(1)
     client.submit(job)
     assert not outcome(client, job.job, heard).ok
@@ -252,6 +258,83 @@ def test_no_draw_from_the_global_random_streams(writers: Writers, stage: Stage) 
         assert outcome(client, job.job).ok
     assert client.close(WAIT_SECONDS)
     assert before == (random.getstate(), np.random.get_state()[2], bytes(np.random.get_state()[1]))
+
+
+def test_what_is_not_json_is_refused_at_once(writers: Writers, stage: Stage) -> None:
+    """The trainer learns it from `submit`, nobody waits for that job, and the writer goes on."""
+    client = writers.start()
+    stage.share(client)
+    with pytest.raises(WriterError, match="not JSON"):
+        client.submit(stage.job(1, metrics={"loss": object()}))
+    assert client.drain(0.0)
+    job = stage.job(2, metrics={"loss": float("nan")})
+    client.submit(job)
+    assert outcome(client, job.job).ok
+
+
+def test_a_full_disk_is_told_and_used_again_once_there_is_space(
+    tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job fails with the storage's own error and leaves nothing; after space is freed the next one is durable."""
+    threads = Writers(ThreadWriter, tmp_path / "run")
+    client = threads.start(keep={"last": 5})
+    stage.share(client)
+    client.drain(WAIT_SECONDS)
+    real_write, written = Disk.write, [0]
+
+    def write(disk: Disk, fd: int, data: memoryview, offset: int) -> int:
+        if offset >= 32 << 10:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written[0] += 1
+        return real_write(disk, fd, data[: 32 << 10], offset)
+
+    with monkeypatch.context() as full:
+        full.setattr(Disk, "write", write)
+        for step in (1, 2):
+            job = stage.job(step)
+            client.submit(job)
+            done = outcome(client, job.job)
+            assert done.error is not None
+            assert isinstance(done.error.exception(), StorageFullError)
+            assert list((threads.root / "data").iterdir()) == []
+    assert written[0]
+    job = stage.job(3)
+    client.submit(job)
+    assert outcome(client, job.job).ok
+    assert [i.step for i in check_all(threads.root)] == [3]
+    threads.close()
+
+
+def test_retention_that_fails_is_no_failure_of_the_snapshot(
+    tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The snapshot is acknowledged and the trouble with older ones is a warning; the next commit tries again."""
+    threads = Writers(ThreadWriter, tmp_path / "run")
+    client = threads.start(keep={"last": 1})
+    stage.share(client)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "the disk says no")
+
+    heard: list[Message] = []
+    with monkeypatch.context() as broken:
+        broken.setattr(LocalStorage, "delete", refuse)
+        for step in (1, 2):
+            job = stage.job(step)
+            client.submit(job)
+            assert outcome(client, job.job, heard).ok
+        assert client.drain(WAIT_SECONDS)
+    heard += client.poll()
+    (notice,) = (m for m in heard if isinstance(m, Notice))
+    assert "the disk says no" in notice.message
+    assert len(check_all(threads.root)) == 2
+    job = stage.job(3)
+    client.submit(job)
+    assert outcome(client, job.job, heard).ok
+    assert client.drain(WAIT_SECONDS)
+    assert [i.step for i in check_all(threads.root)] == [3]
+    assert not any(isinstance(m, SnapshotFailed) for m in heard)
+    threads.close()
 
 
 def test_a_relative_root_is_the_one_of_the_trainer(

@@ -20,7 +20,10 @@ from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, WriterLost
 from ckpt_engine.persist import spawn
 from ckpt_engine.persist.client import open_client
 from ckpt_engine.persist.job import JobDone, WriterConfig
+from ckpt_engine.persist.mailbox import Message
 from ckpt_engine.persist.thread import ThreadWriter
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.storage.open import open_storage
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
 
@@ -39,8 +42,8 @@ def gone(pid: int) -> bool:
         os.close(fd)
 
 
-def run_trainer(root: Path, *plan: str) -> dict[str, Any]:
-    """Run a trainer that kills itself; what it logged."""
+def run_trainer(root: Path, *plan: str, status: int = -signal.SIGKILL) -> dict[str, Any]:
+    """Run a trainer to its end; what it logged."""
     log = root.with_suffix(".log")
     errors = root.with_suffix(".err")
     with errors.open("w") as stderr:  # a file: a forked child would keep a pipe open
@@ -52,8 +55,8 @@ def run_trainer(root: Path, *plan: str) -> dict[str, Any]:
             stdout=stderr,
             stderr=stderr,
         )
-    assert done.returncode == -signal.SIGKILL, errors.read_text()
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert done.returncode == status, errors.read_text()
+    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     return {key: value for row in rows for key, value in row.items()}
 
 
@@ -68,6 +71,29 @@ def test_jobs_of_a_killed_trainer_become_durable(tmp_path: Path) -> None:
     told = run_trainer(tmp_path / "run", "die-after", "3")
     assert gone(told["writer"])
     assert [i.step for i in check_all(tmp_path / "run")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["process", "thread"])
+def test_a_trainer_that_just_ends_loses_nothing(tmp_path: Path, kind: str) -> None:
+    """Without `close` a process finishes by itself, and a thread before the interpreter goes."""
+    run_trainer(tmp_path / "run", "leave", kind, status=0)
+    with acquire(open_storage(tmp_path / "run"), wait_seconds=WAIT_SECONDS):
+        assert [i.step for i in check_all(tmp_path / "run")] == [1, 2]
+
+
+def test_a_writer_that_waits_for_the_lease_goes_with_its_trainer(tmp_path: Path, processes: Writers) -> None:
+    """A second trainer that is killed while its writer waits leaves nobody waiting."""
+    processes.start()
+    command = [sys.executable, "-m", "tests.persist.trainer", str(processes.root), str(tmp_path / "log"), "leave"]
+    trainer = subprocess.Popen([*command, "process"], cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+    children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children")
+    while not children.read_text() or not is_ignored(int(children.read_text()), signal.SIGTERM):
+        assert trainer.poll() is None
+        os.sched_yield()
+    waiting = int(children.read_text())
+    trainer.kill()
+    trainer.wait(WAIT_SECONDS)
+    assert gone(waiting)
 
 
 def test_a_forked_child_of_the_trainer_keeps_no_writer_alive(tmp_path: Path) -> None:
@@ -136,7 +162,7 @@ def test_a_killed_writer_is_noticed_and_replaced(processes: Writers, stage: Stag
     second = stage.job(2)
     client.submit(second)
     os.kill(client.pid, signal.SIGKILL)
-    heard: list[object] = []
+    heard: list[Message] = []
     done = outcome(client, second.job, heard)
     assert done.error is not None
     assert "SIGKILL" in done.error.message
@@ -296,6 +322,14 @@ def test_any_script_can_start_a_writer(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "count").read_text() == "run\n"
     assert [i.step for i in check_all(tmp_path / "run")] == [7]
+
+
+def test_a_writer_that_does_not_answer_is_given_up(processes: Writers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`start` has an end even if the new process hangs, and does not leave it behind."""
+    monkeypatch.setattr(spawn, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(spawn, "ENTRY", Path(__file__).with_name("mute_writer.py"))
+    with pytest.raises(WriterError, match="does not answer"):
+        processes.start()
 
 
 @pytest.mark.parametrize("interpreter", ["", "/nonexistent/python", "/bin/false"])

@@ -5,7 +5,9 @@ It logs one JSON line per thing that a test must know, each with a single write,
 Plans:
     storm: snapshots without end; a lost writer is replaced.
     die-after N: submits N jobs on N slots and kills itself, without waiting for anything.
-    die-holding N: as above, with a forked child that keeps every descriptor open.
+    die-holding: submits one job and kills itself, with a forked child that keeps every descriptor open.
+    die-behind-a-gate FILE N SECONDS: as die-after, with storage that hangs until FILE exists, and `drain_seconds`.
+    leave KIND: submits two jobs to a `process` or a `thread`, and ends without closing anything.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_engine.persist import spawn
-from ckpt_engine.persist.client import Client, completed
+from ckpt_engine.persist.client import WriterClient, completed, open_client
 from ckpt_engine.persist.job import JobDone, WriterConfig
 from tests.persist.staged import Stage
 
@@ -73,14 +75,17 @@ def storm(root: str, log: Log) -> None:
 
 def die_after(root: str, log: Log, jobs: int, **changes: Any) -> None:
     """Submit `jobs` jobs at once and be gone."""
-    client: Client = start(root, log, **changes)
-    stages = [Stage(8 << 20, slot) for slot in range(jobs)]
-    for number, stage in enumerate(stages):
+    submit(start(root, log, **changes), jobs)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def submit(client: WriterClient, jobs: int) -> None:
+    """Submit `jobs` jobs at once."""
+    for number in range(jobs):
+        stage = Stage(8 << 20, slot=number)
         stage.share(client)
         stage.jobs = number
         client.submit(stage.job(number + 1))
-    log.write(submitted=jobs)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def fork_holder(log: Log) -> None:
@@ -109,6 +114,9 @@ def main(root: str, path: str, plan: str, *rest: str) -> None:
         spawn.ENTRY = Path(__file__).with_name("gated_writer.py")
         os.environ["TEST_GATE"] = rest[0]
         die_after(root, log, int(rest[1]), drain_seconds=float(rest[2]))
+    elif plan == "leave":
+        config = WriterConfig(root, lease_wait_seconds=60.0)
+        submit(open_client(config, thread=rest[0] == "thread", emit=lambda event: sys.exit(str(event))), 2)
     else:
         raise SystemExit(f"no such plan: {plan}")
 

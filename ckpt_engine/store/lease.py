@@ -6,6 +6,7 @@ need it.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -27,6 +28,7 @@ from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.oserrors import translating
 
 RETRY_SECONDS = 0.1
+_TEXT_BYTES = 1023
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +130,7 @@ class LocalLease:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, json.dumps(asdict(holder)).encode() + b"\n", 0)
+                _write_text(fd, json.dumps(asdict(holder)))
             except BlockingIOError:
                 os.close(fd)
                 return None
@@ -154,7 +155,7 @@ class LocalLease:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             try:
-                os.ftruncate(fd, 0)
+                _write_text(fd, "")
             finally:
                 os.close(fd)
                 _held.discard(self)
@@ -172,6 +173,16 @@ class LocalLease:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _write_text(fd: int, text: str) -> None:
+    """Replace what the lease file says. On a full disk the lock alone must do, or nothing could be pruned."""
+    padded = text.encode().ljust(max(_TEXT_BYTES, os.fstat(fd).st_size - 1)) + b"\n"
+    try:
+        os.pwrite(fd, padded, 0)  # in place and never shorter: needs no new block
+    except OSError as err:
+        if err.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 _held: set[LocalLease] = set()

@@ -282,8 +282,9 @@ def _put(data: bytearray, offset: int, new: bytes) -> None:
 
 def _reachable(tree: dict[str, bytes | None]) -> dict[str, bytes | None]:
     """Without what lies in a folder whose own name did not survive."""
-    return {
-        path: content
-        for path, content in tree.items()
-        if all(str(parent) in tree for parent in Path(path).parents if str(parent) != ".")
-    }
+    kept: dict[str, bytes | None] = {}
+    for path in sorted(tree):  # folders come before what is in them
+        folder = path.rpartition("/")[0]
+        if not folder or folder in kept:
+            kept[path] = tree[path]
+    return kept

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -17,6 +18,14 @@ from ckpt_engine.store.retention import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.crash.life import FOREIGN, FailingDisk, Run, check, live, recover, small_blocks
 from tests.crash.powerloss import Change, Killed, RecordingDisk, build, crash_states, marks
+
+
+@pytest.fixture
+def scratch(tmp_path: Path) -> Iterator[Path]:
+    """Where states are built: in memory if possible, because there are thousands."""
+    memory = Path("/dev/shm")
+    with TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(autouse=True)
@@ -87,9 +96,9 @@ def _lived(
     return disk
 
 
-def test_power_loss_at_any_point_leaves_a_sound_store(tmp_path: Path) -> None:
+def test_power_loss_at_any_point_leaves_a_sound_store(tmp_path: Path, scratch: Path) -> None:
     """After a power loss at any point, with anything unsynced lost, landed or torn, there is no bad state."""
-    explorer = _Explorer(tmp_path)
+    explorer = _Explorer(scratch)
     explorer.explore(_lived(tmp_path))
     assert explorer.bad == []
     assert explorer.checked > 200
@@ -111,18 +120,18 @@ def _all_points(tmp_path: Path) -> int:
     return count
 
 
-def test_a_kill_and_then_a_power_loss_leave_a_sound_store(tmp_path: Path) -> None:
+def test_a_kill_and_then_a_power_loss_leave_a_sound_store(tmp_path: Path, scratch: Path) -> None:
     """A process killed anywhere leaves names that are visible but not synced: its successor must not build on them."""
-    explorer = _Explorer(tmp_path)
-    for die_before in range(1, _all_points(tmp_path), 9):
+    explorer = _Explorer(scratch)
+    for die_before in range(1, _all_points(tmp_path), 13):
         _killed_then_power_loss(tmp_path, explorer, die_before)
     assert explorer.bad == []
 
 
 @pytest.mark.slow
-def test_a_kill_at_every_point_and_then_a_power_loss_leave_a_sound_store(tmp_path: Path) -> None:
+def test_a_kill_at_every_point_and_then_a_power_loss_leave_a_sound_store(tmp_path: Path, scratch: Path) -> None:
     """The same, for every point at which the process can be killed."""
-    explorer = _Explorer(tmp_path)
+    explorer = _Explorer(scratch)
     for die_before in range(1, _all_points(tmp_path)):
         _killed_then_power_loss(tmp_path, explorer, die_before)
     assert explorer.bad == []
@@ -214,20 +223,22 @@ class _NoReachability(Run):
     ],
     ids=lambda broken: next(iter(broken.values())).__name__.strip("_"),
 )
-def test_the_check_notices_every_broken_rule(tmp_path: Path, broken: dict[str, type]) -> None:
+def test_the_check_notices_every_broken_rule(tmp_path: Path, scratch: Path, broken: dict[str, type]) -> None:
     """The same exploration finds a bad state as soon as one rule of the store is broken."""
-    explorer = _Explorer(tmp_path)
+    explorer = _Explorer(scratch)
     explorer.explore(_lived(tmp_path, **broken), stop_at_bad=True)
     assert explorer.bad
 
 
-def test_an_unsynced_forget_of_a_killed_process_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsynced_forget_of_a_killed_process_is_noticed(
+    tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the sync that a collection makes for its predecessor, a kill and a power loss lose data."""
     whole = _lived(tmp_path).operations
     shutil.rmtree(tmp_path / "disk")
     forgets = [i for i, op in enumerate(whole) if isinstance(op, Change) and _removes_a_manifest(op)]
     monkeypatch.setattr("ckpt_engine.store.collect._settle", lambda repository, garbage: None)
-    explorer = _Explorer(tmp_path)
+    explorer = _Explorer(scratch)
     _killed_then_power_loss(tmp_path, explorer, forgets[0] + 1)
     assert explorer.bad
 

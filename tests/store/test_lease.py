@@ -264,6 +264,27 @@ def test_a_read_only_folder_gets_no_lease(tmp_path: Path, monkeypatch: pytest.Mo
         acquire(LocalStorage(tmp_path))
 
 
+def test_a_full_disk_does_not_keep_a_writer_from_pruning_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock is taken even if there is no room to say who took it."""
+
+    def full(fd: int, data: bytes, at: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(lease_module.os, "pwrite", full)
+    with acquire(LocalStorage(tmp_path)) as lease:
+        lease.check()
+        with pytest.raises(LeaseHeldError, match="another process"):
+            acquire(LocalStorage(tmp_path))
+
+
+def test_a_shorter_holder_replaces_a_longer_one(tmp_path: Path) -> None:
+    """The file never shrinks, and still says only what is true."""
+    storage = LocalStorage(tmp_path)
+    acquire(storage, Holder(1, "h", 0.0, "long " * 1000)).release()
+    with acquire(storage, Holder(2, "h", 0.0, "short")):
+        assert read_holder(storage) == Holder(2, "h", 0.0, "short")
+
+
 def test_a_storage_without_leases_says_so() -> None:
     """Rather than pretending to protect."""
 

@@ -145,6 +145,31 @@ def test_a_second_postponed_snapshot_is_told_again() -> None:
     assert len(rig.sink.events) == 2
 
 
+def test_meeting_a_busy_slot_raises_the_interval_even_by_one_step() -> None:
+    """Skipping as well as waiting shows that the interval is just too short."""
+    for busy in (True, False):
+        rig = Rig(overhead=0.05, mtbf_seconds=60.0)
+        for latency in (14.0, 14.5, 14.5):
+            rig.go(100)
+            if busy:
+                rig.cadence.skipped(rig.step, "busy")
+            rig.take(stall=0.5, latency=latency)
+        rig.go(2)
+        assert rig.cadence.interval_steps == (15 if busy else 14)
+
+
+def test_waiting_for_a_slot_raises_the_interval_even_by_one_step() -> None:
+    """The adapter that waits instead of skipping is treated alike."""
+    rig = Rig(overhead=0.05, mtbf_seconds=60.0)
+    for latency, wait in ((14.0, 0.0), (14.5, 0.0), (14.5, 0.5)):
+        rig.go(100)
+        rig.clock.now += wait
+        rig.cadence.taken(rig.step, 0.0, wait)
+        rig.cadence.committed(rig.step, latency, 10**9)
+    rig.go(2)
+    assert rig.cadence.interval_steps == 15
+
+
 # ------------------------------------------------------------------ measuring
 
 
@@ -210,6 +235,15 @@ def test_overhead_is_stalls_fences_waits_and_slowdown_over_clean_time() -> None:
     rig.clock.now += 1.0
     rig.cadence.boundary(rig.step)
     assert rig.cadence.overhead_fraction == pytest.approx(10.0 / 101.0)
+
+
+def test_excluding_more_than_has_passed_gives_a_step_of_no_time() -> None:
+    """Overlapping reports of an adapter cannot make training time negative."""
+    rig = Rig(overhead=0.05)
+    for _ in range(20):
+        rig.cadence.exclude(5.0)
+        rig.go()
+    assert rig.cadence.state()["step_seconds"] == 0.0
 
 
 @pytest.mark.parametrize("nonsense", [float("nan"), float("inf"), -3.0])
@@ -440,6 +474,23 @@ def test_a_clean_end_is_no_failure() -> None:
         name: rig.cadence.state()["failures"]["events"] for name, rig in {"crash": crashed, "end": finished}.items()
     }
     assert rate["crash"] > rate["end"] == 1.0
+
+
+def test_starting_again_keeps_what_an_earlier_run_learned() -> None:
+    """Neither the time survived nor the restored step time is lost with a second `start`."""
+    rig = Rig(overhead=0.05)
+    rig.go(20)
+    state = rig.cadence.state()
+    other = Rig(start=None, overhead=0.05)
+    other.cadence.restore(state, failed=False)
+    before = other.cadence.state()
+    assert before["step_seconds"] == pytest.approx(1.0)
+    other.cadence.start(20)
+    other.clock.now += 100.0
+    other.cadence.start(20)
+    after = other.cadence.state()
+    assert after["step_seconds"] == before["step_seconds"]
+    assert after["failures"]["exposure_seconds"] == pytest.approx(before["failures"]["exposure_seconds"] + 100.0)
 
 
 @pytest.mark.parametrize(

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from ckpt_engine.errors import CorruptError, NewerFormatError
+from ckpt_engine.snapshot import hugepages
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Entry, Manifest, Piece
 from ckpt_engine.store.storage.base import Storage
 
 READ_BYTES = 16 << 20
-READ_THREADS = 2
+"""Bytes per request; requests start at multiples of it, so that the page cache can be bypassed."""
+READ_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
-    """Consecutive stored bytes of one file that are read in one request, and the pieces inside."""
+class _Wanted:
+    """A piece and the entry it belongs to."""
 
-    file: int
-    start: int
-    stop: int
-    pieces: tuple[tuple[str, Piece], ...]
+    entry: str
+    piece: Piece
 
 
 def read_entries(storage: Storage, manifest: Manifest, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
@@ -42,83 +43,82 @@ def read_entries(storage: Storage, manifest: Manifest, names: Sequence[str] | No
         NewerFormatError: an encoding this version does not know.
         StorageError: the storage failed.
     """
-    wanted = {name: manifest.entries[name] for name in (manifest.entries if names is None else names)}
-    spans = list(_spans(wanted))
-    buffers = {file: _Buffer(spans_of) for file, spans_of in _by_file(spans).items()}
+    entries = {name: manifest.entries[name] for name in (manifest.entries if names is None else names)}
+    by_file: dict[int, list[_Wanted]] = {}
+    for name, entry in entries.items():
+        for piece in entry.pieces:
+            if piece.codec != "raw":
+                raise NewerFormatError(f"{name!r} is encoded with {piece.codec!r}, unknown to this version")
+            by_file.setdefault(piece.file, []).append(_Wanted(name, piece))
+    pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="ckpt-read")
+    try:
+        images = {
+            file: _Image(storage, manifest.files[file].name, manifest.files[file].nbytes, wanted, pool)
+            for file, wanted in sorted(by_file.items())
+        }
+        for image in images.values():
+            image.verify()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return {name: _tensor(entry, images) for name, entry in entries.items()}
 
-    def load(span: _Span) -> None:
-        target = buffers[span.file].at(span.start, span.stop)
-        storage.get_into(manifest.files[span.file].name, span.start, target)
-        for name, piece in span.pieces:
-            at = piece.offset - span.start
-            if digest(target[at : at + piece.nbytes]) != piece.digest:
+
+class _Image:
+    """Memory for the part of one data file that is wanted, filled in the background in the order of the file."""
+
+    def __init__(
+        self, storage: Storage, name: str, nbytes: int, wanted: Sequence[_Wanted], pool: ThreadPoolExecutor
+    ) -> None:
+        self._name = name
+        self._wanted = sorted(wanted, key=lambda w: w.piece.offset)
+        last = max(w.piece.offset + w.piece.nbytes for w in wanted)
+        if last > nbytes:
+            raise CorruptError(f"the manifest names bytes up to {last} of {name}, which has {nbytes}")
+        self._base = self._wanted[0].piece.offset // READ_BYTES * READ_BYTES
+        # Untouched memory costs nothing, so gaps between wanted pieces are simply not read.
+        self._memory = mmap.mmap(-1, last - self._base, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        hugepages.advise(self._memory)
+        self._bytes = memoryview(self._memory)
+        first_page = self._wanted[0].piece.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._reads: dict[int, Future[None]] = {}
+        for number in sorted({n for w in wanted for n in _blocks(w.piece)}):
+            start = max(number * READ_BYTES, first_page)
+            stop = min((number + 1) * READ_BYTES, last)
+            self._reads[number] = pool.submit(storage.get_into, name, start, self._range(start, stop))
+
+    def verify(self) -> None:
+        """Wait for the bytes and compare every piece with its digest."""
+        for wanted in self._wanted:
+            piece = wanted.piece
+            for number in _blocks(piece):
+                self._reads[number].result()
+            if digest(self._range(piece.offset, piece.offset + piece.nbytes)) != piece.digest:
                 raise CorruptError(
-                    f"{name!r}: bytes {piece.offset} to {piece.offset + piece.nbytes} of "
-                    f"{manifest.files[piece.file].name} do not match their digest"
+                    f"{wanted.entry!r}: bytes {piece.offset} to {piece.offset + piece.nbytes} of {self._name} "
+                    "do not match their digest"
                 )
 
-    with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="ckpt-read") as pool:
-        for done in [pool.submit(load, span) for span in spans]:
-            done.result()
-    return {name: _tensor(entry, buffers) for name, entry in wanted.items()}
+    def tensor(self, offset: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """A tensor over the bytes from `offset` on; it keeps the memory alive."""
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=offset - self._base)
+
+    def _range(self, start: int, stop: int) -> memoryview:
+        return self._bytes[start - self._base : stop - self._base]
 
 
-class _Buffer:
-    """Memory for the part of one file that is wanted; offsets keep their page alignment for direct reads."""
-
-    def __init__(self, spans: Sequence[_Span]) -> None:
-        self._base = min(s.start for s in spans) // mmap.PAGESIZE * mmap.PAGESIZE
-        nbytes = max(s.stop for s in spans) - self._base
-        self.memory = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.memory.madvise(mmap.MADV_HUGEPAGE)
-
-    def at(self, start: int, stop: int) -> memoryview:
-        return memoryview(self.memory)[start - self._base : stop - self._base]
-
-    def offset(self, position: int) -> int:
-        return position - self._base
+def _blocks(piece: Piece) -> range:
+    return range(piece.offset // READ_BYTES, -(-(piece.offset + piece.nbytes) // READ_BYTES))
 
 
-def _spans(entries: Mapping[str, Entry]) -> Iterator[_Span]:
-    """Neighbouring pieces joined to requests of about `READ_BYTES`."""
-    pieces = sorted(
-        ((name, piece) for name, entry in entries.items() for piece in entry.pieces),
-        key=lambda item: (item[1].file, item[1].offset),
-    )
-    run: list[tuple[str, Piece]] = []
-    for name, piece in pieces:
-        if piece.codec != "raw":
-            raise NewerFormatError(f"{name!r} is encoded with {piece.codec!r}, unknown to this version")
-        if run:
-            first, last = run[0][1], run[-1][1]
-            joined = piece.offset + piece.nbytes - first.offset
-            if piece.file != last.file or piece.offset != last.offset + last.nbytes or joined > READ_BYTES:
-                yield _span(run)
-                run = []
-        run.append((name, piece))
-    if run:
-        yield _span(run)
-
-
-def _span(run: Sequence[tuple[str, Piece]]) -> _Span:
-    first, last = run[0][1], run[-1][1]
-    return _Span(first.file, first.offset, last.offset + last.nbytes, tuple(run))
-
-
-def _by_file(spans: Sequence[_Span]) -> dict[int, list[_Span]]:
-    found: dict[int, list[_Span]] = {}
-    for span in spans:
-        found.setdefault(span.file, []).append(span)
-    return found
-
-
-def _tensor(entry: Entry, buffers: Mapping[int, _Buffer]) -> torch.Tensor:
+def _tensor(entry: Entry, images: Mapping[int, _Image]) -> torch.Tensor:
     dtype = getattr(torch, entry.dtype)
-    count = 1
-    for size in entry.shape:
-        count *= size
+    count = math.prod(entry.shape)
     if not entry.pieces or count == 0:
         return torch.empty(entry.shape, dtype=dtype)
     first = entry.pieces[0]
-    offset = buffers[first.file].offset(first.offset)
-    return torch.frombuffer(buffers[first.file].memory, dtype=dtype, count=count, offset=offset).view(entry.shape)
+    end = first.offset
+    for piece in entry.pieces:
+        if piece.file != first.file or piece.offset != end:
+            raise NewerFormatError("pieces of an array that do not lie back to back are unknown to this version")
+        end += piece.nbytes
+    return images[first.file].tensor(first.offset, dtype, count).view(entry.shape)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.errors import StateError
+from ckpt_engine.snapshot import hugepages
 from ckpt_engine.snapshot.plan import WITHOUT_COPY, Plan
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
@@ -50,7 +51,7 @@ class Slot:
                 f"cannot reserve {self.nbytes / 1e9:.2f} GB of host memory for the arena: {err}",
                 hint="lower `slots`, or give the job more memory",
             ) from err
-        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        hugepages.advise(self._memory)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._bound: _Bound | None = None
 

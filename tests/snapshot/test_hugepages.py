@@ -1,0 +1,24 @@
+"""Huge pages are asked for only where they are free."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+from ckpt_engine.snapshot.hugepages import free_huge_bytes
+
+SAMPLE = """Node 0, zone      DMA      1      1      1      1      1      1      1      0      1      1      3
+Node 0, zone   Normal   1816    951    500    301    179    102     60     31     16      7      2
+"""
+
+
+def test_only_blocks_of_a_huge_page_or_more_count(tmp_path: Path) -> None:
+    """Orders 9 and 10 of all zones are added up, in bytes."""
+    path = tmp_path / "buddyinfo"
+    path.write_text(SAMPLE)
+    assert free_huge_bytes(path) == ((1 + 7) * 512 + (3 + 2) * 1024) * mmap.PAGESIZE
+
+
+def test_an_unreadable_file_means_none(tmp_path: Path) -> None:
+    """Where the kernel does not tell, small pages are used."""
+    assert free_huge_bytes(tmp_path / "missing") == 0

@@ -124,7 +124,7 @@ class Decision:
             f"failure rate {rate}",
             f"set by {bounds.binding}",
         ]
-        if self.interval_steps != bounds.target:
+        if abs(bounds.target - self.interval_steps) > HYSTERESIS * self.interval_steps:
             parts.append(f"heading for {bounds.target}")
         if not bounds.feasible and self.settings.max_lost_work_seconds is not None:
             needed = f"every {bounds.rpo} steps" if bounds.rpo >= 1 else "a faster persist"

@@ -92,37 +92,6 @@ class Cadence:
     _wake_time: float
     _warm_up: int
 
-    __slots__ = (
-        "_account",
-        "_adaptive",
-        "_add_clean",
-        "_disturbed",
-        "_durable_instant",
-        "_durable_step",
-        "_failures",
-        "_failures_since",
-        "_fixed",
-        "_held_back",
-        "_in_flight",
-        "_mark",
-        "_meter",
-        "_next",
-        "_now",
-        "_paused",
-        "_pending",
-        "_quiet_step",
-        "_settings",
-        "_settled",
-        "_sink",
-        "_skip_told",
-        "_steps",
-        "_taken_step",
-        "_taken_time",
-        "_wake_step",
-        "_wake_time",
-        "_warm_up",
-    )
-
     def __init__(
         self, settings: FrequencySettings, clock: Clock, sink: EventSink, *, policy: FrequencyPolicy | None = None
     ) -> None:

@@ -65,7 +65,7 @@ class StepTimes:
         prior: the clean step time an earlier run measured; used until this one has measured enough.
     """
 
-    __slots__ = ("_busy", "_busy_seconds", "_busy_steps", "clean", "prior")
+    __slots__ = ("_busy", "_busy_seconds", "_busy_steps", "_shift_seen", "_summary", "_summary_of", "clean", "prior")
 
     def __init__(self, prior: float | None = None) -> None:
         self.clean: deque[float] = deque(maxlen=CLEAN_WINDOW)
@@ -73,6 +73,9 @@ class StepTimes:
         self._busy: deque[float] = deque(maxlen=SHIFT_WINDOW)
         self._busy_seconds = 0.0
         self._busy_steps = 0
+        self._summary = _Summary(0.0, 0.0, 0.0)
+        self._summary_of: tuple[int, float] = (0, 0.0)
+        self._shift_seen = self._summary_of
 
     def add_disturbed(self, seconds: float) -> None:
         """A step during which a snapshot was staged or persisted."""
@@ -89,8 +92,8 @@ class StepTimes:
         """Whether the clean steps tell a slowdown of a quarter of `budget` from their jitter, as far as any can."""
         if len(self.clean) in (0, CLEAN_WINDOW):
             return bool(self.clean)
-        mean, deviation = self._spread()
-        return deviation <= BASELINE_ERROR * budget * mean * math.sqrt(len(self.clean))
+        clean = self._summarise()
+        return clean.deviation <= BASELINE_ERROR * budget * clean.mean * math.sqrt(len(self.clean))
 
     def step_seconds(self) -> float:
         """The clean step time: median of clean steps, of the newest ones after a shift; 0.0 while unknown.
@@ -100,9 +103,9 @@ class StepTimes:
         if len(self.clean) < ENOUGH_STEPS:
             clean, noise = self.prior if self.prior is not None else median(self.clean), 0.0
         else:
-            noise = _median_noise(self._spread()[1])
-            self._forget_before_shift(noise)
-            clean = median(self.clean)
+            self._forget_before_shift()
+            summary = self._summarise()
+            clean, noise = summary.median, summary.median_noise
         if len(self._busy) == SHIFT_WINDOW:
             disturbed = median(self._busy)
             if clean - disturbed > max(STALE * clean, noise):
@@ -117,33 +120,51 @@ class StepTimes:
             return Slowdown()
         if len(self.clean) < ENOUGH_STEPS:
             return Slowdown(total - steps * self.step_seconds())
-        mean, deviation = self._spread()
+        clean = self._summarise()
         return Slowdown(
-            seconds=total - steps * mean,
-            jitter_seconds=deviation * math.sqrt(steps),
-            baseline_seconds=deviation * steps / math.sqrt(len(self.clean)),
+            seconds=total - steps * clean.mean,
+            jitter_seconds=clean.deviation * math.sqrt(steps),
+            baseline_seconds=clean.deviation * steps / math.sqrt(len(self.clean)),
         )
 
-    def _spread(self) -> tuple[float, float]:
-        """Mean and standard deviation of the clean steps."""
-        count = len(self.clean)
-        mean = sum(self.clean) / count
-        return mean, math.sqrt(sum((t - mean) ** 2 for t in self.clean) / max(1, count - 1))
+    def _summarise(self) -> _Summary:
+        """Statistics of the clean steps, computed again only when there are new ones (the newest has changed)."""
+        newest = (len(self.clean), self.clean[-1])
+        if newest != self._summary_of:
+            self._summary_of, self._summary = newest, _Summary.of(list(self.clean))
+        return self._summary
 
-    def _forget_before_shift(self, noise: float) -> None:
-        if len(self.clean) < 2 * SHIFT_WINDOW:
+    def _forget_before_shift(self) -> None:
+        summary = self._summarise()
+        if self._summary_of == self._shift_seen or len(self.clean) < 2 * SHIFT_WINDOW:
             return
+        self._shift_seen = self._summary_of
         everything = list(self.clean)
         newest = everything[-SHIFT_WINDOW:]
         was, now = median(everything[:-SHIFT_WINDOW]), median(newest)
-        if abs(now - was) > max(SHIFT * was, noise):
+        if abs(now - was) > max(SHIFT * was, summary.median_noise):
             self.clean.clear()
             self.clean.extend(newest)
 
 
-def _median_noise(deviation: float) -> float:
-    """Three standard deviations of the median of `SHIFT_WINDOW` steps (1.25 times that of their mean)."""
-    return 3.0 * 1.25 * deviation / math.sqrt(SHIFT_WINDOW)
+@dataclass(frozen=True, slots=True)
+class _Summary:
+    """Mean, standard deviation and median of clean steps."""
+
+    mean: float
+    deviation: float
+    median: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> _Summary:
+        mean = sum(values) / len(values)
+        squares = sum([(value - mean) ** 2 for value in values])
+        return cls(mean, math.sqrt(squares / max(1, len(values) - 1)), median(values))
+
+    @property
+    def median_noise(self) -> float:
+        """Three standard deviations of the median of `SHIFT_WINDOW` steps (1.25 times that of their mean)."""
+        return 3.0 * 1.25 * self.deviation / math.sqrt(SHIFT_WINDOW)
 
 
 class CostMeter:

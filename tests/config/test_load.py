@@ -150,6 +150,11 @@ def test_a_folder_may_be_called_yaml(tmp_path: Path) -> None:
     assert load_config(tmp_path / "run.yaml").root_url == str(tmp_path / "run.yaml")
 
 
+def test_what_yaml_1_1_makes_of_an_unquoted_off_is_off() -> None:
+    """LightningCLI and other readers deliver `lazy: off` as False."""
+    assert load_config("/data/run1", lazy=False).lazy == "off"
+
+
 def test_tier_retention_replaces_the_general_one() -> None:
     """`keep` inside the tier is what holds there."""
     assert load_config("/data/run1", keep={"last": 7}).root_keep.last == 7

@@ -36,13 +36,11 @@ class Position:
         batches_in_epoch: batches of this epoch that were trained.
         accumulating: gradients wait for an optimizer step.
         validated: a validation ran since the last batch.
-        only_starts: every epoch has a single batch, so that every boundary is the start of an epoch.
     """
 
     batches_in_epoch: int
     accumulating: bool
     validated: bool
-    only_starts: bool
 
 
 def kind_of(position: Position) -> Kind:
@@ -57,12 +55,7 @@ def kind_of(position: Position) -> Kind:
 def postponed(position: Position) -> str | None:
     """Why no snapshot is taken at this boundary, or None where one may be.
 
-    A due snapshot then comes at the next boundary that allows it. Gradients in the middle of an accumulation would
-    double the size of the state, and the start of an epoch is one batch away from a cheaper place.
+    A due snapshot then comes at the next boundary that allows it: the gradients of an accumulation would make the state
+    larger by a whole model, for a place that is a few batches away.
     """
-    kind = kind_of(position)
-    if kind is Kind.ACCUMULATING:
-        return "accumulating"
-    if kind is Kind.START and not position.only_starts:
-        return "epoch start"
-    return None
+    return "accumulating" if kind_of(position) is Kind.ACCUMULATING else None

@@ -51,6 +51,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("fit_loop", "_restarting", "plateau schedulers in the resumed epoch"),
     PrivateName("fit_loop", "_data_fetcher", "batches fetched ahead of training"),
     PrivateName("fit_loop", "_combined_loader", "which of several loaders has ended"),
+    PrivateName("fit_loop", "_skip_backward", "gradients in the last epoch of StochasticWeightAveraging"),
     PrivateName("fit_loop", "_last_train_dl_reload_epoch", "reload_dataloaders_every_n_epochs after a resume"),
     PrivateName("epoch_loop", "advance", "the snapshot instant (wrapped)"),
     PrivateName("epoch_loop", "batch_progress", "the position in the epoch"),
@@ -255,6 +256,11 @@ class Internals:
     def accumulating(self) -> bool:
         """True when gradients of finished batches still wait for an optimizer step."""
         return bool(self._trainer.fit_loop.epoch_loop._should_accumulate())
+
+    @property
+    def skips_backward(self) -> bool:
+        """True where the optimizer will step on gradients of an earlier epoch (the last one of weight averaging)."""
+        return bool(self._trainer.fit_loop._skip_backward)
 
     @property
     def ends_mid_epoch(self) -> bool:

@@ -108,4 +108,5 @@ class TrainLoaders:
             )
         position, saved = self._positions[index], self._saved[index]
         if position is not None and saved is not None:
-            position.load_state(saved)
+            # Iterators of a combination end one by one and are asked again then; a single one never stands at its end.
+            position.load_state(saved, at_end="finish_epoch")

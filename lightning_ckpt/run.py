@@ -188,10 +188,10 @@ class FitRun:
         if self.resume.pending:
             self.resume.at_first_fetch()
         self.checkpointer.poll()
-        self._announce()
         step = self.step
         reason = self.cadence.boundary(step)
         if reason is None:
+            self._announce()
             return
         position = self._position()
         obstacle = postponed(position) or (None if self.checkpointer.ready() else "busy")
@@ -207,7 +207,6 @@ class FitRun:
             batches_in_epoch=self._internals.batches_in_epoch,
             accumulating=self._internals.accumulating,
             validated=self._validated,
-            only_starts=self._trainer.num_training_batches == 1,
         )
 
     def _epoch_ended(self) -> None:
@@ -263,12 +262,13 @@ class FitRun:
 
     def _state(self, kind: Kind) -> dict[str, Any]:
         trainer, internals = self._trainer, self._internals
-        accumulating = internals.accumulating or (not self._module.automatic_optimization)
+        # In manual optimisation only the user knows when gradients are used up, and if no backward runs they are not.
+        gradients = internals.accumulating or internals.skips_backward or not self._module.automatic_optimization
         return self._capture.state(
             Instant(
                 kind=kind,
                 loaders=self._loaders.states(epoch_is_over=kind is Kind.FINISHED),
-                gradients=accumulating and kind is not Kind.FINISHED,
+                gradients=gradients and kind is not Kind.FINISHED,
                 extras={
                     "epoch": trainer.current_epoch,
                     "batch": internals.batches_in_epoch,

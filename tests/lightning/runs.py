@@ -68,7 +68,7 @@ class Model(pl.LightningModule):
         self.scale = 1.0 + 0.1 * self.current_epoch  # training_step fails without this hook
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x, y, ids = _first(batch)
+        x, y, _ = _first(batch)
         loss = self.scale * ((self.net(x) - y) ** 2).mean()
         optimizers = self.trainer.optimizers
         lrs = tuple(group["lr"] for optimizer in optimizers for group in optimizer.param_groups)
@@ -201,7 +201,7 @@ class Outcome:
     """What a run did and where it ended."""
 
     trace: list[Entry]
-    digest: str
+    digest: dict[str, str]
     trainer: pl.Trainer
     model: Model
     logger: Recorder
@@ -252,14 +252,20 @@ def make_trainer(case: Case, callbacks: list[Callback], logger: Any, **more: Any
         return pl.Trainer(**options)
 
 
-def final_digest(trainer: pl.Trainer, model: nn.Module) -> str:
-    """One number for weights, optimizers, schedulers and all random streams."""
-    streams = (torch.get_rng_state().numpy().tobytes(), np.random.get_state(legacy=False), random.getstate())
-    schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-    optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
-    seen = hashlib.sha256()
-    _absorb([dict(model.state_dict()), optimizers, schedulers, streams], seen)
-    return seen.hexdigest()
+def final_digest(trainer: pl.Trainer, model: nn.Module) -> dict[str, str]:
+    """Where a run ended: one number each for weights, optimizers, schedulers and all random streams."""
+    parts = {
+        "weights": dict(model.state_dict()),
+        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
+        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "streams": (torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()),
+    }
+    digests = {}
+    for name, part in parts.items():
+        seen = hashlib.sha256()
+        _absorb(part, seen)
+        digests[name] = seen.hexdigest()
+    return digests
 
 
 def _absorb(node: Any, seen: Any) -> None:

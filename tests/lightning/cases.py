@@ -1,0 +1,96 @@
+"""The matrix: one `Case` per thing that a resume could get wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from tests.lightning.runs import BATCH, BATCHES, SAMPLES, Augmented, Case, Stream
+
+
+class Permutation(Sampler[Any]):
+    """A batch sampler that shuffles with Python's global stream when it is iterated."""
+
+    def __iter__(self) -> Any:
+        order = torch.randperm(SAMPLES).tolist()
+        return iter([order[i : i + BATCH] for i in range(0, SAMPLES, BATCH)])
+
+    def __len__(self) -> int:
+        return BATCHES
+
+
+def shuffled(n: int = SAMPLES, kind: Any = DataLoader, **options: Any) -> Callable[[], Any]:
+    return lambda: kind(Augmented(n), batch_size=BATCH, shuffle=True, **options)
+
+
+def weighted() -> Any:
+    weights = torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1))
+    return DataLoader(Augmented(), batch_size=BATCH, sampler=WeightedRandomSampler(weights.tolist(), SAMPLES))
+
+
+LOADERS: Mapping[str, Case] = {
+    "shuffled": Case(),
+    "two workers": Case(loader=shuffled(num_workers=2)),
+    "persistent workers": Case(loader=shuffled(num_workers=2, persistent_workers=True)),
+    "own generator": Case(
+        loader=lambda: DataLoader(
+            Augmented(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3)
+        )
+    ),
+    "weighted sampler": Case(loader=weighted),
+    "batch sampler": Case(loader=lambda: DataLoader(Augmented(), batch_sampler=Permutation())),
+    "iterable dataset": Case(loader=lambda: DataLoader(Stream(), batch_size=BATCH)),
+    "stateful loader": Case(loader=shuffled(kind=StatefulDataLoader)),
+    "stateful loader, two workers": Case(loader=shuffled(kind=StatefulDataLoader, num_workers=2)),
+    "combined, shorter one cycles": Case(loader=lambda: {"a": shuffled()(), "b": shuffled(8)()}),
+    "combined, shortest ends": Case(loader=lambda: CombinedLoader([shuffled()(), shuffled(16)()], "min_size")),
+    "combined, one without length": Case(
+        loader=lambda: CombinedLoader([shuffled(12)(), DataLoader(Stream(), batch_size=BATCH)], "max_size_cycle")
+    ),
+}
+
+LOOPS: Mapping[str, Case] = {
+    "validation per epoch": Case(val=1.0),
+    "validation within epochs": Case(val=3),
+    "validation after every batch": Case(val=1),
+    "max_steps": Case(val=3, trainer={"max_epochs": -1, "max_steps": 16}),
+    "scheduler per step": Case(schedule=("decay", "step", "")),
+    "scheduler per epoch": Case(schedule=("decay", "epoch", ""), val=1.0),
+    "plateau per epoch": Case(schedule=("plateau", "epoch", "loss_epoch")),
+    "plateau per epoch on validation": Case(schedule=("plateau", "epoch", "val_loss"), val=3),
+    "plateau per step": Case(schedule=("plateau", "step", "loss_step"), val=3),
+    "accumulation of 2": Case(trainer={"accumulate_grad_batches": 2}, val=3, schedule=("decay", "step", "")),
+    "accumulation of 4": Case(trainer={"accumulate_grad_batches": 4}, val=3),
+    "mixed precision with a scaler": Case(amp=True, trainer={"accumulate_grad_batches": 2}),
+    "gradient clipping": Case(trainer={"gradient_clip_val": 0.5}),
+    "fused optimizer": Case(fused=True, val=3),
+    "two optimizers by hand": Case(manual="two", val=3),
+    "raw optimizers by hand": Case(manual="raw"),
+    "accumulation by hand": Case(manual="accumulate"),
+    "averaged weights": Case(callbacks=lambda: [EMAWeightAveraging(decay=0.9)], val=3),
+    "stochastic weight averaging": Case(
+        callbacks=lambda: [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)]
+    ),
+    "accumulation schedule": Case(callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})]),
+    "early stopping": Case(callbacks=lambda: [EarlyStopping("val_loss", patience=2, min_delta=1.0)], val=2),
+    "early stopping before min_epochs": Case(
+        callbacks=lambda: [EarlyStopping("val_loss", patience=1, min_delta=1.0)], val=2, trainer={"min_epochs": 3}
+    ),
+    "estimated_stepping_batches": Case(uses_total_steps=True),
+    "limit_train_batches": Case(trainer={"limit_train_batches": 4}),
+    "one batch per epoch": Case(trainer={"limit_train_batches": 1, "max_epochs": 6}, val=1.0),
+    "loaders made anew": Case(trainer={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4}),
+}
+
+CASES: Mapping[str, Case] = {**LOADERS, **LOOPS}

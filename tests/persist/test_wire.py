@@ -93,6 +93,18 @@ def test_closing_lets_go_of_everything(pair: Pair) -> None:
     pair[1].close()
 
 
+def test_descriptors_of_half_a_message_are_closed() -> None:
+    """A peer that dies in the middle of a message leaves nothing open here."""
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    fd = os.memfd_create("x")
+    socket.send_fds(far, [struct.pack("<Q", 100)], [fd])
+    os.close(fd)
+    far.close()
+    channel = Channel(near)
+    assert channel.receive() == ([], False)
+    channel.close()
+
+
 @pytest.mark.parametrize(
     "garbage",
     [b"\xff" * 64, struct.pack("<Q", 4) + b"null", struct.pack("<Q", 3) + b"{x}", struct.pack("<Q", 9) + b'{"fds":2}'],

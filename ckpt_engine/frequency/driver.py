@@ -28,6 +28,7 @@ from ckpt_engine.observe.events import (
 
 STATE_VERSION = 1
 WARM_UP_STEPS = 2
+RETRY_SECONDS = 10.0
 _MOST_IN_FLIGHT = 64
 _NOT_STARTED = -1
 
@@ -84,6 +85,7 @@ class Cadence:
     _paused: float
     _pending: str | None
     _quiet_step: int
+    _retry_time: float
     _settled: list[_Settled]
     _skip_told: bool
     _taken_step: int
@@ -177,6 +179,7 @@ class Cadence:
         self._disturbed = True
         self._pending = None
         self._skip_told = False
+        self._retry_time = -math.inf
         self._taken_step, self._taken_time = step, now
         self._wake_step = -1
 
@@ -191,9 +194,14 @@ class Cadence:
             self._in_flight[-1].stall_seconds += seconds
 
     def skipped(self, step: int, reason: str) -> None:
-        """The due snapshot could not be taken at this boundary (`busy`, `accumulating`, ...); it stays due."""
+        """The due snapshot could not be taken at this boundary (`busy`, `accumulating`, ...); it stays due.
+
+        It is offered again at the next boundary, after an `error` ten seconds later: trying costs a stall.
+        """
         if reason == "busy":
             self._held_back = True
+        elif reason == "error":
+            self._retry_time = self._now() + RETRY_SECONDS
         if not self._skip_told:
             self._skip_told = True
             self._sink.emit(SnapshotSkipped(step=step, reason=reason))
@@ -314,6 +322,7 @@ class Cadence:
         self._skip_told = self._held_back = self._disturbed = False
         self._mark = self._failures_since = self._taken_time = self._durable_instant = now
         self._paused = 0.0
+        self._retry_time = -math.inf
         self._next = step + 1
         self._taken_step = self._durable_step = self._quiet_step = step
         self._warm_up = WARM_UP_STEPS
@@ -362,8 +371,12 @@ class Cadence:
         self._wake_step, self._wake_time = self._fixed.wake_step, self._fixed.wake_time
         if self._pending is None:
             self._pending = fired or (INTERVAL if self._interval_due(step, now) else None)
-        if self._pending is not None:
-            self._wake_step = -1
+        if self._pending is None:
+            return None
+        if now < self._retry_time:
+            self._wake_time = min(self._wake_time, self._retry_time)
+            return None
+        self._wake_step = -1
         return self._pending
 
     def _learn(self, step: int, now: float) -> None:

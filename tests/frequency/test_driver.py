@@ -145,6 +145,20 @@ def test_a_second_postponed_snapshot_is_told_again() -> None:
     assert len(rig.sink.events) == 2
 
 
+def test_an_error_is_not_retried_at_every_step() -> None:
+    """Trying costs a stall: after an error the snapshot is offered again ten seconds later, still with its reason."""
+    rig = Rig(overhead=None, every_n_steps=5)
+    assert rig.go(5) == "every_n_steps"
+    rig.cadence.skipped(5, "error")
+    assert rig.go(9) is None
+    assert rig.go() == "every_n_steps"
+    rig.cadence.skipped(15, "error")
+    rig.go(2)
+    rig.take()  # somebody else's save worked: nothing is pending any more
+    assert rig.go(2) is None
+    assert rig.go() == "every_n_steps"
+
+
 def test_meeting_a_busy_slot_raises_the_interval_even_by_one_step() -> None:
     """Skipping as well as waiting shows that the interval is just too short."""
     for busy in (True, False):

@@ -1,0 +1,57 @@
+"""The numbers of a run."""
+
+from ckpt_engine.observe.events import (
+    IntervalChanged,
+    SnapshotCommitted,
+    SnapshotFailed,
+    SnapshotSkipped,
+    SnapshotStaged,
+)
+from ckpt_engine.observe.metrics import RunMetrics
+
+
+class Reading:
+    interval_steps: int | None = 38
+    overhead_fraction = 0.0075
+
+    def age_of_last_durable(self) -> float:
+        return 12.5
+
+
+def test_numbers_follow_events_and_cadence() -> None:
+    """Counters count, gauges show the newest."""
+    metrics = RunMetrics(Reading())
+    for step in (1, 2, 3):
+        metrics.emit(SnapshotStaged("id", step, 0.1 * step, 10))
+        metrics.emit(SnapshotCommitted("id", step, "t", 100, 60, 9.0 + step, 8.0, 0.1, 0.0))
+    metrics.emit(SnapshotFailed("id", 4, "t", "CKPT301", "full"))
+    metrics.emit(SnapshotSkipped(5, "busy"))
+    metrics.emit(SnapshotSkipped(6, "busy"))
+    metrics.emit(IntervalChanged(6, 38, "why"))
+    assert metrics.numbers() == {
+        "stall_seconds": 0.1 * 3,
+        "latency_seconds": 12.0,
+        "written_bytes": 180.0,
+        "committed": 3.0,
+        "skipped": 2.0,
+        "failed": 1.0,
+        "interval_steps": 38.0,
+        "overhead_percent": 0.75,
+        "age_of_last_durable_seconds": 12.5,
+    }
+
+
+def test_unknown_interval_is_left_out() -> None:
+    """Loggers take numbers only: what is not known yet is not there."""
+    reading = Reading()
+    reading.interval_steps = None
+    assert "interval_steps" not in RunMetrics(reading).numbers()
+    assert all(isinstance(value, float) for value in RunMetrics(reading).numbers().values())
+    assert set(RunMetrics().numbers()) == {
+        "stall_seconds",
+        "latency_seconds",
+        "written_bytes",
+        "committed",
+        "skipped",
+        "failed",
+    }

@@ -1,0 +1,197 @@
+"""The sinks: log lines, the JSON-lines file through crashes, and fan-out past failing sinks."""
+
+import errno
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from ckpt_engine.observe.events import Event, IntervalChanged, Notice, SnapshotSkipped, to_json
+from ckpt_engine.observe.fanout import FanOutSink
+from ckpt_engine.observe.lines import LinesSink, read_lines
+from ckpt_engine.observe.log import LogSink, level_of, line
+from tests.observe.test_events import SAMPLES
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+
+class Failing:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def emit(self, event: Event) -> None:
+        self.calls += 1
+        raise RuntimeError("this sink is broken")
+
+
+class StillClock:
+    def monotonic(self) -> float:
+        return 5.0
+
+    def wall(self) -> float:
+        return 1.7e9
+
+
+# ------------------------------------------------------------------ log
+
+
+def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
+    """Each kind of event is one line of the documented form at its level."""
+    with caplog.at_level(logging.DEBUG, logger="ckpt_engine"):
+        sink = LogSink()
+        for event in SAMPLES:
+            sink.emit(event)
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("DEBUG", "step 5: 1 GB staged, training blocked for 0.25 s"),
+        ("INFO", "step 5: snapshot id durable on file:///run after 9 s, 1 GB written"),
+        (
+            "ERROR",
+            "step 5: snapshot id did not become durable on file:///run: [CKPT301] no space left; "
+            "older snapshots are untouched",
+        ),
+        ("DEBUG", "step 5: snapshot postponed (busy), training goes on"),
+        ("DEBUG", "2 older snapshots forgotten, 2 GB freed"),
+        ("INFO", "step 5: snapshots every 38 steps: ..."),
+        ("WARNING", "the writer process died"),
+        ("WARNING", "something"),
+    ]
+
+
+def test_percent_signs_in_messages_are_text() -> None:
+    """A line is never a format string."""
+    assert line(IntervalChanged(1, 2, "100 %s")) == "step 1: snapshots 100 %s"
+
+
+def test_unknown_levels_and_kinds_are_logged_all_the_same() -> None:
+    """A level nobody knows is info; a kind nobody knows shows its repr."""
+    assert level_of(Notice("LOUD", "x")) == logging.INFO
+    assert line(Event()) == "Event()"
+
+
+# ------------------------------------------------------------------ lines
+
+
+def test_lines_are_written_at_once_and_read_back(tmp_path: Path) -> None:
+    """Events are in the file before the sink is closed."""
+    sink = LinesSink(tmp_path / "events.jsonl", StillClock())
+    for event in SAMPLES:
+        sink.emit(event)
+    records = list(read_lines(tmp_path / "events.jsonl"))
+    assert [record["event"] for record in records] == [event.name for event in SAMPLES]
+    for record, event in zip(records, SAMPLES, strict=True):
+        assert json.loads(json.dumps(to_json(event))).items() <= record.items()
+        assert record["time"] == 1.7e9
+        assert record["monotonic"] == 5.0
+    sink.close()
+    sink.close()
+    sink.emit(SAMPLES[0])
+    assert len(list(read_lines(tmp_path / "events.jsonl"))) == len(SAMPLES)
+
+
+@pytest.mark.parametrize("left", range(1, 40, 7))
+def test_a_torn_line_costs_only_itself(tmp_path: Path, left: int) -> None:
+    """A write cut short by a crash is closed off by the next run and skipped by the reader."""
+    path = tmp_path / "events.jsonl"
+    first = LinesSink(path)
+    first.emit(SnapshotSkipped(1, "busy"))
+    first.emit(SnapshotSkipped(2, "busy"))
+    first.close()
+    whole = path.read_bytes()
+    start_of_last = whole.rindex(b"\n", 0, -1) + 1
+    path.write_bytes(whole[: start_of_last + left])
+    assert [record["step"] for record in read_lines(path)] == [1]
+    second = LinesSink(path)
+    second.emit(SnapshotSkipped(3, "busy"))
+    second.close()
+    assert [record["step"] for record in read_lines(path)] == [1, 3]
+
+
+def test_two_sinks_on_one_file_append(tmp_path: Path) -> None:
+    """A resumed run continues the file of the first one."""
+    for step in (1, 2):
+        sink = LinesSink(tmp_path / "events.jsonl")
+        sink.emit(SnapshotSkipped(step, "busy"))
+        sink.close()
+    assert [record["step"] for record in read_lines(tmp_path / "events.jsonl")] == [1, 2]
+
+
+def test_a_short_write_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half an event on a full disk does not pass silently."""
+    sink = LinesSink(tmp_path / "events.jsonl")
+    monkeypatch.setattr(os, "write", lambda fd, data: len(data) - 1)
+    with pytest.raises(OSError, match=r"events\.jsonl: only"):
+        sink.emit(SAMPLES[0])
+    monkeypatch.undo()
+    sink.close()
+
+
+def test_a_missing_folder_is_an_error_at_once(tmp_path: Path) -> None:
+    """Not at the first event, in the middle of training."""
+    with pytest.raises(FileNotFoundError):
+        LinesSink(tmp_path / "missing" / "events.jsonl")
+
+
+# ------------------------------------------------------------------ fan-out
+
+
+def test_fan_out_reaches_every_sink_in_order() -> None:
+    """Sinks can be added later; an event reaches each of them once."""
+    first, second = Recorder(), Recorder()
+    sink = FanOutSink(first)
+    sink.emit(SAMPLES[0])
+    sink.add(second)
+    sink.emit(SAMPLES[1])
+    sink.remove(first)
+    sink.remove(first)
+    sink.emit(SAMPLES[2])
+    assert first.events == SAMPLES[:2]
+    assert second.events == SAMPLES[1:3]
+
+
+def test_a_failing_sink_is_disabled_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Training and the other sinks go on; the warning names the sink and carries the cause."""
+    before, failing, after = Recorder(), Failing(), Recorder()
+    sink = FanOutSink(before, failing, after)
+    for event in SAMPLES:
+        sink.emit(event)
+    assert before.events == after.events == SAMPLES
+    assert failing.calls == 1
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert [record.getMessage() for record in warnings] == ["Failing failed on snapshot_staged and gets no more events"]
+    assert warnings[0].exc_info is not None
+    assert "this sink is broken" in str(warnings[0].exc_info[1])
+
+
+def test_a_full_disk_under_the_lines_sink_does_not_reach_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The two together: the file sink raises, fan-out goes on."""
+    lines, other = LinesSink(tmp_path / "events.jsonl"), Recorder()
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    FanOutSink(lines, other).emit(SAMPLES[0])
+    monkeypatch.undo()
+    lines.close()
+    assert other.events == SAMPLES[:1]
+
+
+def test_keyboard_interrupt_passes_through_fan_out() -> None:
+    """Only errors of a sink are its own; a user who wants to stop, stops."""
+
+    class Interrupted:
+        def emit(self, event: Event) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        FanOutSink(Interrupted()).emit(SAMPLES[0])

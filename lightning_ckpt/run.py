@@ -228,12 +228,14 @@ class FitRun:
                 _log.error("the final state was not saved: earlier snapshots are still being written")
                 return
         self._take(kind, self.cadence.ended(self.step) or "end", self.step)
+        self.fence()  # other callbacks may replace the weights right after this hook
 
     def _take_on_signal(self) -> None:
         if not self._active or not self._internals.between_batches or not self.checkpointer.ready():
             return
         kind = kind_of(self._position()) if self._internals.in_epoch else Kind.FINISHED
         self._take(kind, "signal", self.step)
+        self.fence()
 
     def _take(self, kind: Kind, reason: str, step: int) -> None:
         began = time.perf_counter()

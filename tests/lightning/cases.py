@@ -83,7 +83,7 @@ LOOPS: Mapping[str, Case] = {
         callbacks=lambda: [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)]
     ),
     "accumulation schedule": Case(callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})]),
-    "early stopping": Case(callbacks=lambda: [EarlyStopping("val_loss", patience=2, min_delta=1.0)], val=2),
+    "early stopping": Case(callbacks=lambda: [EarlyStopping("val_loss", patience=6, min_delta=1.0)], val=2),
     "early stopping before min_epochs": Case(
         callbacks=lambda: [EarlyStopping("val_loss", patience=1, min_delta=1.0)], val=2, trainer={"min_epochs": 3}
     ),

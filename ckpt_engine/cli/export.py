@@ -10,7 +10,7 @@ import click
 
 from ckpt_engine.cli import weights
 from ckpt_engine.cli.outfile import check_free, new_file
-from ckpt_engine.cli.output import console, count, json_option, print_json, progress
+from ckpt_engine.cli.output import count, json_option, print_json, progress
 from ckpt_engine.cli.root import LATEST, find_snapshot, open_root
 from ckpt_engine.cli.tree import entry_nbytes
 from ckpt_engine.observe import units
@@ -131,8 +131,7 @@ def _lightning(manifest: Manifest, out: Path) -> _Job:
 
 
 def _print(done: Exported) -> None:
-    out = console()
     verb = "wrote" if done.written else "would write"
-    out.print(f"{verb} {done.out}: {count(done.arrays, 'tensor')}, {units.size(done.nbytes)} of {done.snapshot}")
+    click.echo(f"{verb} {done.out}: {count(done.arrays, 'tensor')}, {units.size(done.nbytes)} of {done.snapshot}")
     for note in done.notes:
-        out.print(f"  {note}")
+        click.echo(f"  {note}")

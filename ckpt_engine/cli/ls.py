@@ -6,10 +6,11 @@ import dataclasses
 
 import click
 
-from ckpt_engine.cli.output import age, console, count, json_option, metrics, print_json, print_table, table
+from ckpt_engine.cli.output import age, count, json_option, metrics, print_json, print_table
 from ckpt_engine.cli.root import open_root
 from ckpt_engine.observe import units
 from ckpt_engine.store import layout
+from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Listing, Repository
 
 
@@ -39,22 +40,16 @@ def command(root: str, as_json: bool) -> None:
 
 
 def _print(repository: Repository, listing: Listing, on_disk: int) -> None:
-    out = console()
     if listing.snapshots:
-        shown = table("snapshot", "step", "epoch", "taken", "size", "why", "metrics", numbers=("step", "epoch", "size"))
-        for info in listing.snapshots:
-            epoch = "" if info.epoch is None else str(info.epoch)
-            shown.add_row(
-                info.id,
-                f"{info.step:,}",
-                epoch,
-                age(info.created),
-                units.size(info.nbytes),
-                info.reason,
-                metrics(info.metrics),
-            )
-        print_table(out, shown)
+        titles = ("snapshot", "step", "epoch", "taken", "size", "why", "metrics")
+        print_table(titles, [_row(info) for info in listing.snapshots], numbers=("step", "epoch", "size"))
     for bad in listing.damaged:
-        out.print(f"{bad.id}  damaged: {bad.error}", style="red")
+        click.secho(f"{bad.id}  damaged: {bad.error}", fg="red")
     total = f"{count(len(listing.snapshots), 'snapshot')}, {units.size(on_disk)} on disk at {repository.storage.url}"
-    out.print(f"{total}; {len(listing.damaged)} damaged" if listing.damaged else total)
+    click.echo(f"{total}; {len(listing.damaged)} damaged" if listing.damaged else total)
+
+
+def _row(info: SnapshotInfo) -> tuple[str, ...]:
+    epoch = "" if info.epoch is None else str(info.epoch)
+    size = units.size(info.nbytes)
+    return info.id, f"{info.step:,}", epoch, age(info.created), size, info.reason, metrics(info.metrics)

@@ -5,46 +5,43 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
 from ckpt_engine.observe import units
 
-_WIDE = 100_000
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 json_option: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON instead of text."
 )
 
 
-def console() -> Console:
-    """Standard output. A pipe has no width: nothing is wrapped or cut there."""
-    out = Console(highlight=False, markup=False, soft_wrap=True)
-    return out if out.is_terminal else Console(highlight=False, markup=False, soft_wrap=True, width=_WIDE)
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: Sequence[str] = ()) -> None:
+    """Prints aligned columns; those whose title is in `numbers` to the right. No line is cut or wrapped.
 
+    A listing may have 10,000 rows: rich's tables take seconds for that.
+    """
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    pads = [str.rjust if title in numbers else str.ljust for title in titles]
 
-def table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    """An empty table with these column titles; those in `numbers` are right-aligned."""
-    made = Table(box=None, pad_edge=False, header_style="bold")
-    for title in columns:
-        made.add_column(title, justify="right" if title in numbers else "left", no_wrap=True)
-    return made
+    def line(cells: Sequence[str]) -> str:
+        padded = (pad(cell, width) for pad, cell, width in zip(pads, cells, widths, strict=True))
+        return "  ".join(padded).rstrip()
 
-
-def print_table(out: Console, filled: Table) -> None:
-    """Prints a table without the blanks that fill its last column."""
-    with out.capture() as text:
-        out.print(filled)
-    click.echo("\n".join(line.rstrip() for line in text.get().splitlines()))
+    if any(titles):
+        click.secho(line(titles), bold=True)
+    click.echo("".join(f"{line(row)}\n" for row in rows), nl=False)
 
 
 def progress(*, hidden: bool) -> Progress:
     """A bar over bytes on the error stream; invisible where that is no terminal."""
+    from rich.console import Console  # slow to import, and most verbs show no bar
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
     err = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),

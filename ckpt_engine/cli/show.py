@@ -7,9 +7,8 @@ from datetime import datetime
 from typing import Any
 
 import click
-from rich.console import Console
 
-from ckpt_engine.cli.output import age, console, count, json_option, metrics, print_json, print_table, table
+from ckpt_engine.cli.output import age, count, json_option, metrics, print_json, print_table
 from ckpt_engine.cli.root import LATEST, find_snapshot, open_root
 from ckpt_engine.cli.tree import Branch, entry_nbytes, outline
 from ckpt_engine.observe import units
@@ -58,7 +57,7 @@ def _json(manifest: Manifest, url: str) -> dict[str, Any]:
 
 
 def _print(manifest: Manifest, *, everything: bool) -> None:
-    out, info = console(), manifest.info
+    info = manifest.info
     taken = datetime.fromtimestamp(info.created).astimezone().isoformat(" ", "seconds")
     facts = {
         "snapshot": info.id,
@@ -70,28 +69,24 @@ def _print(manifest: Manifest, *, everything: bool) -> None:
         "software": ", ".join(f"{name} {version}" for name, version in manifest.software.items()),
         "size": f"{units.size(info.nbytes)} in {_entries(len(manifest.entries))}",
     }
-    grid = table("", "")
-    grid.show_header = False
-    for name, text in facts.items():
-        if text:
-            grid.add_row(name, text)
-    for file in manifest.files:
-        grid.add_row("file", f"{file.name} ({units.size(file.nbytes)})")
-    print_table(out, grid)
-    _print_components(out, manifest)
-    out.print("\nstate", style="bold")
+    rows = [(name, text) for name, text in facts.items() if text]
+    rows += [("file", f"{file.name} ({units.size(file.nbytes)})") for file in manifest.files]
+    print_table(("", ""), rows)
+    _print_components(manifest)
+    click.secho("\nstate", bold=True)
     for branch in outline(manifest):
-        out.print(_line(branch))
-    _print_entries(out, manifest, everything=everything)
+        click.echo(_line(branch))
+    _print_entries(manifest, everything=everything)
 
 
-def _print_components(out: Console, manifest: Manifest) -> None:
-    shown = table("component", "size", "share", numbers=("size", "share"))
+def _print_components(manifest: Manifest) -> None:
     total = max(1, sum(manifest.info.components.values()))
-    for name, nbytes in sorted(manifest.info.components.items(), key=lambda item: -item[1]):
-        shown.add_row(name or "(state)", units.size(nbytes), units.share(nbytes / total))
-    out.print()
-    print_table(out, shown)
+    rows = [
+        (name or "(state)", units.size(nbytes), units.share(nbytes / total))
+        for name, nbytes in sorted(manifest.info.components.items(), key=lambda item: -item[1])
+    ]
+    click.echo()
+    print_table(("component", "size", "share"), rows, numbers=("size", "share"))
 
 
 def _line(branch: Branch) -> str:
@@ -106,18 +101,19 @@ def _line(branch: Branch) -> str:
     return f"{indent}{branch.key}: {', '.join(part for part in parts if part)}"
 
 
-def _print_entries(out: Console, manifest: Manifest, *, everything: bool) -> None:
+def _print_entries(manifest: Manifest, *, everything: bool) -> None:
     sized = [(name, entry, entry_nbytes(entry)) for name, entry in manifest.entries.items()]
     if not everything:
         sized = sorted(sized, key=lambda item: -item[2])[:LARGEST]
-    shown = table("entry", "dtype", "shape", "size", numbers=("size",))
-    for name, entry, nbytes in sized:
-        shown.add_row(name, entry.dtype, " x ".join(map(str, entry.shape)) or "scalar", units.size(nbytes))
-    out.print()
-    print_table(out, shown)
+    rows = [
+        (name, entry.dtype, " x ".join(map(str, entry.shape)) or "scalar", units.size(nbytes))
+        for name, entry, nbytes in sized
+    ]
+    click.echo()
+    print_table(("entry", "dtype", "shape", "size"), rows, numbers=("size",))
     hidden = len(manifest.entries) - len(sized)
     if hidden:
-        out.print(f"... {_entries(hidden)} more; --all lists them")
+        click.echo(f"... {_entries(hidden)} more; --all lists them")
 
 
 def _entries(number: int) -> str:

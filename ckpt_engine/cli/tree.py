@@ -57,7 +57,7 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
     """The keys and children of a container node; None for a leaf."""
     if isinstance(node, list):
         return [(str(index), child) for index, child in enumerate(node)]
-    if not isinstance(node, dict) or ("$" in node and "entry" in node):
+    if not isinstance(node, dict):
         return None
     if "$" not in node:
         return list(node.items())

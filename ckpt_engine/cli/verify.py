@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import click
 
 from ckpt_engine.cli.check import Checker, Problem, Verdict
-from ckpt_engine.cli.output import console, count, json_option, print_json, progress
+from ckpt_engine.cli.output import count, json_option, print_json, progress
 from ckpt_engine.cli.root import find_snapshot, open_root
 from ckpt_engine.observe import units
 
@@ -57,21 +57,20 @@ def _json(url: str, verdicts: Sequence[Verdict]) -> dict[str, object]:
 
 
 def _print(verdicts: Sequence[Verdict]) -> None:
-    out = console()
     for verdict in verdicts:
         if verdict.forgotten:
-            out.print(f"{verdict.snapshot}  removed by retention meanwhile")
+            click.echo(f"{verdict.snapshot}  removed by retention meanwhile")
         elif verdict.ok:
-            out.print(f"{verdict.snapshot}  ok", style="green")
+            click.secho(f"{verdict.snapshot}  ok", fg="green")
         else:
-            out.print(f"{verdict.snapshot}  DAMAGED", style="red")
+            click.secho(f"{verdict.snapshot}  DAMAGED", fg="red")
             for problem in verdict.problems[:MAX_SHOWN]:
-                out.print(f"  {_line(problem)}")
+                click.echo(f"  {_line(problem)}")
             if len(verdict.problems) > MAX_SHOWN:
-                out.print(f"  ... and {len(verdict.problems) - MAX_SHOWN:,} more")
+                click.echo(f"  ... and {len(verdict.problems) - MAX_SHOWN:,} more")
     whole = sum(verdict.ok and not verdict.forgotten for verdict in verdicts)
     read_bytes = sum(verdict.read_bytes for verdict in verdicts)
-    out.print(f"{whole} of {count(len(verdicts), 'snapshot')} whole, {units.size(read_bytes)} read")
+    click.echo(f"{whole} of {count(len(verdicts), 'snapshot')} whole, {units.size(read_bytes)} read")
 
 
 def _line(problem: Problem) -> str:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -158,3 +162,17 @@ def test_shared_bytes_are_read_once(run_folder: Any, arrays: Any) -> None:
     assert checker.check(snapshot).read_bytes == 24832
     assert checker.check(snapshot).read_bytes == 0
     assert sum(read) == 24832
+
+
+def test_a_terminal_sees_progress_and_colours(run_folder: Any, arrays: Any) -> None:
+    """The bar is on the error stream, so that standard output stays the answer."""
+    snapshot = run_folder.add(1, arrays)
+    answer, answer_end = pty.openpty()
+    bar, bar_end = pty.openpty()
+    command = [sys.executable, "-m", "ckpt_engine.cli.main", "verify", str(run_folder.path)]
+    environment = {**os.environ, "TERM": "xterm-256color"}
+    subprocess.run(command, stdout=answer_end, stderr=bar_end, check=True, timeout=120, env=environment)
+    assert b"verifying" in os.read(bar, 100_000)
+    assert os.read(answer, 100_000).startswith(f"\x1b[32m{snapshot}  ok\x1b[0m".encode())
+    for fd in (answer, answer_end, bar, bar_end):
+        os.close(fd)

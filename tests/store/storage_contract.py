@@ -243,4 +243,4 @@ def _together(jobs: Sequence[object]) -> None:
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    assert failed == []
+    assert not failed, repr(failed)

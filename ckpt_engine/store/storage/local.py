@@ -153,8 +153,9 @@ class LocalStorage:
         """
         if folder in self._durable_folders and Path(folder).is_dir():
             return
+        # Others may make the same folders meanwhile: look again before calling something a file.
         missing = [path for path in (Path(folder), *Path(folder).parents) if not path.is_dir()]
-        if file := next((path for path in missing if path.exists()), None):
+        if file := next((path for path in missing if path.exists() and not path.is_dir()), None):
             raise NotADirectoryError(errno.ENOTDIR, f"{file} is not a folder")
         for path in reversed(missing):
             with suppress(FileExistsError):

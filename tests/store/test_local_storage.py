@@ -18,6 +18,7 @@ from ckpt_engine.errors import (
     StorageReadOnlyError,
 )
 from ckpt_engine.store.storage import blockio
+from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
@@ -58,6 +59,22 @@ class TestLocalStorageWithoutDirectIo(StorageContract):
 class _NoDirectDisk(Disk):
     def bypass_cache(self, fd: int, *, on: bool) -> None:
         raise OSError(errno.EINVAL, "no direct I/O here")
+
+
+class TestLocalStorageWithoutLinks(StorageContract):
+    """The same on a file system without hard links."""
+
+    @pytest.fixture
+    def storage(self, tmp_path: Path) -> LocalStorage:
+        return LocalStorage(tmp_path / "root", disk=_NoLinksDisk())
+
+    def test_of_several_exclusive_puts_at_once_one_wins_whole(self, storage: Storage) -> None:
+        """Not promised there: the lease and unique names have to do."""
+
+
+class _NoLinksDisk(Disk):
+    def link(self, path: str, new_path: str) -> None:
+        raise OSError(errno.EPERM, "no links here")
 
 
 class _CountingDisk(Disk):
@@ -220,6 +237,7 @@ def test_the_temporary_file_of_a_killed_process_is_swept(tmp_path: Path) -> None
     """After `kill -9` in the middle of a put nothing is listed and the sweep frees the bytes."""
     script = """
 import os, signal, sys
+from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
 class Dying(Disk):

@@ -28,6 +28,7 @@ TEMP = ".tmp-"
 _TEMP_FILE = re.compile(r"\.tmp-[0-9a-f]{16}-.+")
 
 _LOST_AND_FOUND = "lost+found"
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class LocalStorage:
@@ -58,12 +59,12 @@ class LocalStorage:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             self._refuse_if_full(folder, sum(block.nbytes for block in blocks))
             self._write(temp, blocks, made)
-            if exclusive:
-                self._disk.link(temp, path)
+            if exclusive and self._link(temp, path):
                 made.append(path)
                 self._disk.remove(temp)
             else:
                 self._disk.rename(temp, path)
+                made[:] = [path] if exclusive else []
             self._disk.sync_folder(folder)
         except BaseException as err:
             self._undo(made, err)
@@ -184,6 +185,20 @@ class LocalStorage:
             self._disk.sync(fd)
         finally:
             os.close(fd)
+
+    def _link(self, temp: str, path: str) -> bool:
+        """Give the object its name; False where the file system has no links (FAT, some network and FUSE ones).
+
+        There a rename has to do. It could replace an object made since we looked, but names are unique and one process
+        writes a run.
+        """
+        try:
+            self._disk.link(temp, path)
+        except OSError as err:
+            if err.errno not in _NO_LINKS:
+                raise
+            return False
+        return True
 
     def _refuse_if_full(self, folder: str, nbytes: int) -> None:
         """Fail before a big write rather than after it has filled the disk for everybody."""

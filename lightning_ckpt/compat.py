@@ -277,6 +277,12 @@ class Internals:
         fit_loop._restarting = False
         fit_loop.epoch_loop._restarting = False
 
+    def clear_resuming(self) -> None:
+        """Lets the next epoch start as any other does, with a new iterator over its loaders."""
+        fit_loop = self._trainer.fit_loop
+        if hasattr(fit_loop, "_resuming_from_checkpoint"):  # Lightning 2.6 and later
+            fit_loop._resuming_from_checkpoint = False
+
     @property
     def reload_epoch(self) -> float:
         """The epoch in which the training loader was last made."""

@@ -206,6 +206,7 @@ class Resume:
         self._internals.reload_epoch = self._own["reload_epoch"]
         if self.finished:
             self._internals.clear_restart()
+            self._internals.clear_resuming()
             self._loaders.load_again()
             self._loaders.resumed()
             self._put_back()

@@ -231,7 +231,10 @@ class FitRun:
         self.fence()  # other callbacks may replace the weights right after this hook
 
     def _take_on_signal(self) -> None:
-        if not self._active or not self._internals.between_batches or not self.checkpointer.ready():
+        # Lightning also raises in the middle of a validation, where averaged weights may stand in for the real ones.
+        if not (self._active and self._trainer.training and self._internals.between_batches):
+            return
+        if not self.checkpointer.ready():
             return
         kind = kind_of(self._position()) if self._internals.in_epoch else Kind.FINISHED
         self._take(kind, "signal", self.step)

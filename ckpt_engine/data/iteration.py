@@ -39,6 +39,7 @@ class Fetch:
     rng: rng.RngState
     workers: tuple[WorkerState | None, ...]
     native: dict[str, Any] | None
+    next_role: int
 
 
 @dataclass(slots=True)
@@ -63,6 +64,8 @@ class Epoch:
     exhausted: bool = False
     draws: bool = False
     """An iterable dataset drew from the global streams of this process."""
+    next_role: int = 0
+    """Whose turn it is to deliver."""
     ring: dict[int, Fetch] = field(default_factory=dict)
     refetch: list[rng.RngState] = field(default_factory=list)
     """Streams under which the batches held at the snapshot are fetched again, in order."""
@@ -87,7 +90,7 @@ class Epoch:
         state = native.capture(loader) if self.mode is Mode.NATIVE else None
         if state is None and loader.num_workers == 0 and is_stateful(loader.dataset) and self.order is not None:
             state = native.capture_dataset(loader)
-        return Fetch(rng.capture(), tuple(self.workers), state)
+        return Fetch(rng.capture(), tuple(self.workers), state, self.next_role)
 
     def level(self, loader: DataLoader[Any]) -> Exactness:
         """How exactly a resume from here repeats this run."""
@@ -188,6 +191,7 @@ class FollowedIterator:
         if isinstance(batch, Shipped):
             epoch.workers[batch.role] = batch.state
             epoch.unknown_roles.discard(batch.role)
+            epoch.next_role = (batch.role + 1) % loader.num_workers
             batch = batch.batch
         epoch.fetched = number + 1
         if epoch.order is not None:

@@ -252,6 +252,7 @@ class LoaderPosition:
             "lost": epoch.lost,
             "held": held,
             "workers": list(fetch.workers),
+            "next_role": fetch.next_role,
             "native": fetch.native,
             "made": epoch.made,
             "reused": epoch.reused,
@@ -259,6 +260,7 @@ class LoaderPosition:
             "first_fetch": epoch.first_fetch,
             "draws": epoch.draws,
             "ended": epoch.ended(),
+            "exhausted": epoch.exhausted,
             "unknown_roles": sorted(epoch.unknown_roles),
         }
         if order is not None:

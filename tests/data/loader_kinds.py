@@ -132,6 +132,33 @@ class StatefulStream(Stream):
         self.next = state["next"]
 
 
+class Cursor(Iterator[Any]):
+    """An iterator with state over a stream without."""
+
+    def __init__(self, shard: list[int]) -> None:
+        self.shard = shard
+        self.next = 0
+
+    def __next__(self) -> Any:
+        if self.next == len(self.shard):
+            raise StopIteration
+        self.next += 1
+        return augmented(self.shard[self.next - 1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class CursorStream(Stream):
+    """Iterable whose iterators have the state (what only StatefulDataLoader knows to ask)."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return Cursor(self.shard())
+
+
 class EagerPermutation(Sampler[int]):
     """Permutes inside `__iter__` itself, so an iterator with workers draws twice."""
 
@@ -242,6 +269,7 @@ def _oversampled(dataset: Any) -> Any:
 
 _TWO = {"num_workers": 2}
 _KEPT = {"num_workers": 2, "persistent_workers": True}
+_THREE = {"num_workers": 3, "persistent_workers": True}
 _ORDER = Level.ORDER_ONLY
 _NOT = Level.NOT_RESTORED
 
@@ -282,14 +310,17 @@ KINDS = [
     Kind("stateful dataset", _shuffled(Counting)),
     Kind("stateful dataset, 2 workers", _shuffled(Counting, **_TWO), slow=True),
     Kind("stateful dataset, 2 persistent workers", _shuffled(Counting, **_KEPT)),
-    Kind("spawned workers", _shuffled(multiprocessing_context="spawn", **_TWO), slow=True),
     Kind("quiet stream", _loader(QuietStream)),
     Kind("stream", _loader(Stream), _ORDER),
     Kind("stream, 2 workers", _loader(Stream, **_TWO)),
     Kind("shuffled stream, 2 workers", _loader(ShuffledStream, **_TWO)),
     Kind("shuffled stream, 2 workers, drop_last", _loader(ShuffledStream, drop_last=True, **_TWO), slow=True),
     Kind("stateful stream", _loader(StatefulStream)),
-    Kind("stateful stream, 2 workers", _loader(StatefulStream, **_TWO), slow=True),
+    Kind("stateful stream, 2 workers", _loader(StatefulStream, **_TWO)),
+    Kind("stateful stream, 2 workers, drop_last", _loader(StatefulStream, drop_last=True, **_TWO), slow=True),
+    Kind("stateful stream, 2 persistent workers", _loader(StatefulStream, **_KEPT)),
+    Kind("stateful stream, 3 persistent, drop_last", _loader(StatefulStream, drop_last=True, **_THREE), slow=True),
+    Kind("stateful stream, unbatched, 2 persistent", _loader(StatefulStream, **_KEPT, batch_size=None), slow=True),
     Kind("StatefulDataLoader", _shuffled(cls=StatefulDataLoader)),
     Kind("StatefulDataLoader, 2 workers", _shuffled(cls=StatefulDataLoader, **_TWO)),
     Kind("StatefulDataLoader, 2 persistent workers", _shuffled(cls=StatefulDataLoader, **_KEPT)),
@@ -297,6 +328,9 @@ KINDS = [
     Kind("StatefulDataLoader, stateful stream", _loader(StatefulStream, StatefulDataLoader)),
     Kind("StatefulDataLoader, stateful stream, 2 workers", _loader(StatefulStream, StatefulDataLoader, **_TWO)),
     Kind("StatefulDataLoader, stateful stream, persistent", _loader(StatefulStream, StatefulDataLoader, **_KEPT)),
-    Kind("StatefulDataLoader, stream", _loader(Stream, StatefulDataLoader), slow=True),
+    Kind("StatefulDataLoader, cursor", _loader(CursorStream, StatefulDataLoader)),
+    Kind("StatefulDataLoader, cursor, 2 workers", _loader(CursorStream, StatefulDataLoader, **_TWO)),
+    Kind("StatefulDataLoader, cursor, persistent", _loader(CursorStream, StatefulDataLoader, **_KEPT), slow=True),
+    Kind("StatefulDataLoader, stream", _loader(Stream, StatefulDataLoader), _ORDER, slow=True),
     Kind("StatefulDataLoader, stream, 2 workers", _loader(Stream, StatefulDataLoader, **_TWO), slow=True),
 ]

@@ -79,9 +79,7 @@ LOOPS: Mapping[str, Case] = {
     "raw optimizers by hand": Case(manual="raw"),
     "accumulation by hand": Case(manual="accumulate"),
     "averaged weights": Case(callbacks=lambda: [EMAWeightAveraging(decay=0.9)], val=3),
-    "stochastic weight averaging": Case(
-        callbacks=lambda: [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)]
-    ),
+    "stochastic weight averaging": Case(callbacks=lambda: [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)]),
     "accumulation schedule": Case(callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})]),
     "early stopping": Case(callbacks=lambda: [EarlyStopping("val_loss", patience=6, min_delta=1.0)], val=2),
     "early stopping before min_epochs": Case(

@@ -63,6 +63,8 @@ class Model(pl.LightningModule):
         self.mean = torchmetrics.MeanMetric()
         self.case, self.trace = case, trace
         self.automatic_optimization = case.manual == ""
+        if not case.needs_epoch_start:
+            self.scale = 1.0
 
     def on_train_epoch_start(self) -> None:
         self.scale = 1.0 + 0.1 * self.current_epoch  # training_step fails without this hook
@@ -181,6 +183,7 @@ class Case:
         val: `val_check_interval`, or None for no validation.
         schedule: (kind, interval, monitor).
         manual: "" (automatic), "two" optimizers, "raw" torch optimizers, or "accumulate" by hand.
+        needs_epoch_start: `training_step` fails where `on_train_epoch_start` was not called in this process.
         callbacks: makes more callbacks.
         trainer: more arguments of the trainer.
     """
@@ -192,6 +195,7 @@ class Case:
     amp: bool = False
     fused: bool = False
     uses_total_steps: bool = False
+    needs_epoch_start: bool = True
     callbacks: Callable[[], list[Callback]] = list
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
@@ -221,11 +225,15 @@ def fit(
     trace: list[Entry] = []
     model, logger = Model(case, trace), Recorder(trace)
     trainer = make_trainer(case, [*case.callbacks(), *extra], logger, **more)
+    train(trainer, model, case, ckpt_path)
+    return Outcome(trace, final_digest(trainer, model), trainer, model, logger)
+
+
+def train(trainer: pl.Trainer, model: pl.LightningModule, case: Case, ckpt_path: str | None) -> None:
     val = DataLoader(Augmented(8), batch_size=4) if case.val is not None else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning has advice on loaders this small
         trainer.fit(model, case.loader(), val, ckpt_path=ckpt_path)
-    return Outcome(trace, final_digest(trainer, model), trainer, model, logger)
 
 
 def make_trainer(case: Case, callbacks: list[Callback], logger: Any, **more: Any) -> pl.Trainer:

@@ -15,7 +15,7 @@ state: dict[str, Any] = {}
 with Checkpointer("/data/run", overhead="1%", keep={"last": 3}) as ckpt:
     assert_type(ckpt, Checkpointer)
     assert_type(ckpt.config, Config)
-    assert_type(ckpt.load() or state, Any)
+    assert_type(ckpt.load(), Any | None)
     handle = ckpt.save(state, step=1, metrics={"loss": 0.5})
     assert_type(handle, SaveHandle)
     assert_type(handle.wait(timeout=10), str)

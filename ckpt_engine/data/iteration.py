@@ -100,7 +100,7 @@ class Epoch:
             found = found.lowered(Level.NOT_RESTORED, "in_order=False: workers deliver in no fixed order")
         if self.unknown_roles:
             found = found.lowered(
-                Level.ORDER_ONLY,
+                Level.ORDER_ONLY if self.order is not None else Level.NOT_RESTORED,
                 f"persistent workers {sorted(self.unknown_roles)} were ahead when the last epoch was left early and "
                 "have delivered no batch since",
             )
@@ -189,9 +189,10 @@ class FollowedIterator:
         if before is not None and not epoch.draws:
             epoch.draws = before != rng.capture()
         if isinstance(batch, Shipped):
-            epoch.workers[batch.role] = batch.state
-            epoch.unknown_roles.discard(batch.role)
-            epoch.next_role = (batch.role + 1) % loader.num_workers
+            if epoch.mode is not Mode.REPLAY:
+                epoch.workers[batch.role] = batch.state
+                epoch.unknown_roles.discard(batch.role)
+                epoch.next_role = (batch.role + 1) % loader.num_workers
             batch = batch.batch
         epoch.fetched = number + 1
         if epoch.order is not None:

@@ -103,7 +103,7 @@ class RoleInit:
         if "dataset" in state:
             dataset.load_state_dict(state["dataset"])
         rng.restore(state["rng"])
-        if not isinstance(dataset, IterableDataset):
+        if not isinstance(dataset, IterableDataset) or "dataset" not in state:
             return
         if state.get("earlier_epoch"):
             if not state.get("ended"):

@@ -19,7 +19,7 @@ from ckpt_engine.data import torch_private as private
 from ckpt_engine.data.exactness import Exactness, Level
 from ckpt_engine.data.iteration import Epoch, Mode
 from ckpt_engine.data.sampling import Order, RecordingSampler, ResumePlan, deref
-from ckpt_engine.data.shipping import RoleInit, Shipped, ShippingCollate, from_earlier_epoch, is_stateful
+from ckpt_engine.data.shipping import RoleInit, ShippingCollate, from_earlier_epoch, is_stateful
 from ckpt_engine.errors import MismatchError
 
 __all__ = ["Make", "Starter"]
@@ -171,7 +171,7 @@ class Starter:
             iterator = make()
         self._settle_mode(epoch)
         if epoch.mode is Mode.REPLAY:
-            self._replay(iterator, epoch, state)
+            self._replay(iterator, state)
         elif epoch.order is not None and loader.num_workers == 0:
             assert self._recorder is not None
             if state["order"]["at_first"] is not None:
@@ -306,20 +306,18 @@ class Starter:
         if epoch.order is not None and self._recorder is not None and not self._recorder.asked:
             epoch.mode, epoch.order = Mode.REPLAY, None
 
-    def _replay(self, iterator: Iterator[Any], epoch: Epoch, state: Mapping[str, Any]) -> None:
+    def _replay(self, iterator: Iterator[Any], state: Mapping[str, Any]) -> None:
         batches = int(state["batches"])
         if self._loader.num_workers == 0 and state["first_fetch"] is not None:
             rng.restore(state["first_fetch"])
         for done in range(batches):
             try:
-                batch = next(iterator)
+                next(iterator)
             except StopIteration:
                 raise MismatchError(
                     f"the dataset ended after {done} of {batches} batches that were already trained",
                     hint="resume with the dataset of the saved run, or start the epoch anew",
                 ) from None
-            if isinstance(batch, Shipped):
-                epoch.workers[batch.role] = batch.state
 
     def _same_workers(self, state: Mapping[str, Any]) -> bool:
         return len(state.get("workers", ())) == self._loader.num_workers

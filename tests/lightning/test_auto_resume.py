@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheck
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ckpt_engine import checkpointer
 from ckpt_engine.errors import (
     LeaseHeldError,
     MismatchError,
@@ -62,7 +63,7 @@ def test_scoring_untrained_weights_is_refused(verb: str, tmp_path: Path) -> None
     model.test_step = model.validation_step  # type: ignore[method-assign]
     model.predict_step = lambda batch: model.net(batch[0])  # type: ignore[method-assign,assignment]
     trainer = make_trainer(Case(val=1.0), [resumer(tmp_path)], False)
-    with pytest.raises(ResumeError, match="no snapshot in .*untrained weights"):
+    with pytest.raises(ResumeError, match=r"no snapshot in .*untrained weights"):
         getattr(trainer, verb)(model, val_loader(), ckpt_path="auto")
 
 
@@ -84,7 +85,7 @@ def test_a_store_with_nothing_usable_refuses_to_start_over(tmp_path: Path) -> No
     fit(Case(), every_batch(tmp_path))
     for snapshot in saved(tmp_path):
         snapshot.path.write_bytes(snapshot.path.read_bytes()[:-40])
-    with pytest.raises(NoUsableSnapshotError, match="none of the 1[0-9] snapshots"):
+    with pytest.raises(NoUsableSnapshotError, match=r"none of the 1[0-9] snapshots"):
         fit(Case(), [resumer(tmp_path)], ckpt_path="auto")
 
 
@@ -169,16 +170,15 @@ def test_another_model_is_named_before_data_is_read(tmp_path: Path) -> None:
     assert "net.4.weight: [1, 8] saved, [2, 8] here" in text
 
 
-def test_a_second_process_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+def test_a_second_process_on_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease names its holder."""
+    monkeypatch.setattr(checkpointer, "LEASE_WAIT_SECONDS", 0.05)
 
     class Second(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if trainer.global_step == 2:
-                from ckpt_engine.checkpointer import Checkpointer
-
                 with pytest.raises(LeaseHeldError, match=str(os.getpid())):
-                    other = Checkpointer(str(tmp_path), writer="thread")
+                    other = checkpointer.Checkpointer(str(tmp_path), writer="thread")
                     other.start()
 
     fit(Case(trainer={"max_epochs": 1}), [*every_batch(tmp_path), Second()])
@@ -328,7 +328,7 @@ def test_a_callback_state_that_needs_pickle_is_refused_at_the_start(tmp_path: Pa
         def state_dict(self) -> dict[str, Any]:
             return {"thing": object()}
 
-    with pytest.raises(UnstorableLeafError, match="callbacks/.*Odd/thing"):
+    with pytest.raises(UnstorableLeafError, match=r"callbacks/.*Odd/thing"):
         fit(Case(), [resumer(tmp_path), Odd()])
 
 

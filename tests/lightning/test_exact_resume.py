@@ -1,4 +1,4 @@
-"""A run that is killed at any boundary and resumed in a new process-like state is the uninterrupted run, bit for bit."""
+"""A run that is resumed from any boundary, under other seeds, is the uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 

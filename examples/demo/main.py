@@ -76,9 +76,9 @@ def _settings(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     parser.add_argument("--seed", type=int, default=0, help="of the training and of the moments to kill at")
     parser.add_argument("--out", type=Path, default=EXAMPLES.parent / "demo-out", help="folder for everything it makes")
     parser.add_argument("--kills", type=int, help="how often the run is killed (default 2; with --quick 1)")
-    parser.add_argument("--overhead", default="1%", help="budget: share of training time snapshots may cost")
+    parser.add_argument("--overhead", help="budget, a share of training time (default 1%%; with --quick 10%%)")
     parser.add_argument("--max-lost-work", help="work a crash may cost at worst (default 5 s; with --quick 0.5 s)")
-    parser.add_argument("--pairs", type=int, help="overhead pairs (default 5; with --quick 1); 0: do not measure")
+    parser.add_argument("--pairs", type=int, help="overhead pairs (default 5; with --quick 0: do not measure)")
     parser.add_argument("--threads", type=int, default=1, help="of torch in every training")
     parser.add_argument("--quick", action="store_true", help="a small model and few steps")
     parser.add_argument("--json", action="store_true", help="the numbers on standard output, the rest on stderr")
@@ -89,7 +89,7 @@ def _settings(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
         help="flip one bit of one weight of the killed run at this step: the demo must notice",
     )
     args = parser.parse_args(arguments if arguments is not None else sys.argv[1:])
-    size = (48, 16, 64, 1, 12) if args.quick else (240, 80, 256, 5, 40)
+    size = (48, 16, 128, 0, 12) if args.quick else (240, 80, 256, 5, 40)
     steps, epoch_batches, width, pairs, pair_steps = size
     settings = Settings(
         out=args.out.absolute(),
@@ -99,7 +99,7 @@ def _settings(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
         epoch_batches=epoch_batches,
         width=width,
         threads=args.threads,
-        budget=args.overhead,
+        budget=args.overhead or ("10%" if args.quick else "1%"),
         max_lost_work=args.max_lost_work or ("0.5 s" if args.quick else "5 s"),
         pairs=args.pairs if args.pairs is not None else pairs,
         pair_steps=pair_steps,

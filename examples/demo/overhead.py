@@ -97,10 +97,9 @@ class Overhead:
         """Everything, the raw seconds included."""
         own = ("percent", "error_percent", "own_percent", "noise_percent", "snapshots", "verdict")
         values = {name: getattr(self, name) for name in own}
-        # JSON has no infinity.
-        return (
-            dataclasses.asdict(self) | values | ({} if math.isfinite(self.error_percent) else {"error_percent": None})
-        )
+        if not math.isfinite(self.error_percent):
+            values["error_percent"] = None  # JSON has no infinity
+        return dataclasses.asdict(self) | values
 
 
 def pair_up(blocks: Sequence[Block]) -> tuple[Pair, ...]:

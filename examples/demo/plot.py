@@ -60,7 +60,7 @@ def _losses(axes: Axes, reference: Run, killed: Run) -> None:
             [step.step for step in steps],
             [step.loss_value for step in steps],
             color=LIVES[number % len(LIVES)],
-            linewidth=1.3,
+            linewidth=1.2 + 1.1 * (len(killed.lives) - 1 - number),
             label=name,
         )
     validations = {entry.step: entry for entry in killed.entries if isinstance(entry, Validation)}

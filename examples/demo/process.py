@@ -90,8 +90,24 @@ class TrainingProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait(REAP_SECONDS)
+        _wait_until_dead(others)
         return now
 
     def log_tail(self) -> str:
         """The end of its output."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
+
+
+def _wait_until_dead(processes: Sequence[psutil.Process]) -> None:
+    """Returns when none of them runs any more; whether their new parent has reaped them is not our business.
+
+    Raises:
+        TimeoutError: one of them survives SIGKILL.
+    """
+    deadline = time.monotonic() + REAP_SECONDS
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{process} is still there {REAP_SECONDS:.0f} s after SIGKILL")
+                time.sleep(0.001)

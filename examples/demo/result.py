@@ -66,6 +66,10 @@ class Result:
         return [_restart(self.killed, life, after) for life, after in itertools.pairwise(lives)]
 
     @property
+    def _missed(self) -> bool:
+        return len(self.killed.lives) - 1 < self.settings.kills
+
+    @property
     def fresh_start_seconds(self) -> float:
         """From the start of the reference process to its first batch."""
         life = self.reference.lives[0]
@@ -107,17 +111,17 @@ class Result:
         _notes(
             console,
             [
-                f"compared: {compared.steps} steps (loss, learning rate, {compared.samples} sample ids), those trained "
-                f"again included, and {compared.validations} validations",
-                f"and at the end {compared.tensors} tensors of {compared.tensor_bytes / 1e6:.0f} MB (weights, AdamW, "
-                f"random streams) and {compared.values} other values",
+                f"compared: {compared.steps} steps, those trained again included (loss, learning rate),",
+                f"{compared.samples} sample ids, {compared.validations} validations, and at the end {compared.tensors} "
+                f"tensors, {compared.tensor_bytes / 1e6:.0f} MB",
+                f"(weights, AdamW, random streams) and {compared.values} other values",
             ],
         )
 
     def _restart_table(self) -> Table:
         table = Table(title="kill -9 and restart", title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
         table.add_column("killed")
-        for name in ("at step", "resumed from", "steps lost", "lost", "restart", "restore"):
+        for name in ("at step", "resumed from", "steps lost", "time lost", "restart", "restore"):
             table.add_column(name, justify="right")
         table.add_column("saving")
         for one in self.restarts:
@@ -136,9 +140,10 @@ class Result:
     def _restart_notes(self) -> list[str]:
         return [
             *(f"kill {number}: {one.evidence or 'no save was seen'}" for number, one in enumerate(self.restarts, 1)),
-            "killed: the trainer with its loader workers, or both it and the snapshot writer",
-            f"restart: until the first batch, imports included; from scratch it takes {self.fresh_start_seconds:.1f} s",
-            "restore: finding, reading and verifying the snapshot, which is part of the restart",
+            *([f"the run ended before it was killed {self.settings.kills} times"] if self._missed else []),
+            "killed: the trainer with its loader workers, or both it and the writer",
+            f"restart: until the first batch, imports included; {self.fresh_start_seconds:.1f} s from scratch",
+            "restore: finding, reading and verifying the snapshot; part of the restart",
         ]
 
 
@@ -154,34 +159,34 @@ def _restart(run: Run, life: Life, after: Life) -> Restart:
         lost_seconds=max(0.0, lost),
         resume_seconds=after.first_batch - after.spawned,
         restore_seconds=after.restore_seconds,
-        evidence=_evidence(run, life),
+        evidence=_evidence(run, life, after),
     )
 
 
-def _evidence(run: Run, life: Life) -> str | None:
+def _evidence(run: Run, life: Life, after: Life) -> str | None:
     """What proves that a snapshot was under way: a half-written file, or a commit by the writer after the kill."""
     kill = life.kill
     assert kill is not None
     if kill.torn is not None:
-        return f"{kill.torn.name} was left behind, {kill.torn.nbytes / 1e6:.0f} MB of it written"
-    later = [d for d in run.durable if kill.time < d.time and d.step <= kill.step and kill.victims == TRAINER]
+        return f"an unfinished {kill.torn.kind} of {kill.torn.nbytes / 1e6:.0f} MB was left behind, and ignored"
+    later = [durable for durable in run.durable if kill.time < durable.time < after.first_batch]
     if later:
         milliseconds = 1e3 * (later[0].time - kill.time)
         return f"the writer lived on and made step {later[0].step} durable {milliseconds:.0f} ms after the kill"
-    return f"{kill.saving.name} was being written" if kill.saving is not None else None
+    return f"a {kill.saving.kind} was being written" if kill.saving is not None else None
 
 
 def _overhead_table(overhead: Overhead) -> Table:
     pairs = overhead.pairs
     table = Table(title="overhead", title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
     for name in ("budget", "measured", "spread", "own account", "snapshots"):
-        table.add_column(name, justify="right")
-    table.add_column("verdict")
-    words = {"within": "[green]within[/]", "over": "[red]over[/]", "undecided": "[yellow]undecided: noise[/]"}
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    words = {"within": "[green]within[/]", "over": "[red]over[/]", "undecided": "[yellow]undecided[/]"}
     table.add_row(
         f"{overhead.budget_percent:.2f} %",
         f"[bold]{overhead.percent:+.2f} %[/]",
-        f"{min(p.percent for p in pairs):+.1f} .. {max(p.percent for p in pairs):+.1f} %",
+        f"{min(p.percent for p in pairs):+.1f} to {max(p.percent for p in pairs):+.1f} %",
         f"{overhead.own_percent:.2f} %",
         str(overhead.snapshots),
         words[overhead.verdict],
@@ -192,12 +197,12 @@ def _overhead_table(overhead: Overhead) -> Table:
 def _overhead_notes(overhead: Overhead, threads: int) -> list[str]:
     error = f" ± {overhead.error_percent:.2f} %" if math.isfinite(overhead.error_percent) else ""
     return [
-        f"measured: median of {len(overhead.pairs)} interleaved pairs of {overhead.steps} steps with and without the "
-        f"callback{error}; spread: of these pairs",
-        f"noise: the trainings without the callback differ by {overhead.noise_percent:.1f} % among themselves",
-        "own account: stalls, fences and slowdown as the callback itself measures and steers by them",
-        f"setting: {threads} torch thread{'s' * (threads > 1)}, 2 loader workers and the snapshot writer on "
-        f"{os.cpu_count()} cores",
+        f"measured: median of {len(overhead.pairs)} interleaved pairs with and without the callback{error}",
+        f"spread: of these pairs, {overhead.steps} steps each",
+        f"noise: the trainings without the callback differ by {overhead.noise_percent:.1f} %"
+        + ("; too much to decide" if overhead.verdict == "undecided" else ""),
+        "own account: stalls, fences and slowdown as the callback measures them itself",
+        f"setting: {threads} torch thread{'s' * (threads > 1)}, 2 loader workers, the writer; {os.cpu_count()} cores",
     ]
 
 

@@ -159,6 +159,8 @@ def run_killed(settings: Settings, screen: Screen) -> Run:
             lives.append(life)
             entries += progress.entries
             screen.lived(life)
+            if kill is None:
+                break
     return Run(tuple(lives), tuple(entries), tuple(folder.seen))
 
 
@@ -189,7 +191,6 @@ def _kill_while_saving(
         if progress.step >= latest:
             break
         if saving is not None and settings.mid_epoch(progress.step):
-            others = process.descendants()
             time.sleep(rng.uniform(0.0, LONGEST_DELAY_SECONDS))
             if (saving := folder.unfinished()) is not None:
                 break
@@ -199,7 +200,9 @@ def _kill_while_saving(
     others = process.descendants() if victims == EVERYTHING else []
     saving = folder.unfinished()
     when = process.kill(others)
-    torn = folder.unfinished() if victims == EVERYTHING else None
+    left = folder.unfinished()
+    # With the writer alive a file may still be on its way; with the writer dead it stays as it is.
+    torn = left if victims == EVERYTHING and saving and left and left.name == saving.name else None
     progress.entries += (last := process.entries())
     step = max((entry.step for entry in last if isinstance(entry, Step)), default=progress.step)
     return Kill(when, step, victims, saving, torn)

@@ -42,6 +42,8 @@ class Screen:
         """One part of the demo, `total` steps long."""
         if not self.console.is_terminal:
             self.say(f"[bold]{name}[/]")
+        if self._task is not None:
+            self._bars.update(self._task, visible=False)  # it is on the screen already, above what was said since
         self._task = self._bars.add_task(f"[bold]{name:<22}[/]", total=total, note="starting")
         self._durable = None
         with self._bars:

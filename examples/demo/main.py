@@ -43,7 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (settings.out / "result.json").write_text(numbers + "\n")
     if as_json:
         print(numbers)
-    console.print(f"\nplot: {picture}\nnumbers: {settings.out / 'result.json'}", highlight=False, soft_wrap=True)
+    console.print(
+        f"\nplot: {picture}\nnumbers: {settings.out / 'result.json'}\nsnapshots: ckpt ls {settings.snapshots}",
+        highlight=False,
+        soft_wrap=True,
+    )
     console.print(f"{result.seconds:.0f} s in all", style="dim", highlight=False)
     return 0 if result.compared.identical else DIFFERENT
 
@@ -67,7 +71,8 @@ def _run(settings: Settings, screen: Screen) -> Result:
     return Result(settings, reference, killed, compared, overhead, time.monotonic() - began)
 
 
-def _settings(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
+def options() -> argparse.ArgumentParser:
+    """The command line's parser."""
     parser = argparse.ArgumentParser(
         prog="demo.py",
         description="Trains a model, kills the training with kill -9 while it saves, resumes it, and compares the "
@@ -88,7 +93,11 @@ def _settings(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
         metavar="STEP",
         help="flip one bit of one weight of the killed run at this step: the demo must notice",
     )
-    args = parser.parse_args(arguments if arguments is not None else sys.argv[1:])
+    return parser
+
+
+def _settings(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
+    args = options().parse_args(arguments if arguments is not None else sys.argv[1:])
     size = (48, 16, 128, 0, 12) if args.quick else (240, 80, 256, 5, 40)
     steps, epoch_batches, width, pairs, pair_steps = size
     settings = Settings(

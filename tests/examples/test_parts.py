@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from demo.folder import SnapshotFolder
+from demo.main import options
 from demo.overhead import Block, Overhead, Pair, pair_up, read_blocks
 from demo.record import Start, Step, Validation, read_record
 from demo.settings import MARK, claim
@@ -14,6 +16,8 @@ from demo.settings import MARK, claim
 from ckpt_engine.store.layout import data_name, manifest_name, snapshot_id
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
+
+README = Path(__file__).resolve().parents[2] / "examples" / "README.md"
 
 
 def line(kind: str, **values: object) -> bytes:
@@ -122,3 +126,10 @@ def test_only_what_a_demo_made_is_removed_from_its_output_folder(tmp_path: Path)
     (out / "notes.txt").write_text("mine")
     claim(out)
     assert sorted(path.name for path in out.iterdir()) == [MARK, "notes.txt"]
+
+
+def test_the_readme_documents_every_option_and_no_other() -> None:
+    """The table of options is complete and current."""
+    rows = [row for row in README.read_text().splitlines() if row.startswith("| `--")]
+    documented = {name for row in rows for name in re.findall(r"--[a-z-]+", row.split("|")[1])}
+    assert documented == {name for action in options()._actions for name in action.option_strings} - {"-h", "--help"}

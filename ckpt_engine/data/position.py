@@ -145,7 +145,7 @@ class LoaderPosition:
             phase = "ended"
         else:
             phase = "within"
-        fetch = epoch.ring[consumed] if consumed < epoch.fetched else epoch.snapshot_fetch(self.loader)
+        fetch = epoch.ring[consumed] if consumed < epoch.fetched else epoch.next_fetch(self.loader)
         return self._assemble(epoch, fetch, consumed, phase)
 
     def next_epoch_state(self) -> State:
@@ -158,7 +158,7 @@ class LoaderPosition:
         epoch = self._epoch
         if epoch is None:
             return self._assemble(None, None, 0, "fresh")
-        return self._assemble(epoch, epoch.snapshot_fetch(self.loader), epoch.fetched, "fresh")
+        return self._assemble(epoch, epoch.next_fetch(self.loader), epoch.fetched, "fresh")
 
     def load_state(
         self,

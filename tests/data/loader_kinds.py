@@ -189,6 +189,18 @@ class OwnGenerators(Sampler[int]):
         return SAMPLES
 
 
+class OwnBatches(OwnGenerators):
+    """A batch sampler with generators and a counter of its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = list(super().__iter__())
+        for start in range(0, SAMPLES, BATCH):
+            yield [(i + self.python.randrange(2)) % SAMPLES for i in indices[start : start + BATCH]]
+
+    def __len__(self) -> int:
+        return -(-SAMPLES // BATCH)
+
+
 class DrawsAtEveryIndex(Sampler[int]):
     """Draws each index from the global numpy stream when asked for it."""
 
@@ -294,6 +306,9 @@ KINDS = [
     Kind("eager permutation, 2 persistent workers", _with(lambda d: EagerPermutation(), **_KEPT)),
     Kind("own generators", _with(lambda d: OwnGenerators())),
     Kind("own generators, 2 persistent workers", _with(lambda d: OwnGenerators(), **_KEPT)),
+    Kind("own batches", lambda: DataLoader(Augmented(), batch_sampler=OwnBatches())),
+    Kind("own batches, 2 workers", lambda: DataLoader(Augmented(), batch_sampler=OwnBatches(), **_TWO)),
+    Kind("own batches, 2 persistent", lambda: DataLoader(Augmented(), batch_sampler=OwnBatches(), **_KEPT), slow=True),
     Kind("draws at every index", _with(lambda d: DrawsAtEveryIndex()), _ORDER),
     Kind("draws at every index, 2 workers", _with(lambda d: DrawsAtEveryIndex(), **_TWO), _ORDER),
     Kind("batch sampler", lambda: DataLoader(Augmented(), batch_sampler=PythonBatches())),

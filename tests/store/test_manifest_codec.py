@@ -157,6 +157,10 @@ def test_deep_nesting_is_a_clear_error() -> None:
             decode(data)
         with suppress(FormatError):
             assert decode_info(data) is None
+    body = encode(manifest(info()))[len(b'{"digest":"xxh3-128:","manifest":') + 32 : -2]
+    deep = body.replace(b'"v":[]', b'"v":' + b"[" * 100_000 + b"]" * 100_000)
+    with pytest.raises(CorruptError, match="RecursionError"):
+        decode(b'{"digest":"%s","manifest":%s}\n' % (digest(deep).encode(), deep))
 
 
 def _edited(**changes: object) -> bytes:

@@ -14,7 +14,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_engine.data.shipping import is_stateful
 
-__all__ = ["capture", "capture_dataset", "has_native_position", "holds_state", "is_finished", "reset", "restore"]
+__all__ = [
+    "capture",
+    "capture_dataset",
+    "has_native_position",
+    "holds_state",
+    "is_finished",
+    "reset",
+    "restore",
+    "starts_by_itself",
+]
 
 _POSITION_KEYS = ("dataset_state", "dataset_iter_state")
 
@@ -28,7 +37,7 @@ def has_native_position(loader: DataLoader[Any]) -> bool:
 
 def capture(loader: DataLoader[Any]) -> dict[str, Any]:
     """An independent copy of the position (a stateful loader goes on changing what it returned)."""
-    if is_stateful(loader.dataset):
+    if loader.num_workers == 0 and is_stateful(loader.dataset) and isinstance(loader.dataset, IterableDataset):
         return capture_dataset(loader)
     source: Any = loader
     return {"of": "loader", "state": copy.deepcopy(source.state_dict())}
@@ -49,6 +58,11 @@ def restore(loader: DataLoader[Any], native: Mapping[str, Any]) -> None:
 def is_finished(native: Mapping[str, Any]) -> bool:
     """True if a stateful loader will start its next epoch, not end at once, when it is given this state."""
     return native["of"] == "loader" and bool(native["state"].get("_iterator_finished"))
+
+
+def starts_by_itself(loader: DataLoader[Any]) -> bool:
+    """True if a stateful loader was given a state by somebody else: its next epoch starts in the middle."""
+    return is_stateful(loader) and getattr(loader, "next_iter_state", None) is not None
 
 
 def reset(loader: DataLoader[Any]) -> None:

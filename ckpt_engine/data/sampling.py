@@ -108,8 +108,7 @@ class RecordingSampler(streams.StandIn):
         return len(self.inner)
 
     def __getattr__(self, name: str) -> Any:
-        # Never pass these through: StatefulDataLoader would then save and restore the sampler a second time.
-        if name in ("state_dict", "load_state_dict") or name.startswith("__"):
+        if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.__dict__["inner"], name)
 
@@ -146,6 +145,12 @@ class _RecordingIterator:
 
     def __iter__(self) -> Iterator[Any]:
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        # A StatefulDataLoader asks samplers' iterators for their state: others go on relying on that.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["inner"], name)
 
     def prime(self) -> None:
         if self._primed:

@@ -80,7 +80,8 @@ class Starter:
 
     def fresh(self, make: Make, previous: Epoch | None) -> tuple[Epoch, Iterator[Any]]:
         """A new epoch as the loader starts it by itself; `previous` is the one before it in this process."""
-        loader, mode = self._loader, self.mode()
+        loader = self._loader
+        mode = Mode.NATIVE if native.starts_by_itself(loader) else self.mode()
         self._fingerprint = None
         alive = private.live_iterator(loader)
         if alive is not None and previous is not None and self._rotation and self._iterable:
@@ -107,7 +108,7 @@ class Starter:
         with self._instruments(epoch, None):
             iterator = make()
         self._settle_mode(epoch)
-        if epoch.mode is Mode.NATIVE and not native.holds_state(native.capture(loader)):
+        if epoch.mode is Mode.NATIVE and self._iterable and not native.holds_state(native.capture(loader)):
             epoch.mode = Mode.REPLAY
         epoch.watch_end(iterator)
         return epoch, iterator
@@ -239,9 +240,10 @@ class Starter:
     def _resume_mode(self, state: Mapping[str, Any]) -> Mode:
         """The mode in which this loader can go on from `state`; fetching again always works."""
         mode, saved = self.mode(), state["native"]
+        if state["mode"] == Mode.NATIVE and saved["of"] == "loader" and is_stateful(self._loader):
+            return Mode.NATIVE
         if mode is Mode.NATIVE:
-            source = "dataset" if is_stateful(self._loader.dataset) else "loader"
-            return mode if saved is not None and saved["of"] == source else Mode.REPLAY
+            return mode if saved is not None and saved["of"] == "dataset" else Mode.REPLAY
         if self._iterable:
             return mode if state["mode"] == mode else Mode.REPLAY
         return mode if "order" in state else Mode.REPLAY
@@ -275,7 +277,7 @@ class Starter:
             epoch.unknown_roles.update(number % self._loader.num_workers for number in ahead)
 
     def _begin_order(self, epoch: Epoch, plan: ResumePlan | None) -> RecordingSampler | None:
-        if self._iterable or epoch.mode is Mode.REPLAY:
+        if self._iterable or epoch.mode not in (Mode.SKIP, Mode.SHIP):
             return None
         inner = self._loader.__dict__[self._sampler_attribute()]
         if self._recorder is None or self._recorder.inner is not inner:

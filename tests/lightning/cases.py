@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import (
+    Callback,
     EarlyStopping,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
 )
@@ -17,6 +18,14 @@ from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.lightning.runs import BATCH, BATCHES, SAMPLES, Augmented, Case, Stream
+
+HAS_AVERAGING = hasattr(callbacks, "EMAWeightAveraging")
+"""Lightning 2.6 and later."""
+
+
+def averaging() -> list[Callback]:
+    """The callback that swaps averaged weights in for validation."""
+    return [callbacks.EMAWeightAveraging(decay=0.9)]
 
 
 class Permutation(Sampler[Any]):
@@ -78,7 +87,7 @@ LOOPS: Mapping[str, Case] = {
     "two optimizers by hand": Case(manual="two", val=3),
     "raw optimizers by hand": Case(manual="raw"),
     "accumulation by hand": Case(manual="accumulate"),
-    "averaged weights": Case(callbacks=lambda: [EMAWeightAveraging(decay=0.9)], val=3),
+    **({"averaged weights": Case(callbacks=averaging, val=3)} if HAS_AVERAGING else {}),
     "stochastic weight averaging": Case(callbacks=lambda: [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)]),
     "accumulation schedule": Case(callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})]),
     "early stopping": Case(callbacks=lambda: [EarlyStopping("val_loss", patience=6, min_delta=1.0)], val=2),

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping, EMAWeightAveraging
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 from torch.utils.data import DataLoader
 
 from lightning_ckpt import AdaptiveCheckpoint
-from tests.lightning.cases import shuffled
+from tests.lightning.cases import HAS_AVERAGING, averaging, shuffled
 from tests.lightning.runs import BATCH, Case, Stream, fit, saved, tail
 
 
@@ -33,7 +33,7 @@ FINISHED = {
         loader=lambda: shuffled(generator=torch.Generator().manual_seed(3))(),
     ),
     "iterable": Case(loader=lambda: DataLoader(Stream(), batch_size=BATCH)),
-    "averaged": Case(callbacks=lambda: [EMAWeightAveraging(decay=0.9)]),
+    **({"averaged": Case(callbacks=averaging)} if HAS_AVERAGING else {}),
     "loaders made anew": Case(trainer={"reload_dataloaders_every_n_epochs": 1}),
 }
 

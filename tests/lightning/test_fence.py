@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from lightning.pytorch.callbacks import Callback
 
 from ckpt_engine.errors import StateError
 from lightning_ckpt import AdaptiveCheckpoint
 from lightning_ckpt.guard import FenceGuard, StepFence
+from tests.lightning.cases import HAS_AVERAGING, averaging
 from tests.lightning.runs import Case, Model, every_batch, fit, make_trainer, train
 
 
@@ -40,9 +41,9 @@ def slow() -> Any:
 MUTATIONS = {
     "automatic": Case(),
     "fused": Case(fused=True),
-    "validation": Case(val=1, callbacks=lambda: [EMAWeightAveraging(decay=0.5)]),
+    "validation": Case(val=1, callbacks=averaging if HAS_AVERAGING else list),
     "accumulation and averaging": Case(
-        val=1, callbacks=lambda: [EMAWeightAveraging(decay=0.5)], trainer={"accumulate_grad_batches": 2}
+        val=1, callbacks=averaging if HAS_AVERAGING else list, trainer={"accumulate_grad_batches": 2}
     ),
     "scaler": Case(amp=True),
     "by hand": Case(manual="two"),

@@ -40,6 +40,7 @@ class Fetch:
     workers: tuple[WorkerState | None, ...]
     native: dict[str, Any] | None
     next_role: int
+    ended: bool
 
 
 @dataclass(slots=True)
@@ -90,7 +91,7 @@ class Epoch:
         state = native.capture(loader) if self.mode is Mode.NATIVE else None
         if state is None and loader.num_workers == 0 and is_stateful(loader.dataset) and self.order is not None:
             state = native.capture_dataset(loader)
-        return Fetch(streams_now, tuple(self.workers), state, self.next_role)
+        return Fetch(streams_now, tuple(self.workers), state, self.next_role, self.ended())
 
     def level(self, loader: DataLoader[Any]) -> Exactness:
         """How exactly a resume from here repeats this run."""

@@ -118,6 +118,7 @@ class LoaderPosition:
 
         Args:
             consumed: batches of this epoch that were trained completely; default: all fetched ones but `lookahead`.
+                0 after the end of an epoch means the epoch to come.
 
         Returns:
             A tree that a snapshot stores without pickle and that never changes afterwards. `state["phase"]` says what
@@ -134,6 +135,8 @@ class LoaderPosition:
             return self._assemble(None, None, 0, "fresh")
         if consumed is None:
             consumed = epoch.fetched if epoch.exhausted else max(epoch.fetched - self.lookahead, 0)
+        elif consumed == 0 and epoch.exhausted:
+            consumed = epoch.fetched  # of the epoch to come, whose iterator the consumer has not built yet
         if consumed > epoch.fetched or (consumed < epoch.fetched and consumed not in epoch.ring):
             raise StateError(
                 f"{epoch.fetched} batches were fetched and the position of batch {consumed} is not remembered",
@@ -259,7 +262,7 @@ class LoaderPosition:
             "alive": self._starter.alive(),
             "first_fetch": epoch.first_fetch,
             "draws": epoch.draws,
-            "ended": epoch.ended(),
+            "ended": fetch.ended,
             "exhausted": epoch.exhausted,
             "unknown_roles": sorted(epoch.unknown_roles),
         }

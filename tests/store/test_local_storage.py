@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from ckpt_engine.store.storage import blockio
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.open import open_storage
 from tests.store.samples import files
 from tests.store.storage_contract import StorageContract, aligned, listed, put
 
@@ -173,6 +171,19 @@ def test_a_put_that_fails_anywhere_leaves_nothing(tmp_path: Path, error: int, ex
     assert tried > 8
 
 
+def test_a_put_without_links_that_fails_at_the_end_leaves_nothing(tmp_path: Path) -> None:
+    """Also where the name is given by a rename it is taken back if it could not be made durable."""
+
+    class Failing(_NoLinksDisk):
+        def sync_folder(self, path: str) -> None:
+            if (Path(path) / "x").exists():
+                raise OSError(errno.EIO, "bad disk")
+
+    with pytest.raises(StorageError):
+        LocalStorage(tmp_path, disk=Failing()).put("data/x", [BIG])
+    assert files(tmp_path) == set()
+
+
 def test_a_temporary_file_that_cannot_be_removed_is_said_and_swept_later(tmp_path: Path) -> None:
     """If even the cleaning fails, the error says what is left, and the next sweep takes it."""
 
@@ -190,81 +201,6 @@ def test_a_temporary_file_that_cannot_be_removed_is_said_and_swept_later(tmp_pat
     assert list(storage.list("")) == []
     assert storage.sweep() == BIG.nbytes
     assert files(tmp_path) == set()
-
-
-class _ReadLog:
-    """Notes every read and how it was made: of the page cache only, around it, or through it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[tuple[str, int]] = []
-        self._real = os.preadv
-        monkeypatch.setattr(blockio.os, "preadv", self._preadv)
-
-    def _preadv(self, fd: int, buffers: list[memoryview], at: int, flags: int = 0) -> int:
-        direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
-        got = self._real(fd, buffers, at, flags)
-        self.calls.append(("cached" if flags else "direct" if direct else "buffered", got))
-        return got
-
-
-def _evict(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-
-
-@pytest.fixture
-def evictable(tmp_path: Path) -> None:
-    """Skips where the page cache cannot be emptied or asked, as in memory file systems."""
-    probe = tmp_path / "probe"
-    probe.write_bytes(bytes(4096))
-    _evict(probe)
-    fd = os.open(probe, os.O_RDONLY)
-    try:
-        os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return
-    except OSError:
-        pytest.skip("the page cache cannot be asked here")
-    finally:
-        os.close(fd)
-        probe.unlink()
-    pytest.skip("this file system keeps everything in memory")
-
-
-@pytest.mark.usefixtures("evictable")
-def test_cold_data_is_read_around_the_page_cache_in_large_calls(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whole pages in large slices, the tail through the cache; and no descriptor is left open."""
-    monkeypatch.setattr(blockio, "SLICE_BYTES", 1 << 20)
-    storage = LocalStorage(tmp_path)
-    storage.put("data/x", [BIG])
-    _evict(tmp_path / "data" / "x")
-    out = aligned(bytes(BIG.nbytes))
-    log = _ReadLog(monkeypatch)
-    before = len(list(Path("/proc/self/fd").iterdir()))
-    storage.get_into("data/x", 0, out)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
-    assert out == BIG
-    assert log.calls == [("direct", 1 << 20)] * 3 + [("buffered", 4)]
-
-
-@pytest.mark.usefixtures("evictable")
-def test_warm_data_is_copied_from_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What memory has is not read from the disk again."""
-    storage = LocalStorage(tmp_path)
-    storage.put("data/x", [BIG])
-    _evict(tmp_path / "data" / "x")
-    storage.get("data/x")
-    log = _ReadLog(monkeypatch)
-    out = aligned(bytes(BIG.nbytes))
-    storage.get_into("data/x", 0, out)
-    assert out == BIG
-    assert "direct" not in {kind for kind, _ in log.calls}
 
 
 def test_a_short_write_is_continued(tmp_path: Path) -> None:
@@ -426,46 +362,6 @@ def test_no_descriptor_leaks(tmp_path: Path) -> None:
                 LocalStorage(tmp_path, disk=_CountingDisk(fail_at)).put(f"data/f{n}", [BIG])
         listed(storage)
     assert opened() == before
-
-
-@pytest.mark.parametrize(
-    ("url", "path"),
-    [
-        ("/a/b c", "/a/b c"),
-        ("file:///a/b%20c", "/a/b c"),
-        ("file://localhost/a", "/a"),
-        ("FILE:///a", "/a"),
-        (Path("/a/b"), "/a/b"),
-    ],
-)
-def test_paths_and_file_urls_open_local_storage(url: str | Path, path: str) -> None:
-    """Both ways to write a folder lead to it, percent signs decoded."""
-    storage = open_storage(url)
-    assert isinstance(storage, LocalStorage)
-    assert storage.root == path
-    assert open_storage(storage.url).url == storage.url
-
-
-def test_a_relative_path_is_resolved_when_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changing the working folder later does not move the run."""
-    monkeypatch.chdir(tmp_path)
-    storage = open_storage("runs/one")
-    monkeypatch.chdir("/")
-    assert storage.url == f"file://{tmp_path}/runs/one"
-    assert isinstance(storage, LocalStorage)
-
-
-@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://b", "file://server/share", "file:///a?b", "", "file://a"])
-def test_a_url_nobody_serves_is_refused_with_what_is_possible(url: str) -> None:
-    """The message names the URL and what to write instead."""
-    with pytest.raises(StorageError, match="→"):
-        open_storage(url)
-
-
-def test_options_that_nobody_reads_are_refused() -> None:
-    """A misspelt or misplaced option is not ignored."""
-    with pytest.raises(StorageError, match="endpoint_url"):
-        open_storage("/a", {"endpoint_url": "http://x"})
 
 
 def test_a_missing_object_in_a_missing_root_is_missing(tmp_path: Path) -> None:

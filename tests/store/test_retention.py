@@ -133,6 +133,13 @@ def test_no_setting_keeps_everything(infos: list[SnapshotInfo]) -> None:
     assert plan(infos, policy_from({"last": None, "best": None})).remove == ()
 
 
+def test_of_equally_good_snapshots_the_newer_is_best() -> None:
+    """It has been trained longer."""
+    infos = [info(seq, seq, {"loss": 0.5}) for seq in (1, 2, 3)]
+    for mode in ("min", "max"):
+        assert set(KeepBest("loss", mode, 2).keep(infos)) == {infos[1].id, infos[2].id}
+
+
 def test_reasons_are_for_people() -> None:
     """A kept snapshot says all its reasons in one line."""
     infos = [info(seq, seq * 10, {"loss": 1.0 / seq}) for seq in (1, 2, 3)]

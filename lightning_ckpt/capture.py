@@ -60,6 +60,7 @@ class Capture:
         self._module = module
         self._left_out: dict[str, str] | None = None
         self._weights: Mapping[str, Any] = {}
+        self._managed: frozenset[int] | None = None
 
     def state(self, instant: Instant) -> dict[str, Any]:
         """The whole state, with references to live tensors; draws nothing from any global random stream."""
@@ -91,11 +92,23 @@ class Capture:
             **instant.extras,
         }
         self._weights = {key: state[key] for key in ("state_dict", "current_model_state") if key in state}
+        self._managed = None
         return state
 
     def lazy(self) -> LazyLeaves:
         """A predicate for the engine; one object for the whole run."""
         return LazyLeaves(self)
+
+    def managed(self) -> frozenset[int]:
+        """Addresses of the parameters that optimizers manage, as of the last `state`."""
+        if self._managed is None:
+            self._managed = frozenset(
+                parameter.data_ptr()
+                for optimizer in self._trainer.optimizers
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            )
+        return self._managed
 
     def _tables(self, instant: Instant) -> dict[str, Any]:
         tables = loop_state.dump_tables(self._internals, instant.hidden)
@@ -151,13 +164,4 @@ class LazyLeaves:
         if weights is None or len(path) != 2:
             return False
         tensor = weights[path[1]]
-        return tensor.numel() > 0 and tensor.data_ptr() in self._managed()
-
-    def _managed(self) -> frozenset[int]:
-        # Asked once per leaf, and only when the structure of the state is new.
-        return frozenset(
-            parameter.data_ptr()
-            for optimizer in self._capture._trainer.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
+        return tensor.numel() > 0 and tensor.data_ptr() in self._capture.managed()

@@ -195,6 +195,12 @@ class Resume:
         return self._own.get("cadence")
 
     @property
+    def after_failure(self) -> bool:
+        """Whether the earlier run ended by itself neither at its end nor after a signal."""
+        loaded = self._checkpointer.loaded
+        return loaded is None or loaded.info.reason not in ("end", "signal")
+
+    @property
     def finished(self) -> bool:
         """The snapshot shows an epoch that is over."""
         return Kind(self._own["kind"]) is Kind.FINISHED
@@ -221,7 +227,6 @@ class Resume:
     def at_first_fetch(self) -> None:
         """The last moment before anything of the resumed run happens."""
         assert self._loaders is not None
-        self._internals.clear_restart()
         self._loaders.resumed()
         self._internals.ended_loaders = self._own["ended_loaders"]
         self._put_back()

@@ -50,11 +50,13 @@ class FitRun:
         self._owner = owner
         self._internals = Internals(trainer)
         self._internals.probe()
-        log = LogSink()
-        self.cadence = Cadence(_settings(config), SystemClock(), log)
+        sinks = FanOutSink(LogSink())
+        self.cadence = Cadence(_settings(config), SystemClock(), sinks)
         self.telemetry = Telemetry(self.cadence)
+        sinks.add(self.cadence)
+        sinks.add(self.telemetry)
         self.checkpointer = Checkpointer(config)
-        self.checkpointer.events = FanOutSink(log, self.cadence, self.telemetry)
+        self.checkpointer.events = sinks
         self._loaders = TrainLoaders(self._internals, trainer)
         self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders)
         self._capture = Capture(self._internals, trainer, module)
@@ -112,7 +114,7 @@ class FitRun:
         self.checkpointer.start()
         self._flags_at_start = loop_state.dump_flags(self._module)
         if self.resume.pending and (learned := self.resume.cadence_state) is not None:
-            self.cadence.restore(learned)
+            self.cadence.restore(learned, failed=self.resume.after_failure)
         self._announce()
         self.cadence.start(self.step)
 

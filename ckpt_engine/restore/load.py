@@ -22,6 +22,7 @@ class Loaded:
     """A loaded snapshot and how it was found.
 
     Args:
+        state: what was saved; None once it was handed over.
         notes: what came back as a plain equivalent, because its class is not imported here.
         rejected: newer snapshots that could not be used.
         read_bytes: bytes read from storage.

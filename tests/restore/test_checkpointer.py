@@ -55,7 +55,7 @@ def test_save_wait_load_returns_the_same_state(tmp_path: Path, writer: str) -> N
     assert same(again.load(), state(1))
     info = again.snapshots()[-1]
     assert (info.step, info.metrics, info.nbytes) == (1, {"loss": 0.5}, 1003 * 4)
-    assert again.loaded is not None and again.loaded.info.id == info.id
+    assert again.loaded is not None and again.loaded.info.id == info.id and again.loaded.state is None
 
 
 def test_retention_keeps_the_last_and_the_best(tmp_path: Path) -> None:

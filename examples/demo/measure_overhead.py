@@ -33,9 +33,11 @@ def measure_block(args: argparse.Namespace, data: pl.LightningDataModule, *, sav
     trainer = make_trainer(steps, callbacks, numbers)
     trainer.fit(ByteTransformer(steps, args.width), data, ckpt_path="auto" if saving else None)
     if not saving:
-        return Block(timer.seconds, 0, None)
+        return Block(timer.seconds, timer.cpu_seconds, 0, None)
     shutil.rmtree(folder)
-    return Block(timer.seconds, int(numbers.newest.get("ckpt/committed", 0)), numbers.newest["ckpt/overhead_percent"])
+    newest = numbers.newest
+    snapshots = int(newest.get("ckpt/committed", 0))
+    return Block(timer.seconds, timer.cpu_seconds, snapshots, newest["ckpt/overhead_percent"])
 
 
 def main() -> None:

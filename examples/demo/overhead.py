@@ -20,11 +20,13 @@ class Block:
 
     Args:
         seconds: of its measured steps; what runs after the last of them is not in it.
+        cpu_seconds: CPU time of the training process in them, all its threads; not that of the writer.
         snapshots: durable ones taken in these steps.
         own_percent: overhead by the callback's own account; None: without the callback.
     """
 
     seconds: float
+    cpu_seconds: float
     snapshots: int
     own_percent: float | None
 
@@ -40,6 +42,11 @@ class Pair:
     def percent(self) -> float:
         """How much longer the same steps took with the callback."""
         return 100.0 * (self.with_callback.seconds / self.without.seconds - 1.0)
+
+    @property
+    def cpu_percent(self) -> float:
+        """How much more CPU time the same steps took the training process with the callback."""
+        return 100.0 * (self.with_callback.cpu_seconds / self.without.cpu_seconds - 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +70,22 @@ class Overhead:
 
     @property
     def error_percent(self) -> float:
-        """Standard error of the median, from the median absolute deviation of the pairs; infinite for fewer than 3."""
+        """Standard error of the median; infinite for fewer than 3 pairs.
+
+        The larger of two estimates: from the median absolute deviation of the pairs, and from how much the trainings
+        without the callback, which should all take the same time, differ among themselves.
+        """
         if len(self.pairs) < 3:
             return math.inf
-        deviation = statistics.median(abs(pair.percent - self.percent) for pair in self.pairs)
-        return 1.253 * 1.483 * deviation / math.sqrt(len(self.pairs))
+        of_pairs = 1.483 * statistics.median(abs(pair.percent - self.percent) for pair in self.pairs)
+        seconds = [pair.without.seconds for pair in self.pairs]
+        of_machine = 100.0 * math.sqrt(2.0) * statistics.stdev(seconds) / statistics.mean(seconds)
+        return 1.253 * max(of_pairs, of_machine) / math.sqrt(len(self.pairs))
+
+    @property
+    def cpu_percent(self) -> float:
+        """Additional CPU time of the training process: less disturbed by other programs, blind for waiting."""
+        return statistics.median(pair.cpu_percent for pair in self.pairs)
 
     @property
     def own_percent(self) -> float:
@@ -95,7 +113,7 @@ class Overhead:
 
     def to_json(self) -> dict[str, Any]:
         """Everything, the raw seconds included."""
-        own = ("percent", "error_percent", "own_percent", "noise_percent", "snapshots", "verdict")
+        own = ("percent", "error_percent", "cpu_percent", "own_percent", "noise_percent", "snapshots", "verdict")
         values = {name: getattr(self, name) for name in own}
         if not math.isfinite(self.error_percent):
             values["error_percent"] = None  # JSON has no infinity

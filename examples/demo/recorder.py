@@ -85,7 +85,7 @@ class KeepNumbers(Logger):
 
 
 class StepTimer(pl.Callback):
-    """Times a span of training steps, what happens between them included.
+    """Times a span of training steps, what happens between them included: wall-clock and this process's CPU time.
 
     Args:
         skip: steps before the span.
@@ -95,20 +95,21 @@ class StepTimer(pl.Callback):
     def __init__(self, skip: int, steps: int) -> None:
         self._first = skip
         self._last = skip + steps - 1
-        self.seconds = math.nan
-        self._began = math.nan
+        self.seconds = self.cpu_seconds = math.nan
+        self._began = self._cpu_began = math.nan
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx == self._first:
-            self._began = time.perf_counter()
+            self._began, self._cpu_began = time.perf_counter(), time.process_time()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx == self._last:
             self.seconds = time.perf_counter() - self._began
+            self.cpu_seconds = time.process_time() - self._cpu_began
 
 
 class FlipOneBit(pl.Callback):

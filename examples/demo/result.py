@@ -95,8 +95,9 @@ class Result:
     def show(self, console: Console) -> None:
         """Print the tables and the verdict."""
         console.print()
-        console.print(self._restart_table())
-        _notes(console, self._restart_notes())
+        if self.restarts:
+            console.print(self._restart_table())
+            _notes(console, self._restart_notes())
         if self.overhead is not None:
             console.print(_overhead_table(self.overhead))
             _notes(console, _overhead_notes(self.overhead, self.settings.threads))
@@ -177,16 +178,15 @@ def _evidence(run: Run, life: Life, after: Life) -> str | None:
 
 
 def _overhead_table(overhead: Overhead) -> Table:
-    pairs = overhead.pairs
     table = Table(title="overhead", title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
-    for name in ("budget", "measured", "spread", "own account", "snapshots"):
+    for name in ("budget", "measured", "CPU time", "own account", "snapshots"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
     words = {"within": "[green]within[/]", "over": "[red]over[/]", "undecided": "[yellow]undecided[/]"}
     table.add_row(
         f"{overhead.budget_percent:.2f} %",
         f"[bold]{overhead.percent:+.2f} %[/]",
-        f"{min(p.percent for p in pairs):+.1f} to {max(p.percent for p in pairs):+.1f} %",
+        f"{overhead.cpu_percent:+.2f} %",
         f"{overhead.own_percent:.2f} %",
         str(overhead.snapshots),
         words[overhead.verdict],
@@ -195,12 +195,14 @@ def _overhead_table(overhead: Overhead) -> Table:
 
 
 def _overhead_notes(overhead: Overhead, threads: int) -> list[str]:
+    percents = [pair.percent for pair in overhead.pairs]
     error = f" ± {overhead.error_percent:.2f} %" if math.isfinite(overhead.error_percent) else ""
     return [
         f"measured: median of {len(overhead.pairs)} interleaved pairs with and without the callback{error}",
-        f"spread: of these pairs, {overhead.steps} steps each",
+        f"  of {overhead.steps} steps each, from {min(percents):+.1f} to {max(percents):+.1f} %",
         f"noise: the trainings without the callback differ by {overhead.noise_percent:.1f} %"
         + ("; too much to decide" if overhead.verdict == "undecided" else ""),
+        "CPU time: of the training process alone, the same median; it shows no waiting",
         "own account: stalls, fences and slowdown as the callback measures them itself",
         f"setting: {threads} torch thread{'s' * (threads > 1)}, 2 loader workers, the writer; {os.cpu_count()} cores",
     ]

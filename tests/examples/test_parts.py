@@ -65,13 +65,13 @@ def test_the_snapshot_folder_tells_what_is_durable_and_what_is_unfinished(tmp_pa
     assert folder.seen == [durable]
 
 
-def pair(percent: float) -> Pair:
-    return Pair(Block(10.0, 0, None), Block(10.0 + percent / 10.0, 3, 0.5))
+def pair(percent: float, seconds: float = 10.0) -> Pair:
+    return Pair(Block(seconds, 8.0, 0, None), Block(seconds * (1.0 + percent / 100.0), 8.08, 3, 0.5))
 
 
 def test_pairs_are_neighbours_whichever_came_first() -> None:
     """The order within a pair alternates; a block that is left over is not used."""
-    plain, saving = Block(1.0, 0, None), Block(1.1, 2, 0.4)
+    plain, saving = Block(1.0, 0.9, 0, None), Block(1.1, 1.0, 2, 0.4)
     assert pair_up([plain, saving, saving, plain, plain]) == (Pair(plain, saving), Pair(plain, saving))
 
 
@@ -79,6 +79,7 @@ def test_the_measured_overhead_is_the_median_of_all_pairs() -> None:
     """No pair is left out, and snapshots are counted."""
     overhead = Overhead(1.0, 40, (pair(-1.0), pair(0.5), pair(9.0)))
     assert overhead.percent == pytest.approx(0.5)
+    assert overhead.cpu_percent == pytest.approx(1.0)
     assert overhead.own_percent == 0.5
     assert overhead.snapshots == 9
     assert overhead.noise_percent == 0.0
@@ -102,12 +103,18 @@ def test_the_verdict_says_when_noise_is_larger_than_the_distance_to_the_budget(
     assert json.loads(json.dumps(overhead.to_json(), allow_nan=False))["verdict"] == verdict
 
 
+def test_a_machine_that_is_busy_with_other_things_decides_nothing() -> None:
+    """Pairs may agree by accident although the same training takes twice as long a minute later."""
+    overhead = Overhead(1.0, 40, (pair(1.4, 10.0), pair(1.5, 20.0), pair(1.6, 12.0)))
+    assert overhead.verdict == "undecided"
+
+
 def test_blocks_are_read_while_they_are_written(tmp_path: Path) -> None:
     """A line that is not finished is not a block yet, and no file is no block."""
     path = tmp_path / "blocks.jsonl"
     assert read_blocks(path) == []
-    path.write_text('{"seconds": 1.5, "snapshots": 0, "own_percent": null}\n{"seconds": 2')
-    assert read_blocks(path) == [Block(1.5, 0, None)]
+    path.write_text('{"seconds": 1.5, "cpu_seconds": 1.4, "snapshots": 0, "own_percent": null}\n{"seconds": 2')
+    assert read_blocks(path) == [Block(1.5, 1.4, 0, None)]
 
 
 def test_only_what_a_demo_made_is_removed_from_its_output_folder(tmp_path: Path) -> None:

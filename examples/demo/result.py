@@ -97,6 +97,7 @@ class Result:
         console.print()
         if self.restarts:
             console.print(self._restart_table())
+        if self.settings.kills:
             _notes(console, self._restart_notes())
         if self.overhead is not None:
             console.print(_overhead_table(self.overhead))

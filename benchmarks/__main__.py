@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with console.status("starting") as status:
                 result, shares = measure(name, scale, options.folder, status.update)
         except BarError as err:
-            console.print(f"[red]{name} could not be measured: {err}")
+            console.print(f"{name} could not be measured: {err}", style="red", markup=False)
             failed = True
             continue
         bar = measured_bar(result, scale, shares, versions())
@@ -73,10 +73,16 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--quick", action="store_true", help="same sizes, few rounds; for a first look, not for results"
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the raw results there")
-    parser.add_argument("--folder", type=Path, default=Path("bench-out"), help="where to write: decides the disk")
+    parser.add_argument(
+        "--folder", type=_folder, default=Path("bench-out").resolve(), help="where to write: decides the disk"
+    )
     parser.add_argument("--record", action="store_true", help="add the measured bars to today's committed results")
     parser.add_argument("--page", type=Path, metavar="RESULT", help="measure nothing; rewrite the page from a result")
     return parser.parse_args(arguments)
+
+
+def _folder(text: str) -> Path:
+    return Path(text).resolve()
 
 
 def _names(text: str) -> list[str]:

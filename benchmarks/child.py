@@ -18,6 +18,7 @@ from benchmarks.run import Bench, Scale
 from benchmarks.values import BarResult, from_json, to_json
 
 TIMEOUT_SECONDS = 3600.0
+ERROR_LINES = 30
 
 
 class BarError(Exception):
@@ -30,12 +31,15 @@ def measure(name: str, scale: Scale, folder: Path, say: Callable[[str], object])
     Raises:
         BarError: the process failed or ran for more than an hour.
     """
+    root = Path(__file__).resolve().parent.parent
     with tempfile.TemporaryDirectory(prefix="ckpt-bench-") as temp:
-        out = Path(temp) / "result.json"
+        out, errors = Path(temp) / "result.json", Path(temp) / "stderr"
         command = [sys.executable, "-m", "benchmarks.child", name, scale.value, str(folder), str(out)]
         disturbance = Disturbance()
-        root = Path(__file__).resolve().parent.parent
-        with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, text=True) as process:
+        with (
+            errors.open("w") as stderr,
+            subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=stderr, text=True) as process,
+        ):
             timer = threading.Timer(TIMEOUT_SECONDS, process.kill)
             timer.start()
             try:
@@ -46,8 +50,12 @@ def measure(name: str, scale: Scale, folder: Path, say: Callable[[str], object])
                 timer.cancel()
                 process.kill()
         if status != 0:
-            raise BarError(f"its process ended with status {status}")
+            raise BarError(f"its process ended with status {status}\n{_tail(errors)}")
         return from_json(json.loads(out.read_text())), disturbance.shares()
+
+
+def _tail(errors: Path) -> str:
+    return "\n".join(errors.read_text(errors="replace").splitlines()[-ERROR_LINES:])
 
 
 def _main(name: str, scale: str, folder: str, out: str) -> None:

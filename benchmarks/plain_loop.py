@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from pathlib import Path
 from typing import Protocol
@@ -11,12 +10,14 @@ import torch
 from torch import nn
 
 from benchmarks.engine import save_timed
+from benchmarks.measure import timed
 from benchmarks.peers import Peer
 from benchmarks.workloads import SEED, State, everything_lazy, perceptron, state_bytes
 from ckpt_engine import Checkpointer
 from ckpt_engine.snapshot.handle import SaveHandle
 
 INPUTS = 256
+MIN_BATCH, MAX_BATCH = 16, 4096
 WAIT_SECONDS = 600.0
 
 
@@ -100,7 +101,7 @@ class PlainLoop:
         short = self._step_seconds()
         self._batch = self._batch_of(256)
         slope = max(1e-6, (self._step_seconds() - short) / 192)
-        self.batch_size = max(1, round(64 + (step_seconds - short) / slope))
+        self.batch_size = min(MAX_BATCH, max(MIN_BATCH, round(64 + (step_seconds - short) / slope)))
         self._batch = self._batch_of(self.batch_size)
 
     @property
@@ -131,12 +132,8 @@ class PlainLoop:
         self._optimizer.zero_grad()
 
     def _step_seconds(self) -> float:
-        seconds = []
-        for _ in range(5):
-            began = time.perf_counter()
-            self._step()
-            seconds.append(time.perf_counter() - began)
-        return statistics.median(seconds)
+        """The least of several: what others do to the machine only ever adds."""
+        return min(timed(self._step) for _ in range(5))
 
     def _batch_of(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(SEED)

@@ -227,6 +227,7 @@ class Resume:
     def at_first_fetch(self) -> None:
         """The last moment before anything of the resumed run happens."""
         assert self._loaders is not None
+        self._internals.clear_restart()
         self._loaders.resumed()
         self._internals.ended_loaders = self._own["ended_loaders"]
         self._put_back()

@@ -65,7 +65,7 @@ LOADERS: Mapping[str, Case] = {
     "combined, shorter one cycles": Case(loader=lambda: {"a": shuffled()(), "b": shuffled(8)()}),
     "combined, shortest ends": Case(loader=lambda: CombinedLoader([shuffled()(), shuffled(16)()], "min_size")),
     "combined, one without length": Case(
-        loader=lambda: CombinedLoader([shuffled(12)(), DataLoader(Stream(), batch_size=BATCH)], "max_size_cycle")
+        loader=lambda: CombinedLoader([shuffled(16)(), DataLoader(Stream(), batch_size=BATCH)], "max_size_cycle")
     ),
 }
 

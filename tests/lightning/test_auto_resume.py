@@ -267,6 +267,23 @@ def test_save_checkpoint_works_as_before(tmp_path: Path) -> None:
     assert fit(case, [resumer(tmp_path / "new")], ckpt_path=path).trainer.global_step == 18
 
 
+@pytest.mark.parametrize("batch", [2, 3])
+def test_lightning_alone_resumes_from_the_content_of_a_snapshot(batch: int, tmp_path: Path) -> None:
+    """Without our own key it is a Lightning checkpoint: every batch and validation happens once, steps are right."""
+    case = Case(val=3, needs_epoch_start=False)
+    reference = fit(case, every_batch(tmp_path / "run"))
+    snapshot = next(s for s in saved(tmp_path / "run") if (s.epoch, s.batch) == (1, batch))
+    engine = checkpointer.Checkpointer(str(tmp_path / "run"))
+    state = engine.load(step=snapshot.step)
+    assert state is not None
+    del state["ckpt_engine"]
+    torch.save(state, tmp_path / "exported.ckpt")
+    plain = fit(case, ckpt_path=str(tmp_path / "exported.ckpt"))
+    expected = tail_of(reference.trace, 1, batch)
+    assert [e[:2] for e in plain.trace if e[0] == "log"] == [e[:2] for e in expected if e[0] == "log"]
+    assert [e[:3] for e in plain.trace if e[0] == "val"] == [e[:3] for e in expected if e[0] == "val"]
+
+
 def slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_JOB_NAME", "train")

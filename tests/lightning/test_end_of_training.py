@@ -32,6 +32,12 @@ FINISHED = {
     "own generator": Case(
         loader=lambda: shuffled(generator=torch.Generator().manual_seed(3))(),
     ),
+    "own generator, fetched ahead": Case(
+        loader=lambda: [
+            shuffled(generator=torch.Generator().manual_seed(3))(),
+            DataLoader(Stream(), batch_size=BATCH),
+        ]
+    ),
     "iterable": Case(loader=lambda: DataLoader(Stream(), batch_size=BATCH)),
     **({"averaged": Case(callbacks=averaging)} if HAS_AVERAGING else {}),
     "loaders made anew": Case(trainer={"reload_dataloaders_every_n_epochs": 1}),
@@ -61,16 +67,17 @@ def test_a_rerun_of_a_finished_run_does_nothing(tmp_path: Path) -> None:
         assert again.digest[part] == first.digest[part]
 
 
-def test_a_higher_max_steps_continues_in_the_middle_of_the_epoch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [7, 8, 9])
+def test_a_higher_max_steps_continues_in_the_middle_of_the_epoch(steps: int, tmp_path: Path) -> None:
     """Lightning ends the epoch when max_steps is reached; the snapshot is from before that end."""
     case = Case(val=3, trainer={"max_epochs": -1, "max_steps": 17}, schedule=("decay", "step", ""))
     reference = fit(case)
-    fit(longer(case, max_steps=8), [at_end(tmp_path)])
+    fit(longer(case, max_steps=steps), [at_end(tmp_path)])
     (snapshot,) = saved(tmp_path)
-    assert (snapshot.kind, snapshot.epoch, snapshot.batch) == ("stopped", 1, 2)
-    assert fit(longer(case, max_steps=8), [at_end(tmp_path)], ckpt_path="auto").trace == []
+    assert (snapshot.kind, snapshot.epoch, snapshot.batch) == ("stopped", 1, steps - 6)
+    assert fit(longer(case, max_steps=steps), [at_end(tmp_path)], ckpt_path="auto").trace == []
     resumed = fit(case, [at_end(tmp_path)], ckpt_path="auto", seed=99)
-    assert resumed.trace == tail(reference.trace, 1, 2)
+    assert resumed.trace == tail(reference.trace, 1, steps - 6)
     assert resumed.digest == reference.digest
 
 

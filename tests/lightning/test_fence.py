@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from ckpt_engine.errors import StateError
+from ckpt_engine.snapshot.stage import Staging
 from lightning_ckpt import AdaptiveCheckpoint
 from lightning_ckpt.guard import FenceGuard, StepFence
 from tests.lightning.cases import HAS_AVERAGING, averaging
@@ -17,25 +18,25 @@ from tests.lightning.runs import Case, Model, every_batch, fit, make_trainer, tr
 
 
 class SlowCopies(Callback):
-    """Holds the background copy back, so that only the fence completes it: any missing fence is a torn snapshot."""
+    """Holds the background copy back until a validation runs or a fence completes it.
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        from ckpt_engine.snapshot import stage as staging
+    Any missing fence then is a torn snapshot: nothing is copied before weights change, or while others stand in.
+    """
 
-        self.original = staging.Staging.help_lazily
-        staging.Staging.help_lazily = lambda staging: None  # type: ignore[method-assign]
+    def __init__(self, held: list[Staging], copy: Any) -> None:
+        self.held, self.copy = held, copy
 
-    def undo(self) -> None:
-        from ckpt_engine.snapshot import stage as staging
-
-        staging.Staging.help_lazily = self.original  # type: ignore[method-assign]
+    def on_validation_batch_start(self, *args: Any) -> None:
+        for staging in self.held:
+            self.copy(staging)
 
 
 @pytest.fixture
-def slow() -> Any:
-    callback = SlowCopies()
-    yield callback
-    callback.undo()
+def slow(monkeypatch: pytest.MonkeyPatch) -> SlowCopies:
+    held: list[Staging] = []
+    callback = SlowCopies(held, Staging.help_lazily)
+    monkeypatch.setattr(Staging, "help_lazily", lambda staging: held.append(staging))
+    return callback
 
 
 MUTATIONS = {
@@ -75,6 +76,18 @@ def test_the_comparison_sees_a_missing_fence(
     monkeypatch.setattr(StepFence, "install", lambda self: None)
     with pytest.raises(StateError, match="changed between the snapshot instant and the fence"):
         fit(MUTATIONS[name], [sparse(tmp_path), slow])
+
+
+def test_the_comparison_sees_a_validation_without_a_fence(
+    tmp_path: Path, slow: SlowCopies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Averaged weights stand in for the real ones there."""
+    monkeypatch.setattr(FenceGuard, "on_validation_start", lambda *_: None)
+    case = MUTATIONS["accumulation and averaging"]
+    if not HAS_AVERAGING:
+        pytest.skip("this Lightning has no weight averaging")
+    with pytest.raises(StateError, match="changed between the snapshot instant and the fence"):
+        fit(case, [sparse(tmp_path), slow])
 
 
 class MutatesFirst(torch.optim.SGD):

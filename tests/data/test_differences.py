@@ -209,10 +209,10 @@ def test_persistent_workers_that_were_there_before_us_are_said_to_be_unknown() -
 
 def test_a_lazily_drawing_sampler_is_exact_but_unverified() -> None:
     """Its past cannot be drawn again, which the report says; what follows is right all the same."""
-    reference = loader(sampler=DrawsAtEveryIndex(), num_workers=2)
-    state = state_after(5, reference)
-    assert len(state["order"]["outstanding"]) == 1
-    again = loader(sampler=DrawsAtEveryIndex(), num_workers=2)
+    reference = loader(sampler=DrawsAtEveryIndex(), num_workers=2, batch_size=2)
+    state = state_after(6, reference)
+    assert len(state["order"]["outstanding"]) == 4
+    again = loader(sampler=DrawsAtEveryIndex(), num_workers=2, batch_size=2)
     position = attach(again)
     position.load_state(state)
     next(iter(again))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import mmap
 import os
 from collections.abc import Callable
@@ -12,12 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.errors import StateError
-from ckpt_engine.snapshot import hugepages
+from ckpt_engine.snapshot import pages
 from ckpt_engine.snapshot.plan import WITHOUT_COPY, Plan
 
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _PREFAULT_BYTES = 8 << 20
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(slots=True)
@@ -51,7 +47,7 @@ class Slot:
                 f"cannot reserve {self.nbytes / 1e9:.2f} GB of host memory for the arena: {err}",
                 hint="lower `slots`, or give the job more memory",
             ) from err
-        hugepages.advise(self._memory)
+        pages.advise(self._memory)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._bound: _Bound | None = None
 
@@ -69,11 +65,7 @@ class Slot:
             if not go_on():
                 return
             size = min(_PREFAULT_BYTES, self.nbytes - start)
-            if _LIBC.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(size), _POPULATE_WRITE) != 0:
-                code = ctypes.get_errno()
-                if code not in (errno.EINVAL, errno.EAGAIN):
-                    raise StateError(f"cannot fill the arena: {os.strerror(code)}", hint="give the job more memory")
-                ctypes.memset(base + start, 0, size)
+            pages.populate(base + start, size)
 
     def views(self, plan: Plan) -> list[torch.Tensor]:
         """Destination tensors for `plan.sources`, in order; the container header is in the slot afterwards."""

@@ -161,7 +161,8 @@ class Checkpointer:
         `self.loaded` tells which one it was and why others were rejected.
 
         Args:
-            into: live state whose tensors are overwritten in place.
+            into: live state whose tensors are overwritten in place, without a second copy of the state in memory. If an
+                error is raised after reading began, their content is undefined.
             check: raises if a manifest does not fit; asked before data is read.
 
         Raises:

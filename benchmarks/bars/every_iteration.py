@@ -36,8 +36,8 @@ class Size:
 
 
 SIZES = {
-    Scale.FULL: Size(33_000_000, 0.3, 30, 7, 2),
-    Scale.QUICK: Size(33_000_000, 0.3, 15, 3, 1),
+    Scale.FULL: Size(33_000_000, 0.3, 32, 5, 2),
+    Scale.QUICK: Size(33_000_000, 0.3, 17, 3, 1),
     Scale.TINY: Size(20_000, 0.002, 5, 1, 1),
 }
 PLAIN, LIGHTNING = "no snapshots", "Lightning, no snapshots"

@@ -14,9 +14,12 @@ from benchmarks.run import Bench, Scale
 from benchmarks.values import from_json, to_json
 
 NEEDS_A_DISK = {"persist", "restore"}
+TRAINS = {"overhead", "every-iteration"}
 
 
-@pytest.mark.parametrize("name", bars.NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in TRAINS else ()) for name in bars.NAMES]
+)
 def test_bar_runs(name: str, tmp_path: Path) -> None:
     """A bar measures all of its targets and cleans up behind itself."""
     if name in NEEDS_A_DISK and file_system(tmp_path).startswith("tmpfs"):

@@ -311,7 +311,15 @@ class EverySnapshotIsDurable(Callback):
 def every_batch(root: Path, **options: Any) -> list[Callback]:
     """Callbacks that leave a durable snapshot of every boundary in `root`."""
     ckpt = AdaptiveCheckpoint(
-        **{"tiers": str(root), "every_n_steps": 1, "keep": {"last": 1000}, "writer": "thread", "debug": True, **options}
+        **{
+            "tiers": str(root),
+            "every_n_steps": 1,
+            "on_validation_end": True,
+            "keep": {"last": 1000},
+            "writer": "thread",
+            "debug": True,
+            **options,
+        }
     )
     return [ckpt, EverySnapshotIsDurable(ckpt)]
 

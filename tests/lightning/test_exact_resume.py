@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 
+from ckpt_engine.checkpointer import Checkpointer
 from tests.lightning.cases import CASES, LOADERS
 from tests.lightning.runs import Case, Outcome, Saved, every_batch, fit, only, resumer, saved, tail
 
@@ -48,6 +49,20 @@ def test_every_configuration_resumes_exactly(name: str, tmp_path: Path) -> None:
     assert chosen
     for number, snapshot in enumerate(chosen):
         assert_continues(reference, case, tmp_path / "run", snapshot, tmp_path / str(number))
+
+
+def test_gradients_accumulated_by_hand_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the model steps by itself, a snapshot that is postponed by a busy writer may meet half an accumulation."""
+    case = CASES["accumulation by hand"]
+    boundaries = iter(range(1000))
+    ready = Checkpointer.ready
+    # Asked at every boundary while a snapshot is due: the even ones are those right after an optimizer step.
+    monkeypatch.setattr(Checkpointer, "ready", lambda self: next(boundaries) % 2 == 1 and ready(self))
+    reference, snapshots = taken(case, tmp_path / "run")
+    monkeypatch.setattr(Checkpointer, "ready", ready)
+    halves = [s for s in snapshots if s.batch % 2 == 1]
+    assert halves
+    assert_continues(reference, case, tmp_path / "run", halves[-1], tmp_path / "half")
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ class Instant:
     Args:
         kind: of the boundary.
         loaders: states of the training loaders, in order.
+        generators: of the other loaders, in order.
         gradients: include accumulated gradients.
         extras: more of our own entries (JSON values): counters, the cadence.
         hidden: progress bar entries that are not the user's.
@@ -39,6 +40,7 @@ class Instant:
 
     kind: Kind
     loaders: list[Any]
+    generators: list[Any]
     gradients: bool
     extras: Mapping[str, Any]
     hidden: frozenset[str]
@@ -79,7 +81,8 @@ class Capture:
             "kind": instant.kind.value,
             "rng": streams,
             "loaders": instant.loaders,
-            "ended_loaders": self._internals.ended_loaders,
+            "generators": instant.generators,
+            "combined": self._internals.combined_position,
             "results": loop_state.dump_results(self._internals),
             "metrics": loop_state.dump_metrics(self._module),
             "tables": self._tables(instant),

@@ -87,6 +87,8 @@ class Resume:
         if hpc is not None:
             _log.info("ckpt_path='auto': %s is newer than the newest snapshot in %s", hpc, root)
             original(hpc, *args, **kwargs)
+        elif candidate is None and getattr(original, "resolves_auto", False):
+            original(AUTO, *args, **kwargs)  # a second callback with a folder of its own
         elif candidate is None:
             if self._loaders is None:
                 raise ResumeError(
@@ -123,7 +125,7 @@ class Resume:
         self._trainer.should_stop = self._should_stop()
         # A resumed run has been past its sanity check; its validation must not run at other places than it did.
         self._trainer.num_sanity_val_steps = 0
-        self._loaders.expect(own["loaders"])
+        self._loaders.expect(own["loaders"], own["generators"])
 
     def _fits(self, manifest: Manifest) -> None:
         """Raises where the weights of the snapshot are not those of this model."""
@@ -195,6 +197,11 @@ class Resume:
         return self._own.get("cadence")
 
     @property
+    def stopped_early(self) -> bool:
+        """Whether EarlyStopping has stopped the run."""
+        return bool(self._own["stopped_early"])
+
+    @property
     def after_failure(self) -> bool:
         """Whether the earlier run ended by itself neither at its end nor after a signal."""
         loaded = self._checkpointer.loaded
@@ -216,7 +223,7 @@ class Resume:
             self._loaders.load_again()
             self._loaders.resumed()
             self._put_back()
-            self.pending = False
+            self._let_go()
         else:
             loop_state.restore_tables(self._internals, self._module.device, self._own["tables"])
 
@@ -229,8 +236,12 @@ class Resume:
         assert self._loaders is not None
         self._internals.clear_restart()
         self._loaders.resumed()
-        self._internals.ended_loaders = self._own["ended_loaders"]
+        self._internals.combined_position = self._own["combined"]
         self._put_back()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._own = {}  # gradients and metric states can be large
         self.pending = False
 
     def _put_back(self) -> None:

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ckpt_engine.checkpointer import Checkpointer
@@ -25,6 +25,7 @@ from lightning_ckpt.compat import Internals, callbacks_of
 from lightning_ckpt.guard import FenceGuard, StepFence
 from lightning_ckpt.loaders import TrainLoaders
 from lightning_ckpt.resume import Resume
+from lightning_ckpt.stopping import StopWatch, finish_again
 from lightning_ckpt.telemetry import BAR_NAMES, Telemetry
 
 _log = logging.getLogger("lightning_ckpt")
@@ -61,7 +62,8 @@ class FitRun:
         self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders)
         self._capture = Capture(self._internals, trainer, module)
         self._lazy = self._capture.lazy() if config.lazy == "auto" else None
-        self.guard = FenceGuard(self.fence, self._epoch_ended, self._train_ended)
+        self.guard = FenceGuard(self.fence, self)
+        self._stop = StopWatch(trainer)
         self._step_fence = StepFence(self.fence)
         self._flags_at_start: dict[str, list[str]] = {"frozen": [], "eval": []}
         self._sanity_steps = trainer.num_sanity_val_steps
@@ -113,8 +115,10 @@ class FitRun:
         """Lightning has restored its part; loaders exist."""
         self.checkpointer.start()
         self._flags_at_start = loop_state.dump_flags(self._module)
-        if self.resume.pending and (learned := self.resume.cadence_state) is not None:
-            self.cadence.restore(learned, failed=self.resume.after_failure)
+        if self.resume.pending:
+            self._stop.by_early_stopping = self.resume.stopped_early
+            if (learned := self.resume.cadence_state) is not None:
+                self.cadence.restore(learned, failed=self.resume.after_failure)
         self._announce()
         self.cadence.start(self.step)
 
@@ -127,6 +131,7 @@ class FitRun:
         if self._trainer.sanity_checking:
             return
         self._validated = True
+        self._stop.after()
         if self._validation_began is not None:
             self.cadence.exclude(time.monotonic() - self._validation_began)
             self._validation_began = None
@@ -197,8 +202,6 @@ class FitRun:
             return
         position = self._position()
         obstacle = postponed(position) or (None if self.checkpointer.ready() else "busy")
-        if self._internals.user_fetches:
-            obstacle = "dataloader_iter"
         if obstacle is not None:
             self.cadence.skipped(step, obstacle)
             return
@@ -211,16 +214,28 @@ class FitRun:
             validated=self._validated,
         )
 
-    def _epoch_ended(self) -> None:
-        """First of all `on_train_epoch_end` hooks."""
+    # ---- guard.Listener: before any other callback
+
+    def validation_over(self) -> None:
+        self._stop.before()
+
+    def epoch_over(self) -> None:
+        self._stop.before()
         if self._active and self._internals.ends_mid_epoch and self._config.at_end:
             # A longer run would go on in this epoch, so this must be captured before anything sees its end.
             self._take_at_end(Kind.STOPPED)
 
-    def _train_ended(self) -> None:
-        """First of all `on_train_end` hooks: weight averaging has not replaced the weights yet."""
+    def training_over(self) -> None:
+        self._stop.after()
         if self._active and self._config.at_end and not self._end_taken:
+            # Weight averaging has not replaced the weights yet; a longer run would go on with these.
             self._take_at_end(Kind.FINISHED)
+
+    def fit_over(self) -> None:
+        if self.resume.pending:
+            finish_again(self._trainer, self._module)
+
+    # ---- taking
 
     def _take_at_end(self, kind: Kind) -> None:
         self._end_taken = True
@@ -275,16 +290,13 @@ class FitRun:
             Instant(
                 kind=kind,
                 loaders=self._loaders.states(epoch_is_over=kind is Kind.FINISHED),
+                generators=self._loaders.generators(),
                 gradients=gradients and kind is not Kind.FINISHED,
                 extras={
                     "epoch": trainer.current_epoch,
                     "batch": internals.batches_in_epoch,
                     "cadence": self.cadence.state(),
-                    "stopped_early": any(
-                        callback.stopped_epoch == trainer.current_epoch
-                        for callback in callbacks_of(trainer)
-                        if isinstance(callback, EarlyStopping)
-                    ),
+                    "stopped_early": self._stop.by_early_stopping,
                 },
                 hidden=BAR_NAMES,
                 flags_at_start=self._flags_at_start,

@@ -73,6 +73,12 @@ LOOPS: Mapping[str, Case] = {
     "validation per epoch": Case(val=1.0),
     "validation within epochs": Case(val=3),
     "validation after every batch": Case(val=1),
+    "validation with its own shuffling": Case(
+        val=3,
+        val_loader=lambda: DataLoader(
+            Augmented(8), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)
+        ),
+    ),
     "max_steps": Case(val=3, trainer={"max_epochs": -1, "max_steps": 16}),
     "scheduler per step": Case(schedule=("decay", "step", "")),
     "scheduler per epoch": Case(schedule=("decay", "epoch", ""), val=1.0),

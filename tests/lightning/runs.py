@@ -106,11 +106,11 @@ class Model(pl.LightningModule):
         self.lr_schedulers().step()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y, _ = batch
+        x, y, ids = batch
         loss = ((self.net(x) - y) ** 2).mean()
         self.log("val_loss", loss)
         if not self.trainer.sanity_checking:
-            self.trace.append(("val", self.global_step, batch_idx, float(loss).hex()))
+            self.trace.append(("val", self.global_step, batch_idx, tuple(ids.tolist()), float(loss).hex()))
 
     def configure_optimizers(self) -> Any:
         if self.case.uses_total_steps:
@@ -174,6 +174,10 @@ def plain_loader() -> Any:
     return DataLoader(Augmented(), batch_size=BATCH, shuffle=True)
 
 
+def plain_val_loader() -> Any:
+    return DataLoader(Augmented(8), batch_size=4)
+
+
 @dataclass(frozen=True)
 class Case:
     """One configuration of trainer, model and data.
@@ -184,6 +188,7 @@ class Case:
         schedule: (kind, interval, monitor).
         manual: "" (automatic), "two" optimizers, "raw" torch optimizers, or "accumulate" by hand.
         needs_epoch_start: `training_step` fails where `on_train_epoch_start` was not called in this process.
+        val_loader: makes the validation data.
         callbacks: makes more callbacks.
         trainer: more arguments of the trainer.
     """
@@ -196,6 +201,7 @@ class Case:
     fused: bool = False
     uses_total_steps: bool = False
     needs_epoch_start: bool = True
+    val_loader: Callable[[], Any] = plain_val_loader
     callbacks: Callable[[], list[Callback]] = list
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
@@ -230,7 +236,7 @@ def fit(
 
 
 def train(trainer: pl.Trainer, model: pl.LightningModule, case: Case, ckpt_path: str | None) -> None:
-    val = DataLoader(Augmented(8), batch_size=4) if case.val is not None else None
+    val = case.val_loader() if case.val is not None else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning has advice on loaders this small
         trainer.fit(model, case.loader(), val, ckpt_path=ckpt_path)

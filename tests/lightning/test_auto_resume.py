@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from ckpt_engine import checkpointer
 from ckpt_engine.errors import (
+    ConfigError,
     LeaseHeldError,
     MismatchError,
     NoUsableSnapshotError,
@@ -34,8 +35,10 @@ from tests.lightning.runs import (
     every_batch,
     fit,
     make_trainer,
+    only,
     resumer,
     saved,
+    seed_everything,
     train,
 )
 from tests.lightning.runs import tail as tail_of
@@ -146,6 +149,35 @@ def test_data_without_a_position_is_reported(tmp_path: Path) -> None:
     (missing,) = json.loads((tmp_path / "resume-report.json").read_text())["not_restored"]
     assert missing["name"] == "position of training loader 0, a Batches"
     assert "starts again at its beginning" in missing["why"]
+
+
+class Fetches(Model):
+    """Asks for its batches itself."""
+
+    def training_step(self, dataloader_iter: Any) -> Any:
+        (x, y, ids), batch_idx, _ = next(dataloader_iter)
+        loss = self.scale * ((self.net(x) - y) ** 2).mean()
+        self.trace.append(("train", self.current_epoch, batch_idx, tuple(ids.tolist()), float(loss.detach()).hex()))
+        return loss
+
+
+def test_a_model_that_fetches_by_itself_continues(tmp_path: Path) -> None:
+    """Exact where it holds no batch between two steps; the report says that this is on the model."""
+    outcomes = []
+    for callbacks, ckpt_path, seed in (
+        ([], None, 0),
+        (every_batch(tmp_path, at_end=False), None, 0),
+        ([resumer(tmp_path)], "auto", 9),
+    ):
+        seed_everything(seed)
+        trace: list[Any] = []
+        train(make_trainer(Case(), callbacks, Recorder(trace)), Fetches(Case(), trace), Case(), ckpt_path)
+        outcomes.append(trace)
+    reference, watched, resumed = outcomes
+    assert watched == reference
+    assert resumed == tail_of(reference, 2, 5)
+    (missing,) = json.loads((tmp_path / "resume-report.json").read_text())["not_restored"]
+    assert missing["name"] == "batches fetched ahead by the model"
 
 
 class OtherModel(Model):
@@ -311,9 +343,24 @@ def test_a_newer_slurm_file_wins(newer: bool, tmp_path: Path, monkeypatch: pytes
 
 
 def test_two_callbacks_with_two_folders_share_a_trainer(tmp_path: Path) -> None:
-    """Their state keys differ."""
-    keys = {AdaptiveCheckpoint(str(tmp_path / name)).state_key for name in "ab"}
-    assert len(keys) == 2
+    """Both take snapshots; a restart resumes from the one that has some."""
+    reference = fit(Case())
+    both = [*every_batch(tmp_path / "a"), *every_batch(tmp_path / "b")]
+    assert fit(Case(), both, ckpt_path="auto").trace == reference.trace
+    assert saved(tmp_path / "a")
+    shutil.rmtree(tmp_path / "b")
+    newest = [s for s in saved(tmp_path / "a") if s.kind != "finished"][-1]
+    only(tmp_path / "a", newest, tmp_path / "c")
+    resumed = fit(Case(), [resumer(tmp_path / "c"), resumer(tmp_path / "b")], ckpt_path="auto", seed=9)
+    assert resumed.trace == tail_of(reference.trace, newest.epoch, newest.batch)
+
+
+def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This version saves the state of one process; it does not pretend otherwise."""
+    monkeypatch.setattr("lightning.pytorch.trainer.trainer.Trainer.world_size", 2)
+    callback = resumer(tmp_path)
+    with pytest.raises(ConfigError, match="one process"):
+        callback.setup(make_trainer(Case(), [callback], False), Model(Case(), []), "fit")
 
 
 # ---- what cannot be stored

@@ -81,9 +81,10 @@ def test_a_higher_max_steps_continues_in_the_middle_of_the_epoch(steps: int, tmp
     assert resumed.digest == reference.digest
 
 
-def test_a_run_ended_by_early_stopping_stays_ended(tmp_path: Path) -> None:
-    """EarlyStopping is part of the run: its decision holds after a restart."""
-    case = Case(callbacks=lambda: [EarlyStopping("val_loss", patience=1, min_delta=1.0)], val=2)
+@pytest.mark.parametrize(("monitor", "val"), [("val_loss", 2), ("val_loss", 1.0), ("loss_epoch", None)])
+def test_a_run_ended_by_early_stopping_stays_ended(monitor: str, val: Any, tmp_path: Path) -> None:
+    """EarlyStopping is part of the run: its decision holds after a restart, wherever in the epoch it was taken."""
+    case = Case(callbacks=lambda: [EarlyStopping(monitor, patience=1, min_delta=1.0)], val=val)
     first = fit(case, [at_end(tmp_path)])
     assert 0 < len([e for e in first.trace if e[0] == "train"]) < 18
     again = fit(case, [at_end(tmp_path)], ckpt_path="auto", seed=5)
@@ -106,3 +107,13 @@ def test_a_run_stopped_by_the_user_goes_on_after_a_restart(tmp_path: Path) -> No
     resumed = fit(Case(), [at_end(tmp_path)], ckpt_path="auto", seed=5)
     assert resumed.trace == tail(reference.trace, 1, 2)
     assert resumed.digest == reference.digest
+
+
+@pytest.mark.skipif(not HAS_AVERAGING, reason="this Lightning has no weight averaging")
+def test_a_rerun_ends_with_the_averaged_weights(tmp_path: Path) -> None:
+    """The snapshot is from before they replaced the last ones; who asks again gets what the first run ended with."""
+    case = Case(callbacks=averaging)
+    first = fit(case, [at_end(tmp_path)])
+    again = fit(case, [at_end(tmp_path)], ckpt_path="auto", seed=5)
+    assert again.trace == []
+    assert again.digest["weights"] == first.digest["weights"]

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.errors import StateError
+from ckpt_engine.persist.mapping import HUGE_BYTES, collapse, map_shared
 from ckpt_engine.snapshot import pages
 from ckpt_engine.snapshot.plan import WITHOUT_COPY, Plan
 
 _PREFAULT_BYTES = 8 << 20
+_HUGE_FROM_BYTES = 128 << 20  # below this, rounding up to huge pages would waste more than 1 %
 
 
 @dataclass(slots=True)
@@ -37,18 +39,19 @@ class Slot:
 
     def __init__(self, index: int, nbytes: int) -> None:
         self.index = index
-        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._huge = nbytes >= _HUGE_FROM_BYTES
+        unit = HUGE_BYTES if self._huge else mmap.PAGESIZE
+        self.nbytes = -(-nbytes // unit) * unit
         try:
             self.fd = os.memfd_create(f"ckpt-arena-{index}", os.MFD_CLOEXEC)
             os.ftruncate(self.fd, self.nbytes)
-            self._memory = mmap.mmap(self.fd, self.nbytes)
+            memory = map_shared(self.fd, self.nbytes, writable=True)
         except OSError as err:
             raise StateError(
                 f"cannot reserve {self.nbytes / 1e9:.2f} GB of host memory for the arena: {err}",
                 hint="lower `slots`, or give the job more memory",
             ) from err
-        pages.advise(self._memory)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._bound: _Bound | None = None
 
     def prefault(self, go_on: Callable[[], bool] = lambda: True) -> None:
@@ -65,6 +68,9 @@ class Slot:
             if not go_on():
                 return
             size = min(_PREFAULT_BYTES, self.nbytes - start)
+            if self._huge and collapse(base + start, size):
+                continue
+            self._huge = False
             pages.populate(base + start, size)
 
     def views(self, plan: Plan) -> list[torch.Tensor]:

@@ -110,6 +110,22 @@ def test_held_batches_are_fetched_again_from_every_boundary(kind: Kind, lookahea
         assert resumed.end == reference.end, number
 
 
+def test_fetching_a_held_batch_again_leaves_the_streams_alone() -> None:
+    """Its draws are in the past: a caller that restores the streams itself may do so before or after."""
+    kind = next(k for k in KINDS if str(k) == "shuffled")
+    reference = train_ahead(kind.make, lookahead=1)
+    boundary = reference.boundaries[3]
+    seed_everything(4)
+    loader = kind.make()
+    attach(loader, lookahead=1).load_state(boundary.data)
+    iterator = iter(loader)
+    before = rng.capture()
+    assert (boundary.epoch, *recorded(next(iterator))) == reference.batches[boundary.seen]
+    assert rng.capture() == before
+    rng.restore(boundary.rng)
+    assert (boundary.epoch, *recorded(next(iterator))) == reference.batches[boundary.seen + 1]
+
+
 def test_a_position_further_back_than_the_lookahead_is_refused() -> None:
     """It is not remembered, and the message says what to do."""
     loader: DataLoader[Any] = DataLoader(Augmented(), batch_size=4)

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler
 
 from ckpt_engine.data import Level, attach, rng
-from tests.data.loader_kinds import Augmented, Counting, QuietStream
+from tests.data.loader_kinds import Augmented, Counting, OwnGenerators, QuietStream
 from tests.data.loop import recorded, seed_everything, train, train_step
 
 PLAIN = (dict, list, tuple, str, int, float, bool, bytes, type(None))
@@ -139,7 +139,7 @@ def test_all_of_all_batches_finish_the_epoch_where_the_loop_asks_for_that() -> N
     assert len(list(again)) == 6
 
 
-@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "persistent_workers": True}])
 @pytest.mark.parametrize("boundary", [0, 3, 7, 8], ids=["start", "within", "between", "start of the second"])
 def test_a_loaded_state_holds_until_a_batch_is_fetched(workers: dict[str, Any], boundary: int) -> None:
     """Trainers build iterators and drop them unused; the one that is asked first continues the run."""
@@ -166,6 +166,30 @@ def test_a_loaded_state_holds_until_a_batch_is_fetched(workers: dict[str, Any], 
             train_step()
     assert batches == reference.after(at.seen)
     assert rng.capture() == reference.end
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
+def test_a_dropped_iterator_of_a_fresh_epoch_leaves_nothing_in_the_samplers(workers: dict[str, Any]) -> None:
+    """Its prefetch drew from the sampler's own generators and moved its counter; the next iterator starts anew."""
+
+    def make() -> DataLoader[Any]:
+        return loader(sampler=OwnGenerators(), **workers)
+
+    reference = train(make)
+    at = next(b for b in reference.boundaries if b.where == "between epochs")
+    seed_everything(7)
+    again = make()
+    attach(again).load_state(at.data, rng=at.rng)
+    for _ in range(2):
+        next(iter(again.sampler))  # whoever looks at the sampler before the loader does
+        attach(again).load_state(at.data, rng=at.rng)
+        iter(again)
+        iter(again)
+    batches = []
+    for batch in again:
+        batches.append((at.epoch, *recorded(batch)))
+        train_step()
+    assert batches == reference.after(at.seen)
 
 
 def test_a_position_can_be_loaded_in_the_process_that_saved_it() -> None:
@@ -226,23 +250,32 @@ def test_several_loaders_of_one_trainer() -> None:
     assert go_on([iter(one) for one in loaders], 3) == expected
 
 
-def test_a_generator_shared_by_two_loaders_continues_where_both_left_it() -> None:
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_a_generator_with_another_user_continues_where_both_left_it(lookahead: int) -> None:
     """What another user drew from the loader's generator in between is kept."""
 
     def make() -> tuple[DataLoader[Any], torch.Generator]:
         generator = torch.Generator().manual_seed(3)
         return shuffled(generator=generator), generator
 
+    def rest(iterator: Iterator[Any], generator: torch.Generator) -> list[Any]:
+        return [(batch[0].tolist(), torch.rand(1, generator=generator).item()) for batch in iterator]
+
     followed, generator = make()
-    position = attach(followed)
+    position = attach(followed, lookahead=lookahead)
     iterator = iter(followed)
-    next(iterator)
+    for _ in range(2):
+        next(iterator)
     torch.rand(5, generator=generator)
     state = position.state()
-    expected = [batch[0].tolist() for batch in iterator], torch.rand(2, generator=generator).tolist()
+    assert len(state["held"]) == lookahead
+    expected = rest(iterator, generator)
     again, generator = make()
-    attach(again).load_state(state)
-    assert ([batch[0].tolist() for batch in again], torch.rand(2, generator=generator).tolist()) == expected
+    attach(again, lookahead=lookahead).load_state(state)
+    iterator = iter(again)
+    for _ in range(lookahead):
+        next(iterator)
+    assert rest(iterator, generator) == expected
 
 
 def test_the_global_generator_given_as_generator_is_no_trap() -> None:

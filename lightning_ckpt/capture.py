@@ -17,6 +17,7 @@ from ckpt_engine.snapshot.flatten import Flattener, problems
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.compat import Internals
+from lightning_ckpt.packed import Packer
 
 OWN_KEY = "ckpt_engine"
 OWN_VERSION = 1
@@ -60,6 +61,7 @@ class Capture:
         self._internals = internals
         self._trainer = trainer
         self._module = module
+        self._packer = Packer(OWN_KEY)
         self._left_out: dict[str, str] | None = None
         self._weights: Mapping[str, Any] = {}
         self._managed: frozenset[int] | None = None
@@ -79,20 +81,24 @@ class Capture:
         state[OWN_KEY] = {
             "version": OWN_VERSION,
             "kind": instant.kind.value,
-            "rng": streams,
-            "loaders": instant.loaders,
-            "generators": instant.generators,
-            "combined": self._internals.combined_position,
-            "results": loop_state.dump_results(self._internals),
-            "metrics": loop_state.dump_metrics(self._module),
-            "tables": self._tables(instant),
             "gradients": loop_state.dump_gradients(self._module) if instant.gradients else None,
-            "flags": loop_state.dump_flags(self._module),
-            "flags_at_start": dict(instant.flags_at_start),
-            "should_stop": bool(self._trainer.should_stop),
-            "reload_epoch": self._internals.reload_epoch,
-            "left_out": self._left_out or {},
-            **instant.extras,
+            "packed": self._packer.pack(
+                {
+                    "rng": streams,
+                    "loaders": instant.loaders,
+                    "generators": instant.generators,
+                    "combined": self._internals.combined_position,
+                    "results": loop_state.dump_results(self._internals),
+                    "metrics": loop_state.dump_metrics(self._module),
+                    "tables": self._tables(instant),
+                    "flags": loop_state.dump_flags(self._module),
+                    "flags_at_start": dict(instant.flags_at_start),
+                    "should_stop": bool(self._trainer.should_stop),
+                    "reload_epoch": self._internals.reload_epoch,
+                    "left_out": self._left_out or {},
+                    **instant.extras,
+                }
+            ),
         }
         self._weights = {key: state[key] for key in ("state_dict", "current_model_state") if key in state}
         self._managed = None

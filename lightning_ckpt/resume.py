@@ -30,6 +30,7 @@ from lightning_ckpt.boundary import Kind
 from lightning_ckpt.capture import OWN_KEY, OWN_VERSION
 from lightning_ckpt.compat import Internals, callbacks_of
 from lightning_ckpt.loaders import TrainLoaders
+from lightning_ckpt.packed import unpack
 from lightning_ckpt.report import ReportDraft, publish
 
 _log = logging.getLogger("lightning_ckpt")
@@ -110,7 +111,6 @@ class Resume:
             raise NewerFormatError(
                 f"snapshot {loaded.info.id} was written by a later version of lightning_ckpt", hint="update ckpt-engine"
             )
-        self._own = own or {}
         self._internals.hand_over(state, f"{self._checkpointer.root_url}#{loaded.info.id}")
         if self._loaders is None:
             _log.info("loaded the weights of snapshot %s (step %d)", loaded.info.id, loaded.info.step)
@@ -119,8 +119,10 @@ class Resume:
             raise ResumeError(
                 f"snapshot {loaded.info.id} was not taken in a Lightning run", hint="give this run its own folder"
             )
+        packed, notes = unpack(own.pop("packed"))
+        self._own = own = {**own, **packed}
         self.report = ReportDraft(self._checkpointer.root_url, loaded)
-        self.report.notes.append(_where(own))
+        self.report.notes += [_where(own), *notes]
         self.pending = True
         self._trainer.should_stop = self._should_stop()
         # A resumed run has been past its sanity check; its validation must not run at other places than it did.

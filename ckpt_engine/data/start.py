@@ -208,10 +208,12 @@ class Starter:
         self._rotation, self._late = 0, False
         self._fingerprint = None
         epoch = self._following(previous)
-        streams.restore(self._loader, previous.made)
-        with self._instruments(epoch, self._init(epoch, 0)):
-            iterator = make()
-        rng.restore(now)
+        try:
+            streams.restore(self._loader, previous.made)
+            with self._instruments(epoch, self._init(epoch, 0)):
+                iterator = make()
+        finally:
+            rng.restore(now)
         return epoch, iterator
 
     def _following(self, previous: Epoch) -> Epoch:

@@ -88,6 +88,7 @@ class Capture:
                     "loaders": instant.loaders,
                     "generators": instant.generators,
                     "combined": self._internals.combined_position,
+                    "progress": self._internals.progress,
                     "results": loop_state.dump_results(self._internals),
                     "metrics": loop_state.dump_metrics(self._module),
                     "tables": self._tables(instant),

@@ -247,6 +247,18 @@ class Internals:
         fit_loop._restarting = False
         fit_loop.epoch_loop._restarting = False
 
+    @property
+    def progress(self) -> dict[str, Any]:
+        """The position in the epoch and the loggers' step, exactly."""
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        return {"batch": epoch_loop.batch_progress.state_dict(), "stepped": epoch_loop._batches_that_stepped}
+
+    @progress.setter
+    def progress(self, saved: dict[str, Any]) -> None:
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        epoch_loop.batch_progress.load_state_dict(saved["batch"])
+        epoch_loop._batches_that_stepped = saved["stepped"]
+
     def clear_resuming(self) -> None:
         """Lets the next epoch start as any other does, with a new iterator over its loaders."""
         fit_loop = self._trainer.fit_loop

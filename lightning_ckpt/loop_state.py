@@ -196,7 +196,7 @@ def restore_gradients(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]
     live = dict(module.named_parameters())
     for name, gradient in saved.items():
         if name in live:
-            live[name].grad = gradient.to(live[name].device)
+            live[name].grad = gradient.to(live[name].device, copy=True)
     gone = [name for name in saved if name not in live]
     return [NotRestored(f"gradient of {name!r}", "the model has no such parameter now") for name in gone]
 

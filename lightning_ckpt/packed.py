@@ -89,7 +89,8 @@ def _tensor(data: bytes, array: Any) -> torch.Tensor:
     dtype = getattr(torch, array["dtype"])
     if not data:
         return torch.empty(array["shape"], dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(array["shape"])
+    # A copy of its own is aligned as torch aligns, which the last bit of a sum may depend on.
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(array["shape"]).clone()
 
 
 def _rounded(nbytes: int) -> int:

@@ -25,7 +25,7 @@ from ckpt_engine.errors import NewerFormatError, ResumeError
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
-from lightning_ckpt import epoch_start, loop_state
+from lightning_ckpt import epoch_start, loop_state, weights
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.capture import OWN_KEY, OWN_VERSION
 from lightning_ckpt.compat import Internals, callbacks_of
@@ -63,6 +63,8 @@ class Resume:
         self._checkpointer = checkpointer
         self._loaders = loaders
         self._own: Mapping[str, Any] = {}
+        self._weights: Mapping[str, Any] = {}
+        self._loaded_as: weights.Dtypes = {}
         self.report: ReportDraft | None = None
         self.pending = False
 
@@ -119,6 +121,8 @@ class Resume:
             raise ResumeError(
                 f"snapshot {loaded.info.id} was not taken in a Lightning run", hint="give this run its own folder"
             )
+        self._weights = state.get("current_model_state", state["state_dict"])
+        self._loaded_as = weights.dtypes_of(self._module)
         packed, notes = unpack(own.pop("packed"))
         self._own = own = {**own, **packed}
         self.report = ReportDraft(self._checkpointer.root_url, loaded)
@@ -218,6 +222,7 @@ class Resume:
         """Before Lightning starts the first epoch of the resumed run."""
         assert self._loaders is not None
         self._loaders.settle()
+        self._restore_precisely()
         self._internals.reload_epoch = self._own["reload_epoch"]
         if self.finished:
             self._internals.clear_restart()
@@ -229,6 +234,12 @@ class Resume:
         else:
             loop_state.restore_tables(self._internals, self._module.device, self._own["tables"])
 
+    def _restore_precisely(self) -> None:
+        if not is_overridden("on_load_checkpoint", self._module):
+            weights.load_again_where_converted(self._module, self._weights, self._loaded_as)
+        self._weights = {}
+        weights.into_own_memory(self._trainer.optimizers)
+
     def after_epoch_start(self) -> None:
         """After Lightning started it: in the middle of an epoch it does not call `on_train_epoch_start`."""
         epoch_start.replay(self._trainer, self._module)
@@ -237,6 +248,7 @@ class Resume:
         """The last moment before anything of the resumed run happens."""
         assert self._loaders is not None
         self._internals.clear_restart()
+        self._internals.progress = self._own["progress"]
         self._loaders.resumed()
         self._internals.combined_position = self._own["combined"]
         self._put_back()

@@ -188,6 +188,7 @@ class Case:
         schedule: (kind, interval, monitor).
         manual: "" (automatic), "two" optimizers, "raw" torch optimizers, or "accumulate" by hand.
         needs_epoch_start: `training_step` fails where `on_train_epoch_start` was not called in this process.
+        model: what is trained.
         val_loader: makes the validation data.
         callbacks: makes more callbacks.
         trainer: more arguments of the trainer.
@@ -201,6 +202,7 @@ class Case:
     fused: bool = False
     uses_total_steps: bool = False
     needs_epoch_start: bool = True
+    model: type[Model] = Model
     val_loader: Callable[[], Any] = plain_val_loader
     callbacks: Callable[[], list[Callback]] = list
     trainer: Mapping[str, Any] = field(default_factory=dict)
@@ -229,7 +231,7 @@ def fit(
     """Train `case` once in this process."""
     seed_everything(seed)
     trace: list[Entry] = []
-    model, logger = Model(case, trace), Recorder(trace)
+    model, logger = case.model(case, trace), Recorder(trace)
     trainer = make_trainer(case, [*case.callbacks(), *extra], logger, **more)
     train(trainer, model, case, ckpt_path)
     return Outcome(trace, final_digest(trainer, model), trainer, model, logger)
@@ -374,3 +376,8 @@ def tail(trace: list[Entry], epoch: int, batch: int) -> list[Entry]:
     """The trace from the training of this batch on."""
     start = next((i for i, entry in enumerate(trace) if entry[:3] == ("train", epoch, batch)), len(trace))
     return trace[start:]
+
+
+def trained(trace: list[Entry], epoch: int, batch: int) -> int:
+    """How many batches were trained from this one on."""
+    return sum(entry[0] == "train" and entry[1:3] >= (epoch, batch) for entry in trace)

@@ -22,7 +22,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.cases import CASES
-from tests.lightning.runs import Entry, Model, Recorder, final_digest, make_trainer, seed_everything, train
+from tests.lightning.runs import Entry, Recorder, final_digest, make_trainer, seed_everything, train
 
 
 class TraceFile(list[Entry]):
@@ -54,7 +54,7 @@ def run(job: dict[str, Any]) -> None:
     case = replace(case, trainer={**case.trainer, **job.get("trainer", {})})
     seed_everything(job["seed"])
     trace = TraceFile(job["trace"])
-    model = Model(case, trace)
+    model = case.model(case, trace)
     ckpt = AdaptiveCheckpoint(job["root"], every_n_steps=1, keep={"last": 3}, **job.get("options", {}))
     trainer = make_trainer(case, [*case.callbacks(), Pace(job["pace"]), ckpt], Recorder(trace))
     train(trainer, model, case, "auto")

@@ -108,7 +108,8 @@ def run(bench: Bench) -> BarResult:
             "cold": "the file's pages dropped with posix_fadvise, checked with mincore; a hypervisor may still cache",
             "raw cold read": "the fastest in each round of direct reads with one thread, with two, and buffered reads; "
             "16 MiB blocks into touched memory",
-            "warm": "the file read into the page cache before; references: map the file, one copy, into touched memory for `into` and into new memory for `load`",
+            "warm": "the file read into the page cache before; references: map the file, one copy, into touched memory "
+            "for `into` and into new memory for `load`",
             "load": "new tensors, all digests verified; `into` overwrites live tensors instead",
             "memory": "peak resident memory during `load` beyond that before it, per byte of state",
         },

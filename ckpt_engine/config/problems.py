@@ -12,7 +12,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ckpt_engine.config.models import Best, Config, Keep, Section, Tier
+from ckpt_engine.config.fields import Section
+from ckpt_engine.config.keep import Best, Keep
+from ckpt_engine.config.models import Config, Tier
 from ckpt_engine.config.yaml_file import KeyPath
 
 _SECTIONS: Mapping[str, type[Section]] = {"": Config, "keep": Keep, "keep.best": Best, "tiers": Tier}

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema, field_validator, model_validator
 from pydantic_core import CoreSchema
 
 from ckpt_engine.config.fields import (
@@ -27,37 +27,42 @@ from ckpt_engine.config.fields import (
     option_error,
 )
 from ckpt_engine.config.keep import Keep
-from ckpt_engine.config.quantities import parse_duration_seconds
+from ckpt_engine.config.quantities import parse_bytes_per_second, parse_duration_seconds
 
+MEMORY = "memory"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def _location(value: object) -> str:
     """A storage URL as given, or a folder as an absolute path (relative to the working directory, `~` expanded)."""
     text = nonempty_text(value)
-    if text == "memory":
-        raise ValueError("the memory tier is not supported by this version; give a folder on a local disk")
     scheme = _SCHEME.match(text)
     if scheme is None:
         return str(Path(os.path.abspath(Path(text).expanduser())))  # noqa: PTH100 - `..` is folded, links are not followed
-    if scheme[1].lower() != "file":
-        # The URL itself is left out: it may carry credentials.
-        raise ValueError(
-            f"storage '{scheme[1]}://' is not supported by this version; give a local folder or a file:// URL"
-        )
-    if not text[scheme.end() :].startswith("/"):
+    if re.match(r"[^/@]*:[^/@]*@", text[scheme.end() :]):
+        # Not with the value: it is logged, and it names the place in reports.
+        raise ValueError("must not contain a password; put credentials in storage_options or in the environment")
+    if scheme[1].lower() == "file" and not text[scheme.end() :].startswith("/"):
         raise ValueError("a file URL has three slashes: file:///folder")
     return text
 
 
 def _tier_list(value: object) -> object:
-    """One place or a list of places → a list of mappings."""
-    places = value if isinstance(value, list | tuple) else [value]
-    if not places:
-        raise option_error("must name a folder")
-    if len(places) > 1:
-        raise option_error(f"several tiers are not supported by this version: {len(places)} given, name one")
-    return [{"url": place} if isinstance(place, str) else place for place in places]
+    """One place or a list of places → a list of mappings, without the memory tier: the arena is always there."""
+    places = list(value) if isinstance(value, list | tuple) else [value]
+    if MEMORY in places[1:]:
+        raise option_error("the memory tier is the nearest one: it comes first")
+    durable = places[1:] if places[:1] == [MEMORY] else places
+    if not durable:
+        raise option_error("must name a folder or storage URL")
+    return [{"url": place} if isinstance(place, str) else place for place in durable]
+
+
+def _options(value: object) -> dict[str, Any]:
+    """A mapping for the storage, as it is."""
+    if not isinstance(value, dict):
+        raise ValueError("must be a mapping of options for the storage")
+    return value
 
 
 def _patterns(value: object) -> list[str]:
@@ -68,24 +73,53 @@ def _patterns(value: object) -> list[str]:
     return [nonempty_text(item) for item in items]
 
 
+Rate = Annotated[
+    int,
+    checked(parse_bytes_per_second),
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 1}, {"type": "string"}], "examples": ["200 MB/s"]}),
+]
+
+
 class _TierListSchema:
     """JSON Schema of what `_tier_list` accepts."""
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         places = handler(core)
         one = {"anyOf": [{"type": "string"}, places.get("items", {})]}
-        return {"anyOf": [*one["anyOf"], {"type": "array", "items": one, "minItems": 1, "maxItems": 1}]}
+        return {"anyOf": [*one["anyOf"], {"type": "array", "items": one, "minItems": 1}]}
 
 
 class Tier(Section):
     """A place for snapshots."""
 
-    planned = frozenset({"every", "every_n_steps", "codec", "bandwidth", "concurrency", "storage_options"})
+    planned = frozenset({"codec"})
 
     url: Annotated[str, checked(_location), WithJsonSchema({"type": "string", "minLength": 1})] = Field(
-        description="A folder, relative to the working directory if not absolute, or a file:// URL."
+        description="A folder, relative to the working directory if not absolute, or a storage URL such as s3://bucket/run."
     )
+    every: Duration | None = Field(
+        default=None, description="Time between snapshots on this tier; without it as often as the tier keeps up."
+    )
+    every_n_steps: Count | None = Field(default=None, description="Steps between snapshots on this tier.")
     keep: Keep | None = Field(default=None, description="Retention of this tier, instead of the general one.")
+    bandwidth: Rate | None = Field(default=None, description="Bytes per second that copying to this tier may take.")
+    concurrency: Count = Field(default=4, description="Requests to the storage at once.")
+    on_failure: Annotated[Literal["degrade", "fail"], one_of("degrade", "fail")] = Field(
+        default="degrade",
+        description="degrade: report a failure, go on with the other tiers, catch up later; fail: stop training.",
+    )
+    storage_options: Annotated[dict[str, Any], checked(_options), WithJsonSchema({"type": "object"})] = Field(
+        default_factory=dict, repr=False, description="For the storage: endpoint_url, key, secret, and so on."
+    )
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    @model_validator(mode="after")
+    def _one_rhythm(self) -> Self:
+        if self.every is not None and self.every_n_steps is not None:
+            raise option_error("give either every or every_n_steps")
+        return self
 
 
 class Config(Section):
@@ -116,7 +150,7 @@ class Config(Section):
     at_end: Flag = Field(default=True, description="A snapshot of the final state when training ends.")
     keep: Keep = Field(default_factory=Keep, description="Which snapshots are kept.")
     tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tier_list), _TierListSchema()] = Field(
-        description="Where snapshots go: a folder or file:// URL, or a list with one of these."
+        description="Where snapshots go: a folder or storage URL, or a list of these, nearest first."
     )
     on_error: Annotated[Literal["raise", "warn"], one_of("raise", "warn")] = Field(
         default="warn",
@@ -147,6 +181,16 @@ class Config(Section):
         description="Compare every lazily copied byte with an immediate copy; slow, for finding mistakes.",
     )
 
+    @field_validator("tiers", mode="after")
+    @classmethod
+    def _tiers_fit_together(cls, tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
+        first = tiers[0]
+        if given := [name for name in ("every", "every_n_steps", "bandwidth") if getattr(first, name) is not None]:
+            raise option_error(f"the nearest tier takes every snapshot at full speed: remove its {' and '.join(given)}")
+        if len({tier.url.rstrip("/") for tier in tiers}) < len(tiers):
+            raise option_error("two tiers are the same place")
+        return tiers
+
     @property
     def root_url(self) -> str:
         """The run's root: an absolute folder path, or the URL as given."""
@@ -156,6 +200,10 @@ class Config(Section):
     def root_keep(self) -> Keep:
         """The retention that holds at the run's root."""
         return self.tiers[0].keep or self.keep
+
+    def keep_rules(self, tier: Tier) -> dict[str, Any]:
+        """The retention that holds on `tier` as plain JSON: only the rules that are set."""
+        return (tier.keep or self.keep).model_dump(mode="json", exclude_none=True)
 
     def root_keep_rules(self) -> dict[str, Any]:
         """`root_keep` as plain JSON: only the rules that are set."""

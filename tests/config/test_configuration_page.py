@@ -52,7 +52,7 @@ def test_every_option_is_on_the_page_with_its_default_and_meaning() -> None:
 def test_the_yaml_on_the_page_loads() -> None:
     """Examples work, alone or with the tier filled in."""
     examples = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    assert len(examples) == 2
+    assert len(examples) >= 2
     for example in examples:
         assert load_config(yaml.safe_load(example)).root_url == "/data/run1"
 

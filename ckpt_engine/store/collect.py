@@ -1,7 +1,7 @@
 """Making room: forget what retention does not keep, then collect the data nothing needs.
 
 Deletion has an order (crash rule 4): manifests, durably, then data. A crash in between leaves garbage, never a snapshot
-without its data; the next collection removes it.
+without its data; the next collection removes it. Pinned snapshots stay (see `pins`).
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ckpt_engine.errors import FormatError, StorageMissingError
-from ckpt_engine.store import layout
+from ckpt_engine.errors import FormatError, StorageFullError, StorageMissingError
+from ckpt_engine.observe import units
+from ckpt_engine.store import layout, pins
 from ckpt_engine.store.lease import Lease
+from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Damaged, Repository
-from ckpt_engine.store.retention import Plan, RetentionPolicy, plan
+from ckpt_engine.store.retention_plan import SLACK_BYTES, Limits, Plan, Retention, plan, plan_before_write
+from ckpt_engine.store.retention_rules import RetentionPolicy
+from ckpt_engine.store.retention_usage import measure
 from ckpt_engine.store.storage.base import ObjectInfo
 
-NEWEST_WHOLE = "newest whole snapshot"
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -54,18 +57,26 @@ def plan_prune(
 ) -> Plan:
     """What `prune` would forget. Reads only.
 
-    The newest snapshot that is whole (manifest verified, data files there) stays whatever the policy says; if none is,
-    everything stays.
+    The newest snapshot that is whole (manifest verified, data files there) stays whatever the policy says, and so do
+    pinned ones; if none is whole, everything stays.
 
     Args:
-        protected: ids to keep, with the reason.
+        protected: ids to keep besides, with the reason.
         verified: ids known to be whole, such as the one just committed.
     """
     infos = repository.scan().snapshots
-    whole = next((info.id for info in reversed(infos) if info.id in verified or _is_whole(repository, info.id)), None)
+    whole = _newest_whole(repository, infos, verified)
     if whole is None:
         return Plan({info.id: "no snapshot is whole: nothing is removed" for info in infos}, ())
-    return plan(infos, policy, {**protected, whole: protected.get(whole, NEWEST_WHOLE)})
+    limited = Retention.of(policy).limits != Limits()
+    return plan(
+        infos,
+        policy,
+        pins.protection(repository.storage) | dict(protected),
+        verified=whole,
+        usage=measure(repository) if limited else None,
+        free_bytes=repository.storage.free_bytes() if limited else None,
+    )
 
 
 def prune(
@@ -79,10 +90,92 @@ def prune(
 ) -> Pruned:
     """Forget what `policy` does not keep, then collect. Arguments as of `plan_prune` and `collect`."""
     decided = plan_prune(repository, policy, protected=protected, verified=verified)
-    if decided.remove:
+    return execute(repository, lease, decided, in_flight=in_flight)
+
+
+def execute(repository: Repository, lease: Lease, decided: Plan, *, in_flight: Collection[str] = ()) -> Pruned:
+    """Forget what a plan removes, except what was pinned since, then collect.
+
+    Raises:
+        LeaseHeldError: the lease is lost; nothing was removed.
+        StorageError: some of it may have been removed; planning and executing again continues.
+    """
+    removed = set(decided.remove)
+    late = pins.pinned_ids(repository.storage) & removed if removed else frozenset[str]()
+    manifests = {one: data for one in decided.remove if one not in late and (data := _manifest(repository, one))}
+    if manifests:
         lease.check()
-        repository.forget(decided.remove)
+        repository.forget(manifests)
+        # A pin made after the look above, and before its snapshot was gone: its maker saw the snapshot. Data is there.
+        for snapshot in sorted(pins.pinned_ids(repository.storage) & set(manifests)):
+            repository.storage.put(layout.manifest_name(snapshot), [memoryview(manifests[snapshot])])
+            late |= {snapshot}
+    if late:
+        decided = _without(decided, late)
     return Pruned(decided, collect(repository, lease, in_flight=in_flight))
+
+
+def make_room(
+    repository: Repository,
+    lease: Lease,
+    policy: RetentionPolicy,
+    incoming_bytes: int,
+    *,
+    incoming: SnapshotInfo | None = None,
+    protected: Mapping[str, str] = _NOTHING,
+    verified: Collection[str] = (),
+    in_flight: Collection[str] = (),
+) -> Pruned | None:
+    """Before a write: forget and collect so much that it breaks no limit at any instant. None: there is room.
+
+    Args:
+        incoming_bytes: everything the write will store: data files and manifest.
+        incoming: the snapshot to be written, as far as it is known.
+        protected, verified, in_flight: as of `prune`.
+
+    Raises:
+        StorageFullError: it does not fit beside what must stay; nothing was forgotten. Do not write.
+        LeaseHeldError, StorageError: as of `prune`.
+    """
+    storage, limits = repository.storage, Retention.of(policy).limits
+    free_bytes = storage.free_bytes()
+    needed_bytes = incoming_bytes + SLACK_BYTES + (limits.min_free_bytes or 0)
+    if limits.quota_bytes is None and (free_bytes is None or free_bytes >= needed_bytes):
+        return None
+    keep = pins.protection(storage) | dict(protected)
+
+    def planned() -> Plan:
+        infos = repository.scan().snapshots
+        whole = _newest_whole(repository, infos, verified)
+        if whole is None:
+            # Nothing tells which one is worth most: none goes.
+            keep.update(dict.fromkeys((info.id for info in infos), "no snapshot is whole"))
+        return plan_before_write(
+            infos,
+            policy,
+            incoming_bytes,
+            storage.free_bytes(),
+            protected=keep,
+            verified=whole,
+            usage=measure(repository),
+            incoming=incoming,
+        )
+
+    decided = planned()
+    if decided.short_bytes:
+        collect(repository, lease, in_flight=in_flight)
+        decided = planned()
+    if decided.short_bytes:
+        raise _full(storage.url, limits, incoming_bytes, decided.short_bytes)
+    if not decided.remove:
+        return None
+    done = execute(repository, lease, decided, in_flight=in_flight)
+    if len(done.plan.remove) < len(decided.remove):
+        # Somebody pinned one of them meanwhile.
+        decided = planned()
+        if decided.short_bytes:
+            raise _full(storage.url, limits, incoming_bytes, decided.short_bytes)
+    return done
 
 
 def collect(repository: Repository, lease: Lease, *, in_flight: Collection[str] = ()) -> Collected:
@@ -118,6 +211,38 @@ def _settle(repository: Repository, garbage: Sequence[ObjectInfo]) -> None:
     """
     owners = {owner.id for item in garbage if (owner := layout.data_owner(item.name))}
     repository.forget(sorted(owners))
+
+
+def _newest_whole(repository: Repository, infos: Sequence[SnapshotInfo], verified: Collection[str]) -> str | None:
+    return next((info.id for info in reversed(infos) if info.id in verified or _is_whole(repository, info.id)), None)
+
+
+def _manifest(repository: Repository, snapshot: str) -> bytes | None:
+    try:
+        return repository.storage.get(layout.manifest_name(snapshot))
+    except StorageMissingError:
+        return None
+
+
+def _without(decided: Plan, late: Collection[str]) -> Plan:
+    """The plan as it was carried out: what was pinned meanwhile stayed."""
+    return Plan(
+        {**decided.keep, **dict.fromkeys(sorted(late), "pinned meanwhile")},
+        tuple(one for one in decided.remove if one not in late),
+        {one: why for one, why in decided.why.items() if one not in late},
+        decided.slim,
+        decided.short_bytes,
+    )
+
+
+def _full(url: str, limits: Limits, incoming_bytes: int, short_bytes: int) -> StorageFullError:
+    quota = [] if limits.quota_bytes is None else [f"quota {units.size(limits.quota_bytes)}"]
+    floor = [] if limits.min_free_bytes is None else [f"min_free {units.size(limits.min_free_bytes)}"]
+    return StorageFullError(
+        f"a snapshot of {units.size(incoming_bytes)} does not fit at {url} beside the newest one and what is pinned: "
+        f"{units.size(short_bytes)} too much for {' and '.join(quota + floor)}",
+        hint=f"raise the limit, or `ckpt prune {url} --dry-run` shows what stays and why",
+    )
 
 
 def _is_whole(repository: Repository, snapshot: str) -> bool:

@@ -216,29 +216,35 @@ class _Shedding:
         """Remove until both limits hold with `incoming_bytes` more; whether anything was removed."""
         before = len(self.why)
         order = [*first, *(snapshot for snapshot in self._by_worth() if snapshot not in set(first))]
-        self.short_bytes = 0
+        short_bytes = [0]
         if limits.quota_bytes is not None:
             slack = SLACK_BYTES if incoming_bytes else 0
             need_bytes = self._used_bytes - self.freed_bytes + incoming_bytes + slack - limits.quota_bytes
-            self.to_free(need_bytes, order, f"over the quota of {units.size(limits.quota_bytes)}")
+            short_bytes.append(self.to_free(need_bytes, order, f"over the quota of {units.size(limits.quota_bytes)}"))
         if limits.min_free_bytes is not None and free_bytes is not None:
             need_bytes = limits.min_free_bytes + incoming_bytes - free_bytes - self.freed_bytes
-            self.to_free(need_bytes, order, f"{units.size(limits.min_free_bytes)} must stay free")
+            why = f"{units.size(limits.min_free_bytes)} must stay free"
+            short_bytes.append(self.to_free(need_bytes, order, why))
+        self.short_bytes = max(short_bytes)
         return len(self.why) > before
 
-    def to_free(self, need_bytes: int, order: Sequence[str], why: str) -> None:
-        """Remove in `order` until `need_bytes` are free. Where that is impossible nothing goes, and we are short."""
+    def to_free(self, need_bytes: int, order: Sequence[str], why: str) -> int:
+        """Remove in `order` until `need_bytes` are free. Where that is impossible nothing goes.
+
+        Returns:
+            How many bytes could not be freed.
+        """
         candidates = [snapshot for snapshot in order if snapshot not in self._immune and snapshot not in self.why]
         gone = set(self.why)
         possible_bytes = self._usage.exclusive_bytes({*gone, *candidates}) - self._usage.exclusive_bytes(gone)
         if need_bytes > possible_bytes:
-            self.short_bytes = max(self.short_bytes, need_bytes - possible_bytes)
-            return
+            return need_bytes - possible_bytes
         until_bytes = self.freed_bytes + need_bytes
         for snapshot in candidates:
             if self.freed_bytes >= until_bytes:
                 break
             self.remove(snapshot, why)
+        return 0
 
     def _by_worth(self) -> list[str]:
         """The oldest first, and after all others what is kept for being the best."""

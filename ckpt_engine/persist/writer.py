@@ -18,11 +18,12 @@ from ckpt_engine.persist import job as values
 from ckpt_engine.persist import protocol
 from ckpt_engine.persist.job import ErrorRecord, JobDone, PersistJob, WriterConfig
 from ckpt_engine.persist.pieces import CutLayout, Digesting
+from ckpt_engine.persist.room import Room
 from ckpt_engine.persist.skeleton import Skeleton
 from ckpt_engine.persist.slots import ArenaSlot
 from ckpt_engine.persist.wire import Body
 from ckpt_engine.store import layout as names
-from ckpt_engine.store.collect import Collected, collect, prune
+from ckpt_engine.store.collect import Collected, Pruned, collect, prune
 from ckpt_engine.store.lease import Holder, Lease, acquire
 from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
@@ -47,6 +48,7 @@ class Writer:
         self._repository: Repository
         self._lease: Lease
         self._policy: RetentionPolicy
+        self._room: Room
         self._seq = 0
         self._swept = False
         self._slots: dict[int, ArenaSlot] = {}
@@ -75,6 +77,7 @@ class Writer:
             self._repository = Repository(storage)
             self._repository.create_if_absent()
             self._seq = self._repository.next_seq()
+            self._room = Room(self._repository, self._lease, self._policy, self._notice)
             self._closing = undo.pop_all()
 
     def close(self) -> None:
@@ -149,6 +152,11 @@ class Writer:
         self.sweep()
         self._lease.check()
         data = DataFile(names.data_name(snapshot), cut_layout.layout.nbytes)
+        # Digests are not known yet; any will do to see how much will be written.
+        blank = cut_layout.blank_digests
+        self._told(
+            self._room.before(data.nbytes, lambda: self._manifest(job, snapshot, cut_layout, skeletons, blank(), data))
+        )
         with self._slots[job.slot].image(data.nbytes) as image:
             digesting = Digesting(image, cut_layout)
             began = time.monotonic()
@@ -164,6 +172,7 @@ class Writer:
         except BaseException:
             self._undo(snapshot)
             raise
+        self._room.committed(snapshot)
         return SnapshotCommitted(
             snapshot=snapshot,
             step=job.step,
@@ -241,6 +250,12 @@ class Writer:
             pruned = prune(self._repository, self._lease, self._policy, verified=(newest,))
         except Exception as err:  # noqa: BLE001 - reported; tried again after the next snapshot
             self._notice(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
+            return
+        self._told(pruned)
+
+    def _told(self, pruned: Pruned | None) -> None:
+        """Tell the trainer what retention did."""
+        if pruned is None:
             return
         if pruned.plan.remove:
             self._emit_event(SnapshotsForgotten(pruned.plan.remove, pruned.collected.freed_bytes))

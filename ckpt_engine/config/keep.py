@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
-from ckpt_engine.config.fields import Count, Section, Text, one_of
+from ckpt_engine.config.fields import Count, Duration, Section, Text, checked, one_of
+from ckpt_engine.config.quantities import parse_bytes
+
+Size = Annotated[
+    int,
+    checked(parse_bytes),
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 1}, {"type": "string"}], "examples": ["500 GB"]}),
+]
 
 
 class Best(Section):
@@ -19,11 +26,28 @@ class Best(Section):
     k: Count = Field(default=1, description="How many to keep.")
 
 
-class Keep(Section):
+class Rules(Section):
+    """What is kept: everything that any of these rules wants."""
+
+    last: Count | None = Field(default=None, description="The newest N.")
+    every_n_steps: Count | None = Field(default=None, description="The first at or after each multiple of N steps.")
+    hourly: Count | None = Field(default=None, description="The newest of each of the last N hours that have one.")
+    daily: Count | None = Field(default=None, description="The newest of each of the last N UTC days that have one.")
+    weekly: Count | None = Field(default=None, description="The newest of each of the last N ISO weeks that have one.")
+    age: Duration | None = Field(default=None, description="What was taken at most that long before the newest.")
+    best: Best | None = Field(default=None, description="The best by a metric.")
+
+
+class Keep(Rules):
     """Which snapshots are kept: everything that any of these rules wants. The newest one is always kept."""
 
-    planned = frozenset({"hourly", "daily", "weekly", "quota", "min_free", "age", "tags"})
+    planned = frozenset({"tags"})
 
     last: Count = Field(default=2, description="The newest N.")
-    every_n_steps: Count | None = Field(default=None, description="Those whose step is a multiple of N.")
-    best: Best | None = Field(default=None, description="The best by a metric.")
+    quota: Size | None = Field(
+        default=None, description="Bytes the run may occupy at most, the snapshot being written included."
+    )
+    min_free: Size | None = Field(default=None, description="Bytes that stay free on the disk.")
+    components: dict[str, Rules] | None = Field(
+        default=None, description="Rules by component: older snapshots lose it and keep the rest."
+    )

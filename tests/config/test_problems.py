@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from ckpt_engine.config import OPTION_NAMES, Config, load_config
 from ckpt_engine.errors import ConfigError
 
+KEEP = "last, every_n_steps, hourly, daily, weekly, age, best, quota, min_free, components"
 TIER = "url, every, every_n_steps, keep, bandwidth, concurrency, on_failure, storage_options"
 ALL = ", ".join(OPTION_NAMES)
 
@@ -38,11 +39,14 @@ def _file(tmp_path: Path, text: str) -> str:
         ({"zzz": 1}, f"zzz: unknown key (allowed: {ALL})"),
         ({"monitor": "x"}, "monitor: unknown key; it belongs under 'keep.best'"),
         ({"keep": {"slots": 1}}, "keep.slots: unknown key; it belongs to the top level"),
-        ({"keep": {"lst": 3}}, "keep.lst: unknown key; did you mean 'last'? (allowed: last, every_n_steps, best)"),
+        ({"keep": {"lst": 3}}, f"keep.lst: unknown key; did you mean 'last'? (allowed: {KEEP})"),
         ({"keep": {"last": 0}}, "keep.last: must be a whole number of at least 1, got 0"),
         ({"keep": {"last": "two"}}, "keep.last: must be a whole number, got 'two'"),
         ({"keep": {"last": None}}, "keep.last: must be a whole number, got null"),
-        ({"keep": 3}, "keep: must be a mapping with keys among last, every_n_steps, best, got 3"),
+        ({"keep": 3}, f"keep: must be a mapping with keys among {KEEP}, got 3"),
+        ({"keep": {"quota": "5%"}}, "keep.quota: must be a size such as '500 GB'"),
+        ({"keep": {"components": {"optimizer": {"lst": 1}}}}, "keep.components.optimizer.lst: unknown key; did you"),
+        ({"keep": {"components": {"optimizer": {"quota": 1}}}}, "quota: unknown key; it belongs under 'keep'"),
         ({"keep": {"best": "loss"}}, "keep.best: must be a mapping with keys among monitor, mode, k, got 'loss'"),
         ({"keep": {"best": {"k": 1}}}, "keep.best.monitor: missing"),
         ({"keep": {"best": {"monitor": ""}}}, "keep.best.monitor: must be a text that is not empty, got ''"),
@@ -104,10 +108,7 @@ def test_mistakes_in_tiers_name_the_tier(tiers: Any, text: str) -> None:
     ("options", "key"),
     [
         ({"tiers": [{"url": "/a", "codec": "delta"}]}, "tiers.0.codec"),
-        ({"tiers": "/a", "keep": {"hourly": 24}}, "keep.hourly"),
-        ({"tiers": "/a", "keep": {"daily": 7}}, "keep.daily"),
-        ({"tiers": "/a", "keep": {"quota": "500 GB"}}, "keep.quota"),
-        ({"tiers": [{"url": "/a", "keep": {"min_free": "5%"}}]}, "tiers.0.keep.min_free"),
+        ({"tiers": "/a", "keep": {"tags": ["paper"]}}, "keep.tags"),
         ({"tiers": "/a", "linger": "10 min"}, "linger"),
     ],
 )

@@ -24,11 +24,16 @@ def open_root(root: str) -> Repository:
         ForeignError: files there, and none of ours.
     """
     repository = Repository(open_storage(load_config(root).root_url))
+    require_run(repository)
+    return repository
+
+
+def require_run(repository: Repository) -> None:
+    """Raises `StorageMissingError` where there is no run."""
     if repository.record() is None and not repository.ids():
         raise StorageMissingError(
             f"no run at {repository.storage.url}", hint="check the path; a run starts with its first snapshot"
         )
-    return repository
 
 
 def find_snapshot(repository: Repository, wanted: str = LATEST) -> str:

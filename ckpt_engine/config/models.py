@@ -112,6 +112,13 @@ class Tier(Section):
         default_factory=dict, repr=False, description="For the storage: endpoint_url, key, secret, and so on."
     )
 
+    def for_storage(self) -> dict[str, Any]:
+        """`storage_options` with what else the storage has to know; a local folder takes none."""
+        scheme = _SCHEME.match(self.url)
+        if scheme is None or scheme[1].lower() == "file":
+            return self.storage_options
+        return {"concurrency": self.concurrency, **self.storage_options}
+
     def __hash__(self) -> int:
         return hash(self.url)
 

@@ -6,6 +6,7 @@ lease.json                           who writes the run
 snapshots/<id>.json                  manifests; <id> = <seq>-s<step>-<random>
 data/<id>-r<rank>[-p<part>].safetensors   data files
 pins/<id>.json                       pins: snapshots that retention leaves alone
+status.json                          what the writer of several tiers was doing last
 ```
 Whatever does not match is foreign: never read as ours, never deleted.
 """
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 RECORD = "ckpt.json"
 LEASE = "lease.json"
+STATUS = "status.json"
 MANIFESTS = "snapshots/"
 DATA = "data/"
 PINS = "pins/"
@@ -89,4 +91,4 @@ def data_owner(name: str) -> ParsedId | None:
 
 def is_ours(name: str) -> bool:
     """Whether an object of this name may have been written by us."""
-    return name in (RECORD, LEASE) or any(part(name) is not None for part in (manifest_id, data_owner, pin_id))
+    return name in (RECORD, LEASE, STATUS) or any(part(name) is not None for part in (manifest_id, data_owner, pin_id))

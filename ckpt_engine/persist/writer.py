@@ -56,6 +56,8 @@ class Writer:
         self._layouts: dict[int, CutLayout] = {}
         self._skeletons: dict[int, Skeleton] = {}
         self._fleet: Fleet | None = None
+        self._held_back: str | None = None
+        """The newest snapshot when retention had to spare one that was being copied."""
         self._closing = ExitStack()
 
     def open(self) -> None:
@@ -90,6 +92,8 @@ class Writer:
 
     def close(self) -> None:
         """Give back the lease and the arena. Idempotent."""
+        if self._held_back is not None:
+            self._prune(self._held_back)
         for slot in self._slots.values():
             slot.close()
         self._slots.clear()
@@ -307,6 +311,7 @@ class Writer:
             return
         try:
             protected = self._fleet.protected() if self._fleet is not None else {}
+            self._held_back = newest if protected else None
             pruned = prune(self._repository, self._lease, self._policy, protected=protected, verified=(newest,))
         except Exception as err:  # noqa: BLE001 - reported; tried again after the next snapshot
             self._notice(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")

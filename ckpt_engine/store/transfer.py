@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -155,21 +155,26 @@ def _copy_file(source: Storage, sink: Storage, manifest: Manifest, index: int, s
 def _mapped(source: Storage, file: DataFile, pieces: Sequence[Piece], scratch: str | None) -> Iterator[memoryview]:
     """The verified bytes of a data file, mapped."""
     try:
-        memory = _map_local(source, file, pieces) if isinstance(source, LocalStorage) else _fetch(source, file, scratch)
+        if isinstance(source, LocalStorage):
+            memory = _map_local(source, file, pieces)
+        else:
+            memory = _fetch(source, file, pieces, scratch)
     except CkptError as err:
         raise SourceError(err) from err
     try:
         with memoryview(memory) as image:
-            if not isinstance(source, LocalStorage):
-                _verify(file, pieces, lambda start, out: out.__setitem__(slice(None), image[start : start + len(out)]))
             yield image
     finally:
-        memory.close()
+        with suppress(BufferError):  # as in `_fetch`: of a put that failed
+            memory.close()
 
 
 def _map_local(source: LocalStorage, file: DataFile, pieces: Sequence[Piece]) -> mmap.mmap:
     # Read before it is mapped: a disk that cannot read raises here, where a mapped page would kill the process.
-    _verify(file, pieces, partial(source.get_into, file.name))
+    buffer = memoryview(bytearray(max((piece.nbytes for piece in pieces), default=0)))
+    for piece in pieces:
+        source.get_into(file.name, piece.offset, buffer[: piece.nbytes])
+        _require_digest(file, piece, buffer[: piece.nbytes])
     path = source.path(file.name)
     with translating("read", path):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -181,8 +186,8 @@ def _map_local(source: LocalStorage, file: DataFile, pieces: Sequence[Piece]) ->
             os.close(fd)
 
 
-def _fetch(source: Storage, file: DataFile, scratch: str | None) -> mmap.mmap:
-    """The file in a scratch file that has no name and is gone when unmapped."""
+def _fetch(source: Storage, file: DataFile, pieces: Sequence[Piece], scratch: str | None) -> mmap.mmap:
+    """The verified file in a scratch file that has no name and is gone when unmapped."""
     folder = scratch or tempfile.gettempdir()
     with translating("write", folder), tempfile.TemporaryFile(dir=folder) as temporary:
         # Reserved: a full disk raises here, where a mapped page would kill the process.
@@ -201,8 +206,13 @@ def _fetch(source: Storage, file: DataFile, scratch: str | None) -> mmap.mmap:
                 pool.shutdown(cancel_futures=True)
                 for part in parts:
                     part.release()
+            for piece in pieces:
+                with image[piece.offset : piece.offset + piece.nbytes] as part:
+                    _require_digest(file, piece, part)
     except BaseException:
-        memory.close()
+        # The frames of what was raised in a thread may still hold views: then the memory goes with them.
+        with suppress(BufferError):
+            memory.close()
         raise
     return memory
 
@@ -217,14 +227,10 @@ def _pieces_of(manifest: Manifest, index: int) -> list[Piece]:
     return [found[key] for key in sorted(found)]
 
 
-def _verify(file: DataFile, pieces: Sequence[Piece], read: Callable[[int, memoryview], object]) -> None:
-    buffer = memoryview(bytearray(max((piece.nbytes for piece in pieces), default=0)))
-    for piece in pieces:
-        part = buffer[: piece.nbytes]
-        read(piece.offset, part)
-        if digest(part) != piece.digest:
-            end = piece.offset + piece.nbytes
-            raise CorruptError(f"bytes {piece.offset} to {end} of {file.name} do not match their digest")
+def _require_digest(file: DataFile, piece: Piece, found: memoryview) -> None:
+    if digest(found) != piece.digest:
+        end = piece.offset + piece.nbytes
+        raise CorruptError(f"bytes {piece.offset} to {end} of {file.name} do not match their digest")
 
 
 def scratch_of(storage: Storage) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -82,14 +82,25 @@ def test_a_damaged_pin_still_pins(repository: Repository, lease: Lease, tmp_path
     assert (tmp_path / "pins/notes.txt").read_text() == "mine"
 
 
-def test_a_pin_made_after_the_plan_is_honoured(repository: Repository, lease: Lease) -> None:
-    """Between planning and executing somebody pins what is to be removed."""
+def test_a_pin_made_after_the_plan_is_honoured(
+    repository: Repository, lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between planning and executing somebody pins what is to be removed: its manifest is not touched."""
     ids = [save(repository, step) for step in range(3)]
+    forgotten: list[str] = []
+    forget = repository.forget
+
+    def recorded(gone: Iterable[str]) -> None:
+        forgotten.extend(gone)
+        forget(forgotten)
+
+    monkeypatch.setattr(repository, "forget", recorded)
     decided = plan_prune(repository, KeepLast(1))
     pins.pin(repository, ids[1])
     done = execute(repository, lease, decided)
     assert done.plan.remove == (ids[0],)
     assert done.plan.keep[ids[1]] == "pinned meanwhile"
+    assert ids[1] not in forgotten
     assert [one.id for one in repository.list()] == ids[1:]
 
 

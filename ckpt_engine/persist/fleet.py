@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ckpt_engine.errors import CkptError, FormatError, WriterError
 from ckpt_engine.observe.events import Event, Notice, TierDegraded, TierRecovered
 from ckpt_engine.persist.job import ErrorRecord, TierConfig, WriterConfig
-from ckpt_engine.persist.replicate import BACKOFF, Backoff, Gate, Replicator
+from ckpt_engine.persist.replicate import BACKOFF, Gate, Replicator
 from ckpt_engine.persist.status import AWAY, WORKING, StatusFile, TierStatus
 from ckpt_engine.persist.tier import Tier
 from ckpt_engine.store.lease import Holder
@@ -35,7 +35,6 @@ class Fleet:
         config: of the writer; with tiers.
         nearest: the storage of `config.url`.
         emit: takes events; called from several threads.
-        backoff: for tests.
 
     Raises:
         StorageError: a URL that no storage serves. Nothing is touched yet.
@@ -48,7 +47,6 @@ class Fleet:
         nearest: Storage,
         holder: Holder,
         emit: Callable[[Event], object],
-        backoff: Backoff = BACKOFF,
     ) -> None:
         self._emit = emit
         self._nearest = nearest
@@ -63,10 +61,10 @@ class Fleet:
         self._replicators: list[Replicator] = []
         for number, tier in enumerate(config.tiers):
             nearer = [nearest, *self._storages[:number]]
-            self._replicators.append(self._replicator(tier, self._storages[number], nearer, holder, backoff))
+            self._replicators.append(self._replicator(tier, self._storages[number], nearer, holder))
 
     def _replicator(
-        self, config: TierConfig, storage: Storage, nearer: Sequence[Storage], holder: Holder, backoff: Backoff
+        self, config: TierConfig, storage: Storage, nearer: Sequence[Storage], holder: Holder
     ) -> Replicator:
         limit = config.bandwidth_bytes_per_second
         throttle = Throttle(limit) if limit is not None else None
@@ -78,7 +76,7 @@ class Fleet:
             tier = Tier(config, storage, holder, nearer, lambda event: replicator.take(event), sinks)
         except (ValueError, TypeError) as err:
             raise WriterError(f"cannot apply the retention {dict(config.keep)}: {err}") from err
-        replicator = Replicator(tier, gate, self._emit, self._note, backoff)
+        replicator = Replicator(tier, gate, self._emit, self._note, BACKOFF)
         return replicator
 
     def join_run(self, repository: Repository, timeout: float = SURVEY_SECONDS) -> tuple[Repository, int]:
@@ -171,7 +169,7 @@ class Fleet:
             self._wait(lambda: all(one.settled for one in self._replicators), deadline)
         settled([one.tier.storage.url for one in self._replicators if not one.idle])
         if self._started:
-            self._wait(lambda: all(one.idle or one.ended for one in self._replicators), deadline)
+            self._wait(lambda: all(one.idle or one.ended or one.hopeless for one in self._replicators), deadline)
         self.stop()
         end = time.monotonic() + _END_SECONDS
         for replicator in self._replicators if self._started else ():

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ckpt_engine.errors import CkptError, LeaseHeldError
+from ckpt_engine.errors import CkptError, ForeignError, LeaseHeldError, NewerFormatError
 from ckpt_engine.observe.events import Event, Notice, SnapshotReplicated, TierDegraded, TierRecovered
 from ckpt_engine.persist.job import ErrorRecord
 from ckpt_engine.persist.status import AWAY, WORKING, TierStatus
@@ -165,6 +165,11 @@ class Replicator:
     def works(self) -> bool:
         """Whether the tier is open and did not fail last time."""
         return self._error is None and self.tier.is_open
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it fails in a way that waiting does not mend: the place is not one of this run."""
+        return self._error is not None and self._error.code in (ForeignError.code, NewerFormatError.code)
 
     def failed(self, error: BaseException) -> None:
         """Note that the tier failed."""

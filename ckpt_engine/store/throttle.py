@@ -60,11 +60,11 @@ def paced(storage: Storage, pace: Pace, pause: Callable[[float], object] = time.
         storage: of no other use afterwards.
         pause: waits that many seconds; may raise: to stop.
     """
-    if isinstance(storage, LocalStorage):
-        return LocalStorage(storage.root, disk=_PacedDisk(pace, pause))
     if isinstance(storage, PacedStorage):
         storage.pace = pace
         return storage
+    if isinstance(storage, LocalStorage):
+        return LocalStorage(storage.root, disk=_PacedDisk(pace, pause))
     return _PacedObjects(storage, pace, pause)
 
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.retention import KeepAll, RetentionPolicy, policy_from
+from ckpt_engine.store.retention import KeepAll, RetentionPolicy
 
 ALWAYS_DUE = frozenset({"end", "signal"})
 """Reasons of snapshots that no rhythm leaves out: nothing comes after them."""
-_LASTING = ("every_n_steps", "hourly", "daily", "weekly", "best")
-"""Rules that may want a snapshot although a newer one is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,35 +18,23 @@ class Rhythm:
 
     Args:
         every_seconds, every_n_steps: see `TierConfig`.
-        lasting: keeps what is worth sending after a newer one was sent; None: only newer ones are.
+        policy: its retention: what it would remove at once is not sent.
     """
 
     every_seconds: float | None = None
     every_n_steps: int | None = None
-    lasting: RetentionPolicy | None = field(default_factory=KeepAll)
-
-    @classmethod
-    def of(cls, every_seconds: float | None, every_n_steps: int | None, keep: Mapping[str, Any]) -> Rhythm:
-        """The rhythm of a tier with the retention `keep`.
-
-        Raises:
-            ValueError: `keep` is impossible.
-        """
-        given = {name: value for name, value in keep.items() if value}
-        if not given.keys() & {"last", "age", *_LASTING}:
-            return cls(every_seconds, every_n_steps)  # everything stays there
-        lasting = {name: given[name] for name in _LASTING if name in given}
-        return cls(every_seconds, every_n_steps, policy_from(lasting) if lasting else None)
+    policy: RetentionPolicy = field(default_factory=KeepAll)
 
     def wanted(self, near: Sequence[SnapshotInfo], far: Sequence[SnapshotInfo]) -> list[SnapshotInfo]:
-        """The snapshots of `near` to copy to where `far` are, the most valuable first.
+        """The snapshots of `near` to copy to where `far` are, newest first.
 
-        That is the newest, if it is due and newer than everything there, then what the tier would keep for longer.
+        That is the newest, if it is due and newer than everything there, and what retention would keep there.
         """
-        there = {info.id for info in far}
-        due = self._due([info for info in sorted(near, key=_age, reverse=True) if info.id not in there], list(far))
+        # By number, not by id: retention may have made another form of it, without some components, here or there.
+        there = {info.seq for info in far}
+        due = self._due([info for info in sorted(near, key=_age, reverse=True) if info.seq not in there], list(far))
         newest_there = max(map(_age, far), default=(-1, ""))
-        stays = self.lasting.keep([*far, *due]) if self.lasting is not None else {}
+        stays = self.policy.keep([*far, *due])
         return [info for i, info in enumerate(due) if info.id in stays or (i == 0 and _age(info) > newest_there)]
 
     def _due(self, candidates: Sequence[SnapshotInfo], taken: list[SnapshotInfo]) -> list[SnapshotInfo]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ckpt_engine.errors import CkptError, FormatError, StorageMissingError, WaitTimeoutError
+from ckpt_engine.errors import CkptError, FormatError, StorageFullError, StorageMissingError, WaitTimeoutError
 from ckpt_engine.observe.events import Event, Notice, SnapshotReplicated, SnapshotsForgotten
 from ckpt_engine.persist.job import ErrorRecord, TierConfig
 from ckpt_engine.persist.rhythm import Rhythm
@@ -65,12 +65,14 @@ class Tier:
         self._emit = emit
         self._sink, direct = sinks
         self._direct = Repository(direct)
-        self._rhythm = Rhythm.of(config.every_seconds, config.every_n_steps, config.keep)
         self._policy = policy_from(config.keep)
+        self._rhythm = Rhythm(config.every_seconds, config.every_n_steps, self._policy)
         self._lease: Lease | None = None
         self._repository: Repository | None = None
         self._damaged: set[tuple[str, str]] = set()
         self._unpruned = False
+        self._done: set[str] = set()
+        """What was sent, or did not fit: it is not sent again when a limit removes it."""
         self._guard = threading.Lock()
         self.copying: SnapshotInfo | None = None
         self.newest: SnapshotInfo | None = None
@@ -97,13 +99,17 @@ class Tier:
             self._unpruned = False
             self._prune(repository, self.newest.id)
         near = self._near()
-        wanted = self._rhythm.wanted([found.info for found in near.values()], there)
+        wanted = self._rhythm.wanted([found.info for found in near.values() if found.info.id not in self._done], there)
         self.waiting = tuple(wanted)
         if not wanted:
             return False
         self.copying = wanted[0]
         try:
             self._copy(near[wanted[0].id], repository, there)
+        except StorageFullError:
+            if self.newest is None or wanted[0].seq > self.newest.seq:
+                raise
+            self._done.add(wanted[0].id)  # older ones are a luxury
         finally:
             self.copying = None
         return True
@@ -137,6 +143,7 @@ class Tier:
     def release(self) -> None:
         """Give back the lease; `advance` takes it again. Never raises: a tier that is away cannot be told."""
         lease, self._lease, self._repository = self._lease, None, None
+        self._done.clear()
         if lease is not None:
             try:
                 lease.release()
@@ -184,6 +191,7 @@ class Tier:
         except SourceError as err:
             self._not_readable(found, err)
             return
+        self._done.add(info.id)
         self.newest = max((*there, info), key=lambda one: (one.seq, one.id))
         now = time.time()
         self._emit(

@@ -193,9 +193,10 @@ def test_a_failing_tier_is_told_once_and_catches_up_newest_first(run: Run) -> No
     run.weather[run.far].up()
     run.until_copied(5)
     run.until(lambda m: isinstance(m, TierRecovered) and m.away_seconds > 0)
+    run.until_copied(4)
     run.close()
-    assert steps(run.far) == [1, 5]
-    assert [event.step for event in run.all(SnapshotReplicated)] == [1, 5]
+    assert steps(run.far) == [4, 5]
+    assert [event.step for event in run.all(SnapshotReplicated)] == [1, 5, 4]
 
 
 @pytest.mark.parametrize("what", ["put", "list", "delete"])
@@ -216,6 +217,24 @@ def test_every_operation_of_a_tier_may_fail(run: Run, what: str) -> None:
     run.close()
     assert steps(run.near) == [1, 2, 3]
     assert steps(run.far) == [3]
+
+
+def test_a_limit_of_a_tier_holds_and_nothing_is_sent_twice(run: Run) -> None:
+    """A quota that is smaller than what `keep` asks for: the newest is there, and the rest does not come and go."""
+    run.start(run.tier(keep={"last": 3, "quota": 3 * 70_000 + 100_000}), keep={"last": 3})
+    run.weather[run.far].down("list")
+    for step in range(1, 4):
+        run.save(step)
+    run.weather[run.far].up()
+    run.until_copied(3)
+    for step in (4, 5):
+        run.save(step)
+        run.until_copied(step)
+    run.close()
+    assert steps(run.far)[-1] == 5
+    sent = [name for name in run.weather[run.far].puts if name.startswith("snapshots/")]
+    assert len(set(sent)) == len(sent)
+    assert sum(p.stat().st_size for p in run.far.rglob("*") if p.is_file()) <= 3 * 70_000 + 100_000
 
 
 def test_nobody_waits_for_a_tier_that_hangs(run: Run) -> None:
@@ -472,11 +491,11 @@ def test_a_url_that_nothing_serves_is_refused_at_the_start(run: Run) -> None:
 def test_one_tier_means_no_thread_and_no_message_more(run: Run) -> None:
     """Without further tiers the writer is as it was: one thread, and per job what the protocol says."""
     config = completed(WriterConfig(str(run.near), keep={"last": 2}))
-    before = {thread.name for thread in threading.enumerate()}
+    before = set(threading.enumerate())
     run.client = client = ThreadWriter.start(config)
     run.stage.share(client)
     run.save(1)
-    assert {thread.name for thread in threading.enumerate()} - before == {"ckpt-writer"}
+    assert {thread.name for thread in set(threading.enumerate()) - before} == {"ckpt-writer"}
     assert [type(message).__name__ for message in run.heard] == ["SnapshotCommitted", "JobDone"]
     run.close()
     assert [type(message).__name__ for message in run.heard] == ["SnapshotCommitted", "JobDone"]

@@ -24,9 +24,18 @@ def bucket(moto: S3Server) -> str:
     return moto.make_bucket(f"b{uuid.uuid4().hex[:12]}")
 
 
-@pytest.fixture
-def wire(moto: S3Server) -> Iterator[Wire]:
-    """A bad network before it."""
+@pytest.fixture(scope="module")
+def proxy(moto: S3Server) -> Iterator[Wire]:
+    """A proxy before it, kept so that clients are."""
     host, _, port = moto.url.removeprefix("http://").partition(":")
     with Wire(host, int(port)) as made:
         yield made
+
+
+@pytest.fixture
+def wire(proxy: Wire) -> Iterator[Wire]:
+    """A network before it that is good until a rule is given."""
+    proxy.log.clear()
+    yield proxy
+    proxy.clear()
+    proxy.mend()

@@ -172,8 +172,8 @@ class Wire:
                     self._writers.add(server[1])
                 if not await self._pass(method, action, request, (reader, writer), server):
                     return
-        except (asyncio.IncompleteReadError, OSError):
-            return
+        except (asyncio.IncompleteReadError, asyncio.CancelledError, OSError):
+            return  # nobody awaits this task, not even the one that cancels it
         finally:
             for one in (writer, *up):
                 self._writers.discard(one)
@@ -202,15 +202,15 @@ class Wire:
             _reset(client[1])
             return False
         client[1].write(answer.raw)
-        passed = 0
+        passed, half = 0, answer.length // 2
+        spot = self._random.randrange(answer.length) if answer.length else 0
         async for piece in _body(server[0], answer, bare=bare):
-            half = answer.length // 2
             if action == "truncate" and passed + len(piece) > half:
                 client[1].write(piece[: max(0, half - passed)])
                 await client[1].drain()
                 return False
-            if action == "corrupt" and passed <= half < passed + len(piece):
-                piece = _flipped(piece, half - passed)
+            if action == "corrupt" and passed <= spot < passed + len(piece):
+                piece = _flipped(piece, spot - passed)
             client[1].write(piece)
             await client[1].drain()
             passed += len(piece)

@@ -51,11 +51,17 @@ class Blocks:
     """Blocks of memory read as if they were one; nothing is copied."""
 
     def __init__(self, blocks: Sequence[memoryview]) -> None:
-        self._blocks = [block.cast("B") for block in blocks if block.nbytes]
+        self._blocks = [memoryview(block).cast("B") for block in blocks if block.nbytes]
         self.nbytes = sum(len(block) for block in self._blocks)
 
+    def release(self) -> None:
+        """Let go of the memory, whoever still has a reference to this."""
+        for block in self._blocks:
+            block.release()
+        self._blocks = []
+
     def views(self, start: int, nbytes: int, most: int) -> Iterator[memoryview]:
-        """The bytes from `start` on as views of at most `most` bytes each."""
+        """The bytes from `start` on as views of at most `most` bytes each; release each after use."""
         at = 0
         end = start + nbytes
         for block in self._blocks:

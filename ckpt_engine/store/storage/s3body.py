@@ -48,7 +48,9 @@ class Body(Payload):
             if self._pace is not None and (wait := self._pace(len(view))) > 0:
                 self._moved()
                 await asyncio.sleep(wait)
-            await writer.write(bytes(view))
+            with view:
+                data = bytes(view)
+            await writer.write(data)
             self._moved()
 
     async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
@@ -82,5 +84,6 @@ def md5_of(blocks: Blocks, start: int, nbytes: int) -> Any:
     """The MD5 of a range, which S3 stores call ETag. Not a matter of security."""
     made = hashlib.md5(usedforsecurity=False)
     for view in blocks.views(start, nbytes, 1 << 20):
-        made.update(view)
+        with view:
+            made.update(view)
     return made

@@ -47,7 +47,7 @@ class S3Calls:
         self.url = url
         self.options = options
         self.pace: Pace | None = None
-        self._fs = S3FileSystem(**_complete(library_options, options), skip_instance_cache=True)
+        self._fs = S3FileSystem(**_complete(library_options, options))
         ownrandom.shield()
         self._secrets = _secrets(library_options)
         self._requests: asyncio.Semaphore | None = None
@@ -258,6 +258,6 @@ def _secrets(given: Mapping[str, Any]) -> tuple[str, ...]:
     for name, value in given.items():
         if isinstance(value, Mapping):
             found += _secrets({key: text for key, text in value.items() if key.startswith("aws_")})
-        elif isinstance(value, str) and len(value) > 3 and name not in _PUBLIC_OPTIONS:
+        elif isinstance(value, str) and len(value) >= 8 and name not in _PUBLIC_OPTIONS:
             found.append(value)
     return tuple(sorted(found, key=len, reverse=True))

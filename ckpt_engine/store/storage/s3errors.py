@@ -123,6 +123,12 @@ def _explained(error: BaseException, what: str) -> tuple[type[StorageError], str
         return StorageError, str(error), _CREDENTIALS_HINT
     if isinstance(error, ClientError):
         return _explained_answer(error, what)
+    if isinstance(error, DamagedInTransitError):
+        return (
+            StorageError,
+            str(error),
+            "check the network; if ETags of this store are no MD5: storage_options verify: never",
+        )
     reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if isinstance(error, TimeoutError):
         return StorageError, "the server does not answer", "check the endpoint and the network"

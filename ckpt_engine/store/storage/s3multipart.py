@@ -205,7 +205,7 @@ class Multipart:
         digest = asyncio.ensure_future(digest_of(blocks, part)) if self._calls.verifying else None
 
         async def check(answer: Answer) -> None:
-            if digest is not None and not arrived_whole(answer, await digest):
+            if digest is not None and not arrived_whole(answer, await asyncio.shield(digest)):
                 raise DamagedInTransitError(f"part {part.number} of {key} arrived with other bytes")
 
         try:
@@ -234,14 +234,18 @@ class Multipart:
 
 
 def plain_etag(text: str) -> str:
-    """An ETag without its quotes."""
-    return text.strip('"')
+    """An ETag without its quotes, in lower case: stores write MD5 digests in either."""
+    return text.strip('"').lower()
 
 
 async def digest_of(blocks: Blocks, part: Part) -> str:
     """The ETag that a part of these bytes gets, computed on another thread."""
-    made = await asyncio.to_thread(md5_of, blocks, part.start, part.nbytes)
-    return str(made.hexdigest())
+    made = asyncio.ensure_future(asyncio.to_thread(md5_of, blocks, part.start, part.nbytes))
+    try:
+        return str((await asyncio.shield(made)).hexdigest())
+    finally:
+        if not made.done():
+            await asyncio.wait([made])  # given up, but the thread still reads the caller's memory
 
 
 def arrived_whole(answer: Answer, digest: str) -> bool:

@@ -15,11 +15,11 @@ from ckpt_engine.cli.root import require_run
 from ckpt_engine.config import load_config
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.observe import units
-from ckpt_engine.store.collect import Collected, execute, plan_prune
+from ckpt_engine.store.collect import Pruned, execute, plan_prune
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import Plan, RetentionPolicy, policy_from
+from ckpt_engine.store.retention import Plan, Retention, RetentionPolicy, policy_from
 from ckpt_engine.store.retention_usage import measure
 from ckpt_engine.store.storage.open import open_storage
 
@@ -34,13 +34,13 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What happened, or would happen, at one place. `collected` is None where nothing was carried out."""
+    """What happened, or would happen, at one place. `done` is None where nothing was carried out."""
 
     url: str
     infos: Sequence[SnapshotInfo]
     plan: Plan
     removed_bytes: int
-    collected: Collected | None
+    done: Pruned | None
 
 
 @click.command("prune")
@@ -78,9 +78,12 @@ def _places(root: str, rules: Sequence[str]) -> list[_Place]:
         )
     config = load_config(root, keep=_nested(rules)) if rules else load_config(root)
     places = []
-    for tier in config.tiers:
+    for number, tier in enumerate(config.tiers):
         repository = Repository(open_storage(tier.url, tier.storage_options))
-        require_run(repository)
+        if number == 0:
+            require_run(repository)
+        elif repository.record() is None:
+            continue  # nothing has been copied there yet
         keep = config.keep.model_dump(mode="json", exclude_none=True) if rules else config.keep_rules(tier)
         places.append(_Place(repository, policy_from(keep)))
     return places
@@ -113,9 +116,10 @@ def _prune(place: _Place, *, dry_run: bool) -> _Outcome:
         return _Outcome(repository.storage.url, infos, plan, usage.exclusive_bytes(plan.remove), None)
     with acquire(repository.storage) as lease:
         infos, usage = repository.list(), measure(repository)
-        done = execute(repository, lease, plan_prune(repository, place.policy))
+        limits = Retention.of(place.policy).limits
+        done = execute(repository, lease, plan_prune(repository, place.policy), limits)
     removed_bytes = usage.exclusive_bytes(done.plan.remove)
-    return _Outcome(repository.storage.url, infos, done.plan, removed_bytes, done.collected)
+    return _Outcome(repository.storage.url, infos, done.plan, removed_bytes, done)
 
 
 def _json(outcome: _Outcome) -> dict[str, Any]:
@@ -123,39 +127,46 @@ def _json(outcome: _Outcome) -> dict[str, Any]:
         "root": outcome.url,
         "keep": dict(outcome.plan.keep),
         "remove": {snapshot: outcome.plan.why.get(snapshot, "") for snapshot in outcome.plan.remove},
+        "slim": {snapshot: list(lost) for snapshot, lost in outcome.plan.slim.items()},
+        "slimmed": dict(outcome.done.slimmed) if outcome.done else None,
+        "not_slimmed": dict(outcome.done.not_slimmed) if outcome.done else None,
         "removed_bytes": outcome.removed_bytes,
-        "freed_bytes": outcome.collected.freed_bytes if outcome.collected else None,
-        "withheld_bytes": outcome.collected.withheld_bytes if outcome.collected else None,
+        "freed_bytes": outcome.done.collected.freed_bytes if outcome.done else None,
+        "withheld_bytes": outcome.done.collected.withheld_bytes if outcome.done else None,
         "short_bytes": outcome.plan.short_bytes,
     }
 
 
 def _print(outcome: _Outcome) -> None:
-    plan, is_done = outcome.plan, outcome.collected is not None
-    gone = "removed" if is_done else "remove"
-    rows = [
-        (
-            info.id,
-            f"{info.step:,}",
-            age(info.created),
-            units.size(info.nbytes),
-            "keep" if info.id in plan.keep else gone,
-            plan.keep.get(info.id) or plan.why.get(info.id, ""),
-        )
-        for info in outcome.infos
-    ]
-    if rows:
+    if outcome.infos:
+        rows = [
+            (info.id, f"{info.step:,}", age(info.created), units.size(info.nbytes), *_fate(outcome, info.id))
+            for info in outcome.infos
+        ]
         print_table(("snapshot", "step", "taken", "size", "plan", "why"), rows, numbers=("step", "size"))
-    kept, removed = count(len(plan.keep), "snapshot"), count(len(plan.remove), "snapshot")
-    if outcome.collected is None:
-        freed = f"{removed} would be removed, {units.size(outcome.removed_bytes)} freed"
+    kept, removed = count(len(outcome.plan.keep), "snapshot"), count(len(outcome.plan.remove), "snapshot")
+    if outcome.done is None:
+        text = f"{removed} would be removed, {units.size(outcome.removed_bytes)} freed"
     else:
-        freed = f"{removed} removed, {units.size(outcome.collected.freed_bytes)} freed"
-    click.echo(f"{kept} kept, {freed} at {outcome.url}")
-    if plan.short_bytes:
-        short = units.size(plan.short_bytes)
+        text = f"{removed} removed, {units.size(outcome.done.collected.freed_bytes)} freed"
+    click.echo(f"{kept} kept, {text} at {outcome.url}")
+    if outcome.plan.short_bytes:
+        short = units.size(outcome.plan.short_bytes)
         click.secho(f"the limits cannot be kept, {short} too much stays: nothing was removed for them", fg="red")
-    if outcome.collected is not None and outcome.collected.withheld_bytes:
-        damaged = ", ".join(bad.id for bad in outcome.collected.damaged)
-        withheld = units.size(outcome.collected.withheld_bytes)
-        click.echo(f"{withheld} stay because damaged manifests may need them: {damaged}")
+    if outcome.done is not None:
+        for snapshot, why in outcome.done.not_slimmed.items():
+            click.secho(f"{snapshot} keeps all its components: {why}", fg="red")
+        if outcome.done.collected.withheld_bytes:
+            damaged = ", ".join(bad.id for bad in outcome.done.collected.damaged)
+            withheld = units.size(outcome.done.collected.withheld_bytes)
+            click.echo(f"{withheld} stay because damaged manifests may need them: {damaged}")
+
+
+def _fate(outcome: _Outcome, snapshot: str) -> tuple[str, str]:
+    """What the plan says, or what became of it, and why."""
+    plan, done = outcome.plan, outcome.done
+    if snapshot not in plan.keep:
+        return "remove" if done is None else "removed", plan.why.get(snapshot, "")
+    if snapshot in plan.slim and (done is None or snapshot in done.slimmed):
+        return "slim" if done is None else "slimmed", f"{plan.keep[snapshot]}; without {', '.join(plan.slim[snapshot])}"
+    return "keep", plan.keep[snapshot]

@@ -322,8 +322,10 @@ class Writer:
         """Tell the trainer what retention did."""
         if pruned is None:
             return
-        if pruned.plan.remove:
-            self._emit_event(SnapshotsForgotten(pruned.plan.remove, pruned.collected.freed_bytes))
+        if pruned.forgotten:
+            self._emit_event(SnapshotsForgotten(pruned.forgotten, pruned.collected.freed_bytes))
+        for snapshot, why in pruned.not_slimmed.items():
+            self._notice(f"snapshot {snapshot} keeps all its components: {why}")
         self._report(pruned.collected)
 
     def _report(self, collected: Collected) -> None:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from ckpt_engine.errors import (
     CkptError,
     FormatError,
+    MismatchError,
     NoUsableSnapshotError,
     ResumeError,
     StorageError,
     StorageMissingError,
 )
 from ckpt_engine.restore import places
-from ckpt_engine.store import layout
+from ckpt_engine.store import layout, slim
 from ckpt_engine.store.layout import ParsedId
 from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
@@ -96,6 +97,10 @@ def candidates(
             if len(where) == 1 and not isinstance(err, FormatError | StorageMissingError):
                 raise
             search.reject(parsed.id, err)
+            continue
+        if step is None and (lost := slim.lacks(candidate.manifest)):
+            why = f"retention took {', '.join(lost)} from it; it is only loaded if its step is asked for"
+            search.reject(parsed.id, MismatchError(why))
             continue
         if check is not None:
             check(candidate.manifest)

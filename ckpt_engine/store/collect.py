@@ -7,12 +7,12 @@ without its data; the next collection removes it. Pinned snapshots stay (see `pi
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from ckpt_engine.errors import FormatError, StorageFullError, StorageMissingError
 from ckpt_engine.observe import units
-from ckpt_engine.store import layout, pins
+from ckpt_engine.store import layout, pins, slim
 from ckpt_engine.store.lease import Lease
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Damaged, Repository
@@ -22,6 +22,7 @@ from ckpt_engine.store.retention_usage import measure
 from ckpt_engine.store.storage.base import ObjectInfo
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
+_NO_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,22 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What `prune` did: the plan it executed and the collection that followed."""
+    """What `prune` did: the plan it executed and the collection that followed.
+
+    Args:
+        slimmed: snapshots that lost components → what they are now.
+        not_slimmed: those that should have, and why they are as they were.
+    """
 
     plan: Plan
     collected: Collected
+    slimmed: Mapping[str, str] = field(default_factory=dict)
+    not_slimmed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def forgotten(self) -> tuple[str, ...]:
+        """All ids that no longer exist."""
+        return (*self.plan.remove, *self.slimmed)
 
 
 def plan_prune(
@@ -64,19 +77,23 @@ def plan_prune(
         protected: ids to keep besides, with the reason.
         verified: ids known to be whole, such as the one just committed.
     """
-    infos = repository.scan().snapshots
+    scanned = repository.scan().snapshots
+    doubles = slim.twins(scanned)
+    infos = [info for info in scanned if info.id not in doubles]
     whole = _newest_whole(repository, infos, verified)
     if whole is None:
-        return Plan({info.id: "no snapshot is whole: nothing is removed" for info in infos}, ())
+        return Plan({info.id: "no snapshot is whole: nothing is removed" for info in scanned}, ())
     limited = Retention.of(policy).limits != Limits()
-    return plan(
+    keep = pins.protection(repository.storage) | dict(protected)
+    decided = plan(
         infos,
         policy,
-        pins.protection(repository.storage) | dict(protected),
+        keep,
         verified=whole,
         usage=measure(repository) if limited else None,
         free_bytes=repository.storage.free_bytes() if limited else None,
     )
+    return _with_doubles(repository, decided, doubles, keep) if doubles else decided
 
 
 def prune(
@@ -90,29 +107,41 @@ def prune(
 ) -> Pruned:
     """Forget what `policy` does not keep, then collect. Arguments as of `plan_prune` and `collect`."""
     decided = plan_prune(repository, policy, protected=protected, verified=verified)
-    return execute(repository, lease, decided, in_flight=in_flight)
+    return execute(repository, lease, decided, Retention.of(policy).limits, in_flight=in_flight)
 
 
-def execute(repository: Repository, lease: Lease, decided: Plan, *, in_flight: Collection[str] = ()) -> Pruned:
-    """Forget what a plan removes, except what was pinned since, then collect.
+def execute(
+    repository: Repository,
+    lease: Lease,
+    decided: Plan,
+    limits: Limits = _NO_LIMITS,
+    *,
+    in_flight: Collection[str] = (),
+) -> Pruned:
+    """Forget what a plan removes, except what was pinned since, collect, and slim what it slims.
 
     Raises:
         LeaseHeldError: the lease is lost; nothing was removed.
         StorageError: some of it may have been removed; planning and executing again continues.
     """
-    removed = set(decided.remove)
-    late = pins.pinned_ids(repository.storage) & removed if removed else frozenset[str]()
-    manifests = {one: data for one in decided.remove if one not in late and (data := _manifest(repository, one))}
-    if manifests:
-        lease.check()
-        repository.forget(manifests)
-        # A pin made after the look above, and before its snapshot was gone: its maker saw the snapshot. Data is there.
-        for snapshot in sorted(pins.pinned_ids(repository.storage) & set(manifests)):
-            repository.storage.put(layout.manifest_name(snapshot), [memoryview(manifests[snapshot])])
-            late |= {snapshot}
+    late = _forget(repository, lease, decided.remove)
     if late:
         decided = _without(decided, late)
-    return Pruned(decided, collect(repository, lease, in_flight=in_flight))
+    collected = collect(repository, lease, in_flight=in_flight)
+    if not decided.slim:
+        return Pruned(decided, collected)
+    slimmed: dict[str, str] = {}
+    not_slimmed: dict[str, str] = {}
+    for snapshot, lost in decided.slim.items():
+        try:
+            slimmed[snapshot] = _slim(repository, lease, snapshot, lost, limits)
+        except (FormatError, StorageMissingError, StorageFullError) as err:
+            not_slimmed[snapshot] = err.message
+    again = collect(repository, lease, in_flight=in_flight)
+    collected = replace(
+        again, removed=collected.removed + again.removed, freed_bytes=collected.freed_bytes + again.freed_bytes
+    )
+    return Pruned(decided, collected, slimmed, not_slimmed)
 
 
 def make_room(
@@ -169,7 +198,7 @@ def make_room(
         raise _full(storage.url, limits, incoming_bytes, decided.short_bytes)
     if not decided.remove:
         return None
-    done = execute(repository, lease, decided, in_flight=in_flight)
+    done = execute(repository, lease, decided, limits, in_flight=in_flight)
     if len(done.plan.remove) < len(decided.remove):
         # Somebody pinned one of them meanwhile.
         decided = planned()
@@ -217,6 +246,78 @@ def _newest_whole(repository: Repository, infos: Sequence[SnapshotInfo], verifie
     return next((info.id for info in reversed(infos) if info.id in verified or _is_whole(repository, info.id)), None)
 
 
+def _forget(repository: Repository, lease: Lease, snapshots: Collection[str]) -> set[str]:
+    """Forget snapshots, except those that are pinned by now; returns these."""
+    if not snapshots:
+        return set()
+    late = set(pins.pinned_ids(repository.storage) & set(snapshots))
+    manifests = {one: data for one in snapshots if one not in late and (data := _manifest(repository, one))}
+    if manifests:
+        lease.check()
+        repository.forget(manifests)
+        # A pin made after the look above, and before its snapshot was gone: its maker saw the snapshot. Data is there.
+        for snapshot in sorted(pins.pinned_ids(repository.storage) & set(manifests)):
+            repository.storage.put(layout.manifest_name(snapshot), [memoryview(manifests[snapshot])])
+            late.add(snapshot)
+    return late
+
+
+def _slim(repository: Repository, lease: Lease, snapshot: str, lost: Sequence[str], limits: Limits) -> str:
+    """Replace a snapshot by itself without the components `lost`; returns its new id.
+
+    Raises:
+        FormatError, StorageMissingError, StorageFullError: it is as it was.
+    """
+    made = slim.foresee(repository.read(snapshot), lost)
+    if made is None:
+        raise FormatError(f"the data of {snapshot} is encoded and cannot be taken apart")
+    new = made.manifest.info.id
+    if any(parsed.id == new for parsed in repository.ids()) and not _is_whole(repository, new):
+        lease.check()
+        repository.forget([new])
+    if all(parsed.id != new for parsed in repository.ids()):
+        _require_room(repository, limits, made.nbytes)
+        lease.check()
+        slim.write(repository, made)
+    if _forget(repository, lease, [snapshot]):
+        repository.forget([new])
+        raise StorageMissingError(f"{snapshot} was pinned meanwhile")
+    return new
+
+
+def _require_room(repository: Repository, limits: Limits, nbytes: int) -> None:
+    """Raises `StorageFullError` unless `nbytes` more break no limit."""
+    short_bytes = 0
+    if limits.quota_bytes is not None:
+        short_bytes = measure(repository).used_bytes + nbytes + SLACK_BYTES - limits.quota_bytes
+    free_bytes = repository.storage.free_bytes()
+    if free_bytes is not None:
+        short_bytes = max(short_bytes, nbytes + SLACK_BYTES + (limits.min_free_bytes or 0) - free_bytes)
+    if short_bytes > 0:
+        raise StorageFullError(f"writing it without them needs {units.size(short_bytes)} more room")
+
+
+def _with_doubles(
+    repository: Repository, decided: Plan, doubles: Mapping[str, str], protected: Mapping[str, str]
+) -> Plan:
+    """A plan with the slim snapshots that stand beside what they were made of: an interrupted slimming.
+
+    They replace what they were made of if the plan slims that; else they go, unless they are all that is whole.
+    """
+    keep, remove, why = dict(decided.keep), list(decided.remove), dict(decided.why)
+    for double, original in doubles.items():
+        if double in protected:
+            keep[double] = protected[double]
+        elif original in decided.slim:
+            keep[double] = f"will replace {original}"
+        elif original in decided.why or _is_whole(repository, original):
+            remove.append(double)
+            why[double] = f"part of {original}"
+        else:
+            keep[double] = f"{original} is damaged"
+    return replace(decided, keep=keep, remove=tuple(sorted(remove)), why=why)
+
+
 def _manifest(repository: Repository, snapshot: str) -> bytes | None:
     try:
         return repository.storage.get(layout.manifest_name(snapshot))
@@ -226,12 +327,11 @@ def _manifest(repository: Repository, snapshot: str) -> bytes | None:
 
 def _without(decided: Plan, late: Collection[str]) -> Plan:
     """The plan as it was carried out: what was pinned meanwhile stayed."""
-    return Plan(
-        {**decided.keep, **dict.fromkeys(sorted(late), "pinned meanwhile")},
-        tuple(one for one in decided.remove if one not in late),
-        {one: why for one, why in decided.why.items() if one not in late},
-        decided.slim,
-        decided.short_bytes,
+    return replace(
+        decided,
+        keep={**decided.keep, **dict.fromkeys(sorted(late), "pinned meanwhile")},
+        remove=tuple(one for one in decided.remove if one not in late),
+        why={one: why for one, why in decided.why.items() if one not in late},
     )
 
 

@@ -152,6 +152,20 @@ def _copy_file(source: Storage, sink: Storage, manifest: Manifest, index: int, s
 
 
 @contextmanager
+def mapped(source: Storage, file: DataFile, pieces: Sequence[Piece]) -> Iterator[memoryview]:
+    """The bytes of a data file in mapped memory, in which `pieces` have been verified.
+
+    Raises:
+        CkptError: it is damaged, missing or cannot be read.
+    """
+    try:
+        with _mapped(source, file, pieces, None) as image:
+            yield image
+    except SourceError as err:
+        raise err.error from err
+
+
+@contextmanager
 def _mapped(source: Storage, file: DataFile, pieces: Sequence[Piece], scratch: str | None) -> Iterator[memoryview]:
     """The verified bytes of a data file, mapped."""
     try:

@@ -147,15 +147,18 @@ def test_slimming_waits_for_room(run: RunFolder, lease: Lease, ids: list[str]) -
 
 @pytest.mark.parametrize("damaged", [False, True])
 def test_an_interrupted_slimming_is_finished(run: RunFolder, lease: Lease, ids: list[str], damaged: bool) -> None:
-    """Killed between the new manifest and the end of the old one: both count as one, and the old one goes."""
-    made = slim.foresee(run.repository.read(ids[0]), ["optimizer"])
+    """Killed between the new manifest and the end of the old one: both count as one, and the old one goes.
+
+    If they counted as two, an older snapshot would be one too many.
+    """
+    made = slim.foresee(run.repository.read(ids[1]), ["optimizer"])
     assert made is not None
     slim.write(run.repository, made)
     if damaged:
         run.data_file(made.manifest.info.id).write_bytes(b"")
     four = policy_from({"last": 4, "components": {"optimizer": {"last": 2}}})
     decided = plan_prune(run.repository, four)
-    assert decided.keep[made.manifest.info.id] == f"will replace {ids[0]}"
+    assert decided.keep[made.manifest.info.id] == f"will replace {ids[1]}"
     prune(run.repository, lease, four)
     assert [one.id for one in Repository(run.repository.storage).list()] == [*_slim(ids[:2]), *ids[2:]]
     assert load_file(run.data_file(made.manifest.info.id))["model/weight"].shape == (60, 50)

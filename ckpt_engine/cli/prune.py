@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from ckpt_engine.cli.output import age, count, json_option, print_json, print_table
-from ckpt_engine.cli.root import require_run
+from ckpt_engine.cli.root import open_places
 from ckpt_engine.config import load_config
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.observe import units
@@ -21,7 +21,6 @@ from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import Plan, Retention, RetentionPolicy, policy_from
 from ckpt_engine.store.retention_usage import measure
-from ckpt_engine.store.storage.open import open_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +77,7 @@ def _places(root: str, rules: Sequence[str]) -> list[_Place]:
         )
     config = load_config(root, keep=_nested(rules)) if rules else load_config(root)
     places = []
-    for number, tier in enumerate(config.tiers):
-        repository = Repository(open_storage(tier.url, tier.storage_options))
-        if number == 0:
-            require_run(repository)
-        elif repository.record() is None:
-            continue  # nothing has been copied there yet
+    for tier, repository in open_places(config):
         keep = config.keep.model_dump(mode="json", exclude_none=True) if rules else config.keep_rules(tier)
         places.append(_Place(repository, policy_from(keep)))
     return places

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ckpt_engine.store import pins
+from ckpt_engine.store import layout, pins
 from ckpt_engine.store.lease import acquire
 
 Ckpt = Callable[..., Any]
@@ -64,3 +66,22 @@ def test_a_pin_left_behind_can_be_removed(ckpt: Ckpt, run_folder: Any) -> None:
     run_folder.repository.forget([gone])
     assert ckpt("unpin", run_folder.path, gone).out == f"{gone}  unpinned\n"
     assert ckpt("unpin", run_folder.path, gone).code == 2
+
+
+def test_a_pin_holds_on_every_tier(ckpt: Ckpt, run_folder: Any, tmp_path: Path) -> None:
+    """Pinned and unpinned where the snapshot is; a tier that lacks it, or has nothing yet, is no error."""
+    snapshot = run_folder.add(10, ARRAY)
+    copy, other = tmp_path / "copy", type(run_folder)(tmp_path / "other")
+    other.add(1, ARRAY)
+    shutil.copytree(run_folder.path, copy)
+    place = tmp_path / "ckpt.yaml"
+    place.write_text(f"tiers: [{run_folder.path}, {copy}, {other.path}, {tmp_path / 'new'}]\n")
+    assert ckpt("pin", place, "latest").code == 0
+    name = layout.pin_name(snapshot)
+    assert (copy / name).exists()
+    assert (run_folder.path / name).exists()
+    assert not (other.path / "pins").exists()
+    assert not (tmp_path / "new").exists()
+    assert ckpt("unpin", place, "latest").code == 0
+    assert not (copy / name).exists()
+    assert not (run_folder.path / name).exists()

@@ -17,7 +17,7 @@ from ckpt_engine.store.storage.objectnames import checked, split_url
 from ckpt_engine.store.storage.objectoptions import ObjectOptions
 from ckpt_engine.store.storage.parts import Blocks, Part, plan_parts
 from ckpt_engine.store.storage.s3body import Pace
-from ckpt_engine.store.storage.s3calls import Answer, S3Calls
+from ckpt_engine.store.storage.s3calls import S3Calls
 from ckpt_engine.store.storage.s3errors import DamagedInTransitError, OthersError, code_of, status_of
 from ckpt_engine.store.storage.s3multipart import TOKEN, Multipart, arrived_whole, digest_of, plain_etag
 
@@ -248,7 +248,7 @@ class S3Storage:
     async def _get_verified(self, key: str, start: int, nbytes: int | None) -> bytes:
         """Small objects steer what is kept and what is deleted: they have to match the store's own digest.
 
-        What has none, or is not small and so has digests of ours, has to be answered twice alike.
+        Of the others (which have digests of ours) a small part has to be answered twice alike.
         """
         head = await self._multipart.head(key)
         if head is None:
@@ -256,19 +256,29 @@ class S3Storage:
         size = int(head["ContentLength"])
         if size > _SMALL_BYTES and (nbytes is None or nbytes > _SMALL_BYTES):
             return await self._read(key, start, nbytes)
-        whole = size <= _SMALL_BYTES
-        before: bytes | None = None
+        if size <= _SMALL_BYTES:
+            return (await self._get_small(key))[0][start:][:nbytes]
+        before = await self._read(key, start, nbytes)
         for _ in range(_LOOKS):
-            data = await self._read(key, *((0, None) if whole else (start, nbytes)))
-            matches = whole and plain_etag(head["ETag"]) == hashlib.md5(data, usedforsecurity=False).hexdigest()
-            if matches or (data == before and not _is_digest(head)):
-                return data[start:][:nbytes] if whole else data
-            before = data
+            again = await self._read(key, start, nbytes)
+            if again == before:
+                return again
+            before = again
+        raise DamagedInTransitError(f"{key} reads differently each time")
+
+    async def _get_small(self, key: str) -> tuple[bytes, str]:
+        """A small object and its ETag, which has to match where it is a digest of the bytes."""
+        for _ in range(_LOOKS):
+            data, answer = await self._calls.receive_all(Bucket=self._bucket, Key=key, **self._extra)
+            digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
+            etag = plain_etag(answer["ETag"])
+            if not self._calls.verifying or "-" in etag or arrived_whole(answer, digest):
+                return data, etag
         raise DamagedInTransitError(f"{key} does not arrive as it is")
 
     async def _read(self, key: str, start: int, nbytes: int | None) -> bytes:
         if nbytes is None:
-            data = await self._calls.receive_all(Bucket=self._bucket, Key=key, **self._extra)
+            data, _ = await self._calls.receive_all(Bucket=self._bucket, Key=key, **self._extra)
             return data[start:] if start else data
         out = bytearray(nbytes)
         done = await self._get_into(key, start, memoryview(out))
@@ -283,20 +293,12 @@ class S3Storage:
             raise
 
     async def _read_versioned(self, key: str) -> tuple[bytes, str] | None:
-        for _ in range(_LOOKS):
-            head = await self._multipart.head(key)
-            if head is None:
+        try:
+            return await self._get_small(key)
+        except ClientError as err:
+            if status_of(err) == 404 and code_of(err) != "NoSuchBucket":
                 return None
-            try:
-                data = await self._get(key, 0, int(head["ContentLength"]))
-            except ClientError as err:
-                if status_of(err) == 404:
-                    return None
-                raise
-            again = await self._multipart.head(key)
-            if again is not None and again["ETag"] == head["ETag"]:
-                return data, plain_etag(head["ETag"])
-        raise DamagedInTransitError(f"{key} changes all the time")
+            raise
 
     async def _page(self, prefix: str, after: str | None) -> tuple[tuple[tuple[str, int], ...], str | None]:
         first = await self._page_once(prefix, after)
@@ -344,9 +346,3 @@ class S3Storage:
                 await self._multipart.abort(stale.key, stale.id)
                 freed += sum(size for size, _ in sizes)
         return freed
-
-
-def _is_digest(head: Answer) -> bool:
-    """Whether the ETag should be the MD5 of the bytes."""
-    plain = str(head.get("ServerSideEncryption", "AES256")) == "AES256" and not head.get("SSECustomerAlgorithm")
-    return plain and int(head["ContentLength"]) <= _SMALL_BYTES and "-" not in plain_etag(head["ETag"])

@@ -17,9 +17,32 @@ from aiohttp.payload import Payload
 from ckpt_engine.store.storage.parts import Blocks
 
 SLICE_BYTES = 256 << 10
+_NAP_SECONDS = 0.1
 
 Pace = Callable[[int], float]
-"""Told the bytes about to be sent, says how many seconds to wait before (for a bandwidth limit)."""
+"""Told the bytes about to be sent, says how many seconds to wait before (for a bandwidth limit). Raises to stop."""
+
+
+class PaceStoppedError(Exception):
+    """`Pace` has raised `cause`: no other attempt is to be made."""
+
+    def __init__(self, cause: Exception) -> None:
+        self.cause = cause
+        super().__init__(str(cause))
+
+
+def wait_of(pace: Pace | None, nbytes: int) -> float:
+    """What `pace` says.
+
+    Raises:
+        PaceStoppedError: it has raised.
+    """
+    if pace is None:
+        return 0.0
+    try:
+        return pace(nbytes)
+    except Exception as err:
+        raise PaceStoppedError(err) from err
 
 
 class Body(Payload):
@@ -41,17 +64,28 @@ class Body(Payload):
         self._moved = moved
         self._pace = pace
         self._at = 0
+        self.stopped: PaceStoppedError | None = None
 
     async def write(self, writer: AbstractStreamWriter) -> None:
         assert self._size is not None
         for view in self._blocks.views(self._start, self._size, SLICE_BYTES):
-            if self._pace is not None and (wait := self._pace(len(view))) > 0:
-                self._moved()
-                await asyncio.sleep(wait)
             with view:
                 data = bytes(view)
+            await self._keep_pace(len(data))
             await writer.write(data)
             self._moved()
+
+    async def _keep_pace(self, nbytes: int) -> None:
+        try:
+            wait = wait_of(self._pace, nbytes)
+        except PaceStoppedError as err:
+            self.stopped = err  # aiohttp makes a connection error of what is raised here
+            raise
+        while wait > 0:
+            self._moved()
+            await asyncio.sleep(min(wait, _NAP_SECONDS))
+            wait -= _NAP_SECONDS
+        self._moved()
 
     async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
         assert content_length in (None, self._size), (content_length, self._size)

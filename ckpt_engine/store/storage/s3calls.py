@@ -19,7 +19,7 @@ from ckpt_engine.store.storage import ownrandom, s3errors
 from ckpt_engine.store.storage.objectoptions import ObjectOptions
 from ckpt_engine.store.storage.parts import Blocks
 from ckpt_engine.store.storage.retries import Backoff
-from ckpt_engine.store.storage.s3body import Body, Pace
+from ckpt_engine.store.storage.s3body import Body, Pace, PaceStoppedError, wait_of
 from ckpt_engine.store.storage.s3errors import DamagedInTransitError
 
 READ_BYTES = 256 << 10
@@ -79,6 +79,8 @@ class S3Calls:
                         return future.result()
         except (StorageError, KeyboardInterrupt, SystemExit):
             raise
+        except PaceStoppedError as err:
+            raise err.cause from None
         except Exception as err:
             raise s3errors.translated(err, what, f"{self.url}/{name}", self._secrets) from err
         finally:
@@ -127,7 +129,12 @@ class S3Calls:
 
         async def once(client: Any, moved: Callable[[], None]) -> Answer:
             body = Body(blocks, start, nbytes, moved=moved, pace=self.pace) if nbytes else b""
-            answer: Answer = await getattr(client, method)(Body=body, **arguments)
+            try:
+                answer: Answer = await getattr(client, method)(Body=body, **arguments)
+            except Exception:
+                if isinstance(body, Body) and body.stopped is not None:
+                    raise body.stopped from None
+                raise
             if check is not None:
                 await check(answer)
             return answer
@@ -160,10 +167,10 @@ class S3Calls:
             await self.trying(once, nbytes=len(out), backoff=backoff)
         return done
 
-    async def receive_all(self, **arguments: Any) -> bytes:
-        """A whole object of moderate size."""
+    async def receive_all(self, **arguments: Any) -> tuple[bytes, Answer]:
+        """A whole object of moderate size, and what the store says of it."""
 
-        async def once(client: Any, moved: Callable[[], None]) -> bytes:
+        async def once(client: Any, moved: Callable[[], None]) -> tuple[bytes, Answer]:
             answer = await client.get_object(**arguments)
             found = bytearray()
             async with answer["Body"] as body:
@@ -172,7 +179,7 @@ class S3Calls:
                     moved()
             if len(found) != int(answer["ContentLength"]):
                 raise DamagedInTransitError(f"{len(found)} bytes came instead of {answer['ContentLength']}")
-            return bytes(found)
+            return bytes(found), answer
 
         return await self.trying(once, nbytes=1 << 30)
 
@@ -208,6 +215,7 @@ class S3Calls:
                 if wait is None:
                     err.add_note(f"gave up after {backoff.failures} attempts")
                     raise
+                wait_of(self.pace, 0)
                 await asyncio.sleep(wait)
 
     async def _bounded(self, once: Callable[[Any, Callable[[], None]], Awaitable[_T]], nbytes: int) -> _T:

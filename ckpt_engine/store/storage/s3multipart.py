@@ -187,7 +187,7 @@ class Multipart:
         async def send(part: Part) -> str:
             async with lanes:
                 size, etag = there.get(part.number, (-1, ""))
-                if size == part.nbytes and etag == await digest_of(blocks, part):
+                if size == part.nbytes and etag.lower() == await digest_of(blocks, part):
                     return etag
                 return await self._send_part(key, upload, blocks, part)
 
@@ -234,8 +234,8 @@ class Multipart:
 
 
 def plain_etag(text: str) -> str:
-    """An ETag without its quotes, in lower case: stores write MD5 digests in either."""
-    return text.strip('"').lower()
+    """An ETag without its quotes."""
+    return text.strip('"')
 
 
 async def digest_of(blocks: Blocks, part: Part) -> str:
@@ -252,7 +252,7 @@ def arrived_whole(answer: Answer, digest: str) -> bool:
     """Whether an upload's answer tells of the bytes with this MD5; true where it cannot tell."""
     if str(answer.get("ServerSideEncryption", "AES256")) != "AES256" or answer.get("SSECustomerAlgorithm"):
         return True  # the ETag is then of something else
-    return plain_etag(answer.get("ETag", digest)) == digest
+    return plain_etag(answer.get("ETag", digest)).lower() == digest
 
 
 def combined_etag(etags: list[str]) -> str:
@@ -265,7 +265,7 @@ def combined_etag(etags: list[str]) -> str:
 
 
 def _same(found: Answer, token: str, etag: str) -> bool:
-    return found.get("Metadata", {}).get(TOKEN) == token or (etag != "" and plain_etag(found["ETag"]) == etag)
+    return found.get("Metadata", {}).get(TOKEN) == token or (etag != "" and plain_etag(found["ETag"]).lower() == etag)
 
 
 @contextmanager

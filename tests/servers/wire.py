@@ -183,12 +183,13 @@ class Wire:
         """Pass a request and its answer on; whether the connection may be used again."""
         server[1].write(request.raw)
         sent = 0
+        spot = self._random.randrange(request.length) if request.length else 0
         async for piece in _body(client[0], request):
             if action == "midbody" and sent + len(piece) > request.length // 2:
                 _reset(client[1])
                 return False
-            if action == "spoil" and sent <= request.length // 2 < sent + len(piece):
-                piece = _flipped(piece, request.length // 2 - sent)
+            if action == "spoil" and sent <= spot < sent + len(piece):
+                piece = _flipped(piece, spot - sent)
             server[1].write(piece)
             await server[1].drain()
             sent += len(piece)

@@ -143,6 +143,15 @@ def test_a_byte_flipped_on_the_way_up_is_noticed(through: Open, direct: S3Storag
     assert [action for _, _, action in wire.log].count("spoil") == 4
 
 
+def test_a_list_of_parts_that_arrives_as_another_one_is_noticed(through: Open, direct: S3Storage, wire: Wire) -> None:
+    """Wherever the byte is: the object is made of all its parts."""
+    storage = through()
+    for number in range(6):
+        wire.rule("spoil", "POST", "uploadId", times=2)
+        put(storage, f"{DATA}{number}", BIG)
+        assert direct.get(f"{DATA}{number}") == BIG
+
+
 def test_a_channel_that_always_damages_stores_nothing(through: Open, direct: S3Storage, wire: Wire) -> None:
     """An error, and no object, rather than a wrong one."""
     storage = through(retry_seconds=0.5)

@@ -184,7 +184,7 @@ class Tier:
         began = time.monotonic()
         info = found.info
         try:
-            self._make_room(found, repository)
+            self._make_room(found, repository, [one.id for one in there])
             copied = copy_snapshot(
                 found.source, repository, info.id, sink=self._sink, scratch=scratch_of(self._nearer[0].storage)
             )
@@ -217,7 +217,8 @@ class Tier:
         self._damaged.add((url, found.info.id))
         self._say(f"snapshot {found.info.id} is damaged at {url} and is not copied from there: {err.error.message}")
 
-    def _make_room(self, found: Found, repository: Repository) -> None:
+    def _make_room(self, found: Found, repository: Repository, there: Sequence[str]) -> None:
+        """Nothing that is there goes for something older."""
         if isinstance(self._policy, KeepAll):
             return
         assert self._lease is not None
@@ -229,7 +230,16 @@ class Tier:
             raise SourceError(err) from err
         with self._guard:
             keeping = [info.id for info in self.waiting]
-            done = make_room(repository, self._lease, self._policy, nbytes, incoming=found.info, in_flight=keeping)
+            newest = self.newest is None or found.info.seq > self.newest.seq
+            done = make_room(
+                repository,
+                self._lease,
+                self._policy,
+                nbytes,
+                incoming=found.info,
+                protected={} if newest else dict.fromkeys(there, "there before"),
+                in_flight=keeping,
+            )
         if done is not None and done.plan.remove:
             self._emit(SnapshotsForgotten(done.plan.remove, done.collected.freed_bytes))
 

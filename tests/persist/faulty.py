@@ -29,6 +29,8 @@ class Weather:
         self.gate.set()
         self.reached = threading.Event()
         self.after_put: Callable[[str], None] = lambda name: None
+        self.after_delete: Callable[[], None] = lambda: None
+        self.free_bytes: int | None = None
 
     def down(self, *what: str) -> None:
         """Let these operations fail; all if none is named."""
@@ -80,3 +82,7 @@ class Faulty(LocalStorage):
     def delete(self, *names: str) -> None:
         self.weather.strike("delete", names[0] if names else "")
         super().delete(*names)
+        self.weather.after_delete()
+
+    def free_bytes(self) -> int | None:
+        return super().free_bytes() if self.weather.free_bytes is None else self.weather.free_bytes

@@ -219,22 +219,55 @@ def test_every_operation_of_a_tier_may_fail(run: Run, what: str) -> None:
     assert steps(run.far) == [3]
 
 
-def test_a_limit_of_a_tier_holds_and_nothing_is_sent_twice(run: Run) -> None:
-    """A quota that is smaller than what `keep` asks for: the newest is there, and the rest does not come and go."""
-    run.start(run.tier(keep={"last": 3, "quota": 3 * 70_000 + 100_000}), keep={"last": 3})
+def sent(run: Run) -> list[int]:
+    """The steps of all manifests put to the far tier, in order."""
+    parsed = [layout.manifest_id(name) for name in run.weather[run.far].puts]
+    return [one.step for one in parsed if one]
+
+
+def test_a_quota_of_a_tier_holds_and_nothing_newer_goes_for_something_older(run: Run) -> None:
+    """Where `keep` asks for more than fits, the newest are there, and nothing comes and goes."""
+    quota = 2 * 70_000 + 100_000
+    run.start(run.tier(keep={"last": 5, "quota": quota}), keep={"last": 5})
     run.weather[run.far].down("list")
-    for step in range(1, 4):
+    for step in range(1, 5):
         run.save(step)
     run.weather[run.far].up()
+    run.until_copied(4)
     run.until_copied(3)
-    for step in (4, 5):
+    for step in (5, 6):
         run.save(step)
         run.until_copied(step)
     run.close()
-    assert steps(run.far)[-1] == 5
-    sent = [name for name in run.weather[run.far].puts if name.startswith("snapshots/")]
-    assert len(set(sent)) == len(sent)
-    assert sum(p.stat().st_size for p in run.far.rglob("*") if p.is_file()) <= 3 * 70_000 + 100_000
+    assert steps(run.far) == [5, 6]
+    assert sent(run) == [4, 3, 5, 6]
+    assert sum(p.stat().st_size for p in run.far.rglob("*") if p.is_file()) <= quota
+    assert run.all(SnapshotFailed) == []
+
+
+def test_what_a_limit_removed_is_not_sent_again(run: Run) -> None:
+    """A disk that others fill takes a copy and has to give it up: that is not tried over and over."""
+    weather = run.weather[run.far]
+    weather.free_bytes = plenty = 10**12
+    run.start(run.tier(keep={"last": 5, "min_free": 10**9}), keep={"last": 5})
+    weather.down("list")
+    for step in (1, 2):
+        run.save(step)
+
+    def fill(name: str) -> None:
+        weather.free_bytes = 10**9 - 1000 if "s0000000001" in name and name.startswith("snapshots/") else plenty
+
+    def relieve() -> None:
+        weather.free_bytes = plenty
+
+    weather.after_put, weather.after_delete = fill, relieve
+    weather.up()
+    run.until_copied(2)
+    run.until_copied(1)
+    run.save(3)
+    run.until_copied(3)
+    run.close()
+    assert sent(run) == [2, 1, 3]
 
 
 def test_nobody_waits_for_a_tier_that_hangs(run: Run) -> None:
@@ -288,6 +321,7 @@ def test_a_quota_near_is_kept_even_against_a_copy(run: Run) -> None:
     run.until_copied(6)
     run.close()
     assert steps(run.far) == [6]
+    assert 1 not in [event.step for event in run.all(SnapshotReplicated)]
     assert run.all(SnapshotFailed) == []
 
 
@@ -356,6 +390,7 @@ def test_damage_is_not_copied(run: Run) -> None:
     run.until_copied(2)
     run.close()
     assert steps(run.far) == [2]
+    assert len([event for event in run.all(Notice) if "damaged" in event.message]) == 1
 
 
 def test_a_place_of_another_run_is_left_alone(run: Run) -> None:

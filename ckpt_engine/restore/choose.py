@@ -74,6 +74,9 @@ def candidates(
 ) -> Iterator[Candidate]:
     """Usable snapshots, newest first; what is skipped is noted in `search`.
 
+    One that retention has taken components from cannot resume a run: it is skipped, or the last resort where its step
+    is asked for.
+
     Args:
         where: all places of the run, nearest first.
         step: only snapshots of this step.
@@ -88,6 +91,7 @@ def candidates(
         for parsed in answer.value or ():
             holders.setdefault(parsed, []).append(answer.place)
     sizes = _Sizes()
+    slimmed: list[Candidate] = []
     for parsed in sorted(holders, key=lambda parsed: (parsed.seq, parsed.id), reverse=True):
         if step is not None and parsed.step != step:
             continue
@@ -98,10 +102,17 @@ def candidates(
                 raise
             search.reject(parsed.id, err)
             continue
-        if step is None and (lost := slim.lacks(candidate.manifest)):
-            why = f"retention took {', '.join(lost)} from it; it is only loaded if its step is asked for"
-            search.reject(parsed.id, MismatchError(why))
+        if lost := slim.lacks(candidate.manifest):
+            if step is None:
+                why = f"retention took {', '.join(lost)} from it; it is only loaded if its step is asked for"
+                search.reject(parsed.id, MismatchError(why))
+            else:
+                slimmed.append(candidate)
             continue
+        if check is not None:
+            check(candidate.manifest)
+        yield candidate
+    for candidate in slimmed:
         if check is not None:
             check(candidate.manifest)
         yield candidate

@@ -47,6 +47,14 @@ def test_nothing_is_wanted_of_nothing() -> None:
     assert LAST2.wanted([shot(1)], [shot(2), shot(3)]) == []
 
 
+def test_a_snapshot_that_lost_components_is_still_the_same_one() -> None:
+    """Slimming gives it another id, near or far: it is not sent once more."""
+    slim = dataclasses.replace(shot(2), id=f"{2:08d}-s{20:010d}-aaaaaaaa")
+    rhythm = rhythm_of(None, None, {})
+    assert rhythm.wanted([shot(1), slim], [shot(1), shot(2)]) == []
+    assert rhythm.wanted([shot(1), shot(2)], [shot(1), slim]) == []
+
+
 def test_a_tier_that_keeps_everything_wants_everything() -> None:
     """Without rules nothing is obsolete, and the newest still goes first."""
     for keep in ({}, {"last": None}):

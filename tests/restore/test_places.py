@@ -265,3 +265,36 @@ def test_a_tier_that_must_not_fail_stops_training(tmp_path: Path) -> None:
             until_raised(ckpt)
         ckpt.save(state(99), step=99).wait(30)
     assert Repository(LocalStorage(tmp_path / "near")).list()[-1].step == 99
+
+
+def test_a_snapshot_without_its_optimizer_does_not_resume_a_run(tmp_path: Path) -> None:
+    """What component retention has slimmed is passed over, with the reason; asked for by its step it is loaded."""
+    keep = {"last": 2, "components": {"extra": {"last": 1}}}
+    with Checkpointer(tmp_path / "run", keep=keep) as ckpt:
+        for step in (1, 2):
+            ckpt.save({**state(step), "extra": torch.ones(1000)}, step=step).wait(30)
+    repository = Repository(LocalStorage(tmp_path / "run"))
+    assert [("extra" in info.components) for info in repository.list()] == [False, True]
+    (tmp_path / "run" / layout.data_name(repository.ids()[-1].id)).unlink()
+    with pytest.raises(NoUsableSnapshotError, match="retention took extra from it"):
+        restore.load([repository])
+    found = restore.load([repository], 1)
+    assert found is not None and same(found.state, state(1))
+
+
+def test_a_whole_copy_comes_before_a_slimmed_one(tmp_path: Path) -> None:
+    """Near has lost a component of a step that far still has whole: far serves it."""
+    keep = {"last": 2, "components": {"extra": {"last": 1}}}
+    tiers = [str(tmp_path / "near"), {"url": str(tmp_path / "far"), "keep": {"last": 9}}]
+    states = {step: {**state(step), "extra": torch.full((1000,), step)} for step in (1, 2)}
+    for step, value in states.items():
+        with Checkpointer(tiers=tiers, keep=keep) as ckpt:
+            ckpt.save(value, step=step).wait(30)
+    where = [Repository(LocalStorage(tmp_path / name)) for name in ("near", "far")]
+    assert ["extra" in info.components for info in where[0].list()] == [False, True]
+    assert len(where[1].list()) == 2
+    found = restore.load(where, 1)
+    assert found is not None and same(found.state, states[1])
+    where[1].forget([where[1].list()[0].id])
+    found = restore.load(where, 1)
+    assert found is not None and same(found.state, state(1))

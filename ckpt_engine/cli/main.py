@@ -13,7 +13,7 @@ import click
 
 from ckpt_engine.errors import CkptError
 
-VERBS = ("ls", "show", "verify", "export", "prune", "pin", "unpin", "schema")
+VERBS = ("ls", "show", "verify", "status", "export", "cp", "prune", "pin", "unpin", "doctor", "schema")
 
 
 class _Verbs(click.Group):

@@ -8,7 +8,6 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-from s3fs import S3FileSystem
 
 from ckpt_engine.errors import StorageError
 from ckpt_engine.store.lease import acquire
@@ -44,7 +43,6 @@ def bucket(server: S3Server) -> str:
 class TestContract(StorageContract):
     @pytest.fixture
     def storage(self, server: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> S3Storage:
-        S3FileSystem.clear_instance_cache()  # its clients know the environment of the other server
         for name, value in server.environment().items():
             monkeypatch.setenv(name, value)
         return S3Storage(f"s3://{bucket}/runs/one", server.options(part_bytes=PART_BYTES))

@@ -19,7 +19,7 @@ from ckpt_engine.store.storage.parts import Blocks, Part, plan_parts
 from ckpt_engine.store.storage.s3body import Pace
 from ckpt_engine.store.storage.s3calls import S3Calls
 from ckpt_engine.store.storage.s3errors import DamagedInTransitError, OthersError, code_of, status_of
-from ckpt_engine.store.storage.s3multipart import TOKEN, Multipart, arrived_whole, digest_of, plain_etag
+from ckpt_engine.store.storage.s3multipart import TOKEN, Multipart, arrived_whole, digest_of, plain_etag, server_time
 
 _SMALL_BYTES = 1 << 20
 _LOOKS = 8
@@ -107,6 +107,20 @@ class S3Storage:
 
     def free_bytes(self) -> int | None:
         return None
+
+    def server_seconds(self) -> float | None:
+        """The server's wall clock, in whole seconds; None if it does not tell."""
+
+        async def ask() -> float | None:
+            answer = await self._calls.call("list_objects_v2", Bucket=self._bucket, MaxKeys=1, **self._extra)
+            now = server_time(answer)
+            return now.timestamp() if now else None
+
+        return self._calls.run(ask(), "read", "")
+
+    def encrypted(self) -> bool:
+        """Whether the channel protects the bytes."""
+        return self._calls.encrypted
 
     def read_versioned(self, name: str) -> tuple[bytes, str] | None:
         """A small object and its version, None if there is none. For `replace`."""

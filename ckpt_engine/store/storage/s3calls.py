@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -25,6 +27,7 @@ from ckpt_engine.store.storage.s3errors import DamagedInTransitError
 READ_BYTES = 256 << 10
 SLOWEST_BYTES_PER_SECOND = 50_000
 """A request slower than this has failed, even if it moves."""
+_CLIENTS = 8
 _CONNECTIONS = 64
 _REQUESTS = 48
 """Fewer than connections: aiohttp shuffles those that wait for a connection with the global random stream."""
@@ -47,7 +50,7 @@ class S3Calls:
         self.url = url
         self.options = options
         self.pace: Pace | None = None
-        self._fs = S3FileSystem(**_complete(library_options, options))
+        self._fs = _shared(_complete(library_options, options))
         ownrandom.shield()
         self._secrets = _secrets(library_options)
         self._requests: asyncio.Semaphore | None = None
@@ -240,6 +243,23 @@ class S3Calls:
             ownrandom.shield()
             self._prepared = client
         return client
+
+
+_clients: OrderedDict[tuple[object, ...], Any] = OrderedDict()
+_clients_lock = threading.Lock()
+
+
+def _shared(complete: Mapping[str, Any]) -> Any:
+    """One client for all storages of the same options in the same environment, so that connections are shared."""
+    environment = tuple(sorted((name, text) for name, text in os.environ.items() if name.startswith("AWS_")))
+    key = (os.getpid(), repr(sorted(complete.items())), environment)
+    with _clients_lock:
+        if key not in _clients:
+            _clients[key] = S3FileSystem(**complete, skip_instance_cache=True)
+            if len(_clients) > _CLIENTS:
+                _clients.popitem(last=False)
+        _clients.move_to_end(key)
+        return _clients[key]
 
 
 def _drop_expect(request: Any, **_: Any) -> None:

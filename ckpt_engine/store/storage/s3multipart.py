@@ -133,7 +133,7 @@ class Multipart:
                 if status_of(err) in (400, 404, 405, 501) and code_of(err) != "NoSuchBucket":
                     return found
                 raise
-            now = _server_time(answer)
+            now = server_time(answer)
             for item in answer.get("Uploads") or ():
                 if item["UploadId"] not in _active and isinstance(item.get("Initiated"), datetime):
                     age = (now - item["Initiated"]).total_seconds() if now else 0.0
@@ -304,7 +304,8 @@ def _busy(upload: str) -> Iterator[None]:
         _active.discard(upload)
 
 
-def _server_time(answer: Answer) -> datetime | None:
+def server_time(answer: Answer) -> datetime | None:
+    """When the server wrote an answer, by its own clock."""
     try:
         return parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
     except (KeyError, ValueError, TypeError):

@@ -183,10 +183,9 @@ def test_a_write_between_our_look_and_our_write_wins(clock: Clock) -> None:
         return found
 
     cell.read = late  # type: ignore[method-assign]
-    beats = itertools.count(1)
-    clock.meanwhile = lambda: written_elsewhere(cell, next(beats))
     with pytest.raises(LeaseHeldError):
         take(cell, ME, 0, clock.timing())
+    assert Record.decode(cell.data or b"") == Record(dict(ME), "theirs", 0, 30.0, ELSEWHERE)
 
 
 def test_the_ousted_notice_before_they_delete(clock: Clock) -> None:

@@ -173,8 +173,9 @@ def test_flipped_bytes_in_answers_mislead_nobody(
     for name in names:
         put(direct, name, name.encode())
     storage = through()
-    wire.rule("corrupt", "GET", chance=0.3)
-    assert [item.name for item in listed(storage)] == names
+    wire.rule("corrupt", "GET", chance=0.2)
+    for _ in range(12):
+        assert [item.name for item in listed(storage)] == names
     assert [storage.get(name, 0, 4096) for name in names] == [name.encode() for name in names]
     assert "corrupt" in {action for _, _, action in wire.log}
 
@@ -296,8 +297,8 @@ def test_a_dying_server_does_not_touch_the_random_streams_of_training(through: O
 
 def test_the_caller_gets_its_memory_back(through: Open, wire: Wire) -> None:
     """After a put has failed nothing reads the arena any more, whatever is still buffered somewhere."""
-    memory = bytearray(BIG)
-    storage = through(timeout_seconds=0.3, retry_seconds=0.5)
+    memory = bytearray(48 * MIB)  # more than sockets buffer: the server really does not take it
+    storage = through(timeout_seconds=0.3, retry_seconds=0.5, part_bytes=64 * MIB)
     wire.rule("block", "PUT")
     with pytest.raises(StorageError) as caught, memoryview(memory) as view:
         storage.put(DATA, [view])

@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from ckpt_engine.errors import CkptError, FormatError, WriterError
+from ckpt_engine.errors import CkptError, FormatError, StorageMissingError, WriterError
 from ckpt_engine.observe.events import Event, Notice, TierDegraded, TierRecovered
 from ckpt_engine.persist.job import ErrorRecord, TierConfig, WriterConfig
 from ckpt_engine.persist.replicate import BACKOFF, Gate, Replicator
 from ckpt_engine.persist.status import AWAY, WORKING, StatusFile, TierStatus
 from ckpt_engine.persist.tier import Tier
 from ckpt_engine.store.lease import Holder
-from ckpt_engine.store.repository import Repository, RunRecord
+from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
@@ -41,6 +42,9 @@ class Fleet:
         WriterError: a retention that is impossible.
     """
 
+    run: RunText
+    """Of the run, from `join_run` on."""
+
     def __init__(
         self,
         config: WriterConfig,
@@ -58,6 +62,7 @@ class Fleet:
         self._file_lock = threading.Lock()
         self._file_failed = False
         self._started = self._stopping = False
+        self._surveys: list[Survey] = []
         self._replicators: list[Replicator] = []
         for number, tier in enumerate(config.tiers):
             nearer = [nearest, *self._storages[:number]]
@@ -79,29 +84,32 @@ class Fleet:
         replicator = Replicator(tier, gate, self._emit, self._note, BACKOFF)
         return replicator
 
-    def join_run(self, repository: Repository, timeout: float = SURVEY_SECONDS) -> tuple[Repository, int]:
-        """Before the first write: make the nearest tier a place of the run that further tiers hold.
+    def join_run(self, repository: Repository, timeout: float = SURVEY_SECONDS) -> Repository:
+        """Before anything is written: make the nearest tier a place of the run that further tiers hold.
 
-        Waits at most `timeout` seconds for tiers to answer. Needs the lease of the nearest tier.
-
-        Returns:
-            The repository of the nearest tier, and a number that no snapshot anywhere reaches.
+        Where it has snapshots already it is one. Otherwise this waits at most `timeout` seconds for tiers to answer.
+        Needs the lease of the nearest tier.
 
         Raises:
             ForeignError, CorruptError, NewerFormatError, StorageError: of the nearest tier.
         """
-        found = survey(self._storages, timeout)
-        seq = repository.next_seq()
-        if seq == 1 and (other := next((one for one in found if one.record is not None and one.next_seq > 1), None)):
-            repository = adopt_run(RunText.of(Repository(other.storage)), repository.storage)
+        if not repository.ids():
+            self._surveys = survey(self._storages, timeout)
+            held = next((one.run for one in self._surveys if one.run is not None and one.next_seq > 1), None)
+            if held is not None:
+                repository = adopt_run(held, repository.storage)
         repository.create_if_absent()
-        run = RunText.of(repository)
+        self.run = RunText.of(repository)
         for replicator in self._replicators:
-            replicator.tier.run = run
-        seq = max(seq, *(one.next_seq for one in found))
-        if any(not one.answered for one in found):
-            seq += UNKNOWN_SEQ_GAP
-        return repository, seq
+            replicator.tier.run = self.run
+        return repository
+
+    def next_seq(self, timeout: float = SURVEY_SECONDS) -> int:
+        """A number that no snapshot of a further tier reaches. Waits at most `timeout` seconds for them to answer."""
+        found = self._surveys or survey(self._storages, timeout)
+        self._surveys = []
+        seq = max(one.next_seq for one in found)
+        return seq if all(one.answered for one in found) else seq + UNKNOWN_SEQ_GAP
 
     def start(self) -> None:
         """Begin to copy; after `join_run`."""
@@ -215,7 +223,7 @@ class Survey:
     """What a tier had to say at the start. `answered` is False until it has said everything."""
 
     storage: Storage
-    record: RunRecord | None = None
+    run: RunText | None = None
     next_seq: int = 1
     answered: bool = False
 
@@ -234,14 +242,11 @@ def survey(storages: Sequence[Storage], timeout: float) -> list[Survey]:
 
 def _ask(one: Survey) -> None:
     repository = Repository(one.storage)
+    run: RunText | None = None
     try:
-        record = repository.record()
-    except FormatError:
-        record = None
-    except CkptError:
-        return  # it is asked again, and complained about, when something is copied to it
-    try:
+        with suppress(FormatError, StorageMissingError):  # such a tier is complained about when it is opened
+            run = RunText.of(repository)
         next_seq = repository.next_seq()
     except CkptError:
-        return
-    one.record, one.next_seq, one.answered = record, next_seq, True
+        return  # as above
+    one.run, one.next_seq, one.answered = run, next_seq, True

@@ -97,7 +97,7 @@ class Worker:
         return True
 
     def _serve(self) -> None:
-        self._writer.sweep()
+        self._writer.prepare()
         while True:
             with self._changed:
                 while not self._todo and not self._finishing:

@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, StorageFullError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotFailed, SnapshotsForgotten
@@ -30,6 +30,7 @@ from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import KeepAll, RetentionPolicy, policy_from
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.transfer import adopt_run
 
 Emit = Callable[[Body], object]
 
@@ -78,15 +79,15 @@ class Writer:
         fleet = Fleet(config, storage, _holder(config), self._emit_event) if config.tiers else None
         self._lease = acquire(storage, _holder(config), config.lease_wait_seconds)
         with ExitStack() as undo:
-            undo.callback(self._lease.release)
+            undo.callback(lambda: self._lease.release())
             self._repository = Repository(storage)
             if fleet is None:
                 self._repository.create_if_absent()
-                self._seq = self._repository.next_seq()
             else:
-                self._repository, self._seq = fleet.join_run(self._repository)
+                self._repository = fleet.join_run(self._repository)
                 fleet.start()
                 self._fleet = fleet
+            self._seq = self._repository.next_seq()
             self._room = Room(self._repository, self._lease, self._policy, self._notice)
             self._closing = undo.pop_all()
 
@@ -138,6 +139,12 @@ class Writer:
             case kind:
                 raise WriterError(f"the writer does not know the message {kind!r}")
 
+    def prepare(self) -> None:
+        """Once after `open`, before any message: what takes time and needs no answer. Never raises."""
+        if self._fleet is not None:
+            self._seq = max(self._seq, self._fleet.next_seq())
+        self.sweep()
+
     def sweep(self) -> None:
         """Remove what writers that died have left behind; once, and again only after a full disk. Never raises."""
         if self._swept:
@@ -184,7 +191,7 @@ class Writer:
         """Write the snapshot to the nearest tier, making room before."""
         cut_layout, skeletons = self._resolve(job)
         self.sweep()
-        self._lease.check()
+        self._check_lease()
         data = DataFile(names.data_name(snapshot), cut_layout.layout.nbytes)
         # Digests are not known yet; any will do to see how much will be written.
         blank = cut_layout.blank_digests
@@ -197,6 +204,20 @@ class Writer:
         committed = self._write(job, snapshot, self._repository, self._config.url)
         self._room.committed(snapshot)
         return committed
+
+    def _check_lease(self) -> None:
+        """Raises `LeaseHeldError` if the nearest tier is not ours. One of several is taken again if it is free."""
+        try:
+            self._lease.check()
+        except LeaseHeldError:
+            if self._fleet is None:
+                raise
+            storage = self._repository.storage
+            with suppress(CkptError, OSError):  # whatever it was, it is lost
+                self._lease.release()
+            self._lease = acquire(storage, _holder(self._config))
+            self._repository = adopt_run(self._fleet.run, storage)
+            self._room = Room(self._repository, self._lease, self._policy, self._notice)
 
     def _make_durable_elsewhere(self, job: PersistJob, snapshot: str, error: Exception) -> SnapshotCommitted | None:
         """The nearest tier has failed: write the snapshot to the next one that works. None: none does."""

@@ -81,7 +81,7 @@ def plan_prune(
     doubles = slim.twins(scanned)
     infos = [info for info in scanned if info.id not in doubles]
     whole = _newest_whole(repository, infos, verified)
-    if whole is None:
+    if whole is None and infos:
         return Plan({info.id: "no snapshot is whole: nothing is removed" for info in scanned}, ())
     limited = Retention.of(policy).limits != Limits()
     keep = pins.protection(repository.storage) | dict(protected)

@@ -112,11 +112,9 @@ def plan(
         usage: the bytes behind the snapshots; without it each has its `nbytes`.
         free_bytes: of the storage, if known.
     """
-    if not infos:
-        return Plan({}, ())
     retention = Retention.of(policy)
     in_order = sorted(infos, key=by_age)
-    newest = in_order[-1].id
+    newest = in_order[-1].id if in_order else ""
     shed = _Shedding(in_order, retention, usage, {*protected, verified or newest})
     always = {newest: NEWEST} | ({verified: NEWEST_WHOLE} if verified else {})
     # Again until nothing changes: a rule that somebody else wrote may keep less of less.
@@ -207,7 +205,7 @@ class _Shedding:
         self.why[snapshot] = why
         for name, nbytes in self._usage.files.get(snapshot, {}).items():
             self._needed_by[name] -= 1
-            if self._needed_by[name] == 0:
+            if True:
                 self.freed_bytes += nbytes
 
     def to_limits(

@@ -31,6 +31,7 @@ class Weather:
         self.after_put: Callable[[str], None] = lambda name: None
         self.after_delete: Callable[[], None] = lambda: None
         self.free_bytes: int | None = None
+        self._hanging = ("", threading.Event())
 
     def down(self, *what: str) -> None:
         """Let these operations fail; all if none is named."""
@@ -40,7 +41,14 @@ class Weather:
         """Let nothing fail."""
         self.failing = frozenset()
 
+    def hang(self, what: str) -> threading.Event:
+        """Let this operation hang until the event is set."""
+        self._hanging = (what, threading.Event())
+        return self._hanging[1]
+
     def strike(self, what: str, name: str) -> None:
+        if what == self._hanging[0]:
+            assert self._hanging[1].wait(WAIT_SECONDS)
         if what in self.failing:
             raise StorageError(f"{what} {name}: the network is down")
 

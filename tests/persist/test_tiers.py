@@ -466,6 +466,35 @@ def test_a_tier_whose_folder_is_removed_starts_again(run: Run) -> None:
     assert steps(run.far) == [2]
 
 
+def test_a_nearest_folder_that_is_removed_is_made_again(run: Run) -> None:
+    """A disk that was mounted anew is a place of the run at the next snapshot; numbers go on."""
+    run.start()
+    run.save(1)
+    run.until_copied(1)
+    run.near.rename(run.near.with_name("gone"))
+    run.save(2)
+    run.until_copied(2)
+    run.close()
+    assert [(i.seq, i.step) for i in check_all(run.near)] == [(2, 2)]
+    assert [(i.seq, i.step) for i in check_all(run.far)] == [(1, 1), (2, 2)]
+    assert same_files(run.near, run.far, [layout.RECORD])
+
+
+def test_a_writer_that_takes_over_does_not_wait_for_a_tier(run: Run) -> None:
+    """A new writer in the middle of training is ready at once, though a tier hangs."""
+    run.start()
+    run.save(1)
+    run.until_copied(1)
+    run.close()
+    run.heard.clear()
+    hanging = run.weather[run.far].hang("list")
+    run.start()  # would take the survey's time otherwise
+    assert not hanging.is_set()
+    hanging.set()
+    run.save(2)
+    run.until_copied(2)
+
+
 def test_closing_waits_for_copies_but_not_for_a_tier_that_fails(run: Run) -> None:
     """What is under way is finished; after one more failure the writer goes on by itself, and says so."""
     client = run.start(drain_seconds=30.0)

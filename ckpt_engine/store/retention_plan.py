@@ -205,7 +205,7 @@ class _Shedding:
         self.why[snapshot] = why
         for name, nbytes in self._usage.files.get(snapshot, {}).items():
             self._needed_by[name] -= 1
-            if True:
+            if self._needed_by[name] == 0:
                 self.freed_bytes += nbytes
 
     def to_limits(

@@ -117,20 +117,15 @@ def plan(
     newest = in_order[-1].id if in_order else ""
     shed = _Shedding(in_order, retention, usage, {*protected, verified or newest})
     always = {newest: NEWEST} | ({verified: NEWEST_WHOLE} if verified else {})
-    # Again until nothing changes: a rule that somebody else wrote may keep less of less.
-    while True:
-        left = shed.left
-        reasons = dict(retention.keep(left))
-        for snapshot, reason in protected.items():
-            reasons[snapshot] = f"{reason}; {reasons[snapshot]}" if snapshot in reasons else reason
-        for snapshot, reason in always.items():
-            reasons.setdefault(snapshot, reason)
-        loose = [info.id for info in left if info.id not in reasons]
-        for snapshot in loose:
-            shed.remove(snapshot, NO_RULE)
-        limited = shed.to_limits(retention.limits, free_bytes)
-        if not loose and not limited:
-            break
+    reasons = dict(retention.keep(in_order))
+    for snapshot, reason in protected.items():
+        reasons[snapshot] = f"{reason}; {reasons[snapshot]}" if snapshot in reasons else reason
+    for snapshot, reason in always.items():
+        reasons.setdefault(snapshot, reason)
+    for info in in_order:
+        if info.id not in reasons:
+            shed.remove(info.id, NO_RULE)
+    shed.to_limits(retention.limits, free_bytes)
     kept = {info.id: reasons[info.id] for info in shed.left}
     slim = _slim(shed.left, retention.components, {*protected, verified or newest, newest})
     return Plan(kept, shed.removed_in_order(), shed.why, slim, shed.short_bytes)
@@ -210,9 +205,8 @@ class _Shedding:
 
     def to_limits(
         self, limits: Limits, free_bytes: int | None, incoming_bytes: int = 0, *, first: Sequence[str] = ()
-    ) -> bool:
-        """Remove until both limits hold with `incoming_bytes` more; whether anything was removed."""
-        before = len(self.why)
+    ) -> None:
+        """Remove until both limits hold with `incoming_bytes` more, those in `first` first."""
         order = [*first, *(snapshot for snapshot in self._by_worth() if snapshot not in set(first))]
         short_bytes = [0]
         if limits.quota_bytes is not None:
@@ -224,7 +218,6 @@ class _Shedding:
             why = f"{units.size(limits.min_free_bytes)} must stay free"
             short_bytes.append(self.to_free(need_bytes, order, why))
         self.short_bytes = max(short_bytes)
-        return len(self.why) > before
 
     def to_free(self, need_bytes: int, order: Sequence[str], why: str) -> int:
         """Remove in `order` until `need_bytes` are free. Where that is impossible nothing goes.

@@ -107,7 +107,7 @@ def test_the_order_of_a_listing_does_not_matter(disk: Disk, policy: Retention, d
 def test_what_is_pinned_or_newest_whole_always_stays(disk: Disk, policy: Retention, data: st.DataObject) -> None:
     """No rule and no limit removes them, after a write or before one."""
     pinned, verified = _chosen(data, disk), _verified(data, disk)
-    immune = pinned | ({verified} if verified else {one.id for one in disk.infos[-1:] if one.seq == _last(disk)})
+    immune = pinned | ({verified} if verified else {one.id for one in disk.infos if one.seq == _last(disk)})
     assert immune <= set(_planned(disk, policy, pinned, verified).keep)
     protected = dict.fromkeys(pinned, "pinned")
     before = plan_before_write(
@@ -225,6 +225,23 @@ def test_the_oldest_go_first_and_the_best_last() -> None:
     assert done.why[infos[1].id] == "over the quota of 3.1 MB"
     tighter = plan(infos, Retention(policy.rule, Limits(quota_bytes=UNIT)))
     assert set(tighter.keep) == {infos[4].id}
+
+
+def test_a_limit_takes_a_damaged_newest_before_the_newest_whole_one() -> None:
+    """There is room for one: it is the one that can be resumed from, after a write and before the next."""
+    infos = _run(1, 2, 3)
+    policy = Retention(KeepLast(3), Limits(quota_bytes=UNIT))
+    assert plan(infos, policy, verified=infos[1].id).remove == (infos[0].id, infos[2].id)
+    assert plan(infos, policy).remove == (infos[0].id, infos[1].id)
+    roomy = Retention(KeepLast(3), Limits(quota_bytes=2 * UNIT + SLACK_BYTES))
+    before = plan_before_write(infos, roomy, UNIT, None, verified=infos[1].id)
+    assert before.remove == (infos[0].id, infos[2].id)
+    assert plan_before_write(infos, roomy, UNIT, None).remove == (infos[0].id, infos[1].id)
+
+
+def test_a_limit_that_fails_without_snapshots_is_told() -> None:
+    """Nothing to remove is no reason to call a full disk fine."""
+    assert plan([], Retention(KeepAll(), Limits(min_free_bytes=UNIT)), free_bytes=1).short_bytes == UNIT - 1
 
 
 def test_room_comes_first_from_what_would_go_anyway() -> None:

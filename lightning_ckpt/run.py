@@ -18,6 +18,7 @@ from ckpt_engine.frequency.settings import FrequencySettings
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
 from ckpt_engine.observe.log import LogSink
+from ckpt_engine.snapshot.laziness import copies_lazily
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind, Position, kind_of, postponed
 from lightning_ckpt.capture import Capture, Instant
@@ -61,7 +62,8 @@ class FitRun:
         self._loaders = TrainLoaders(self._internals, trainer)
         self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders)
         self._capture = Capture(self._internals, trainer, module)
-        self._lazy = self._capture.lazy() if config.lazy == "auto" else None
+        lazily = copies_lazily(config.lazy, trainer.strategy.root_device)
+        self._lazy = self._capture.lazy() if lazily else None
         self.guard = FenceGuard(self.fence, self)
         self._stop = StopWatch(trainer)
         self._step_fence = StepFence(self.fence)

@@ -325,6 +325,7 @@ def every_batch(root: Path, **options: Any) -> list[Callback]:
             "on_validation_end": True,
             "keep": {"last": 1000},
             "writer": "thread",
+            "lazy": "on",
             "debug": True,
             **options,
         }

@@ -54,7 +54,7 @@ MUTATIONS = {
 
 def sparse(root: Path, **options: Any) -> AdaptiveCheckpoint:
     """Snapshots at every boundary where a slot is free; debug compares every lazily copied byte."""
-    return AdaptiveCheckpoint(str(root), every_n_steps=1, writer="thread", debug=True, **options)
+    return AdaptiveCheckpoint(str(root), every_n_steps=1, writer="thread", lazy="on", debug=True, **options)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -6,7 +6,6 @@ no process that outlives the trainer.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from pathlib import Path
@@ -59,5 +58,5 @@ class HandMade:
             temp = self._folder / "writing"
             with memoryview(buffer.memory) as whole:
                 direct_write(temp, whole)
-            os.replace(temp, self._folder / str(step % 2))
+            temp.replace(self._folder / str(step % 2))
             self._free.put(buffer)

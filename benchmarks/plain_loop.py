@@ -85,7 +85,7 @@ class PeerSaver:
 class PlainLoop:
     """A perceptron trained with Adam on seeded noise, other noise at every step.
 
-    A batch that is learned by heart leaves gradients so small that a step takes three times as long (subnormal numbers).
+    A batch that is learned by heart leaves subnormal gradients, and a step takes three times as long.
 
     Args:
         parameters: about this many; the state has three times as many fp32 numbers.

@@ -14,7 +14,6 @@ from ckpt_engine.persist.job import EntryLayout, Layout
 from ckpt_engine.store.digest import PIECE_BYTES, digest
 from ckpt_engine.store.manifest import Entry, Piece
 
-
 _MAX_THREADS = 4
 
 

@@ -168,7 +168,7 @@ def completed(config: WriterConfig) -> WriterConfig:
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "started": time.time(),
-        "command": " ".join([sys.executable, *sys.argv]),
+        "command": " ".join([sys.executable, *sys.argv[:1]]),  # arguments may hold secrets, and the lease is readable
     }
     url = config.url if "://" in config.url else str(Path(config.url).expanduser().absolute())
     return dataclasses.replace(config, url=url, holder={**me, **config.holder})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from ckpt_engine.config import load_config
+from ckpt_engine.config import Config, Tier, load_config
 from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.store.layout import ParsedId
 from ckpt_engine.store.repository import Repository
@@ -16,19 +16,40 @@ _STEP = re.compile(r"(?:step=)?(\d+)")
 
 
 def open_root(root: str) -> Repository:
-    """The repository at a folder, a URL, or the place named by a YAML file.
+    """The repository at a folder, a URL, or the first place named by a YAML file.
 
     Raises:
         ConfigError: a YAML file that is wrong or missing, or an unsupported URL.
         StorageMissingError: no run there.
         ForeignError: files there, and none of ours.
     """
-    repository = Repository(open_storage(load_config(root).root_url))
+    repository = _repository(load_config(root).tiers[0])
+    _require_run(repository)
+    return repository
+
+
+def open_places(config: Config) -> list[tuple[Tier, Repository]]:
+    """All tiers with their repositories, nearest first, without further ones to which nothing has been copied yet.
+
+    Raises:
+        StorageMissingError: no run at the first one.
+        ForeignError: files at one of them, and none of ours.
+        StorageError: one of them cannot be read.
+    """
+    places = [(tier, _repository(tier)) for tier in config.tiers]
+    _require_run(places[0][1])
+    return [places[0], *(place for place in places[1:] if place[1].record() is not None)]
+
+
+def _repository(tier: Tier) -> Repository:
+    return Repository(open_storage(tier.url, tier.storage_options))
+
+
+def _require_run(repository: Repository) -> None:
     if repository.record() is None and not repository.ids():
         raise StorageMissingError(
             f"no run at {repository.storage.url}", hint="check the path; a run starts with its first snapshot"
         )
-    return repository
 
 
 def find_snapshot(repository: Repository, wanted: str = LATEST) -> str:

@@ -14,7 +14,9 @@ To the writer, in this order:
 
 To the trainer: `started`, or `refused` with `error` (the writer then exits); per job `event`s, one `done`, perhaps
 events of the retention that follows, one `settled`. Jobs are done in the order they were sent. Nothing is sent after
-`refused`, and nothing but answers to jobs after `started`.
+`refused`. With one tier nothing but answers to jobs is sent after `started`. With several, events of further tiers come
+at any time, and after `close` one `closed` with the `unfinished` ones, as soon as nothing is left to wait for: the
+writer then goes on by itself.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ REFUSED = "refused"
 EVENT = "event"
 DONE = "done"
 SETTLED = "settled"
+CLOSED = "closed"
 
 
 def event(found: events.Event) -> Body:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ckpt_engine.errors import CkptError
+from ckpt_engine.observe.events import Notice
 from ckpt_engine.persist import protocol
 from ckpt_engine.persist.job import ErrorRecord, WriterConfig
 from ckpt_engine.persist.wire import Body
@@ -55,7 +56,8 @@ class Worker:
             self._changed.notify()
 
     def skip_waiting(self) -> None:
-        """Exit after the message at hand."""
+        """Exit after the message at hand, leaving further tiers as they are."""
+        self._writer.stop_draining()
         with self._changed:
             self._todo.clear()
             self._finishing = True
@@ -76,8 +78,11 @@ class Worker:
         finally:
             try:
                 self._writer.close()
+                if broken is None:
+                    self._writer.drain()
             except OSError:
                 broken = broken or traceback.format_exc()
+            self._writer.stop_draining()
             self.ended = True
             self._on_exit(broken)
 
@@ -92,7 +97,7 @@ class Worker:
         return True
 
     def _serve(self) -> None:
-        self._writer.sweep()
+        self._writer.prepare()
         while True:
             with self._changed:
                 while not self._todo and not self._finishing:
@@ -106,3 +111,9 @@ class Worker:
 def refusal(body: Body) -> ErrorRecord:
     """The error of a `refused` message."""
     return ErrorRecord(body["code"], body["message"], body["hint"])
+
+
+def unfinished(body: Body, who: str) -> Notice:
+    """What a `closed` message means for people."""
+    tiers = ", ".join(body["unfinished"])
+    return Notice("WARNING", f"not everything is on {tiers} yet; {who} goes on with it for a while")

@@ -197,6 +197,7 @@ class Pipeline:
         self._copier.close(timeout)
         if self._writer is not None:
             self._writer.client.close(timeout)
+            self.poll()  # what further tiers had to say until the end
             self._writer = None
         self._slots.close()
         if not drained:

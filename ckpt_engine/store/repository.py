@@ -151,6 +151,12 @@ class Repository:
         self._remember(manifest)
         return manifest
 
+    def files_of(self, snapshot: str) -> tuple[str, ...]:
+        """The names of the data files a snapshot needs. Raises as `read`."""
+        if snapshot not in self._files:
+            self.read(snapshot)
+        return self._files[snapshot]
+
     def commit(self, manifest: Manifest) -> None:
         """Make a snapshot exist. Every data file it names MUST be durable already.
 

@@ -96,7 +96,7 @@ def test_what_is_no_run_is_an_error_without_traceback(ckpt: Ckpt, tmp_path: Path
         tmp_path / "foreign": "[CKPT402]",
         tmp_path / "file": "[CKPT305]",
         tmp_path / "ckpt.yaml": "no such file",
-        "s3://bucket/run": "storage 's3://' is not supported by this version",
+        "s4://bucket/run": "no storage for s4:// URLs",
     }.items():
         result = ckpt("ls", root)
         assert (result.code, result.out) == (2, ""), root

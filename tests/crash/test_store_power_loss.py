@@ -5,66 +5,27 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
+from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.store import layout
-from ckpt_engine.store.collect import plan_prune
+from ckpt_engine.store.collect import collect, plan_prune
 from ckpt_engine.store.lease import Lease
 from ckpt_engine.store.manifest import Manifest
-from ckpt_engine.store.retention import KeepLast
+from ckpt_engine.store.retention import KeepLast, plan
 from ckpt_engine.store.storage.local import LocalStorage
-from tests.crash.life import FOREIGN, FailingDisk, Run, check, live, recover, small_blocks
-from tests.crash.powerloss import Change, Killed, RecordingDisk, build, crash_states, marks
-
-
-@pytest.fixture
-def scratch(tmp_path: Path) -> Iterator[Path]:
-    """Where states are built: in memory if possible, because there are thousands."""
-    memory = Path("/dev/shm")
-    with TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
-        yield Path(folder)
+from tests.crash.explore import Explorer
+from tests.crash.life import FOREIGN, FailingDisk, Run, live, recover, small_blocks
+from tests.crash.powerloss import Change, Killed, RecordingDisk
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with small_blocks(monkeypatch):
         yield
-
-
-class _Explorer:
-    """Checks crash states of recorded operations, each different one once."""
-
-    def __init__(self, scratch: Path) -> None:
-        self._scratch = scratch
-        self._seen: set[object] = set()
-        self.checked = 0
-        self.bad: list[str] = []
-
-    def explore(self, disk: RecordingDisk, first: int = 0, *, stop_at_bad: bool = False) -> None:
-        for upto in range(first, len(disk.operations) + 1):
-            labels = marks(disk.operations, upto)
-            for tree in crash_states(disk.operations, upto):
-                key = (tuple(sorted(tree.items())), tuple(labels))
-                if key not in self._seen:
-                    self._seen.add(key)
-                    self._check(tree, labels, upto)
-                if self.bad and stop_at_bad:
-                    return
-
-    def _check(self, tree: dict[str, bytes | None], labels: list[str], upto: int) -> None:
-        self.checked += 1
-        base = self._scratch / "state"
-        base.mkdir()
-        try:
-            build(tree, base)
-            check(base / "run", labels)
-        except Exception as err:  # noqa: BLE001 - whatever goes wrong makes this a bad state
-            self.bad.append(f"after operation {upto}: {type(err).__name__}: {err}")
-        finally:
-            shutil.rmtree(base)
 
 
 def _recorded(tmp_path: Path, make_run: type[Run], disk: RecordingDisk, storage: type[LocalStorage]) -> Run:
@@ -98,13 +59,13 @@ def _lived(
 
 def test_power_loss_at_any_point_leaves_a_sound_store(tmp_path: Path, scratch: Path) -> None:
     """After a power loss at any point, with anything unsynced lost, landed or torn, there is no bad state."""
-    explorer = _Explorer(scratch)
+    explorer = Explorer(scratch)
     explorer.explore(_lived(tmp_path))
     assert explorer.bad == []
     assert explorer.checked > 200
 
 
-def _killed_then_power_loss(tmp_path: Path, explorer: _Explorer, die_before: int) -> None:
+def _killed_then_power_loss(tmp_path: Path, explorer: Explorer, die_before: int) -> None:
     disk = _lived(tmp_path, die_before=die_before)
     died = len(disk.operations)
     disk.dead, disk.die_before = False, None
@@ -122,7 +83,7 @@ def _all_points(tmp_path: Path) -> int:
 
 def test_a_kill_and_then_a_power_loss_leave_a_sound_store(tmp_path: Path, scratch: Path) -> None:
     """A process killed anywhere leaves names that are visible but not synced: its successor must not build on them."""
-    explorer = _Explorer(scratch)
+    explorer = Explorer(scratch)
     for die_before in range(1, _all_points(tmp_path), 13):
         _killed_then_power_loss(tmp_path, explorer, die_before)
     assert explorer.bad == []
@@ -131,7 +92,7 @@ def test_a_kill_and_then_a_power_loss_leave_a_sound_store(tmp_path: Path, scratc
 @pytest.mark.slow
 def test_a_kill_at_every_point_and_then_a_power_loss_leave_a_sound_store(tmp_path: Path, scratch: Path) -> None:
     """The same, for every point at which the process can be killed."""
-    explorer = _Explorer(scratch)
+    explorer = Explorer(scratch)
     for die_before in range(1, _all_points(tmp_path)):
         _killed_then_power_loss(tmp_path, explorer, die_before)
     assert explorer.bad == []
@@ -176,6 +137,8 @@ class _InPlace(LocalStorage):
         path = self.path(name)
         self.make_folder(path.rpartition("/")[0])
         made: list[str] = []
+        if not exclusive:
+            self.delete(name)
         try:
             self._write(path, blocks, made)
             self._disk.sync_folder(path.rpartition("/")[0])
@@ -202,6 +165,23 @@ class _DataFirst(Run):
         self.repository.forget(removed)
 
 
+class _NoPins(Run):
+    def pin(self, snapshot: str, note: str = "") -> None:
+        with suppress(StorageMissingError):  # it was removed although it is pinned
+            super().pin(snapshot, note)
+
+    def prune(self, count: int, lease: Lease) -> None:
+        infos = self.repository.list()
+        self.repository.forget(plan(infos, KeepLast(count)).remove)
+        collect(self.repository, lease)
+
+
+class _LoosePins(Run):
+    def pin(self, snapshot: str, note: str = "") -> None:
+        self.mark(f"pinned {snapshot}")
+        super().pin(snapshot, note)
+
+
 class _NoReachability(Run):
     def prune(self, count: int, lease: Lease) -> None:
         removed = plan_prune(self.repository, KeepLast(count)).remove
@@ -220,12 +200,14 @@ class _NoReachability(Run):
         {"make_run": _ManifestFirst},
         {"make_run": _DataFirst},
         {"make_run": _NoReachability},
+        {"make_run": _NoPins},
+        {"make_run": _LoosePins},
     ],
     ids=lambda broken: next(iter(broken.values())).__name__.strip("_"),
 )
 def test_the_check_notices_every_broken_rule(tmp_path: Path, scratch: Path, broken: dict[str, type]) -> None:
     """The same exploration finds a bad state as soon as one rule of the store is broken."""
-    explorer = _Explorer(scratch)
+    explorer = Explorer(scratch)
     explorer.explore(_lived(tmp_path, **broken), stop_at_bad=True)
     assert explorer.bad
 
@@ -238,13 +220,14 @@ def test_an_unsynced_forget_of_a_killed_process_is_noticed(
     shutil.rmtree(tmp_path / "disk")
     forgets = [i for i, op in enumerate(whole) if isinstance(op, Change) and _removes_a_manifest(op)]
     monkeypatch.setattr("ckpt_engine.store.collect._settle", lambda repository, garbage: None)
-    explorer = _Explorer(scratch)
-    _killed_then_power_loss(tmp_path, explorer, forgets[0] + 1)
+    explorer = Explorer(scratch)
+    for forget in forgets:
+        _killed_then_power_loss(tmp_path, explorer, forget + 1)
     assert explorer.bad
 
 
 def _removes_a_manifest(change: Change) -> bool:
-    return any(inode is None and layout.parse_id(Path(path).stem) for path, inode in change.names.items())
+    return any(inode is None and layout.manifest_id(path.partition("/")[2]) for path, inode in change.names.items())
 
 
 def test_the_scenario_writes_around_the_page_cache_where_it_can(tmp_path: Path) -> None:

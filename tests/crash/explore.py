@@ -1,0 +1,44 @@
+"""Tries every state in which a power loss can leave a recorded run."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.crash.life import check
+from tests.crash.powerloss import RecordingDisk, Tree, build, crash_states, marks
+
+
+class Explorer:
+    """Checks crash states of recorded operations, each different one once."""
+
+    def __init__(self, scratch: Path, sound: Callable[[Path, list[str]], None] = check) -> None:
+        self._scratch = scratch
+        self._sound = sound
+        self._seen: set[object] = set()
+        self.checked = 0
+        self.bad: list[str] = []
+
+    def explore(self, disk: RecordingDisk, first: int = 0, *, stop_at_bad: bool = False) -> None:
+        for upto in range(first, len(disk.operations) + 1):
+            labels = marks(disk.operations, upto)
+            for tree in crash_states(disk.operations, upto):
+                key = (tuple(sorted(tree.items())), tuple(labels))
+                if key not in self._seen:
+                    self._seen.add(key)
+                    self._check(tree, labels, upto)
+                if self.bad and stop_at_bad:
+                    return
+
+    def _check(self, tree: Tree, labels: list[str], upto: int) -> None:
+        self.checked += 1
+        base = self._scratch / "state"
+        base.mkdir()
+        try:
+            build(tree, base)
+            self._sound(base / "run", labels)
+        except Exception as err:  # noqa: BLE001 - whatever goes wrong makes this a bad state
+            self.bad.append(f"after operation {upto}: {type(err).__name__}: {err}")
+        finally:
+            shutil.rmtree(base)

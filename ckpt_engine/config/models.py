@@ -40,10 +40,10 @@ def _checked(parse: Callable[[object], object], *, also: str | None = None) -> B
 
 
 def _one_of(*words: str) -> BeforeValidator:
-    """Exactly one of `words`; the boolean that a YAML 1.1 reader makes of an unquoted `off` counts as that word."""
+    """Exactly one of `words`; the boolean that a YAML 1.1 reader makes of an unquoted `on` or `off` counts as it."""
 
     def validate(value: object) -> object:
-        word = "off" if value is False and "off" in words else value
+        word = {True: "on", False: "off"}[value] if isinstance(value, bool) and "off" in words else value
         if isinstance(word, str) and word in words:
             return word
         near = difflib.get_close_matches(str(value).lower(), words, 1)
@@ -207,9 +207,10 @@ class Config(Section):
     slots: Count = Field(
         default=2, description="Snapshots that fit in host memory at once: one staged while one is written."
     )
-    lazy: Annotated[Literal["auto", "off"], _one_of("auto", "off")] = Field(
+    lazy: Annotated[Literal["auto", "on", "off"], _one_of("auto", "on", "off")] = Field(
         default="auto",
-        description="auto: copy while the next forward and backward run; off: copy before training goes on.",
+        description="on: copy while the next forward and backward run; off: copy before training goes on; "
+        "auto: on where a core is left that training does not use.",
     )
 
     pickle: Annotated[

@@ -9,10 +9,11 @@ from typing import Any
 
 from ckpt_engine.errors import FormatError, StorageMissingError
 from ckpt_engine.restore.choose import Candidate, Check, Rejected, candidates, none_usable, reject
-from ckpt_engine.restore.into import copy_into, live_shapes
+from ckpt_engine.restore.into import copy_into, live_shapes, live_targets
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
+from ckpt_engine.restore.stream import stream_into
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 
@@ -22,6 +23,7 @@ class Loaded:
     """A loaded snapshot and how it was found.
 
     Args:
+        state: what was saved; None once it was handed over.
         notes: what came back as a plain equivalent, because its class is not imported here.
         rejected: newer snapshots that could not be used.
         read_bytes: bytes read from storage.
@@ -63,7 +65,8 @@ def load(
     """Read the newest valid snapshot (of `step`), or None if there are none at all.
 
     Args:
-        into: live state of the same structure; its tensors are overwritten in place and returned in the state.
+        into: live state of the same structure; its tensors are overwritten in place and returned in the state. If
+            an error is raised after reading began, their content is undefined.
         check: see `choose.Check`.
 
     Raises:
@@ -82,7 +85,10 @@ def load(
     for candidate in candidates(repository, rejected, step=step, check=fits):
         manifest = candidate.manifest
         try:
-            entries = read_entries(repository.storage, manifest)
+            targets = live_targets(manifest.tree, into, manifest.entries) if into is not None else {}
+            stream_into(repository.storage, manifest, targets)
+            rest = [name for name in manifest.entries if name not in targets]
+            entries = {**targets, **read_entries(repository.storage, manifest, rest)}
             rebuilder = Rebuilder(entries, pickle_paths)
             state = rebuilder.state(manifest.tree)
         except (FormatError, StorageMissingError) as err:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.errors import CorruptError, NewerFormatError
-from ckpt_engine.snapshot import hugepages
+from ckpt_engine.snapshot import pages
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Entry, Manifest, Piece
 from ckpt_engine.store.storage.base import Storage
@@ -77,14 +77,19 @@ class _Image:
         self._base = self._wanted[0].piece.offset // READ_BYTES * READ_BYTES
         # Untouched memory costs nothing, so gaps between wanted pieces are simply not read.
         self._memory = mmap.mmap(-1, last - self._base, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        hugepages.advise(self._memory)
+        pages.advise(self._memory)
         self._bytes = memoryview(self._memory)
+        self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         first_page = self._wanted[0].piece.offset // mmap.PAGESIZE * mmap.PAGESIZE
         self._reads: dict[int, Future[None]] = {}
         for number in sorted({n for w in wanted for n in _blocks(w.piece)}):
             start = max(number * READ_BYTES, first_page)
             stop = min((number + 1) * READ_BYTES, last)
-            self._reads[number] = pool.submit(storage.get_into, name, start, self._range(start, stop))
+            self._reads[number] = pool.submit(self._read, storage, start, stop)
+
+    def _read(self, storage: Storage, start: int, stop: int) -> None:
+        pages.populate(self._address + start - self._base, stop - start)
+        storage.get_into(self._name, start, self._range(start, stop))
 
     def verify(self) -> None:
         """Wait for the bytes and compare every piece with its digest."""

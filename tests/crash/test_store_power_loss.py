@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -16,55 +14,9 @@ from ckpt_engine.store.lease import Lease
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.retention import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
-from tests.crash.life import FOREIGN, FailingDisk, Run, check, live, recover, small_blocks
-from tests.crash.powerloss import Change, Killed, RecordingDisk, build, crash_states, marks
-
-
-@pytest.fixture
-def scratch(tmp_path: Path) -> Iterator[Path]:
-    """Where states are built: in memory if possible, because there are thousands."""
-    memory = Path("/dev/shm")
-    with TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
-        yield Path(folder)
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with small_blocks(monkeypatch):
-        yield
-
-
-class _Explorer:
-    """Checks crash states of recorded operations, each different one once."""
-
-    def __init__(self, scratch: Path) -> None:
-        self._scratch = scratch
-        self._seen: set[object] = set()
-        self.checked = 0
-        self.bad: list[str] = []
-
-    def explore(self, disk: RecordingDisk, first: int = 0, *, stop_at_bad: bool = False) -> None:
-        for upto in range(first, len(disk.operations) + 1):
-            labels = marks(disk.operations, upto)
-            for tree in crash_states(disk.operations, upto):
-                key = (tuple(sorted(tree.items())), tuple(labels))
-                if key not in self._seen:
-                    self._seen.add(key)
-                    self._check(tree, labels, upto)
-                if self.bad and stop_at_bad:
-                    return
-
-    def _check(self, tree: dict[str, bytes | None], labels: list[str], upto: int) -> None:
-        self.checked += 1
-        base = self._scratch / "state"
-        base.mkdir()
-        try:
-            build(tree, base)
-            check(base / "run", labels)
-        except Exception as err:  # noqa: BLE001 - whatever goes wrong makes this a bad state
-            self.bad.append(f"after operation {upto}: {type(err).__name__}: {err}")
-        finally:
-            shutil.rmtree(base)
+from tests.crash.explorer import Explorer
+from tests.crash.life import FOREIGN, FailingDisk, Run, live, recover
+from tests.crash.powerloss import Change, Killed, RecordingDisk
 
 
 def _recorded(tmp_path: Path, make_run: type[Run], disk: RecordingDisk, storage: type[LocalStorage]) -> Run:
@@ -98,13 +50,13 @@ def _lived(
 
 def test_power_loss_at_any_point_leaves_a_sound_store(tmp_path: Path, scratch: Path) -> None:
     """After a power loss at any point, with anything unsynced lost, landed or torn, there is no bad state."""
-    explorer = _Explorer(scratch)
+    explorer = Explorer(scratch)
     explorer.explore(_lived(tmp_path))
     assert explorer.bad == []
     assert explorer.checked > 200
 
 
-def _killed_then_power_loss(tmp_path: Path, explorer: _Explorer, die_before: int) -> None:
+def _killed_then_power_loss(tmp_path: Path, explorer: Explorer, die_before: int) -> None:
     disk = _lived(tmp_path, die_before=die_before)
     died = len(disk.operations)
     disk.dead, disk.die_before = False, None
@@ -122,7 +74,7 @@ def _all_points(tmp_path: Path) -> int:
 
 def test_a_kill_and_then_a_power_loss_leave_a_sound_store(tmp_path: Path, scratch: Path) -> None:
     """A process killed anywhere leaves names that are visible but not synced: its successor must not build on them."""
-    explorer = _Explorer(scratch)
+    explorer = Explorer(scratch)
     for die_before in range(1, _all_points(tmp_path), 13):
         _killed_then_power_loss(tmp_path, explorer, die_before)
     assert explorer.bad == []
@@ -131,7 +83,7 @@ def test_a_kill_and_then_a_power_loss_leave_a_sound_store(tmp_path: Path, scratc
 @pytest.mark.slow
 def test_a_kill_at_every_point_and_then_a_power_loss_leave_a_sound_store(tmp_path: Path, scratch: Path) -> None:
     """The same, for every point at which the process can be killed."""
-    explorer = _Explorer(scratch)
+    explorer = Explorer(scratch)
     for die_before in range(1, _all_points(tmp_path)):
         _killed_then_power_loss(tmp_path, explorer, die_before)
     assert explorer.bad == []
@@ -225,7 +177,7 @@ class _NoReachability(Run):
 )
 def test_the_check_notices_every_broken_rule(tmp_path: Path, scratch: Path, broken: dict[str, type]) -> None:
     """The same exploration finds a bad state as soon as one rule of the store is broken."""
-    explorer = _Explorer(scratch)
+    explorer = Explorer(scratch)
     explorer.explore(_lived(tmp_path, **broken), stop_at_bad=True)
     assert explorer.bad
 
@@ -238,7 +190,7 @@ def test_an_unsynced_forget_of_a_killed_process_is_noticed(
     shutil.rmtree(tmp_path / "disk")
     forgets = [i for i, op in enumerate(whole) if isinstance(op, Change) and _removes_a_manifest(op)]
     monkeypatch.setattr("ckpt_engine.store.collect._settle", lambda repository, garbage: None)
-    explorer = _Explorer(scratch)
+    explorer = Explorer(scratch)
     _killed_then_power_loss(tmp_path, explorer, forgets[0] + 1)
     assert explorer.bad
 

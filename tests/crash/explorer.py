@@ -1,0 +1,51 @@
+"""Checks what a power loss at each point of recorded operations leaves."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from ckpt_engine.store.repository import Repository
+from tests.crash.life import check
+from tests.crash.powerloss import RecordingDisk, Tree, build, crash_states, marks
+
+
+class Explorer:
+    """Builds crash states one after another, each different one once, and collects the bad ones.
+
+    Args:
+        scratch: a folder to build them in.
+        check_whole: as of `life.check`.
+    """
+
+    def __init__(self, scratch: Path, check_whole: Callable[[Repository, set[str]], None] | None = None) -> None:
+        self._scratch = scratch
+        self._check_whole = check_whole
+        self._seen: set[object] = set()
+        self.checked = 0
+        self.bad: list[str] = []
+
+    def explore(self, disk: RecordingDisk, first: int = 0, *, stop_at_bad: bool = False) -> None:
+        """Check the states after each of the operations from `first` on."""
+        for upto in range(first, len(disk.operations) + 1):
+            labels = marks(disk.operations, upto)
+            for tree in crash_states(disk.operations, upto):
+                key = (tuple(sorted(tree.items())), tuple(labels))
+                if key not in self._seen:
+                    self._seen.add(key)
+                    self._check(tree, labels, upto)
+                if self.bad and stop_at_bad:
+                    return
+
+    def _check(self, tree: Tree, labels: list[str], upto: int) -> None:
+        self.checked += 1
+        base = self._scratch / "state"
+        base.mkdir()
+        try:
+            build(tree, base)
+            check(base / "run", labels, self._check_whole)
+        except Exception as err:  # noqa: BLE001 - whatever goes wrong makes this a bad state
+            self.bad.append(f"after operation {upto}: {type(err).__name__}: {err}")
+        finally:
+            shutil.rmtree(base)

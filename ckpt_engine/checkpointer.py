@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import os
 import weakref
 from collections.abc import Mapping
@@ -165,18 +166,21 @@ class Checkpointer:
         `self.loaded` tells which one it was, where it came from, and why others were rejected.
 
         Args:
-            into: live state whose tensors are overwritten in place.
+            into: live state whose tensors are overwritten in place, without a second copy of the state in memory. If an
+                error is raised after reading began, their content is undefined.
             check: raises if a manifest does not fit; asked before data is read.
 
         Raises:
             NoUsableSnapshotError, ResumeError: as `choose`.
             MismatchError: `into` has other tensors; names them. Nothing was overwritten.
         """
-        self.loaded = restore.load(self._places(), step, into=into, check=check, pickle_paths=self.config.pickle)
-        if self.loaded is None:
+        found = restore.load(self._places(), step, into=into, check=check, pickle_paths=self.config.pickle)
+        # The state belongs to the caller: a second reference here would hold its memory for the whole run.
+        self.loaded = found and dataclasses.replace(found, state=None)
+        if found is None:
             return None
-        self._pipeline.parent = self.loaded.info.id
-        return self.loaded.state
+        self._pipeline.parent = found.info.id
+        return found.state
 
     def snapshots(self) -> list[SnapshotInfo]:
         """All snapshots that any tier has, oldest first.

@@ -39,7 +39,7 @@ class AdaptiveCheckpoint(Callback):
         on_error: "warn" or "raise" when a snapshot fails in the background.
         writer: "process" or "thread".
         slots: snapshots in host memory at once.
-        lazy: "auto" or "off".
+        lazy: "auto", "on" or "off".
         pickle: paths in the state that may be stored with pickle.
         debug: compare every lazily copied byte.
 

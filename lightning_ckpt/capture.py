@@ -17,6 +17,7 @@ from ckpt_engine.snapshot.flatten import Flattener, problems
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.compat import Internals
+from lightning_ckpt.packed import Packer
 
 OWN_KEY = "ckpt_engine"
 OWN_VERSION = 1
@@ -31,6 +32,7 @@ class Instant:
     Args:
         kind: of the boundary.
         loaders: states of the training loaders, in order.
+        generators: of the other loaders, in order.
         gradients: include accumulated gradients.
         extras: more of our own entries (JSON values): counters, the cadence.
         hidden: progress bar entries that are not the user's.
@@ -39,6 +41,7 @@ class Instant:
 
     kind: Kind
     loaders: list[Any]
+    generators: list[Any]
     gradients: bool
     extras: Mapping[str, Any]
     hidden: frozenset[str]
@@ -58,8 +61,10 @@ class Capture:
         self._internals = internals
         self._trainer = trainer
         self._module = module
+        self._packer = Packer(OWN_KEY)
         self._left_out: dict[str, str] | None = None
         self._weights: Mapping[str, Any] = {}
+        self._managed: frozenset[int] | None = None
 
     def state(self, instant: Instant) -> dict[str, Any]:
         """The whole state, with references to live tensors; draws nothing from any global random stream."""
@@ -76,26 +81,44 @@ class Capture:
         state[OWN_KEY] = {
             "version": OWN_VERSION,
             "kind": instant.kind.value,
-            "rng": streams,
-            "loaders": instant.loaders,
-            "ended_loaders": self._internals.ended_loaders,
-            "results": loop_state.dump_results(self._internals),
-            "metrics": loop_state.dump_metrics(self._module),
-            "tables": self._tables(instant),
             "gradients": loop_state.dump_gradients(self._module) if instant.gradients else None,
-            "flags": loop_state.dump_flags(self._module),
-            "flags_at_start": dict(instant.flags_at_start),
-            "should_stop": bool(self._trainer.should_stop),
-            "reload_epoch": self._internals.reload_epoch,
-            "left_out": self._left_out or {},
-            **instant.extras,
+            "packed": self._packer.pack(
+                {
+                    "rng": streams,
+                    "loaders": instant.loaders,
+                    "generators": instant.generators,
+                    "combined": self._internals.combined_position,
+                    "progress": self._internals.progress,
+                    "results": loop_state.dump_results(self._internals),
+                    "metrics": loop_state.dump_metrics(self._module),
+                    "tables": self._tables(instant),
+                    "flags": loop_state.dump_flags(self._module),
+                    "flags_at_start": dict(instant.flags_at_start),
+                    "should_stop": bool(self._trainer.should_stop),
+                    "reload_epoch": self._internals.reload_epoch,
+                    "left_out": self._left_out or {},
+                    **instant.extras,
+                }
+            ),
         }
         self._weights = {key: state[key] for key in ("state_dict", "current_model_state") if key in state}
+        self._managed = None
         return state
 
     def lazy(self) -> LazyLeaves:
         """A predicate for the engine; one object for the whole run."""
         return LazyLeaves(self)
+
+    def managed(self) -> frozenset[int]:
+        """Addresses of the parameters that optimizers manage, as of the last `state`."""
+        if self._managed is None:
+            self._managed = frozenset(
+                parameter.data_ptr()
+                for optimizer in self._trainer.optimizers
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            )
+        return self._managed
 
     def _tables(self, instant: Instant) -> dict[str, Any]:
         tables = loop_state.dump_tables(self._internals, instant.hidden)
@@ -151,13 +174,4 @@ class LazyLeaves:
         if weights is None or len(path) != 2:
             return False
         tensor = weights[path[1]]
-        return tensor.numel() > 0 and tensor.data_ptr() in self._managed()
-
-    def _managed(self) -> frozenset[int]:
-        # Asked once per leaf, and only when the structure of the state is new.
-        return frozenset(
-            parameter.data_ptr()
-            for optimizer in self._capture._trainer.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        )
+        return tensor.numel() > 0 and tensor.data_ptr() in self._capture.managed()

@@ -1,4 +1,4 @@
-"""All access to private names of Lightning: each use is named in `PRIVATE_NAMES` and probed when a run is set up.
+"""All access to private names of Lightning: each use is named in `private_names` and probed when a run is set up.
 
 Nothing else in this package touches an attribute of Lightning that starts with an underscore, or replaces a method of
 a Lightning object. When an upstream release renames something, `Internals.probe` says which feature needs it.
@@ -8,74 +8,39 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
+from torchmetrics import Metric, SumMetric
 
 from ckpt_engine.errors import CkptError
+from lightning_ckpt.private_names import PRIVATE_NAMES, PrivateName
 
 VERSION: str = version("lightning")
 MINIMUM_VERSION = (2, 5)
 _RESULT_MODULE = "lightning.pytorch.trainer.connectors.logger_connector.result"
 
 
-@dataclass(frozen=True, slots=True)
-class PrivateName:
-    """One private name of Lightning that this package depends on.
-
-    Args:
-        owner: the object it belongs to, a key of `Internals.owners`.
-        name: the attribute.
-        used_for: what stops working without it.
-    """
-
-    owner: str
-    name: str
-    used_for: str
-
-
-PRIVATE_NAMES: tuple[PrivateName, ...] = (
-    PrivateName("trainer", "_checkpoint_connector", "ckpt_path='auto'"),
-    PrivateName("trainer", "_logger_connector", "running means of self.log"),
-    PrivateName("connector", "resume_start", "ckpt_path='auto' (wrapped)"),
-    PrivateName("connector", "dump_checkpoint", "the content of a snapshot"),
-    PrivateName("connector", "_ckpt_path", "the path Lightning reports after a resume"),
-    PrivateName("connector", "_loaded_checkpoint", "handing the restored state to Lightning"),
-    PrivateName("connector", "_hpc_resume_path", "preferring a newer Slurm hpc_ckpt file"),
-    PrivateName("fit_loop", "on_advance_start", "restoring what a new epoch needs (wrapped)"),
-    PrivateName("fit_loop", "epoch_progress", "telling a finished epoch from an unfinished one"),
-    PrivateName("fit_loop", "_restarting", "plateau schedulers in the resumed epoch"),
-    PrivateName("fit_loop", "_data_fetcher", "batches fetched ahead of training"),
-    PrivateName("fit_loop", "_combined_loader", "which of several loaders has ended"),
-    PrivateName("fit_loop", "_skip_backward", "gradients in the last epoch of StochasticWeightAveraging"),
-    PrivateName("fit_loop", "_last_train_dl_reload_epoch", "reload_dataloaders_every_n_epochs after a resume"),
-    PrivateName("epoch_loop", "advance", "the snapshot instant (wrapped)"),
-    PrivateName("epoch_loop", "batch_progress", "the position in the epoch"),
-    PrivateName("epoch_loop", "_restarting", "validation and plateau schedulers after a resume"),
-    PrivateName("epoch_loop", "_should_accumulate", "waiting for the end of gradient accumulation"),
-    PrivateName("epoch_loop", "_num_ready_batches_reached", "telling a finished epoch from an unfinished one"),
-    PrivateName("epoch_loop", "_results", "running means of self.log"),
-    PrivateName("epoch_loop", "_batches_that_stepped", "the step axis of loggers"),
-    PrivateName("logger_connector", "_callback_metrics", "metrics that callbacks and schedulers see"),
-    PrivateName("logger_connector", "_logged_metrics", "trainer.logged_metrics after a resume"),
-    PrivateName("logger_connector", "_progress_bar_metrics", "the progress bar"),
-    PrivateName("logger_connector", "_first_loop_iter", "running means of self.log"),
-    PrivateName("logger_connector", "_current_fx", "running means of self.log"),
-    PrivateName("logger_connector", "should_update_logs", "logging as often as the trainer does"),
-    PrivateName("results", "_ResultMetric", "running means of self.log"),
-    PrivateName("results", "_Metadata", "running means of self.log"),
-    PrivateName("results", "_Sync", "running means of self.log"),
-)
-"""Every private name in use; `tests/lightning/test_compat.py` has one test for each."""
-
-
 def installed_version() -> tuple[int, ...]:
     """Major and minor version of the Lightning in use."""
     return tuple(int(part) for part in VERSION.split(".")[:2])
+
+
+def metric_progress(metric: Metric) -> tuple[int, torch.Tensor | None]:
+    """How often a metric object was updated, and what its last update returned if that is a tensor."""
+    cache = metric._forward_cache
+    return metric._update_count, cache if isinstance(cache, torch.Tensor) else None
+
+
+def set_metric_progress(metric: Metric, update_count: int, cache: torch.Tensor | None) -> None:
+    """Put `metric_progress` back; a value computed before is forgotten."""
+    state: Any = metric
+    state._update_count, state._forward_cache, state._computed = update_count, cache, None
 
 
 def callbacks_of(trainer: Any) -> list[Callback]:
@@ -112,7 +77,11 @@ class Internals:
             results = importlib.import_module(_RESULT_MODULE)
         except ImportError:
             results = None
+        combined = iter(CombinedLoader([[0]], "max_size_cycle"))
         return {
+            "combined_loader": combined,
+            "combined_iterator": getattr(combined, "_iterator", None),
+            "metric": SumMetric(),
             "trainer": trainer,
             "connector": getattr(trainer, "_checkpoint_connector", None),
             "logger_connector": getattr(trainer, "_logger_connector", None),
@@ -160,6 +129,7 @@ class Internals:
         def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
             around(original, checkpoint_path, *args, **kwargs)
 
+        resume_start.resolves_auto = True  # type: ignore[attr-defined]
         self._wrap(connector, "resume_start", resume_start)
 
     def wrap_epoch_start(self, before: Callable[[], None], after: Callable[[], None]) -> None:
@@ -278,6 +248,24 @@ class Internals:
         fit_loop.epoch_loop._restarting = False
 
     @property
+    def progress(self) -> dict[str, Any]:
+        """The position in the epoch and the loggers' step, exactly."""
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        return {"batch": epoch_loop.batch_progress.state_dict(), "stepped": epoch_loop._batches_that_stepped}
+
+    @progress.setter
+    def progress(self, saved: dict[str, Any]) -> None:
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        epoch_loop.batch_progress.load_state_dict(saved["batch"])
+        epoch_loop._batches_that_stepped = saved["stepped"]
+
+    def clear_resuming(self) -> None:
+        """Lets the next epoch start as any other does, with a new iterator over its loaders."""
+        fit_loop = self._trainer.fit_loop
+        if hasattr(fit_loop, "_resuming_from_checkpoint"):  # Lightning 2.6 and later
+            fit_loop._resuming_from_checkpoint = False
+
+    @property
     def reload_epoch(self) -> float:
         """The epoch in which the training loader was last made."""
         return float(self._trainer.fit_loop._last_train_dl_reload_epoch)
@@ -320,18 +308,23 @@ class Internals:
         iter(self._trainer.fit_loop._data_fetcher)
 
     @property
-    def ended_loaders(self) -> list[bool] | None:
-        """Which loaders of a "max_size_cycle" combination have ended once; None for other combinations."""
-        combined = self._trainer.fit_loop._combined_loader
-        consumed = getattr(getattr(combined, "_iterator", None), "_consumed", None)
-        return None if consumed is None else [bool(c) for c in consumed]
-
-    @ended_loaders.setter
-    def ended_loaders(self, ended: list[bool] | None) -> None:
+    def combined_position(self) -> dict[str, Any] | None:
+        """Where the combination of loaders is: batches given, and which loaders of a cycling one have ended once."""
         iterator = getattr(self._trainer.fit_loop._combined_loader, "_iterator", None)
+        if iterator is None:
+            return None
         consumed = getattr(iterator, "_consumed", None)
-        if ended is not None and consumed is not None and len(consumed) == len(ended):
-            consumed[:] = ended
+        return {"index": int(iterator._idx), "ended": None if consumed is None else [bool(c) for c in consumed]}
+
+    @combined_position.setter
+    def combined_position(self, position: dict[str, Any] | None) -> None:
+        iterator = getattr(self._trainer.fit_loop._combined_loader, "_iterator", None)
+        if iterator is None or position is None:
+            return
+        iterator._idx = position["index"]
+        consumed = getattr(iterator, "_consumed", None)
+        if consumed is not None and position["ended"] is not None and len(consumed) == len(position["ended"]):
+            consumed[:] = position["ended"]
 
     # ---- metrics
 

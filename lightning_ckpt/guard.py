@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -23,19 +23,29 @@ _log = logging.getLogger(__name__)
 Fence = Callable[[], object]
 
 
+class Listener(Protocol):
+    """Who is told, before any other callback, what has just happened."""
+
+    def validation_over(self) -> None: ...
+
+    def epoch_over(self) -> None: ...
+
+    def training_over(self) -> None: ...
+
+    def fit_over(self) -> None: ...
+
+
 class FenceGuard(Callback):
     """The first callback of the list while `AdaptiveCheckpoint` is active.
 
     Args:
         fence: waits for lazy copies; cheap where none is under way.
-        epoch_ended: called when an epoch has ended, before any other callback sees it.
-        train_ended: called when training has ended, before any other callback sees it.
+        listener: see `Listener`.
     """
 
-    def __init__(self, fence: Fence, epoch_ended: Callable[[], None], train_ended: Callable[[], None]) -> None:
+    def __init__(self, fence: Fence, listener: Listener) -> None:
         self._fence = fence
-        self._epoch_ended = epoch_ended
-        self._train_ended = train_ended
+        self._listener = listener
 
     @override
     def on_before_optimizer_step(
@@ -48,18 +58,26 @@ class FenceGuard(Callback):
         self._fence()
 
     @override
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._listener.validation_over()
+
+    @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._fence()
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._fence()
-        self._epoch_ended()
+        self._listener.epoch_over()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._fence()
-        self._train_ended()
+        self._listener.training_over()
+
+    @override
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._listener.fit_over()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
+from ckpt_engine.data import streams
 from ckpt_engine.data.exactness import Level
 from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.errors import StateError
@@ -31,6 +32,8 @@ class TrainLoaders:
         self._saved: Sequence[Any] | None = None
         self._waiting = 0
         self._before: object = self
+        self._others: list[DataLoader[Any]] = []
+        self._saved_generators: Sequence[Any] = ()
 
     def follow(self, loader: Any) -> Any:
         """Called with every loader the strategy has processed; returns it."""
@@ -44,10 +47,16 @@ class TrainLoaders:
             self._positions.append(position)
             if self._saved is not None:
                 self._load(len(self._positions) - 1)
+        elif isinstance(loader, DataLoader) and streams.capture_generators(loader):
+            # Validation loaders start anew each time, but the generator of a shuffled one goes on.
+            self._others.append(loader)
+            if len(self._others) <= len(self._saved_generators):
+                streams.restore_generators(loader, self._saved_generators[len(self._others) - 1])
         return loader
 
-    def expect(self, saved: Sequence[Any]) -> None:
-        """Loaders made from now on continue at these positions."""
+    def expect(self, saved: Sequence[Any], generators: Sequence[Any]) -> None:
+        """Loaders made from now on continue at these positions, the others with these generators."""
+        self._saved_generators = generators
         self._saved = saved
         self._waiting = len(self._positions)
 
@@ -78,9 +87,16 @@ class TrainLoaders:
         """One state per loader, for the snapshot instant; None for what is not a torch `DataLoader`."""
         return [None if p is None else p.next_epoch_state() if epoch_is_over else p.state() for p in self._positions]
 
+    def generators(self) -> list[Any]:
+        """The generators of validation loaders that have one of their own."""
+        return [streams.capture_generators(loader) for loader in self._others]
+
     def problems(self) -> list[NotRestored]:
         """What is not exact about the loaders' resume. Final once a batch was fetched."""
         found = []
+        if self._internals.user_fetches:
+            why = "training_step(dataloader_iter) fetches itself; exact if it holds no batch between two steps"
+            found.append(NotRestored("batches fetched ahead by the model", why))
         for index, (position, kind) in enumerate(zip(self._positions, self._types, strict=True)):
             name = f"position of training loader {index}, a {kind}"
             if position is None:

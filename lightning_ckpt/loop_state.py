@@ -15,7 +15,7 @@ import torch
 from torchmetrics import Metric
 
 from ckpt_engine.observe.resume_report import NotRestored
-from lightning_ckpt.compat import Internals
+from lightning_ckpt.compat import Internals, metric_progress, set_metric_progress
 
 _META_FIELDS = (
     "fx",
@@ -47,11 +47,12 @@ def dump_results(internals: Internals) -> dict[str, Any]:
 def _dump_result(result: Any) -> dict[str, Any]:
     meta, sync = result.meta, result.meta.sync
     reduction = next((name for name, fx in _REDUCTIONS.items() if fx is meta.reduce_fx), None)
+    update_count, cache = metric_progress(result)
     state = {
         "is_tensor": result.is_tensor,
         "has_reset": result.has_reset,
-        "update_count": result._update_count,
-        "cache": result._forward_cache if isinstance(result._forward_cache, torch.Tensor) else None,
+        "update_count": update_count,
+        "cache": cache,
     }
     if result.is_tensor:
         state["value"] = result.value
@@ -99,8 +100,7 @@ def _make_result(internals: Internals, trainer: pl.Trainer, entry: Mapping[str, 
     )
     result = result_type(meta, state["is_tensor"])
     result.has_reset = state["has_reset"]
-    result._update_count = state["update_count"]
-    result._forward_cache = state["cache"]
+    set_metric_progress(result, state["update_count"], state["cache"])
     if metric is not None:
         result.value = metric
     elif state["is_tensor"]:
@@ -119,14 +119,11 @@ def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
 
 def dump_metrics(module: torch.nn.Module) -> dict[str, Any]:
     """States of the torchmetrics objects that are submodules of the model."""
-    return {
-        name: {
-            "state": dict(metric.metric_state),
-            "update_count": metric._update_count,
-            "cache": metric._forward_cache if isinstance(metric._forward_cache, torch.Tensor) else None,
-        }
-        for name, metric in _metrics(module)
-    }
+    found = {}
+    for name, metric in _metrics(module):
+        update_count, cache = metric_progress(metric)
+        found[name] = {"state": dict(metric.metric_state), "update_count": update_count, "cache": cache}
+    return found
 
 
 def restore_metrics(module: torch.nn.Module, saved: Mapping[str, Any]) -> list[NotRestored]:
@@ -140,9 +137,7 @@ def restore_metrics(module: torch.nn.Module, saved: Mapping[str, Any]) -> list[N
             continue
         for field, value in entry["state"].items():
             setattr(metric, field, _to(value, metric.device))
-        metric._update_count = entry["update_count"]
-        metric._forward_cache = _to(entry["cache"], metric.device)
-        metric._computed = None
+        set_metric_progress(metric, entry["update_count"], _to(entry["cache"], metric.device))
     return missing
 
 
@@ -201,7 +196,7 @@ def restore_gradients(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]
     live = dict(module.named_parameters())
     for name, gradient in saved.items():
         if name in live:
-            live[name].grad = gradient.to(live[name].device)
+            live[name].grad = gradient.to(live[name].device, copy=True)
     gone = [name for name in saved if name not in live]
     return [NotRestored(f"gradient of {name!r}", "the model has no such parameter now") for name in gone]
 

@@ -25,11 +25,12 @@ from ckpt_engine.errors import NewerFormatError, ResumeError
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
-from lightning_ckpt import epoch_start, loop_state
+from lightning_ckpt import epoch_start, loop_state, weights
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.capture import OWN_KEY, OWN_VERSION
 from lightning_ckpt.compat import Internals, callbacks_of
 from lightning_ckpt.loaders import TrainLoaders
+from lightning_ckpt.packed import unpack
 from lightning_ckpt.report import ReportDraft, publish
 
 _log = logging.getLogger("lightning_ckpt")
@@ -62,6 +63,8 @@ class Resume:
         self._checkpointer = checkpointer
         self._loaders = loaders
         self._own: Mapping[str, Any] = {}
+        self._weights: Mapping[str, Any] = {}
+        self._loaded_as: weights.Dtypes = {}
         self.report: ReportDraft | None = None
         self.pending = False
 
@@ -87,6 +90,8 @@ class Resume:
         if hpc is not None:
             _log.info("ckpt_path='auto': %s is newer than the newest snapshot in %s", hpc, root)
             original(hpc, *args, **kwargs)
+        elif candidate is None and getattr(original, "resolves_auto", False):
+            original(AUTO, *args, **kwargs)  # a second callback with a folder of its own
         elif candidate is None:
             if self._loaders is None:
                 raise ResumeError(
@@ -108,7 +113,6 @@ class Resume:
             raise NewerFormatError(
                 f"snapshot {loaded.info.id} was written by a later version of lightning_ckpt", hint="update ckpt-engine"
             )
-        self._own = own or {}
         self._internals.hand_over(state, f"{self._checkpointer.root_url}#{loaded.info.id}")
         if self._loaders is None:
             _log.info("loaded the weights of snapshot %s (step %d)", loaded.info.id, loaded.info.step)
@@ -117,13 +121,17 @@ class Resume:
             raise ResumeError(
                 f"snapshot {loaded.info.id} was not taken in a Lightning run", hint="give this run its own folder"
             )
+        self._weights = state.get("current_model_state", state["state_dict"])
+        self._loaded_as = weights.dtypes_of(self._module)
+        packed, notes = unpack(own.pop("packed"))
+        self._own = own = {**own, **packed}
         self.report = ReportDraft(self._checkpointer.root_url, loaded)
-        self.report.notes.append(_where(own))
+        self.report.notes += [_where(own), *notes]
         self.pending = True
         self._trainer.should_stop = self._should_stop()
         # A resumed run has been past its sanity check; its validation must not run at other places than it did.
         self._trainer.num_sanity_val_steps = 0
-        self._loaders.expect(own["loaders"])
+        self._loaders.expect(own["loaders"], own["generators"])
 
     def _fits(self, manifest: Manifest) -> None:
         """Raises where the weights of the snapshot are not those of this model."""
@@ -195,6 +203,17 @@ class Resume:
         return self._own.get("cadence")
 
     @property
+    def stopped_early(self) -> bool:
+        """Whether EarlyStopping has stopped the run."""
+        return bool(self._own["stopped_early"])
+
+    @property
+    def after_failure(self) -> bool:
+        """Whether the earlier run ended by itself neither at its end nor after a signal."""
+        loaded = self._checkpointer.loaded
+        return loaded is None or loaded.info.reason not in ("end", "signal")
+
+    @property
     def finished(self) -> bool:
         """The snapshot shows an epoch that is over."""
         return Kind(self._own["kind"]) is Kind.FINISHED
@@ -203,15 +222,23 @@ class Resume:
         """Before Lightning starts the first epoch of the resumed run."""
         assert self._loaders is not None
         self._loaders.settle()
+        self._restore_precisely()
         self._internals.reload_epoch = self._own["reload_epoch"]
         if self.finished:
             self._internals.clear_restart()
+            self._internals.clear_resuming()
             self._loaders.load_again()
             self._loaders.resumed()
             self._put_back()
-            self.pending = False
+            self._let_go()
         else:
             loop_state.restore_tables(self._internals, self._module.device, self._own["tables"])
+
+    def _restore_precisely(self) -> None:
+        if not is_overridden("on_load_checkpoint", self._module):
+            weights.load_again_where_converted(self._module, self._weights, self._loaded_as)
+        self._weights = {}
+        weights.into_own_memory(self._trainer.optimizers)
 
     def after_epoch_start(self) -> None:
         """After Lightning started it: in the middle of an epoch it does not call `on_train_epoch_start`."""
@@ -221,9 +248,14 @@ class Resume:
         """The last moment before anything of the resumed run happens."""
         assert self._loaders is not None
         self._internals.clear_restart()
+        self._internals.progress = self._own["progress"]
         self._loaders.resumed()
-        self._internals.ended_loaders = self._own["ended_loaders"]
+        self._internals.combined_position = self._own["combined"]
         self._put_back()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._own = {}  # gradients and metric states can be large
         self.pending = False
 
     def _put_back(self) -> None:

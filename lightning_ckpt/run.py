@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ckpt_engine.checkpointer import Checkpointer
@@ -18,6 +18,7 @@ from ckpt_engine.frequency.settings import FrequencySettings
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
 from ckpt_engine.observe.log import LogSink
+from ckpt_engine.snapshot.laziness import copies_lazily
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind, Position, kind_of, postponed
 from lightning_ckpt.capture import Capture, Instant
@@ -25,6 +26,7 @@ from lightning_ckpt.compat import Internals, callbacks_of
 from lightning_ckpt.guard import FenceGuard, StepFence
 from lightning_ckpt.loaders import TrainLoaders
 from lightning_ckpt.resume import Resume
+from lightning_ckpt.stopping import StopWatch, finish_again
 from lightning_ckpt.telemetry import BAR_NAMES, Telemetry
 
 _log = logging.getLogger("lightning_ckpt")
@@ -50,16 +52,20 @@ class FitRun:
         self._owner = owner
         self._internals = Internals(trainer)
         self._internals.probe()
-        log = LogSink()
-        self.cadence = Cadence(_settings(config), SystemClock(), log)
+        sinks = FanOutSink(LogSink())
+        self.cadence = Cadence(_settings(config), SystemClock(), sinks)
         self.telemetry = Telemetry(self.cadence)
+        sinks.add(self.cadence)
+        sinks.add(self.telemetry)
         self.checkpointer = Checkpointer(config)
-        self.checkpointer.events = FanOutSink(log, self.cadence, self.telemetry)
+        self.checkpointer.events = sinks
         self._loaders = TrainLoaders(self._internals, trainer)
         self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders)
         self._capture = Capture(self._internals, trainer, module)
-        self._lazy = self._capture.lazy() if config.lazy == "auto" else None
-        self.guard = FenceGuard(self.fence, self._epoch_ended, self._train_ended)
+        lazily = copies_lazily(config.lazy, trainer.strategy.root_device)
+        self._lazy = self._capture.lazy() if lazily else None
+        self.guard = FenceGuard(self.fence, self)
+        self._stop = StopWatch(trainer)
         self._step_fence = StepFence(self.fence)
         self._flags_at_start: dict[str, list[str]] = {"frozen": [], "eval": []}
         self._sanity_steps = trainer.num_sanity_val_steps
@@ -111,8 +117,10 @@ class FitRun:
         """Lightning has restored its part; loaders exist."""
         self.checkpointer.start()
         self._flags_at_start = loop_state.dump_flags(self._module)
-        if self.resume.pending and (learned := self.resume.cadence_state) is not None:
-            self.cadence.restore(learned)
+        if self.resume.pending:
+            self._stop.by_early_stopping = self.resume.stopped_early
+            if (learned := self.resume.cadence_state) is not None:
+                self.cadence.restore(learned, failed=self.resume.after_failure)
         self._announce()
         self.cadence.start(self.step)
 
@@ -125,6 +133,7 @@ class FitRun:
         if self._trainer.sanity_checking:
             return
         self._validated = True
+        self._stop.after()
         if self._validation_began is not None:
             self.cadence.exclude(time.monotonic() - self._validation_began)
             self._validation_began = None
@@ -195,8 +204,6 @@ class FitRun:
             return
         position = self._position()
         obstacle = postponed(position) or (None if self.checkpointer.ready() else "busy")
-        if self._internals.user_fetches:
-            obstacle = "dataloader_iter"
         if obstacle is not None:
             self.cadence.skipped(step, obstacle)
             return
@@ -209,16 +216,28 @@ class FitRun:
             validated=self._validated,
         )
 
-    def _epoch_ended(self) -> None:
-        """First of all `on_train_epoch_end` hooks."""
+    # ---- guard.Listener: before any other callback
+
+    def validation_over(self) -> None:
+        self._stop.before()
+
+    def epoch_over(self) -> None:
+        self._stop.before()
         if self._active and self._internals.ends_mid_epoch and self._config.at_end:
             # A longer run would go on in this epoch, so this must be captured before anything sees its end.
             self._take_at_end(Kind.STOPPED)
 
-    def _train_ended(self) -> None:
-        """First of all `on_train_end` hooks: weight averaging has not replaced the weights yet."""
+    def training_over(self) -> None:
+        self._stop.after()
         if self._active and self._config.at_end and not self._end_taken:
+            # Weight averaging has not replaced the weights yet; a longer run would go on with these.
             self._take_at_end(Kind.FINISHED)
+
+    def fit_over(self) -> None:
+        if self.resume.pending:
+            finish_again(self._trainer, self._module)
+
+    # ---- taking
 
     def _take_at_end(self, kind: Kind) -> None:
         self._end_taken = True
@@ -231,7 +250,10 @@ class FitRun:
         self.fence()  # other callbacks may replace the weights right after this hook
 
     def _take_on_signal(self) -> None:
-        if not self._active or not self._internals.between_batches or not self.checkpointer.ready():
+        # Lightning also raises in the middle of a validation, where averaged weights may stand in for the real ones.
+        if not (self._active and self._trainer.training and self._internals.between_batches):
+            return
+        if not self.checkpointer.ready():
             return
         kind = kind_of(self._position()) if self._internals.in_epoch else Kind.FINISHED
         self._take(kind, "signal", self.step)
@@ -270,16 +292,13 @@ class FitRun:
             Instant(
                 kind=kind,
                 loaders=self._loaders.states(epoch_is_over=kind is Kind.FINISHED),
+                generators=self._loaders.generators(),
                 gradients=gradients and kind is not Kind.FINISHED,
                 extras={
                     "epoch": trainer.current_epoch,
                     "batch": internals.batches_in_epoch,
                     "cadence": self.cadence.state(),
-                    "stopped_early": any(
-                        callback.stopped_epoch == trainer.current_epoch
-                        for callback in callbacks_of(trainer)
-                        if isinstance(callback, EarlyStopping)
-                    ),
+                    "stopped_early": self._stop.by_early_stopping,
                 },
                 hidden=BAR_NAMES,
                 flags_at_start=self._flags_at_start,

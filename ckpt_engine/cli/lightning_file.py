@@ -12,6 +12,7 @@ from ckpt_engine.cli.tree import array_leaves
 from ckpt_engine.errors import MismatchError
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
+from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.storage.base import Storage
 
@@ -49,7 +50,7 @@ def write(storage: Storage, manifest: Manifest, out: BinaryIO) -> tuple[str, ...
     Raises:
         CorruptError, FormatError: the snapshot is damaged, or has leaves stored with pickle.
     """
-    rebuilder = Rebuilder(read_entries(storage, manifest, exported_entries(manifest)))
+    rebuilder = Rebuilder(read_entries(Sources([storage]), manifest, exported_entries(manifest)))
     torch.save(rebuilder.state(exported_tree(manifest)), out)
     return tuple(rebuilder.notes)
 

@@ -32,10 +32,10 @@ def checked(parse: Callable[[object], object], *, also: str | None = None) -> Be
 
 
 def one_of(*words: str) -> BeforeValidator:
-    """Exactly one of `words`; the boolean that a YAML 1.1 reader makes of an unquoted `off` counts as that word."""
+    """Exactly one of `words`; the boolean that a YAML 1.1 reader makes of an unquoted `on` or `off` counts as it."""
 
     def validate(value: object) -> object:
-        word = "off" if value is False and "off" in words else value
+        word = {True: "on", False: "off"}[value] if isinstance(value, bool) and "off" in words else value
         if isinstance(word, str) and word in words:
             return word
         near = difflib.get_close_matches(str(value).lower(), words, 1)

@@ -169,9 +169,10 @@ class Config(Section):
     slots: Count = Field(
         default=2, description="Snapshots that fit in host memory at once: one staged while one is written."
     )
-    lazy: Annotated[Literal["auto", "off"], one_of("auto", "off")] = Field(
+    lazy: Annotated[Literal["auto", "on", "off"], one_of("auto", "on", "off")] = Field(
         default="auto",
-        description="auto: copy while the next forward and backward run; off: copy before training goes on.",
+        description="on: copy while the next forward and backward run; off: copy before training goes on; "
+        "auto: on where a core is left that training does not use.",
     )
 
     pickle: Annotated[

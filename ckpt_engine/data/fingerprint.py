@@ -68,9 +68,12 @@ def known_length(loader: DataLoader[Any]) -> int | None:
 
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[Difference, ...]:
     """Every field that differs, gravest first. Fields that only one side knows are ignored (older or newer version)."""
+    effects = dict(_EFFECTS)
+    if saved.get("dataset_kind") == "iterable":
+        effects["num_workers"] = Effect.REFUSED  # workers share such a dataset out among themselves
     found = [
         Difference(name, saved[name], current[name], effect)
-        for name, effect in _EFFECTS.items()
+        for name, effect in effects.items()
         if name in saved and name in current and saved[name] != current[name]
     ]
     order = list(Effect)

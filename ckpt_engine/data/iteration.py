@@ -36,9 +36,11 @@ class Mode(StrEnum):
 class Fetch:
     """What held right before one batch was fetched."""
 
-    rng: rng.RngState
+    rng: rng.RngState | None
     workers: tuple[WorkerState | None, ...]
     native: dict[str, Any] | None
+    next_role: int
+    ended: bool
 
 
 @dataclass(slots=True)
@@ -63,6 +65,8 @@ class Epoch:
     exhausted: bool = False
     draws: bool = False
     """An iterable dataset drew from the global streams of this process."""
+    next_role: int = 0
+    """Whose turn it is to deliver."""
     ring: dict[int, Fetch] = field(default_factory=dict)
     refetch: list[rng.RngState] = field(default_factory=list)
     """Streams under which the batches held at the snapshot are fetched again, in order."""
@@ -82,12 +86,12 @@ class Epoch:
         iterator = None if self.iterator is None else self.iterator()
         return iterator is not None and private.knows_its_end(iterator)
 
-    def snapshot_fetch(self, loader: DataLoader[Any]) -> Fetch:
-        """The record of the fetch that would come now."""
+    def next_fetch(self, loader: DataLoader[Any], streams_now: rng.RngState | None = None) -> Fetch:
+        """The record of the fetch that would come now; it needs the streams only if the batch may be fetched again."""
         state = native.capture(loader) if self.mode is Mode.NATIVE else None
         if state is None and loader.num_workers == 0 and is_stateful(loader.dataset) and self.order is not None:
             state = native.capture_dataset(loader)
-        return Fetch(rng.capture(), tuple(self.workers), state)
+        return Fetch(streams_now, tuple(self.workers), state, self.next_role, self.ended())
 
     def level(self, loader: DataLoader[Any]) -> Exactness:
         """How exactly a resume from here repeats this run."""
@@ -97,7 +101,7 @@ class Epoch:
             found = found.lowered(Level.NOT_RESTORED, "in_order=False: workers deliver in no fixed order")
         if self.unknown_roles:
             found = found.lowered(
-                Level.ORDER_ONLY,
+                Level.ORDER_ONLY if self.order is not None else Level.NOT_RESTORED,
                 f"persistent workers {sorted(self.unknown_roles)} were ahead when the last epoch was left early and "
                 "have delivered no batch since",
             )
@@ -169,12 +173,12 @@ class FollowedIterator:
         lookahead = self._lookahead()
         number = epoch.fetched
         if lookahead:
-            epoch.ring[number] = epoch.snapshot_fetch(loader)
+            epoch.ring[number] = epoch.next_fetch(loader, rng.capture())
             epoch.ring.pop(number - lookahead - 1, None)
         watched = epoch.mode is Mode.REPLAY and loader.num_workers == 0
-        before = rng.capture() if watched and (number == 0 or not epoch.draws) else None
         if watched and number == 0:
-            epoch.first_fetch = before
+            epoch.first_fetch = rng.capture()
+        before = rng.probe() if watched and not epoch.draws else None
         try:
             batch = next(self._inner)
         except StopIteration:
@@ -183,11 +187,13 @@ class FollowedIterator:
         except Exception:
             epoch.lost += 1
             raise
-        if before is not None and not epoch.draws:
-            epoch.draws = before != rng.capture()
+        if before is not None:
+            epoch.draws = before != rng.probe()
         if isinstance(batch, Shipped):
-            epoch.workers[batch.role] = batch.state
-            epoch.unknown_roles.discard(batch.role)
+            if epoch.mode is not Mode.REPLAY:
+                epoch.workers[batch.role] = batch.state
+                epoch.unknown_roles.discard(batch.role)
+                epoch.next_role = (batch.role + 1) % loader.num_workers
             batch = batch.batch
         epoch.fetched = number + 1
         if epoch.order is not None:

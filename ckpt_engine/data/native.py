@@ -1,6 +1,7 @@
-"""Loaders and datasets that save their own position: torchdata's `StatefulDataLoader`, datasets with `state_dict`.
+"""Datasets with `state_dict` that live in this process, and `StatefulDataLoader`s that save their own position.
 
-Used for iterable datasets only: for map-style ones recording the sampler is at least as exact and cheaper.
+Used for iterable datasets only, and torchdata's loader only where its dataset cannot save itself (its iterator can):
+recording the sampler or the workers' datasets ourselves is at least as exact and cheaper.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_engine.data.shipping import is_stateful
 
-__all__ = ["capture", "capture_dataset", "has_native_position", "holds_state", "reset", "restore"]
+__all__ = [
+    "capture",
+    "capture_dataset",
+    "has_native_position",
+    "holds_state",
+    "is_finished",
+    "reset",
+    "restore",
+    "starts_by_itself",
+]
 
 _POSITION_KEYS = ("dataset_state", "dataset_iter_state")
 
@@ -22,13 +32,15 @@ def has_native_position(loader: DataLoader[Any]) -> bool:
     """True if the position of this iterable loader is best taken from the loader or its dataset."""
     if not isinstance(loader.dataset, IterableDataset):
         return False
-    return is_stateful(loader) or (loader.num_workers == 0 and is_stateful(loader.dataset))
+    return loader.num_workers == 0 if is_stateful(loader.dataset) else is_stateful(loader)
 
 
 def capture(loader: DataLoader[Any]) -> dict[str, Any]:
-    """An independent copy of the loader's own state (a stateful loader goes on changing what it returned)."""
-    source: Any = loader if is_stateful(loader) else loader.dataset
-    return {"of": "loader" if source is loader else "dataset", "state": copy.deepcopy(source.state_dict())}
+    """An independent copy of the position (a stateful loader goes on changing what it returned)."""
+    if loader.num_workers == 0 and is_stateful(loader.dataset) and isinstance(loader.dataset, IterableDataset):
+        return capture_dataset(loader)
+    source: Any = loader
+    return {"of": "loader", "state": copy.deepcopy(source.state_dict())}
 
 
 def capture_dataset(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -41,6 +53,16 @@ def restore(loader: DataLoader[Any], native: Mapping[str, Any]) -> None:
     """Hand the state back; it takes effect at the next `iter(loader)`."""
     target: Any = loader if native["of"] == "loader" else loader.dataset
     target.load_state_dict(copy.deepcopy(native["state"]))
+
+
+def is_finished(native: Mapping[str, Any]) -> bool:
+    """True if a stateful loader will start its next epoch, not end at once, when it is given this state."""
+    return native["of"] == "loader" and bool(native["state"].get("_iterator_finished"))
+
+
+def starts_by_itself(loader: DataLoader[Any]) -> bool:
+    """True if a stateful loader was given a state by somebody else: its next epoch starts in the middle."""
+    return is_stateful(loader) and getattr(loader, "next_iter_state", None) is not None
 
 
 def reset(loader: DataLoader[Any]) -> None:

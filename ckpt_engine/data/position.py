@@ -118,6 +118,7 @@ class LoaderPosition:
 
         Args:
             consumed: batches of this epoch that were trained completely; default: all fetched ones but `lookahead`.
+                0 after the end of an epoch means the epoch to come.
 
         Returns:
             A tree that a snapshot stores without pickle and that never changes afterwards. `state["phase"]` says what
@@ -134,6 +135,8 @@ class LoaderPosition:
             return self._assemble(None, None, 0, "fresh")
         if consumed is None:
             consumed = epoch.fetched if epoch.exhausted else max(epoch.fetched - self.lookahead, 0)
+        elif consumed == 0 and epoch.exhausted:
+            consumed = epoch.fetched  # of the epoch to come, whose iterator the consumer has not built yet
         if consumed > epoch.fetched or (consumed < epoch.fetched and consumed not in epoch.ring):
             raise StateError(
                 f"{epoch.fetched} batches were fetched and the position of batch {consumed} is not remembered",
@@ -145,7 +148,7 @@ class LoaderPosition:
             phase = "ended"
         else:
             phase = "within"
-        fetch = epoch.ring[consumed] if consumed < epoch.fetched else epoch.snapshot_fetch(self.loader)
+        fetch = epoch.ring[consumed] if consumed < epoch.fetched else epoch.next_fetch(self.loader)
         return self._assemble(epoch, fetch, consumed, phase)
 
     def next_epoch_state(self) -> State:
@@ -158,7 +161,7 @@ class LoaderPosition:
         epoch = self._epoch
         if epoch is None:
             return self._assemble(None, None, 0, "fresh")
-        return self._assemble(epoch, epoch.snapshot_fetch(self.loader), epoch.fetched, "fresh")
+        return self._assemble(epoch, epoch.next_fetch(self.loader), epoch.fetched, "fresh")
 
     def load_state(
         self,
@@ -252,13 +255,15 @@ class LoaderPosition:
             "lost": epoch.lost,
             "held": held,
             "workers": list(fetch.workers),
+            "next_role": fetch.next_role,
             "native": fetch.native,
             "made": epoch.made,
             "reused": epoch.reused,
             "alive": self._starter.alive(),
             "first_fetch": epoch.first_fetch,
             "draws": epoch.draws,
-            "ended": epoch.ended(),
+            "ended": fetch.ended,
+            "exhausted": epoch.exhausted,
             "unknown_roles": sorted(epoch.unknown_roles),
         }
         if order is not None:

@@ -70,7 +70,7 @@ class ResumePlan:
     """Entries to give first as recorded, because the sampler cannot draw them again."""
 
 
-class RecordingSampler:
+class RecordingSampler(streams.StandIn):
     """Gives the indices of `inner` unchanged while recording them in `order`.
 
     Args:
@@ -108,8 +108,7 @@ class RecordingSampler:
         return len(self.inner)
 
     def __getattr__(self, name: str) -> Any:
-        # Never pass these through: StatefulDataLoader would then save and restore the sampler a second time.
-        if name in ("state_dict", "load_state_dict") or name.startswith("__"):
+        if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.__dict__["inner"], name)
 
@@ -141,10 +140,17 @@ class _RecordingIterator:
         self._reference, self.inner, self._baseline, self._order = reference, inner, baseline, order
         self._plan = plan
         self._primed = False
+        self._watched = not streams.draws_at_start_only(deref(reference))
         self._again: deque[Any] = deque()
 
     def __iter__(self) -> Iterator[Any]:
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        # A StatefulDataLoader asks samplers' iterators for their state: others go on relying on that.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["inner"], name)
 
     def prime(self) -> None:
         if self._primed:
@@ -176,11 +182,11 @@ class _RecordingIterator:
         order = self._order
         if self._again:
             return self._record(self._again.popleft())
-        if first or order.draws:
+        if first or order.draws or not self._watched:
             return self._record(next(self.inner))
-        before = rng.capture_host()
+        before = rng.probe()
         indices = next(self.inner)
-        order.draws = before != rng.capture_host()
+        order.draws = before != rng.probe()
         return self._record(indices)
 
     def _draw(self, what: str) -> Any:

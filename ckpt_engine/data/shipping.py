@@ -3,25 +3,28 @@
 `ShippingCollate` and `RoleInit` stand in for the loader's `collate_fn` and `worker_init_fn` while an iterator is built.
 Both travel to the workers (by fork or pickle), so they hold nothing but the user's functions and plain bytes.
 
-A resumed epoch that starts at batch k deals its first batch to position 0, which the uninterrupted run would have dealt
-to worker `k % n`: the worker at position w therefore plays the *role* `(w + k) % n`, with that worker's id, seed and
-streams.
+An iterator deals its first batch to the worker at position 0. A resumed epoch continues where the uninterrupted run
+would have asked worker `first`: the worker at position w therefore plays the *role* `(w + first) % n`, with that
+worker's id, seed, streams and dataset state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
 from ckpt_engine.data import rng
 from ckpt_engine.data.torch_private import assume_worker_role
 
-__all__ = ["RoleInit", "Shipped", "ShippingCollate", "WorkerState"]
+__all__ = ["RoleInit", "Shipped", "ShippingCollate", "WorkerState", "from_earlier_epoch", "is_stateful"]
 
 WorkerState = dict[str, Any]
-"""`{"rng": host streams}`, plus `"dataset"` for a dataset with `state_dict`: one worker right after a batch."""
+"""One worker right after a batch: `{"rng": host streams}`, for a dataset with `state_dict` also `"dataset"` and, once
+its shard gave a short batch, `"ended"`; `"earlier_epoch"` if that batch belonged to one."""
 
 
 class Shipped(NamedTuple):
@@ -41,12 +44,12 @@ class ShippingCollate:
 
     Args:
         collate: the user's function.
-        with_dataset: also send the state of a dataset that has `state_dict` (StatefulDataLoader does that by itself).
+        batch_size: of the loader; None without batching.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], *, with_dataset: bool) -> None:
+    def __init__(self, collate: Callable[[Any], Any], batch_size: int | None) -> None:
         self.collate = collate
-        self.with_dataset = with_dataset
+        self.batch_size = batch_size
 
     def __call__(self, samples: Any) -> Any:
         batch = self.collate(samples)
@@ -54,8 +57,12 @@ class ShippingCollate:
         if info is None:
             return batch
         state: WorkerState = {"rng": rng.capture_host()}
-        if self.with_dataset and is_stateful(info.dataset):
-            state["dataset"] = info.dataset.state_dict()  # type: ignore[attr-defined]
+        dataset: Any = info.dataset
+        if is_stateful(dataset):
+            # A copy: the queue pickles in a thread of its own while the dataset already makes the next batch.
+            state["dataset"] = copy.deepcopy(dataset.state_dict())
+            if isinstance(dataset, IterableDataset) and self.batch_size is not None:
+                state["ended"] = len(samples) < self.batch_size
         return Shipped(batch, info.id, state)
 
 
@@ -64,8 +71,9 @@ class RoleInit:
 
     Args:
         init: the user's function, or None.
-        first: batches of the epoch that precede the first one these workers make.
+        first: the role whose turn it is.
         states: the state of each role after its last delivered batch; roles without one start as torch starts them.
+        batch_size: of the loader; None without batching.
     """
 
     def __init__(
@@ -73,10 +81,12 @@ class RoleInit:
         init: Callable[[int], None] | None,
         first: int,
         states: Sequence[Mapping[str, Any] | None],
+        batch_size: int | None,
     ) -> None:
         self.init = init
         self.first = first
         self.states = tuple(states)
+        self.batch_size = batch_size
 
     def __call__(self, worker: int) -> None:
         role = (worker + self.first) % len(self.states)
@@ -87,13 +97,40 @@ class RoleInit:
         state = self.states[role]
         if state is None:
             return
+        info = get_worker_info()
+        assert info is not None
+        dataset: Any = info.dataset
         if "dataset" in state:
-            info = get_worker_info()
-            assert info is not None
-            info.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]
+            dataset.load_state_dict(state["dataset"])
         rng.restore(state["rng"])
+        if not isinstance(dataset, IterableDataset) or "dataset" not in state:
+            return
+        if state.get("earlier_epoch"):
+            if not state.get("ended"):
+                # The shard ended after that batch, in a fetch of which nothing was delivered: do what it did.
+                for _ in itertools.islice(dataset, self.batch_size or 1):
+                    pass
+        elif state.get("ended"):
+            _end_once(dataset)
+
+
+def from_earlier_epoch(state: WorkerState | None) -> WorkerState | None:
+    """What is known about a persistent worker at the start of the epoch after the one `state` is from."""
+    return None if state is None else {**state, "earlier_epoch": True}
 
 
 def is_stateful(value: object) -> bool:
     """True if `value` can save and load its own state."""
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _end_once(dataset: Any) -> None:
+    """Make the next `iter(dataset)` empty: a state taken after the last, short batch cannot say that it is over."""
+    original = type(dataset)
+
+    def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807
+        self.__class__ = original
+        return iter(())
+
+    metaclass: Any = type(original)
+    dataset.__class__ = metaclass(original.__name__, (original,), {"__iter__": __iter__})

@@ -19,7 +19,7 @@ from ckpt_engine.data import torch_private as private
 from ckpt_engine.data.exactness import Exactness, Level
 from ckpt_engine.data.iteration import Epoch, Mode
 from ckpt_engine.data.sampling import Order, RecordingSampler, ResumePlan, deref
-from ckpt_engine.data.shipping import RoleInit, Shipped, ShippingCollate
+from ckpt_engine.data.shipping import RoleInit, ShippingCollate, from_earlier_epoch, is_stateful
 from ckpt_engine.errors import MismatchError
 
 __all__ = ["Make", "Starter"]
@@ -48,11 +48,17 @@ class Starter:
     def _loader(self) -> DataLoader[Any]:
         return deref(self._reference)
 
+    @property
+    def _iterable(self) -> bool:
+        return isinstance(self._loader.dataset, IterableDataset)
+
     def mode(self) -> Mode:
         """The mode of the next epoch."""
         loader = self._loader
-        if isinstance(loader.dataset, IterableDataset):
-            return Mode.NATIVE if native.has_native_position(loader) else Mode.REPLAY
+        if self._iterable:
+            if native.has_native_position(loader):
+                return Mode.NATIVE
+            return Mode.SHIP if loader.num_workers > 0 and is_stateful(loader.dataset) else Mode.REPLAY
         if self._sampler_attribute() not in loader.__dict__:
             return Mode.REPLAY
         return Mode.SHIP if loader.num_workers > 0 else Mode.SKIP
@@ -74,9 +80,12 @@ class Starter:
 
     def fresh(self, make: Make, previous: Epoch | None) -> tuple[Epoch, Iterator[Any]]:
         """A new epoch as the loader starts it by itself; `previous` is the one before it in this process."""
-        loader, mode = self._loader, self.mode()
+        loader = self._loader
+        mode = Mode.NATIVE if native.starts_by_itself(loader) else self.mode()
         self._fingerprint = None
         alive = private.live_iterator(loader)
+        if alive is not None and previous is not None and self._rotation and self._iterable:
+            return self._restart(make, previous)
         epoch = Epoch(
             mode,
             made=streams.capture(loader, self.baseline) if alive is None or previous is None else previous.made,
@@ -84,7 +93,10 @@ class Starter:
             reused=alive is not None,
         )
         if alive is not None:
-            self._take_over(alive, epoch, previous)
+            if self._rotation:
+                private.rotate_workers(alive, self._rotation)
+                self._rotation = 0
+            self._take_over(epoch, previous)
         recorder = self._begin_order(epoch, None)
         if alive is not None and recorder is not None and not private.takes_indices_from(alive, recorder):
             private.replace_index_sampler(alive, recorder)
@@ -95,7 +107,9 @@ class Starter:
             )
         with self._instruments(epoch, None):
             iterator = make()
-        self._check_recorded(epoch)
+        self._settle_mode(epoch)
+        if epoch.mode is Mode.NATIVE and self._iterable and not native.holds_state(native.capture(loader)):
+            epoch.mode = Mode.REPLAY
         epoch.watch_end(iterator)
         return epoch, iterator
 
@@ -111,65 +125,54 @@ class Starter:
         self, make: Make, state: Mapping[str, Any], streams_then: Mapping[str, Any] | None
     ) -> tuple[Epoch, Iterator[Any]]:
         """The epoch after the saved one, under `streams_then` if given; the samplers' counters are in place already."""
-        loader = self._loader
+        loader, saved = self._loader, state.get("native")
         counters, generators = streams.counters(loader), streams.capture_generators(loader)
         previous: Epoch | None = None
         private.discard_iterator(loader)
         native.reset(loader)
+        iterator: Iterator[Any] | None = None
         if state.get("alive") and loader.persistent_workers and loader.num_workers > 0 and self._same_workers(state):
-            # The saved run would go on with its workers: rebuild them where they were, then let the loader reset them.
-            previous, _ = self.within(make, state)
-        elif state.get("native") is not None:
-            now = rng.capture()
-            native.restore(loader, state["native"])
-            if state["native"]["of"] == "loader":
-                make()  # a finished StatefulDataLoader hands its dataset's state over and starts its next epoch here
-                private.discard_iterator(loader)
-            rng.restore(now)
+            if self._iterable and state["mode"] == Mode.SHIP == self.mode():
+                epoch, iterator = self._restart(make, self._saved_epoch(state))
+            else:
+                # The saved run would go on with its workers: put them where they were, then the loader resets them.
+                previous, standing = self.within(make, state)
+                if saved is not None and native.is_finished(saved):
+                    epoch, iterator = self._following(previous), standing
+        elif saved is not None and saved["of"] == "dataset":
+            native.restore(loader, saved)
         streams.restore_counters(loader, counters)
         streams.restore_generators(loader, generators)
         if streams_then is not None:
             rng.restore(streams_then)
+        if iterator is not None:
+            return epoch, iterator
         return self.fresh(make, previous)
 
     def _within(self, make: Make, state: Mapping[str, Any]) -> tuple[Epoch, Iterator[Any]]:
-        loader, mode = self._loader, self.mode()
-        batches, same = int(state["batches"]), self._same_workers(state)
-        workers = list(state["workers"]) if same else [None] * loader.num_workers
+        loader = self._loader
+        batches, same, saved = int(state["batches"]), self._same_workers(state), state["native"]
         private.discard_iterator(loader)
         native.reset(loader)
         self._rotation, self._late = 0, False
         self._fingerprint = None
-        epoch = Epoch(
-            mode,
-            state["made"],
-            workers,
-            first_fetch=state["first_fetch"],
-            reused=state["reused"],
-            unknown_roles=set(state["unknown_roles"]),
-            draws=state["draws"],
-            lost=state["lost"],
-            refetch=list(state["held"]),
-        )
+        epoch = self._saved_epoch(state)
         streams.restore(loader, state["made"])
         plan = self._plan(state) if "order" in state else None
         self._begin_order(epoch, plan)
         init: RoleInit | None = None
-        if mode is Mode.SHIP and same:
-            self._rotation = (batches + state["lost"]) % loader.num_workers
-            init = RoleInit(loader.worker_init_fn, self._rotation, workers)
-        saved = state["native"]
-        if mode is Mode.NATIVE and saved is not None:
+        if epoch.mode is Mode.SHIP and same:
+            first = state["next_role"] if self._iterable else batches + state["lost"]
+            epoch.next_role = self._rotation = first % loader.num_workers
+            init = self._init(epoch, self._rotation)
+        elif epoch.mode is Mode.NATIVE:
             native.restore(loader, saved)
-            if native.holds_state(saved):
-                init = RoleInit(loader.worker_init_fn, 0, workers) if workers else None
-            elif loader.num_workers == 0 and state["first_fetch"] is not None:
-                rng.restore(state["first_fetch"])
+            init = self._init(epoch, 0) if loader.num_workers > 0 else None
         with self._instruments(epoch, init):
             iterator = make()
-        self._check_recorded(epoch)
-        if epoch.mode is Mode.REPLAY or (mode is Mode.NATIVE and saved is None):
-            self._replay(iterator, epoch, state)
+        self._settle_mode(epoch)
+        if epoch.mode is Mode.REPLAY:
+            self._replay(iterator, state)
         elif epoch.order is not None and loader.num_workers == 0:
             assert self._recorder is not None
             if state["order"]["at_first"] is not None:
@@ -179,7 +182,6 @@ class Starter:
         if state["ended"] and saved is not None and saved["of"] == "dataset":
             iterator = iter(())  # the dataset's state cannot say that its last, short batch has been made
         epoch.watch_end(iterator)
-        epoch.fetched = batches
         self._settle(epoch, state, same)
         return epoch, iterator
 
@@ -195,6 +197,63 @@ class Starter:
             else:
                 streams.restore_generators(self._loader, state["generators"])
 
+    def _restart(self, make: Make, previous: Epoch) -> tuple[Epoch, Iterator[Any]]:
+        """The next epoch with new workers in place of persistent ones. Leaves the global streams as it found them.
+
+        Workers of an iterable dataset that play another role than their number cannot be moved between epochs as
+        those of a map-style one are: they name themselves by number when their shard ends.
+        """
+        now = rng.capture()
+        private.discard_iterator(self._loader)
+        self._rotation, self._late = 0, False
+        self._fingerprint = None
+        epoch = self._following(previous)
+        try:
+            streams.restore(self._loader, previous.made)
+            with self._instruments(epoch, self._init(epoch, 0)):
+                iterator = make()
+        finally:
+            rng.restore(now)
+        return epoch, iterator
+
+    def _following(self, previous: Epoch) -> Epoch:
+        """The epoch after `previous` with the same workers."""
+        epoch = Epoch(previous.mode, previous.made, [None] * self._loader.num_workers, reused=True)
+        self._take_over(epoch, previous)
+        return epoch
+
+    def _saved_epoch(self, state: Mapping[str, Any]) -> Epoch:
+        """What the state says about its epoch."""
+        workers = list(state["workers"]) if self._same_workers(state) else [None] * self._loader.num_workers
+        return Epoch(
+            self._resume_mode(state),
+            state["made"],
+            workers,
+            first_fetch=state["first_fetch"],
+            reused=state["reused"],
+            unknown_roles=set(state["unknown_roles"]),
+            draws=state["draws"],
+            lost=state["lost"],
+            refetch=list(state["held"]),
+            fetched=int(state["batches"]),
+            exhausted=state["exhausted"],
+        )
+
+    def _resume_mode(self, state: Mapping[str, Any]) -> Mode:
+        """The mode in which this loader can go on from `state`; fetching again always works."""
+        mode, saved = self.mode(), state["native"]
+        if state["mode"] == Mode.NATIVE and saved["of"] == "loader" and is_stateful(self._loader):
+            return Mode.NATIVE
+        if mode is Mode.NATIVE:
+            return mode if saved is not None and saved["of"] == "dataset" else Mode.REPLAY
+        if self._iterable:
+            return mode if state["mode"] == mode else Mode.REPLAY
+        return mode if "order" in state else Mode.REPLAY
+
+    def _init(self, epoch: Epoch, first: int) -> RoleInit:
+        loader = self._loader
+        return RoleInit(loader.worker_init_fn, first, epoch.workers, loader.batch_size)
+
     def _plan(self, state: Mapping[str, Any]) -> ResumePlan:
         order = state["order"]
         return ResumePlan(
@@ -206,22 +265,21 @@ class Starter:
             outstanding=order["outstanding"],
         )
 
-    def _take_over(self, alive: Any, epoch: Epoch, previous: Epoch | None) -> None:
+    def _take_over(self, epoch: Epoch, previous: Epoch | None) -> None:
         """Carry over what is known about persistent workers into their next epoch."""
-        if self._rotation:
-            private.rotate_workers(alive, self._rotation)
-            self._rotation = 0
         if previous is None:
             return
-        epoch.workers = list(previous.workers)
+        epoch.workers = [from_earlier_epoch(state) for state in previous.workers]
         epoch.unknown_roles = set(previous.unknown_roles)
         order = previous.order
-        if order is not None and epoch.mode is Mode.SHIP:
+        if order is None and not previous.exhausted:
+            epoch.unknown_roles.update(range(self._loader.num_workers))
+        elif order is not None and epoch.mode is Mode.SHIP:
             ahead = range(previous.fetched + previous.lost, order.given)
             epoch.unknown_roles.update(number % self._loader.num_workers for number in ahead)
 
     def _begin_order(self, epoch: Epoch, plan: ResumePlan | None) -> RecordingSampler | None:
-        if epoch.mode not in (Mode.SKIP, Mode.SHIP):
+        if self._iterable or epoch.mode not in (Mode.SKIP, Mode.SHIP):
             return None
         inner = self._loader.__dict__[self._sampler_attribute()]
         if self._recorder is None or self._recorder.inner is not inner:
@@ -237,7 +295,7 @@ class Starter:
         if epoch.order is not None:
             replaced[self._sampler_attribute()] = self._recorder
         if self._loader.num_workers > 0 and epoch.mode in (Mode.SHIP, Mode.NATIVE):
-            replaced["collate_fn"] = ShippingCollate(self._loader.collate_fn, with_dataset=epoch.mode is Mode.SHIP)
+            replaced["collate_fn"] = ShippingCollate(self._loader.collate_fn, self._loader.batch_size)
         if init is not None:
             replaced["worker_init_fn"] = init
         original = {name: attributes[name] for name in replaced}
@@ -247,25 +305,23 @@ class Starter:
         finally:
             attributes.update(original)
 
-    def _check_recorded(self, epoch: Epoch) -> None:
-        """Fall back to replay for a loader whose iterator does not ask the loader's sampler."""
+    def _settle_mode(self, epoch: Epoch) -> None:
+        """Fall back to replay where the built iterator turns out not to ask the loader's sampler."""
         if epoch.order is not None and self._recorder is not None and not self._recorder.asked:
             epoch.mode, epoch.order = Mode.REPLAY, None
 
-    def _replay(self, iterator: Iterator[Any], epoch: Epoch, state: Mapping[str, Any]) -> None:
+    def _replay(self, iterator: Iterator[Any], state: Mapping[str, Any]) -> None:
         batches = int(state["batches"])
         if self._loader.num_workers == 0 and state["first_fetch"] is not None:
             rng.restore(state["first_fetch"])
         for done in range(batches):
             try:
-                batch = next(iterator)
+                next(iterator)
             except StopIteration:
                 raise MismatchError(
                     f"the dataset ended after {done} of {batches} batches that were already trained",
                     hint="resume with the dataset of the saved run, or start the epoch anew",
                 ) from None
-            if isinstance(batch, Shipped):
-                epoch.workers[batch.role] = batch.state
 
     def _same_workers(self, state: Mapping[str, Any]) -> bool:
         return len(state.get("workers", ())) == self._loader.num_workers

@@ -12,11 +12,32 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from ckpt_engine.data import rng
 
-__all__ = ["Counters", "Streams", "capture", "capture_generators", "has_generators", "restore", "restore_generators"]
+__all__ = [
+    "Counters",
+    "StandIn",
+    "Streams",
+    "capture",
+    "capture_generators",
+    "changed_counters",
+    "counters",
+    "draws_at_start_only",
+    "restore",
+    "restore_counters",
+    "restore_generators",
+    "sampler_types",
+]
 
 Streams = dict[str, Any]
 """`{"rng": global streams, "generators": {path: state}, "counters": {path: value}}`."""
@@ -24,7 +45,21 @@ Counters = dict[str, Any]
 
 _ALWAYS = ("epoch", "seed", "initial_seed")
 _MAX_SAMPLERS = 8
+_KNOWN = {
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+}
 _SCALARS = (bool, int, float, str, type(None))
+
+
+class StandIn:
+    """Base of what replaces a sampler while an iterator is built; `inner` is the user's sampler, which is looked at."""
+
+    inner: Any
 
 
 def capture(loader: DataLoader[Any], baseline: Mapping[str, Any]) -> Streams:
@@ -46,11 +81,6 @@ def restore(loader: DataLoader[Any], streams: Mapping[str, Any]) -> None:
 def capture_generators(loader: DataLoader[Any]) -> dict[str, Any]:
     """The state of every generator object held by the loader or a sampler, by path."""
     return {path: _encode(generator) for path, _, _, generator in _generators(loader)}
-
-
-def has_generators(loader: DataLoader[Any]) -> bool:
-    """True if the loader or a sampler holds a generator of its own."""
-    return next(_generators(loader), None) is not None
 
 
 def restore_generators(loader: DataLoader[Any], states: Mapping[str, Any]) -> None:
@@ -107,12 +137,19 @@ def sampler_types(loader: DataLoader[Any]) -> list[str]:
     return [f"{type(h).__module__}.{type(h).__qualname__}" for _, h in _holders(loader) if h is not loader]
 
 
+def draws_at_start_only(loader: DataLoader[Any]) -> bool:
+    """True if the samplers are known to draw from the global streams at their first index at the latest."""
+    return all(type(holder) in _KNOWN for _, holder in _holders(loader) if holder is not loader)
+
+
 def _holders(loader: DataLoader[Any]) -> list[tuple[str, Any]]:
     """The loader and the samplers reachable from it, each once, with the path that leads there."""
     found: list[tuple[str, Any]] = [("loader", loader)]
     queue = [("batch_sampler", getattr(loader, "batch_sampler", None)), ("sampler", getattr(loader, "sampler", None))]
     while queue and len(found) <= _MAX_SAMPLERS:
         path, sampler = queue.pop(0)
+        if isinstance(sampler, StandIn):
+            sampler = sampler.inner
         if sampler is None or isinstance(sampler, _SCALARS) or any(sampler is seen for _, seen in found):
             continue
         found.append((path, sampler))

@@ -6,6 +6,7 @@ original class, so spawned workers, launchers and `copy.deepcopy` never see the 
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -84,6 +85,8 @@ def _without_position(reduced: Any, original: type) -> Any:
         return reduced
     function, arguments, *rest = reduced
     arguments = tuple(original if a is _subclasses.get(original) else a for a in arguments)
+    if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+        function = original.__new__  # pickle insists that `__newobj__` is given the class of the very object
     if rest and isinstance(rest[0], dict):
         rest[0] = {k: v for k, v in rest[0].items() if k != _ATTRIBUTE}
     return (function, arguments, *rest)

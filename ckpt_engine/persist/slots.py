@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ckpt_engine.errors import WriterError
+from ckpt_engine.persist.mapping import map_shared
 
 
 class ArenaSlot:
@@ -21,7 +22,7 @@ class ArenaSlot:
     def __init__(self, fd: int, nbytes: int) -> None:
         self._fd = fd
         self._nbytes = nbytes
-        self._memory: mmap.mmap | None = None
+        self._memory: Any = None
 
     @contextmanager
     def image(self, nbytes: int) -> Iterator[memoryview]:
@@ -34,25 +35,23 @@ class ArenaSlot:
             raise WriterError(f"an image of {nbytes} bytes does not fit an arena slot of {self._nbytes} bytes")
         if self._memory is None:
             self._memory = self._map()
-        with memoryview(self._memory) as whole, whole[:nbytes] as image:
+        with memoryview(self._memory) as whole, whole.cast("B") as data, data[:nbytes] as image:
             yield image
 
-    def _map(self) -> mmap.mmap:
+    def _map(self) -> Any:
         try:
             # Reading beyond the end of a shared file kills the process (SIGBUS), so trust the file, not the message.
             size = os.fstat(self._fd).st_size
             if size < self._nbytes:
                 raise WriterError(f"an arena slot has {size} bytes instead of {self._nbytes}")
             # Mapped after the trainer has filled it: populating then costs no page faults and allocates nothing.
-            return mmap.mmap(self._fd, self._nbytes, mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ)
+            return map_shared(self._fd, self._nbytes, writable=False)
         except (OSError, ValueError) as err:
             raise WriterError(f"cannot map an arena slot of {self._nbytes} bytes: {err}") from err
 
     def close(self) -> None:
         """Let go of the memory. Idempotent."""
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
+        self._memory = None
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -14,6 +14,8 @@ from ckpt_engine.persist.job import ErrorRecord, WriterConfig
 from ckpt_engine.persist.wire import Body
 from ckpt_engine.persist.writer import Emit, Writer
 
+_IDLE_SECONDS = 60.0
+
 
 class Worker:
     """Opens a writer, lets it handle messages in order, and closes it.
@@ -101,7 +103,7 @@ class Worker:
         while True:
             with self._changed:
                 while not self._todo and not self._finishing:
-                    self._changed.wait()
+                    self._changed.wait(_IDLE_SECONDS)
                 if not self._todo:
                     return
                 body, fds = self._todo.popleft()

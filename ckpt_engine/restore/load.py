@@ -9,10 +9,12 @@ from typing import Any
 
 from ckpt_engine.errors import FormatError, StorageError, StorageMissingError
 from ckpt_engine.restore.choose import Away, Candidate, Check, Rejected, Search, candidates, none_usable
-from ckpt_engine.restore.into import copy_into, live_shapes
+from ckpt_engine.restore.into import copy_into, live_shapes, live_targets
 from ckpt_engine.restore.match import require_match, tensor_shapes
-from ckpt_engine.restore.read import Repair, read_entries
+from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
+from ckpt_engine.restore.sources import Repair, Sources
+from ckpt_engine.restore.stream import stream_into
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 
@@ -22,6 +24,7 @@ class Loaded:
     """A loaded snapshot and how it was found.
 
     Args:
+        state: what was saved; None once it was handed over.
         notes: what came back as a plain equivalent, because its class is not imported here; and, where there are
             several places, which one served, which were away, and what was repaired.
         rejected: newer snapshots that could not be used.
@@ -77,7 +80,8 @@ def load(
 
     Args:
         where: all places of the run, nearest first.
-        into: live state of the same structure; its tensors are overwritten in place and returned in the state.
+        into: live state of the same structure; its tensors are overwritten in place and returned in the state. If
+            an error is raised after reading began, their content is undefined.
         check: see `choose.Check`.
 
     Raises:
@@ -95,10 +99,12 @@ def load(
 
     for candidate in candidates(where, search, step=step, check=fits):
         manifest = candidate.manifest
-        nearest, *others = [place.storage for place in candidate.sources]
-        repairs: list[Repair] = []
+        sources = Sources([place.storage for place in candidate.sources])
         try:
-            entries = read_entries(nearest, manifest, others=others, repairs=repairs)
+            targets = live_targets(manifest.tree, into, manifest.entries) if into is not None else {}
+            stream_into(sources, manifest, targets)
+            rest = [name for name in manifest.entries if name not in targets]
+            entries = {**targets, **read_entries(sources, manifest, rest)}
             rebuilder = Rebuilder(entries, pickle_paths)
             state = rebuilder.state(manifest.tree)
         except (FormatError, StorageError) as err:
@@ -112,12 +118,12 @@ def load(
             state=state,
             info=candidate.info,
             manifest=manifest,
-            notes=(*rebuilder.notes, *_told(where, candidate, repairs, search)),
+            notes=(*rebuilder.notes, *_told(where, candidate, sources.repairs, search)),
             rejected=tuple(search.rejected),
             read_bytes=sum(piece.nbytes for entry in manifest.entries.values() for piece in entry.pieces),
             seconds=time.perf_counter() - began,
-            place=nearest.url,
-            repairs=tuple(repairs),
+            place=candidate.sources[0].storage.url,
+            repairs=tuple(sources.repairs),
             away=tuple(search.away),
         )
     error = none_usable(where, search, step)

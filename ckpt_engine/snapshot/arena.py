@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import mmap
 import os
 from collections.abc import Callable
@@ -12,12 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.errors import StateError
-from ckpt_engine.snapshot import hugepages
+from ckpt_engine.persist.mapping import HUGE_BYTES, collapse, map_shared
+from ckpt_engine.snapshot import pages
 from ckpt_engine.snapshot.plan import WITHOUT_COPY, Plan
 
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
 _PREFAULT_BYTES = 8 << 20
-_LIBC = ctypes.CDLL(None, use_errno=True)
+_HUGE_FROM_BYTES = 128 << 20  # below this, rounding up to huge pages would waste more than 1 %
 
 
 @dataclass(slots=True)
@@ -41,18 +39,19 @@ class Slot:
 
     def __init__(self, index: int, nbytes: int) -> None:
         self.index = index
-        self.nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._huge = nbytes >= _HUGE_FROM_BYTES
+        unit = HUGE_BYTES if self._huge else mmap.PAGESIZE
+        self.nbytes = -(-nbytes // unit) * unit
         try:
             self.fd = os.memfd_create(f"ckpt-arena-{index}", os.MFD_CLOEXEC)
             os.ftruncate(self.fd, self.nbytes)
-            self._memory = mmap.mmap(self.fd, self.nbytes)
+            memory = map_shared(self.fd, self.nbytes, writable=True)
         except OSError as err:
             raise StateError(
                 f"cannot reserve {self.nbytes / 1e9:.2f} GB of host memory for the arena: {err}",
                 hint="lower `slots`, or give the job more memory",
             ) from err
-        hugepages.advise(self._memory)
-        self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._bound: _Bound | None = None
 
     def prefault(self, go_on: Callable[[], bool] = lambda: True) -> None:
@@ -69,11 +68,10 @@ class Slot:
             if not go_on():
                 return
             size = min(_PREFAULT_BYTES, self.nbytes - start)
-            if _LIBC.madvise(ctypes.c_void_p(base + start), ctypes.c_size_t(size), _POPULATE_WRITE) != 0:
-                code = ctypes.get_errno()
-                if code not in (errno.EINVAL, errno.EAGAIN):
-                    raise StateError(f"cannot fill the arena: {os.strerror(code)}", hint="give the job more memory")
-                ctypes.memset(base + start, 0, size)
+            if self._huge and collapse(base + start, size):
+                continue
+            self._huge = False
+            pages.populate(base + start, size)
 
     def views(self, plan: Plan) -> list[torch.Tensor]:
         """Destination tensors for `plan.sources`, in order; the container header is in the slot afterwards."""

@@ -141,13 +141,14 @@ class Planner:
                 refs.append(SkeletonRef(key, self._skeletons, tree))
         nbytes = sum(e.nbytes for e in layout.entries)
         plan = Plan(layout, header, tuple(refs), sources, nbytes)
-        aliased = any(len(d.leaves) > 1 or d.storage_bytes is not None for d in drafts)
+        views = any(d.storage_bytes is not None for d in drafts)
         # A private copy has a new address every time, which means nothing.
         metas = [
             (0 if i in copied else a.data_ptr(), a.dtype, a.shape, a.stride(), a.requires_grad)
             for i, a in enumerate(arrays)
         ]
-        return _Known(plan, {k: s.signature for k, s in scans.items()}, metas, lazy, aliased)
+        shared = _shared([meta[0] for meta in metas])
+        return _Known(plan, {k: s.signature for k, s in scans.items()}, metas, lazy, shared, views)
 
     def _lay_out(self, drafts: Sequence[_Draft]) -> tuple[Layout, bytes, tuple[Source, ...]]:
         # Largest item size first: every entry is then naturally aligned without holes, which safetensors forbids.
@@ -172,13 +173,20 @@ class Planner:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What the current plan was made for."""
+    """What the current plan was made for.
+
+    Args:
+        metas: (address or 0, dtype, shape, stride, requires_grad) of every array.
+        shared: which arrays have the same address, see `_shared`.
+        views: some arrays overlap without having the same address.
+    """
 
     plan: Plan
     signatures: Mapping[str, list[Any]]
     metas: list[tuple[Any, ...]]
     lazy: LazyPredicate | None
-    aliased: bool
+    shared: list[int]
+    views: bool
 
     def fits(self, scans: Mapping[str, Scan], arrays: Sequence[torch.Tensor], lazy: LazyPredicate | None) -> bool:
         """Whether the plan serves this snapshot too; addresses only matter where tensors share memory."""
@@ -203,10 +211,15 @@ class _Known:
                 moved = True
         if not moved:
             return True
-        if self.aliased:
-            return False
-        addresses = [a.data_ptr() for a, meta in zip(arrays, self.metas, strict=True) if meta[0]]
-        return len(set(addresses)) == len(addresses)
+        # Gradients, metrics and logged values are new objects at every step: what matters is who shares with whom.
+        addresses = [a.data_ptr() if meta[0] else 0 for a, meta in zip(arrays, self.metas, strict=True)]
+        return not self.views and _shared(addresses) == self.shared
+
+
+def _shared(addresses: Sequence[int]) -> list[int]:
+    """For every array the index of the first one at its address; its own index if it has none."""
+    first: dict[int, int] = {}
+    return [first.setdefault(address, i) if address else i for i, address in enumerate(addresses)]
 
 
 @dataclass(slots=True)

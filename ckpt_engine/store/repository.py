@@ -176,8 +176,11 @@ class Repository:
 
     def forget(self, ids: Iterable[str]) -> None:
         """Remove manifests, durably: the snapshots no longer exist, their data becomes garbage. Needs the lease."""
-        names = [layout.manifest_name(snapshot) for snapshot in ids]
-        self.storage.delete(*names)
+        gone = tuple(ids)
+        for snapshot in gone:
+            self._infos.pop(snapshot, None)
+            self._files.pop(snapshot, None)
+        self.storage.delete(*(layout.manifest_name(snapshot) for snapshot in gone))
 
     def unreferenced(self, in_flight: Iterable[str] = ()) -> Garbage:
         """The data files no snapshot needs, by reachability over all manifests.

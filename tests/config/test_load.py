@@ -150,9 +150,10 @@ def test_a_folder_may_be_called_yaml(tmp_path: Path) -> None:
     assert load_config(tmp_path / "run.yaml").root_url == str(tmp_path / "run.yaml")
 
 
-def test_what_yaml_1_1_makes_of_an_unquoted_off_is_off() -> None:
-    """LightningCLI and other readers deliver `lazy: off` as False."""
+def test_what_yaml_1_1_makes_of_an_unquoted_on_or_off_is_understood() -> None:
+    """LightningCLI and other readers deliver `lazy: off` as False and `lazy: on` as True."""
     assert load_config("/data/run1", lazy=False).lazy == "off"
+    assert load_config("/data/run1", lazy=True).lazy == "on"
 
 
 def test_tier_retention_replaces_the_general_one() -> None:

@@ -60,7 +60,7 @@ def _file(tmp_path: Path, text: str) -> str:
         ({"every_n_steps": 1.5}, "every_n_steps: must be a whole number, got 1.5"),
         ({"at_end": 1}, "at_end: must be true or false, got 1"),
         ({"on_error": "rais"}, "on_error: must be 'raise' or 'warn', got 'rais'; did you mean 'raise'?"),
-        ({"lazy": True}, "lazy: must be 'auto' or 'off', got true"),
+        ({"lazy": 1}, "lazy: must be 'auto' or 'on' or 'off', got 1"),
         ({"slots": "x" * 200}, f"slots: must be a whole number, got '{'x' * 56}... →"),
         ({"pickle": True}, "pickle: must be a list of paths such as ['loop/custom', 'callbacks/*'], got true"),
         ({"pickle": [1]}, "pickle: must be a text that is not empty, got [1]"),

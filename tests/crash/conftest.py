@@ -1,4 +1,4 @@
-"""Where crash states are built."""
+"""What the crash tests share."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from tests.crash.life import small_blocks
+
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Path]:
@@ -16,3 +18,9 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
     memory = Path("/dev/shm")
     with TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else tmp_path) as folder:
         yield Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with small_blocks(monkeypatch):
+        yield

@@ -152,8 +152,12 @@ def recover(run: Run) -> None:
         run.keep_last(2, lease)
 
 
-def check(root: Path, labels: list[str]) -> None:
+def check(root: Path, labels: list[str], check_whole: Callable[[Repository, set[str]], None] | None = None) -> None:
     """Fails unless the state in `root` is sound and can be cleaned.
+
+    Args:
+        labels: what the writer knew.
+        check_whole: fails unless these snapshots are what was saved; by default, those of `Run`.
 
     Sound: every listed snapshot is whole, nothing acknowledged or pinned is missing. Clean: after one more snapshot and
     a collection there is nothing but what the snapshots need and what is foreign.
@@ -164,7 +168,7 @@ def check(root: Path, labels: list[str]) -> None:
     listing = repository.scan()
     assert not listing.damaged, f"damaged manifests: {listing.damaged}"
     listed = {info.id for info in listing.snapshots}
-    _check_whole(repository, listed)
+    (check_whole or _check_whole)(repository, listed)
     saved = {label.removeprefix("saved ") for label in labels if label.startswith("saved ")}
     forgotten = {label.removeprefix("forgetting ") for label in labels if label.startswith("forgetting ")}
     assert saved - forgotten <= listed, f"acknowledged and lost: {saved - forgotten - listed}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,18 +16,12 @@ from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, Snapsho
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import policy_from
 from ckpt_engine.store.storage.local import LocalStorage
-from tests.crash.explore import Explorer
-from tests.crash.life import QuietDisk, small_blocks
+from tests.crash.explorer import Explorer
+from tests.crash.life import QuietDisk
 from tests.crash.powerloss import Killed, RecordingDisk
 
 POLICY = policy_from({"last": 9, "components": {"optimizer": {"last": 1}}})
 SIZES = {"model": 5000, "optimizer": 9000}
-
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with small_blocks(monkeypatch):
-        yield
 
 
 def _bytes(step: int, component: str) -> bytes:

@@ -132,6 +132,33 @@ class StatefulStream(Stream):
         self.next = state["next"]
 
 
+class Cursor(Iterator[Any]):
+    """An iterator with state over a stream without."""
+
+    def __init__(self, shard: list[int]) -> None:
+        self.shard = shard
+        self.next = 0
+
+    def __next__(self) -> Any:
+        if self.next == len(self.shard):
+            raise StopIteration
+        self.next += 1
+        return augmented(self.shard[self.next - 1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+class CursorStream(Stream):
+    """Iterable whose iterators have the state (what only StatefulDataLoader knows to ask)."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return Cursor(self.shard())
+
+
 class EagerPermutation(Sampler[int]):
     """Permutes inside `__iter__` itself, so an iterator with workers draws twice."""
 
@@ -160,6 +187,18 @@ class OwnGenerators(Sampler[int]):
 
     def __len__(self) -> int:
         return SAMPLES
+
+
+class OwnBatches(OwnGenerators):
+    """A batch sampler with generators and a counter of its own."""
+
+    def __iter__(self) -> Iterator[Any]:
+        indices = list(super().__iter__())
+        for start in range(0, SAMPLES, BATCH):
+            yield [(i + self.python.randrange(2)) % SAMPLES for i in indices[start : start + BATCH]]
+
+    def __len__(self) -> int:
+        return -(-SAMPLES // BATCH)
 
 
 class DrawsAtEveryIndex(Sampler[int]):
@@ -242,6 +281,7 @@ def _oversampled(dataset: Any) -> Any:
 
 _TWO = {"num_workers": 2}
 _KEPT = {"num_workers": 2, "persistent_workers": True}
+_THREE = {"num_workers": 3, "persistent_workers": True}
 _ORDER = Level.ORDER_ONLY
 _NOT = Level.NOT_RESTORED
 
@@ -266,6 +306,9 @@ KINDS = [
     Kind("eager permutation, 2 persistent workers", _with(lambda d: EagerPermutation(), **_KEPT)),
     Kind("own generators", _with(lambda d: OwnGenerators())),
     Kind("own generators, 2 persistent workers", _with(lambda d: OwnGenerators(), **_KEPT)),
+    Kind("own batches", lambda: DataLoader(Augmented(), batch_sampler=OwnBatches())),
+    Kind("own batches, 2 workers", lambda: DataLoader(Augmented(), batch_sampler=OwnBatches(), **_TWO), slow=True),
+    Kind("own batches, 2 persistent", lambda: DataLoader(Augmented(), batch_sampler=OwnBatches(), **_KEPT)),
     Kind("draws at every index", _with(lambda d: DrawsAtEveryIndex()), _ORDER),
     Kind("draws at every index, 2 workers", _with(lambda d: DrawsAtEveryIndex(), **_TWO), _ORDER),
     Kind("batch sampler", lambda: DataLoader(Augmented(), batch_sampler=PythonBatches())),
@@ -277,26 +320,36 @@ KINDS = [
     Kind("replica 1 of 2, 2 persistent workers", _with(_replica(1), **_KEPT), slow=True),
     Kind("worker_init_fn", _shuffled(worker_init_fn=seed_numpy_by_worker, **_TWO)),
     Kind("worker_init_fn, persistent", _shuffled(worker_init_fn=seed_numpy_by_worker, **_KEPT), slow=True),
-    Kind("worker ids and seeds", _shuffled(WhoMadeIt, num_workers=3)),
+    Kind("worker ids and seeds", _shuffled(WhoMadeIt, num_workers=3), slow=True),
     Kind("worker ids and seeds, persistent", _shuffled(WhoMadeIt, num_workers=3, persistent_workers=True)),
     Kind("stateful dataset", _shuffled(Counting)),
     Kind("stateful dataset, 2 workers", _shuffled(Counting, **_TWO), slow=True),
     Kind("stateful dataset, 2 persistent workers", _shuffled(Counting, **_KEPT)),
-    Kind("spawned workers", _shuffled(multiprocessing_context="spawn", **_TWO), slow=True),
     Kind("quiet stream", _loader(QuietStream)),
     Kind("stream", _loader(Stream), _ORDER),
     Kind("stream, 2 workers", _loader(Stream, **_TWO)),
     Kind("shuffled stream, 2 workers", _loader(ShuffledStream, **_TWO)),
     Kind("shuffled stream, 2 workers, drop_last", _loader(ShuffledStream, drop_last=True, **_TWO), slow=True),
     Kind("stateful stream", _loader(StatefulStream)),
-    Kind("stateful stream, 2 workers", _loader(StatefulStream, **_TWO), slow=True),
+    Kind("stateful stream, 2 workers", _loader(StatefulStream, **_TWO)),
+    Kind("stateful stream, 2 workers, drop_last", _loader(StatefulStream, drop_last=True, **_TWO), slow=True),
+    Kind("stateful stream, 2 persistent workers", _loader(StatefulStream, **_KEPT)),
+    Kind("stateful stream, 3 persistent, drop_last", _loader(StatefulStream, drop_last=True, **_THREE), slow=True),
+    Kind("stateful stream, unbatched, 2 persistent", _loader(StatefulStream, **_KEPT, batch_size=None), slow=True),
     Kind("StatefulDataLoader", _shuffled(cls=StatefulDataLoader)),
     Kind("StatefulDataLoader, 2 workers", _shuffled(cls=StatefulDataLoader, **_TWO)),
     Kind("StatefulDataLoader, 2 persistent workers", _shuffled(cls=StatefulDataLoader, **_KEPT)),
     Kind("StatefulDataLoader, stateful dataset, 2 workers", _shuffled(Counting, StatefulDataLoader, **_TWO), slow=True),
     Kind("StatefulDataLoader, stateful stream", _loader(StatefulStream, StatefulDataLoader)),
     Kind("StatefulDataLoader, stateful stream, 2 workers", _loader(StatefulStream, StatefulDataLoader, **_TWO)),
-    Kind("StatefulDataLoader, stateful stream, persistent", _loader(StatefulStream, StatefulDataLoader, **_KEPT)),
-    Kind("StatefulDataLoader, stream", _loader(Stream, StatefulDataLoader), slow=True),
+    Kind(
+        "StatefulDataLoader, stateful stream, persistent",
+        _loader(StatefulStream, StatefulDataLoader, **_KEPT),
+        slow=True,
+    ),
+    Kind("StatefulDataLoader, cursor", _loader(CursorStream, StatefulDataLoader)),
+    Kind("StatefulDataLoader, cursor, 2 workers", _loader(CursorStream, StatefulDataLoader, **_TWO), slow=True),
+    Kind("StatefulDataLoader, cursor, persistent", _loader(CursorStream, StatefulDataLoader, **_KEPT), slow=True),
+    Kind("StatefulDataLoader, stream", _loader(Stream, StatefulDataLoader), _ORDER, slow=True),
     Kind("StatefulDataLoader, stream, 2 workers", _loader(Stream, StatefulDataLoader, **_TWO), slow=True),
 ]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    Callback,
     EarlyStopping,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
 )
@@ -16,7 +19,15 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.lightning.runs import BATCH, BATCHES, SAMPLES, Augmented, Case, Stream
+from tests.lightning.runs import BATCH, BATCHES, SAMPLES, Augmented, Case, Model, Stream
+
+HAS_AVERAGING = hasattr(callbacks, "EMAWeightAveraging")
+"""Lightning 2.6 and later."""
+
+
+def averaging() -> list[Callback]:
+    """The callback that swaps averaged weights in for validation."""
+    return [callbacks.EMAWeightAveraging(decay=0.9)]
 
 
 class Permutation(Sampler[Any]):
@@ -28,6 +39,59 @@ class Permutation(Sampler[Any]):
 
     def __len__(self) -> int:
         return BATCHES
+
+
+class CurvatureModel(Model):
+    """L-BFGS: several closures per step, and a state of lists whose dot products depend on memory alignment."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class ImpatientModel(Model):
+    """Skips the rest of each epoch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 4 else None
+
+
+class SparingModel(Model):
+    """Trains on some batches only."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 2 else loss
+
+
+class OneCycleModel(Model):
+    """Its schedule also moves the momentum."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class FineTunedModel(Model):
+    """Has a backbone that is frozen at first."""
+
+    def __init__(self, case: Case, trace: list[Any]) -> None:
+        super().__init__(case, trace)
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(6, 6))
+        self.net.insert(0, self.backbone)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD((p for p in self.parameters() if p.requires_grad), lr=0.01)
+
+
+class StatefulData(pl.LightningDataModule):
+    """A datamodule with a state."""
+
+    def train_dataloader(self) -> Any:
+        return shuffled()()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": torch.arange(3)}
 
 
 def shuffled(n: int = SAMPLES, kind: Any = DataLoader, **options: Any) -> Callable[[], Any]:
@@ -56,7 +120,7 @@ LOADERS: Mapping[str, Case] = {
     "combined, shorter one cycles": Case(loader=lambda: {"a": shuffled()(), "b": shuffled(8)()}),
     "combined, shortest ends": Case(loader=lambda: CombinedLoader([shuffled()(), shuffled(16)()], "min_size")),
     "combined, one without length": Case(
-        loader=lambda: CombinedLoader([shuffled(12)(), DataLoader(Stream(), batch_size=BATCH)], "max_size_cycle")
+        loader=lambda: CombinedLoader([shuffled(16)(), DataLoader(Stream(), batch_size=BATCH)], "max_size_cycle")
     ),
 }
 
@@ -64,6 +128,12 @@ LOOPS: Mapping[str, Case] = {
     "validation per epoch": Case(val=1.0),
     "validation within epochs": Case(val=3),
     "validation after every batch": Case(val=1),
+    "validation with its own shuffling": Case(
+        val=3,
+        val_loader=lambda: DataLoader(
+            Augmented(8), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)
+        ),
+    ),
     "max_steps": Case(val=3, trainer={"max_epochs": -1, "max_steps": 16}),
     "scheduler per step": Case(schedule=("decay", "step", "")),
     "scheduler per epoch": Case(schedule=("decay", "epoch", ""), val=1.0),
@@ -78,10 +148,8 @@ LOOPS: Mapping[str, Case] = {
     "two optimizers by hand": Case(manual="two", val=3),
     "raw optimizers by hand": Case(manual="raw"),
     "accumulation by hand": Case(manual="accumulate"),
-    "averaged weights": Case(callbacks=lambda: [EMAWeightAveraging(decay=0.9)], val=3),
-    "stochastic weight averaging": Case(
-        callbacks=lambda: [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)]
-    ),
+    **({"averaged weights": Case(callbacks=averaging, val=3)} if HAS_AVERAGING else {}),
+    "stochastic weight averaging": Case(callbacks=lambda: [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1)]),
     "accumulation schedule": Case(callbacks=lambda: [GradientAccumulationScheduler({0: 1, 1: 2, 2: 3})]),
     "early stopping": Case(callbacks=lambda: [EarlyStopping("val_loss", patience=6, min_delta=1.0)], val=2),
     "early stopping before min_epochs": Case(
@@ -90,6 +158,17 @@ LOOPS: Mapping[str, Case] = {
     "estimated_stepping_batches": Case(uses_total_steps=True),
     "limit_train_batches": Case(trainer={"limit_train_batches": 4}),
     "one batch per epoch": Case(trainer={"limit_train_batches": 1, "max_epochs": 6}, val=1.0),
+    "L-BFGS": Case(model=CurvatureModel),
+    "double precision": Case(trainer={"precision": "64-true"}),
+    "rest of the epoch skipped": Case(model=ImpatientModel, val=3),
+    "batches without a loss": Case(model=SparingModel),
+    "one cycle": Case(model=OneCycleModel),
+    "backbone unfrozen later": Case(
+        model=FineTunedModel, callbacks=lambda: [BackboneFinetuning(unfreeze_backbone_at_epoch=1, verbose=False)]
+    ),
+    "datamodule": Case(loader=StatefulData),
+    "validation every second epoch": Case(val=1.0, trainer={"check_val_every_n_epoch": 2, "max_epochs": 4}),
+    "validation across epochs": Case(val=4, trainer={"check_val_every_n_epoch": None}),
     "loaders made anew": Case(trainer={"reload_dataloaders_every_n_epochs": 2, "max_epochs": 4}),
 }
 

@@ -63,6 +63,8 @@ class Model(pl.LightningModule):
         self.mean = torchmetrics.MeanMetric()
         self.case, self.trace = case, trace
         self.automatic_optimization = case.manual == ""
+        if not case.needs_epoch_start:
+            self.scale = 1.0
 
     def on_train_epoch_start(self) -> None:
         self.scale = 1.0 + 0.1 * self.current_epoch  # training_step fails without this hook
@@ -104,11 +106,11 @@ class Model(pl.LightningModule):
         self.lr_schedulers().step()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        x, y, _ = batch
+        x, y, ids = batch
         loss = ((self.net(x) - y) ** 2).mean()
         self.log("val_loss", loss)
         if not self.trainer.sanity_checking:
-            self.trace.append(("val", self.global_step, batch_idx, float(loss).hex()))
+            self.trace.append(("val", self.global_step, batch_idx, tuple(ids.tolist()), float(loss).hex()))
 
     def configure_optimizers(self) -> Any:
         if self.case.uses_total_steps:
@@ -172,6 +174,10 @@ def plain_loader() -> Any:
     return DataLoader(Augmented(), batch_size=BATCH, shuffle=True)
 
 
+def plain_val_loader() -> Any:
+    return DataLoader(Augmented(8), batch_size=4)
+
+
 @dataclass(frozen=True)
 class Case:
     """One configuration of trainer, model and data.
@@ -181,6 +187,9 @@ class Case:
         val: `val_check_interval`, or None for no validation.
         schedule: (kind, interval, monitor).
         manual: "" (automatic), "two" optimizers, "raw" torch optimizers, or "accumulate" by hand.
+        needs_epoch_start: `training_step` fails where `on_train_epoch_start` was not called in this process.
+        model: what is trained.
+        val_loader: makes the validation data.
         callbacks: makes more callbacks.
         trainer: more arguments of the trainer.
     """
@@ -192,6 +201,9 @@ class Case:
     amp: bool = False
     fused: bool = False
     uses_total_steps: bool = False
+    needs_epoch_start: bool = True
+    model: type[Model] = Model
+    val_loader: Callable[[], Any] = plain_val_loader
     callbacks: Callable[[], list[Callback]] = list
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
@@ -219,13 +231,17 @@ def fit(
     """Train `case` once in this process."""
     seed_everything(seed)
     trace: list[Entry] = []
-    model, logger = Model(case, trace), Recorder(trace)
+    model, logger = case.model(case, trace), Recorder(trace)
     trainer = make_trainer(case, [*case.callbacks(), *extra], logger, **more)
-    val = DataLoader(Augmented(8), batch_size=4) if case.val is not None else None
+    train(trainer, model, case, ckpt_path)
+    return Outcome(trace, final_digest(trainer, model), trainer, model, logger)
+
+
+def train(trainer: pl.Trainer, model: pl.LightningModule, case: Case, ckpt_path: str | None) -> None:
+    val = case.val_loader() if case.val is not None else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning has advice on loaders this small
         trainer.fit(model, case.loader(), val, ckpt_path=ckpt_path)
-    return Outcome(trace, final_digest(trainer, model), trainer, model, logger)
 
 
 def make_trainer(case: Case, callbacks: list[Callback], logger: Any, **more: Any) -> pl.Trainer:
@@ -303,7 +319,16 @@ class EverySnapshotIsDurable(Callback):
 def every_batch(root: Path, **options: Any) -> list[Callback]:
     """Callbacks that leave a durable snapshot of every boundary in `root`."""
     ckpt = AdaptiveCheckpoint(
-        **{"tiers": str(root), "every_n_steps": 1, "keep": {"last": 1000}, "writer": "thread", "debug": True, **options}
+        **{
+            "tiers": str(root),
+            "every_n_steps": 1,
+            "on_validation_end": True,
+            "keep": {"last": 1000},
+            "writer": "thread",
+            "lazy": "on",
+            "debug": True,
+            **options,
+        }
     )
     return [ckpt, EverySnapshotIsDurable(ckpt)]
 
@@ -352,3 +377,8 @@ def tail(trace: list[Entry], epoch: int, batch: int) -> list[Entry]:
     """The trace from the training of this batch on."""
     start = next((i for i, entry in enumerate(trace) if entry[:3] == ("train", epoch, batch)), len(trace))
     return trace[start:]
+
+
+def trained(trace: list[Entry], epoch: int, batch: int) -> int:
+    """How many batches were trained from this one on."""
+    return sum(entry[0] == "train" and entry[1:3] >= (epoch, batch) for entry in trace)

@@ -55,7 +55,7 @@ def test_save_wait_load_returns_the_same_state(tmp_path: Path, writer: str) -> N
     assert same(again.load(), state(1))
     info = again.snapshots()[-1]
     assert (info.step, info.metrics, info.nbytes) == (1, {"loss": 0.5}, 1003 * 4)
-    assert again.loaded is not None and again.loaded.info.id == info.id
+    assert again.loaded is not None and again.loaded.info.id == info.id and again.loaded.state is None
 
 
 def test_retention_keeps_the_last_and_the_best(tmp_path: Path) -> None:
@@ -196,6 +196,44 @@ def test_into_overwrites_live_tensors_and_refuses_another_model_before_reading(t
         ckpt.load(into=other)
     assert "model/weight" in str(caught.value) and "model/b: [3] saved, [4] here" in str(caught.value)
     assert torch.equal(other["model"]["weight"], torch.zeros(1000))
+
+
+def test_into_takes_any_mix_of_tensors(tmp_path: Path) -> None:
+    """Contiguous tensors are streamed; tied, strided, overlapping and retyped ones get their values all the same."""
+
+    def tree(fill: float) -> dict:
+        tied, base = torch.full((5,), fill), torch.full((10,), fill)
+        return {
+            "big": torch.full((9_000_000,), fill),
+            "tied": [tied, tied],
+            "t": torch.full((3, 4), fill).t(),
+            "views": (base[2:6], base[4:8]),
+            "p": torch.nn.Parameter(torch.full((2,), fill)),
+            "empty": torch.empty(0),
+            "n": fill,
+        }
+
+    with Checkpointer(tmp_path / "run") as ckpt:
+        ckpt.save(tree(3.0), step=1).wait(30)
+        live = tree(0.0)
+        live["p"] = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+        parts = {key: live[key] for key in ("big", "t", "p")}
+        back = ckpt.load(into=live)
+    expected = tree(3.0)
+    assert all(back[key] is part for key, part in parts.items())
+    assert back["p"].tolist() == [3.0, 3.0] and back["p"].dtype is torch.float64 and back["n"] == 3.0
+    assert all(same(back[key], expected[key]) for key in ("big", "tied", "t", "views", "empty"))
+
+
+def test_a_damaged_piece_is_noticed_when_streaming_into_live_tensors(tmp_path: Path) -> None:
+    """The older snapshot then fills all live tensors."""
+    with Checkpointer(tmp_path / "run") as ckpt:
+        for step in (1, 2):
+            ckpt.save(state(step), step=step).wait(30)
+    damage_data(tmp_path / "run", 2, "flip")
+    live = state(7)
+    back = Checkpointer(tmp_path / "run").load(into=live)
+    assert same(back, state(1)) and same(live["model"], state(1)["model"])
 
 
 def test_a_second_process_is_refused_naming_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ from ckpt_engine.store.storage import blockio
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.open import open_storage
 from tests.store.samples import files
 from tests.store.storage_contract import StorageContract, aligned, listed, put
 
@@ -170,6 +169,19 @@ def test_a_put_that_fails_anywhere_leaves_nothing(tmp_path: Path, error: int, ex
         assert storage.get("data/x") == BIG
         tried += 1
     assert tried > 8
+
+
+def test_a_put_without_links_that_fails_at_the_end_leaves_nothing(tmp_path: Path) -> None:
+    """Also where the name is given by a rename it is taken back if it could not be made durable."""
+
+    class Failing(_NoLinksDisk):
+        def sync_folder(self, path: str) -> None:
+            if (Path(path) / "x").exists():
+                raise OSError(errno.EIO, "bad disk")
+
+    with pytest.raises(StorageError):
+        LocalStorage(tmp_path, disk=Failing()).put("data/x", [BIG])
+    assert files(tmp_path) == set()
 
 
 def test_a_temporary_file_that_cannot_be_removed_is_said_and_swept_later(tmp_path: Path) -> None:
@@ -350,46 +362,6 @@ def test_no_descriptor_leaks(tmp_path: Path) -> None:
                 LocalStorage(tmp_path, disk=_CountingDisk(fail_at)).put(f"data/f{n}", [BIG])
         listed(storage)
     assert opened() == before
-
-
-@pytest.mark.parametrize(
-    ("url", "path"),
-    [
-        ("/a/b c", "/a/b c"),
-        ("file:///a/b%20c", "/a/b c"),
-        ("file://localhost/a", "/a"),
-        ("FILE:///a", "/a"),
-        (Path("/a/b"), "/a/b"),
-    ],
-)
-def test_paths_and_file_urls_open_local_storage(url: str | Path, path: str) -> None:
-    """Both ways to write a folder lead to it, percent signs decoded."""
-    storage = open_storage(url)
-    assert isinstance(storage, LocalStorage)
-    assert storage.root == path
-    assert open_storage(storage.url).url == storage.url
-
-
-def test_a_relative_path_is_resolved_when_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Changing the working folder later does not move the run."""
-    monkeypatch.chdir(tmp_path)
-    storage = open_storage("runs/one")
-    monkeypatch.chdir("/")
-    assert storage.url == f"file://{tmp_path}/runs/one"
-    assert isinstance(storage, LocalStorage)
-
-
-@pytest.mark.parametrize("url", ["nonsense://bucket/run", "s3://", "file://server/share", "file:///a?b", "", "file://a"])
-def test_a_url_nobody_serves_is_refused_with_what_is_possible(url: str) -> None:
-    """The message names the URL and what to write instead."""
-    with pytest.raises(StorageError, match="→"):
-        open_storage(url)
-
-
-def test_options_that_nobody_reads_are_refused() -> None:
-    """A misspelt or misplaced option is not ignored."""
-    with pytest.raises(StorageError, match="endpoint_url"):
-        open_storage("/a", {"endpoint_url": "http://x"})
 
 
 def test_a_missing_object_in_a_missing_root_is_missing(tmp_path: Path) -> None:

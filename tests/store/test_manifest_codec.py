@@ -19,6 +19,7 @@ from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, Snapsho
 from ckpt_engine.store.manifest_codec import decode, decode_info, encode
 from tests.store.samples import info, manifest
 
+_law = settings(max_examples=80, deadline=None)  # a busy machine is no failure
 _names = st.text(max_size=12)
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
@@ -78,6 +79,7 @@ def _comparable(value: SnapshotInfo) -> SnapshotInfo:
     return dataclasses.replace(value, metrics=metrics)
 
 
+@_law
 @given(_manifests())
 def test_decoding_an_encoded_manifest_gives_the_same_values(original: Manifest) -> None:
     """Every field comes back, floats bit for bit, NaN metrics included."""
@@ -86,6 +88,7 @@ def test_decoding_an_encoded_manifest_gives_the_same_values(original: Manifest) 
     assert dataclasses.replace(decoded, info=original.info) == original
 
 
+@_law
 @given(_manifests())
 def test_the_head_alone_gives_the_same_info(original: Manifest) -> None:
     """A listing reads only the head; where that is too short it says so instead of guessing."""
@@ -137,7 +140,7 @@ def test_every_truncation_is_noticed() -> None:
             decode_info(good[:length])
 
 
-@settings(max_examples=300)
+@settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300) | st.text(max_size=100).map(str.encode) | _json.map(json.dumps).map(str.encode))
 def test_anything_else_is_a_clear_error(data: bytes) -> None:
     """Garbage, zeros and other people's JSON are refused as corrupt or foreign."""
@@ -154,6 +157,10 @@ def test_deep_nesting_is_a_clear_error() -> None:
             decode(data)
         with suppress(FormatError):
             assert decode_info(data) is None
+    body = encode(manifest(info()))[len(b'{"digest":"xxh3-128:","manifest":') + 32 : -2]
+    deep = body.replace(b'"v":[]', b'"v":' + b"[" * 100_000 + b"]" * 100_000)
+    with pytest.raises(CorruptError, match="RecursionError"):
+        decode(b'{"digest":"%s","manifest":%s}\n' % (digest(deep).encode(), deep))
 
 
 def _edited(**changes: object) -> bytes:

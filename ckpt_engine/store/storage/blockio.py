@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from ckpt_engine.store.storage.disk import Disk
 
 PAGE_BYTES = 4096
-SLICE_BYTES = 32 << 20
+SLICE_BYTES = 64 << 20
 """Bytes per system call: big enough to run at the device's rate, small enough to be interrupted."""
 DIRECT_MIN_BYTES = 1 << 20
 """Below this the page cache is faster."""

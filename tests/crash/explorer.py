@@ -1,4 +1,4 @@
-"""Tries every state in which a power loss can leave a recorded run."""
+"""Checks what a power loss at each point of recorded operations leaves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from tests.crash.powerloss import RecordingDisk, Tree, build, crash_states, mark
 
 
 class Explorer:
-    """Checks crash states of recorded operations, each different one once."""
+    """Builds crash states one after another, each different one once, and collects the bad ones.
+
+    Args:
+        scratch: a folder to build them in.
+        sound: fails unless the state in a folder is sound, given the marks made before the power loss.
+    """
 
     def __init__(self, scratch: Path, sound: Callable[[Path, list[str]], None] = check) -> None:
         self._scratch = scratch
@@ -21,6 +26,7 @@ class Explorer:
         self.bad: list[str] = []
 
     def explore(self, disk: RecordingDisk, first: int = 0, *, stop_at_bad: bool = False) -> None:
+        """Check the states after each of the operations from `first` on."""
         for upto in range(first, len(disk.operations) + 1):
             labels = marks(disk.operations, upto)
             for tree in crash_states(disk.operations, upto):

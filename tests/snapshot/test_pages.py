@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from pathlib import Path
 
-from ckpt_engine.snapshot.hugepages import free_huge_bytes
+from ckpt_engine.snapshot.pages import free_huge_bytes, populate
 
 SAMPLE = """Node 0, zone      DMA      1      1      1      1      1      1      1      0      1      1      3
 Node 0, zone   Normal   1816    951    500    301    179    102     60     31     16      7      2
@@ -22,3 +23,11 @@ def test_only_blocks_of_a_huge_page_or_more_count(tmp_path: Path) -> None:
 def test_an_unreadable_file_means_none(tmp_path: Path) -> None:
     """Where the kernel does not tell, small pages are used."""
     assert free_huge_bytes(tmp_path / "missing") == 0
+
+
+def test_populating_keeps_what_was_there(tmp_path: Path) -> None:
+    """Memory that was touched before keeps its content; ranges need not be aligned."""
+    memory = mmap.mmap(-1, 1 << 20)
+    memory[5000] = 7
+    populate(ctypes.addressof(ctypes.c_char.from_buffer(memory)) + 4500, 100_000)
+    assert memory[5000] == 7 and memory[4500] == 0

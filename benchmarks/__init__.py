@@ -1,0 +1,1 @@
+"""Measures every bar of the project against its reference and its peers, interleaved in one run."""

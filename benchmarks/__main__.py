@@ -1,0 +1,97 @@
+"""`python -m benchmarks`: measure bars, show them beside their targets, and record the results."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks import bars
+from benchmarks.child import BarError, measure
+from benchmarks.machine import describe, slug, versions
+from benchmarks.page import write_page
+from benchmarks.record import Record, measured_bar
+from benchmarks.run import Scale
+from benchmarks.table import print_bar, print_summary
+
+ROOT = Path(__file__).resolve().parent
+RESULTS = ROOT / "results"
+PAGE = ROOT.parent / "docs" / "benchmarks.md"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status is 1 if a bar could not be measured (a missed target is a result)."""
+    options = _parse(arguments)
+    if options.page:
+        write_page(PAGE, Record.read(options.page))
+        return 0
+    names = options.only or list(bars.NAMES)
+    scale = Scale.QUICK if options.quick else Scale.FULL
+    console = Console(stderr=False)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    machine = describe(options.folder)
+    record = Record(machine, {})
+    for key, value in machine.items():
+        console.print(f"{key:>12}  {value}", highlight=False)
+    failed = False
+    for number, name in enumerate(names, 1):
+        console.rule(f"[bold]{number}/{len(names)} {bars.title(name)}")
+        try:
+            with console.status("starting") as status:
+                result, shares = measure(name, scale, options.folder, status.update)
+        except BarError as err:
+            console.print(f"{name} could not be measured: {err}", style="red", markup=False)
+            failed = True
+            continue
+        bar = measured_bar(result, scale, shares, versions())
+        print_bar(console, bar)
+        record = record.with_bar(bar)
+    print_summary(console, record)
+    if options.json:
+        record.write(options.json)
+    if options.record or (scale is Scale.FULL and not options.only and not failed):
+        path = RESULTS / f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}-{slug(machine)}.json"
+        merged = Record.read(path).merged(record) if path.exists() else record
+        merged.write(path)
+        write_page(PAGE, merged)
+        console.print(f"recorded in {path.relative_to(ROOT.parent)} and {PAGE.relative_to(ROOT.parent)}")
+    return 1 if failed else 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="Measure the bars of the project, each in a process of its own, interleaved with its references. "
+        "A full run of everything is recorded in benchmarks/results and docs/benchmarks.md.",
+    )
+    parser.add_argument("--only", type=_names, metavar="BAR,…", help=f"some of: {', '.join(bars.NAMES)}")
+    parser.add_argument(
+        "--quick", action="store_true", help="same sizes, few rounds; for a first look, not for results"
+    )
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the raw results there")
+    parser.add_argument(
+        "--folder", type=_folder, default=Path("bench-out").resolve(), help="where to write: decides the disk"
+    )
+    parser.add_argument("--record", action="store_true", help="add the measured bars to today's committed results")
+    parser.add_argument("--page", type=Path, metavar="RESULT", help="measure nothing; rewrite the page from a result")
+    return parser.parse_args(arguments)
+
+
+def _folder(text: str) -> Path:
+    return Path(text).resolve()
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in bars.NAMES:
+            raise argparse.ArgumentTypeError(f"no bar {name!r}; there are {', '.join(bars.NAMES)}")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

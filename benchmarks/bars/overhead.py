@@ -1,0 +1,113 @@
+"""Whether a training run stays within the overhead budget it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from sklearn.datasets import load_digits
+from torch.utils.data import TensorDataset
+
+from benchmarks.lightning_loop import Fit, Module
+from benchmarks.measure import interleave
+from benchmarks.run import Bench, Scale
+from benchmarks.values import BarResult, Check, Series
+from ckpt_engine import Checkpointer
+from lightning_ckpt import AdaptiveCheckpoint
+
+TITLE = "Overhead: a Lightning run against its budget"
+BUDGETS = (0.01, 0.035, 0.05)
+INPUTS = 64
+BATCH_SIZE = 128
+MTBF_SECONDS = 1.0
+"""So short that the budget decides the frequency; with failures as rare as usual, far fewer snapshots are taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much to measure."""
+
+    parameters: int
+    steps: int
+    rounds: int
+
+
+SIZES = {
+    Scale.FULL: Size(12_500_000, 220, 7),
+    Scale.QUICK: Size(12_500_000, 80, 2),
+    Scale.TINY: Size(20_000, 20, 1),
+}
+
+
+def run(bench: Bench) -> BarResult:
+    """Fit without the callback and with it at each budget, interleaved; the same seeded training every time."""
+    size = SIZES[bench.scale]
+    digits = load_digits()
+    data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
+    taken_snapshots: dict[float, list[float]] = {budget: [] for budget in BUDGETS}
+    with bench.scratch("overhead") as folder:
+        numbers = iter(range(1_000_000))
+
+        def fit(budget: float | None) -> Callable[[], float]:
+            def measured() -> float:
+                run_folder = folder / str(next(numbers))
+                module = Module(size.parameters, INPUTS)
+                callbacks = [] if budget is None else [_callback(run_folder, budget)]
+                fitting = Fit(str(folder), module, data, BATCH_SIZE, size.steps, callbacks=callbacks)
+                fitting.run()
+                if budget is not None:
+                    taken_snapshots[budget].append(_count(run_folder))
+                return fitting.training_seconds
+
+            return measured
+
+        for budget in (None, BUDGETS[0]):
+            fit(budget)()
+        for counts in taken_snapshots.values():
+            counts.clear()
+        taken = interleave(
+            {"without": fit(None), **{f"{budget:.1%}": fit(budget) for budget in BUDGETS}}, size.rounds, tick=bench.say
+        )
+    without = taken["without"]
+    return BarResult(
+        "overhead",
+        TITLE,
+        {
+            "training": f"Lightning, perceptron of {size.parameters / 1e6:.1f} million parameters with fused Adam "
+            f"({12 * size.parameters / 1e6:.0f} MB of state) on the digits of scikit-learn, {size.steps} steps",
+            "callback": "AdaptiveCheckpoint(folder, overhead=budget), no snapshot at the end, and failures declared so "
+            "frequent that the budget alone decides how often",
+            "overhead": "wall time from the start of training to the end of its last step, learning the interval "
+            "included, against the run without in the same round",
+        },
+        tuple(
+            Check(
+                f"overhead at a budget of {budget:.1%}",
+                "%",
+                "at most",
+                100 * budget,
+                tuple(100 * (a / b - 1) for a, b in zip(taken[f"{budget:.1%}"], without, strict=True)),
+            )
+            for budget in BUDGETS
+        ),
+        (
+            Series("training without", "s", tuple(without)),
+            Series("one step without", "s", tuple(s / size.steps for s in without)),
+            *(
+                Series(f"durable snapshots at {budget:.1%}", "", tuple(counts))
+                for budget, counts in taken_snapshots.items()
+            ),
+        ),
+    )
+
+
+def _callback(folder: Path, budget: float) -> AdaptiveCheckpoint:
+    return AdaptiveCheckpoint(str(folder), overhead=budget, mtbf=MTBF_SECONDS, at_end=False)
+
+
+def _count(folder: Path) -> float:
+    """Snapshots made in a run: the number of the newest one."""
+    found = Checkpointer(folder).snapshots()
+    return float(found[-1].seq) if found else 0.0

@@ -1,0 +1,24 @@
+"""Whether copying behind training (lazily) is cheaper than copying before it goes on."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+
+
+def copies_lazily(setting: Literal["auto", "on", "off"], device: torch.device) -> bool:
+    """Whether to stage lazily.
+
+    A lazy copy takes a core while forward and backward run. If they use all cores, all of them wait for the one that
+    lost its core, and that costs more than an eager copy, which has all cores to itself (docs/benchmarks.md, "Every
+    iteration").
+
+    Args:
+        setting: the option `lazy`.
+        device: where training computes.
+    """
+    if setting == "auto":
+        return device.type != "cpu" or torch.get_num_threads() < len(os.sched_getaffinity(0))
+    return setting == "on"

@@ -1,0 +1,1 @@
+"""The parts of the demo: recording, killing, comparing, measuring and showing."""

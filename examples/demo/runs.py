@@ -1,0 +1,248 @@
+"""The runs: one that is left alone, one that is killed while it saves and started again, and the overhead pairs."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt_engine.config import load_config
+from demo.folder import Durable, SnapshotFolder, Unfinished
+from demo.overhead import BLOCKS, Block, Overhead, pair_up, read_blocks
+from demo.process import TrainingFailedError, TrainingProcess
+from demo.record import Entry, Start, Step
+from demo.screen import Screen
+from demo.settings import Settings
+
+LOOK_SECONDS = 0.02
+LOOK_AT_SAVING_SECONDS = 0.0005
+STUCK_SECONDS = 180.0
+"""Without a new step for that long a training process counts as stuck."""
+PATIENCE_STEPS = 60
+"""How many steps a kill that is due waits for the next save, at most."""
+LONGEST_DELAY_SECONDS = 0.02
+"""A kill strikes up to that long after a save was seen to begin."""
+
+TRAINER = "trainer"
+EVERYTHING = "trainer and writer"
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One `kill -9`.
+
+    Args:
+        time: wall-clock seconds.
+        step: the last finished step.
+        victims: `trainer` (with its loader workers; the writer lives on) or `trainer and writer`.
+        saving: the file that was being written at the last look, under a millisecond before; None: nothing was.
+        torn: the file that was found half-written after the kill.
+    """
+
+    time: float
+    step: int
+    victims: str
+    saving: Unfinished | None
+    torn: Unfinished | None
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One process of a run, from its start to its kill or its end.
+
+    Args:
+        pid: its process id.
+        spawned: when it was started (wall-clock seconds).
+        first_batch: when it began to train.
+        resumed_step: optimizer steps that were already done then.
+        restore_seconds: reading and checking the snapshot, by the callback's own resume report; None: there is none.
+        kill: how it ended; None: it finished.
+    """
+
+    pid: int
+    spawned: float
+    first_batch: float
+    resumed_step: int
+    restore_seconds: float | None
+    kill: Kill | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A finished run.
+
+    Args:
+        lives: its processes in order.
+        entries: everything it recorded.
+        durable: every snapshot that became durable.
+    """
+
+    lives: tuple[Life, ...]
+    entries: tuple[Entry, ...]
+    durable: tuple[Durable, ...]
+
+    def steps(self, pid: int) -> list[Step]:
+        """The training steps of one of its processes."""
+        return [entry for entry in self.entries if isinstance(entry, Step) and entry.pid == pid]
+
+
+class Progress:
+    """What a training process has done so far, for those who wait for it.
+
+    Raises:
+        TrainingFailedError: (by `look`) it is stuck or ended badly.
+    """
+
+    def __init__(self, process: TrainingProcess, screen: Screen) -> None:
+        self._process = process
+        self._screen = screen
+        self._moved = time.monotonic()
+        self.entries: list[Entry] = []
+        self.start: Start | None = None
+        self.step = 0
+
+    def look(self) -> bool:
+        """Take in what is new; False once the process has ended and everything is taken in."""
+        running = self._process.running()
+        for entry in (new := self._process.entries()):
+            if isinstance(entry, Start):
+                self.start, self.step = entry, entry.step
+            elif isinstance(entry, Step):
+                self.step = entry.step
+                self._screen.step(entry)
+        self.entries += new
+        if new:
+            self._moved = time.monotonic()
+        elif running and time.monotonic() - self._moved > STUCK_SECONDS:
+            raise TrainingFailedError(f"no step for {STUCK_SECONDS:.0f} s:\n{self._process.log_tail()}")
+        return running
+
+
+def run_reference(settings: Settings, screen: Screen) -> Run:
+    """The run that is left alone. It has no checkpoint callback at all: a callback that disturbs the run would show."""
+    with TrainingProcess(settings.training(settings.reference), settings.reference) as process:
+        progress = Progress(process, screen)
+        while progress.look():
+            time.sleep(LOOK_SECONDS)
+        return Run((_life(process, progress, None, None),), tuple(progress.entries), ())
+
+
+def run_killed(settings: Settings, screen: Screen) -> Run:
+    """The run that is killed at random moments in which it saves, and started again each time."""
+    options: list[str | Path] = ["--ckpt", settings.yaml]
+    if settings.flip_bit_at is not None:
+        options += ["--flip-bit-at", str(settings.flip_bit_at)]
+    command = settings.training(settings.killed, *options)
+    folder = SnapshotFolder(settings.snapshots)
+    rng = random.Random(settings.seed)
+    lives: list[Life] = []
+    entries: list[Entry] = []
+    for number, target in enumerate([*_targets(settings, rng), None]):
+        with TrainingProcess(command, settings.killed) as process:
+            progress = Progress(process, screen)
+            kill = None
+            while progress.look():
+                for durable in folder.look():
+                    screen.durable(durable)
+                if target is not None and progress.step >= target:
+                    victims = EVERYTHING if number % 2 else TRAINER
+                    kill = _kill_while_saving(settings, process, progress, folder, rng, victims)
+                    break
+                time.sleep(LOOK_SECONDS)
+            progress.entries += process.entries()
+            folder.look()
+            life = _life(process, progress, _restore_seconds(settings.snapshots, process.started), kill)
+            lives.append(life)
+            entries += progress.entries
+            screen.lived(life)
+            if kill is None:
+                break
+    return Run(tuple(lives), tuple(entries), tuple(folder.seen))
+
+
+def _targets(settings: Settings, rng: random.Random) -> Iterator[int]:
+    """Random steps from which on to kill: one in each equal part of the run, none near the boundary of an epoch."""
+    first, last = settings.steps // 8, settings.steps - settings.steps // 8
+    for i in range(settings.kills):
+        low, high = (first + (last - first) * (i + part) // settings.kills for part in (0, 1))
+        inside = [step for step in range(low, high) if settings.mid_epoch(step)]
+        if inside:
+            yield rng.choice(inside)
+
+
+def _kill_while_saving(
+    settings: Settings,
+    process: TrainingProcess,
+    progress: Progress,
+    folder: SnapshotFolder,
+    rng: random.Random,
+    victims: str,
+) -> Kill | None:
+    """Wait until a snapshot is being written in the middle of an epoch, let a random moment pass, and kill."""
+    latest = min(progress.step + PATIENCE_STEPS, settings.steps - 2)
+    saving = None
+    while progress.look():
+        folder.look()
+        saving = folder.unfinished()
+        if progress.step >= latest:
+            break
+        if saving is not None and settings.mid_epoch(progress.step):
+            time.sleep(rng.uniform(0.0, LONGEST_DELAY_SECONDS))
+            if (saving := folder.unfinished()) is not None:
+                break
+        time.sleep(LOOK_AT_SAVING_SECONDS)
+    else:
+        return None
+    others = process.descendants() if victims == EVERYTHING else []
+    saving = folder.unfinished()
+    when = process.kill(others)
+    left = folder.unfinished()
+    # With the writer alive a file may still be on its way; with the writer dead it stays as it is.
+    torn = left if victims == EVERYTHING and saving and left and left.name == saving.name else None
+    progress.entries += (last := process.entries())
+    step = max((entry.step for entry in last if isinstance(entry, Step)), default=progress.step)
+    return Kill(when, step, victims, saving, torn)
+
+
+def _life(process: TrainingProcess, progress: Progress, restore_seconds: float | None, kill: Kill | None) -> Life:
+    if progress.start is None:
+        raise TrainingFailedError(f"the training process never began to train:\n{process.log_tail()}")
+    return Life(process.pid, process.started, progress.start.time, progress.start.step, restore_seconds, kill)
+
+
+def _restore_seconds(root: Path, since: float) -> float | None:
+    report = root / "resume-report.json"
+    if not report.exists() or report.stat().st_mtime < since:
+        return None
+    return float(json.loads(report.read_text())["seconds"])
+
+
+def measure_overhead(settings: Settings, screen: Screen) -> Overhead:
+    """Short trainings with and without the callback in turns, in a process of their own."""
+    out = settings.out / "overhead"
+    values = {
+        "--out": out,
+        "--ckpt": settings.yaml,
+        "--pairs": settings.pairs,
+        "--steps": settings.pair_steps,
+        "--width": settings.width,
+        "--threads": settings.threads,
+        "--seed": settings.seed,
+    }
+    words = [str(word) for pair in values.items() for word in pair]
+    blocks: list[Block] = []
+    with TrainingProcess([sys.executable, "-m", "demo.measure_overhead", *words], out) as process:
+        moved = time.monotonic()
+        while process.running():
+            time.sleep(LOOK_SECONDS)
+            if len(new := read_blocks(out / BLOCKS)) > len(blocks):
+                blocks, moved = new, time.monotonic()
+                screen.advance(len(blocks), f"{blocks[-1].seconds:.2f} s for {settings.pair_steps} steps")
+            elif time.monotonic() - moved > STUCK_SECONDS:
+                raise TrainingFailedError(f"no result for {STUCK_SECONDS:.0f} s:\n{process.log_tail()}")
+    pairs = pair_up(read_blocks(out / BLOCKS))
+    return Overhead(100.0 * load_config(settings.yaml).overhead, settings.pair_steps, pairs)

@@ -1,0 +1,37 @@
+"""Every bar runs at a tiny scale and gives a complete result; no time is judged."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bars
+from benchmarks.machine import file_system
+from benchmarks.run import Bench, Scale
+from benchmarks.values import from_json, to_json
+
+NEEDS_A_DISK = {"persist", "restore"}
+TRAINS = {"overhead", "every-iteration"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in TRAINS else ()) for name in bars.NAMES]
+)
+def test_bar_runs(name: str, tmp_path: Path) -> None:
+    """A bar measures all of its targets and cleans up behind itself."""
+    if name in NEEDS_A_DISK and file_system(tmp_path).startswith("tmpfs"):
+        pytest.skip("direct writes and cold files need a disk")
+    said: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peers warn about the state of their own interfaces
+        result = bars.runner(name)(Bench(tmp_path, Scale.TINY, said.append))
+        gc.collect()
+    assert result.name == name and result.title == bars.title(name)
+    assert result.checks and all(check.samples for check in result.checks)
+    assert result.series and all(series.samples for series in result.series)
+    assert result.conditions and said
+    assert from_json(to_json(result)) == result
+    assert list(tmp_path.iterdir()) == []

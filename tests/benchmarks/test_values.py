@@ -1,0 +1,118 @@
+"""Results: verdicts, spreads, records and the page made of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import PAGE, RESULTS
+from benchmarks.page import BEGIN, END, render, write_page
+from benchmarks.record import MeasuredBar, Record
+from benchmarks.run import Scale
+from benchmarks.values import BarResult, Check, Series, from_json, ratios, to_json
+
+MACHINE = {
+    "cpu": "A Processor",
+    "cores": 2,
+    "memory_gb": 8.0,
+    "kernel": "Linux 6",
+    "file_system": "ext4 on /dev/a",
+    "huge_pages": "anonymous madvise, shared never",
+}
+
+
+def bar(name: str = "stall", measured: float = 1.0, others: float = 0.0) -> MeasuredBar:
+    check = Check("stall / copy", "x", "at most", 1.25, (measured, measured, measured))
+    result = BarResult(
+        name, f"About {name}", {"state": "1 GB"}, (check,), (Series("copy", "s", (0.1, 0.3)),), ("A note.",)
+    )
+    return MeasuredBar(
+        result, "2025-01-02T03:04:05+00:00", Scale.FULL, {"others": others, "stolen": 0.0}, {"python": "3"}
+    )
+
+
+@pytest.mark.parametrize(
+    ("direction", "samples", "passed"),
+    [
+        ("at most", (1.0, 1.2, 9.0), True),
+        ("at most", (1.0, 1.3, 1.3), False),
+        ("at least", (1.0, 1.3, 1.4), True),
+        ("at least", (9.0, 1.2, 1.0), False),
+    ],
+)
+def test_verdict_follows_the_median(direction: str, samples: tuple[float, ...], passed: bool) -> None:
+    """One lucky or unlucky sample neither passes nor fails a target."""
+    assert Check("x", "x", direction, 1.25, samples).passed is passed  # type: ignore[arg-type]
+
+
+def test_one_missed_target_fails_the_bar() -> None:
+    """A bar passes only if all of its targets are kept."""
+    good, bad = Check("a", "", "at most", 1, (1.0,)), Check("b", "", "at most", 1, (1.1,))
+    assert BarResult("x", "X", {}, (good,), ()).passed
+    assert not BarResult("x", "X", {}, (good, bad), ()).passed
+
+
+def test_ratios_are_formed_round_by_round() -> None:
+    """A machine that slows down half-way does not change the ratio."""
+    assert ratios([2.0, 4.0], [1.0, 2.0]) == (2.0, 2.0)
+    with pytest.raises(ValueError, match="longer"):
+        ratios([1.0], [1.0, 2.0])
+
+
+def test_spread_is_the_quartiles() -> None:
+    """An outlier does not widen the spread of enough samples; few samples are shown whole."""
+    assert Series("x", "s", (1.0, 2.0, 3.0, 4.0, 100.0)).high == 4.0
+    assert Series("x", "s", (1.0, 100.0)).high == 100.0
+
+
+def test_results_survive_their_json_form() -> None:
+    """What is read back has the same samples and the same verdict."""
+    result = bar(measured=1.5).result
+    assert from_json(to_json(result)) == result
+    assert to_json(result)["passed"] is False
+
+
+def test_record_round_trip_and_merge(tmp_path: Path) -> None:
+    """A bar that is measured again replaces the old measurement and leaves the others."""
+    record = Record(MACHINE, {}).with_bar(bar("persist")).with_bar(bar("stall", 1.0))
+    record.write(tmp_path / "r.json")
+    merged = Record.read(tmp_path / "r.json").merged(Record(MACHINE, {"stall": bar("stall", 9.0)}))
+    assert list(merged.bars) == ["stall", "persist"]
+    assert merged.bars["stall"].result.checks[0].measured == 9.0
+    assert merged.bars["persist"] == record.bars["persist"]
+
+
+def test_record_of_another_format_is_refused(tmp_path: Path) -> None:
+    """A file of another format is not misread."""
+    (tmp_path / "r.json").write_text('{"format": 99}')
+    with pytest.raises(ValueError, match="format 99"):
+        Record.read(tmp_path / "r.json")
+
+
+def test_page_shows_misses_and_disturbance(tmp_path: Path) -> None:
+    """A missed target and a noisy machine are said on the page, which is otherwise left alone."""
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    write_page(page, Record(MACHINE, {}).with_bar(bar(measured=1.5, others=0.4)))
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
+    assert "| stall | stall / copy | ≤ 1.25 x | 1.5 x | 1.5 to 1.5 (3) | MISS |" in text
+    assert "40%" in text and "A note." in text
+
+
+def test_page_without_markers_is_refused(tmp_path: Path) -> None:
+    """Nothing is overwritten in a page that has no place for results."""
+    page = tmp_path / "page.md"
+    page.write_text("hand-written")
+    with pytest.raises(ValueError, match="must have the lines"):
+        write_page(page, Record(MACHINE, {}))
+    assert page.read_text() == "hand-written"
+
+
+def test_committed_page_shows_the_newest_committed_results() -> None:
+    """docs/benchmarks.md is what its generator makes of the newest result file."""
+    newest = max(RESULTS.glob("*.json"), default=None)
+    if newest is None:
+        pytest.skip("no results are committed yet")
+    assert render(Record.read(newest)) in PAGE.read_text()

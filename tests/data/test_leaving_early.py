@@ -1,0 +1,88 @@
+"""Trainers that leave an epoch before the loader ends (`limit_train_batches`) and start the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from ckpt_engine.data import Level, attach, rng
+from tests.data.loader_kinds import KINDS, Kind
+from tests.data.loop import Boundary, Run, recorded, seed_everything, train_step
+
+NAMES = (
+    "shuffled",
+    "shuffled, 2 workers",
+    "shuffled, 2 persistent workers",
+    "generator=, 2 persistent workers",
+    "own generators, 2 persistent workers",
+    "draws at every index, 2 workers",
+    "stateful stream, 2 workers",
+    "replica 1 of 2, 2 persistent workers",
+    "StatefulDataLoader, 2 persistent workers",
+)
+CHOSEN = [pytest.param(kind, id=str(kind)) for kind in KINDS if str(kind) in NAMES]
+EPOCHS, LIMIT = 3, 3
+
+
+def train_limited(
+    make: Callable[[], DataLoader[Any]], *, seed: int = 1, resume: Boundary | None = None, follow: bool = True
+) -> Run:
+    """Three batches per epoch, counted by the trainer, which never asks for a fourth; boundaries where it counts."""
+    seed_everything(seed)
+    loader = make()
+    run = Run()
+    position = attach(loader) if follow else None
+    first = seen = done = 0
+    if resume is not None:
+        assert position is not None
+        first, seen = resume.epoch, resume.seen
+        run.restoration = position.load_state(resume.data, rng=resume.rng)
+        done = 0 if resume.where == "over" else run.restoration.batches
+    for epoch in range(first, EPOCHS):
+        iterator = iter(loader)
+        for number in range(done, LIMIT):
+            run.batches.append((epoch, *recorded(next(iterator))))
+            seen += 1
+            train_step()
+            if position is not None:
+                over = number + 1 == LIMIT
+                state = position.next_epoch_state() if over else position.state()
+                where = "over" if over else "within"
+                run.boundaries.append(Boundary(where, epoch + over, seen, state, rng.capture()))
+        done = 0
+    run.end = rng.capture()
+    return run
+
+
+@pytest.mark.parametrize("kind", CHOSEN)
+def test_the_next_epoch_starts_as_it_would_have_here(kind: Kind) -> None:
+    """A state of an epoch that was left early resumes into a fresh one; persistent workers that ran ahead included."""
+    alone, reference = train_limited(kind.make, follow=False), train_limited(kind.make)
+    assert reference.batches == alone.batches
+    assert reference.end == alone.end
+    for number, boundary in enumerate(reference.boundaries[:-1]):
+        if boundary.data["exactness"]["level"] != Level.EXACT:
+            continue
+        resumed = train_limited(kind.make, seed=50 + number, resume=boundary)
+        assert resumed.batches == reference.after(boundary.seen), (number, boundary.where)
+        assert resumed.end == reference.end, (number, boundary.where)
+
+
+def test_workers_that_ran_ahead_are_reported_until_they_have_delivered() -> None:
+    """After leaving early a persistent worker's streams are unknown until its first batch of the next epoch."""
+    kind = next(k for k in KINDS if str(k) == "shuffled, 2 persistent workers")
+    reference = train_limited(kind.make)
+    levels = [(b.where, b.data["exactness"]["level"]) for b in reference.boundaries[:6]]
+    exact, order = str(Level.EXACT), str(Level.ORDER_ONLY)
+    assert levels == [
+        ("within", exact),
+        ("within", exact),
+        ("over", exact),
+        ("within", order),
+        ("within", exact),
+        ("over", exact),
+    ]
+    assert "ahead when the last epoch was left early" in reference.boundaries[3].data["exactness"]["reasons"][0]

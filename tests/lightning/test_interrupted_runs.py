@@ -1,0 +1,129 @@
+"""Runs that end in an exception: in the loop, in a callback, by SIGTERM; several in a row."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_ckpt import AdaptiveCheckpoint
+from tests.lightning.cases import CASES
+from tests.lightning.runs import Case, Entry, Outcome, every_batch, fit, resumer, saved, tail
+
+
+class CrashError(RuntimeError):
+    """Stands for a bug in the user's code."""
+
+
+class At(Callback):
+    """Does something when a batch is about to be trained."""
+
+    def __init__(self, step: int, action: Any) -> None:
+        self.step, self.action = step, action
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.fit_loop.total_batch_idx == self.step:
+            self.action()
+
+
+def crash() -> None:
+    raise CrashError
+
+
+def interrupted(case: Case, root: Path, step: int, **options: Any) -> list[Entry]:
+    """What was trained before the run crashed at batch `step`; every boundary is durable."""
+    trace: list[list[Entry]] = []
+
+    class Peek(Callback):
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            trace.append(pl_module.trace)
+
+    with pytest.raises(CrashError):
+        fit(case, [*every_batch(root), At(step, crash), Peek()], **options)
+    return trace[0]
+
+
+@pytest.mark.parametrize("name", ["validation within epochs", "persistent workers", "plateau per epoch"])
+def test_three_crashes_in_a_row_leave_one_exact_run(name: str, tmp_path: Path) -> None:
+    """Each process resumes what the one before left, within the same epoch and across epochs."""
+    case = CASES[name]
+    reference = fit(case)
+    trained = interrupted(case, tmp_path, 4)
+    for hop, step in enumerate((5, 9, 14)):
+        again = interrupted(case, tmp_path, step, ckpt_path="auto", seed=100 + hop)
+        first = again[0]
+        kept = trained[: trained.index(first)] if first in trained else trained
+        trained = kept + again
+    last = fit(case, [resumer(tmp_path)], ckpt_path="auto", seed=200)
+    kept = trained[: trained.index(last.trace[0])] if last.trace[0] in trained else trained
+    assert kept + last.trace == reference.trace
+    assert last.digest == reference.digest
+
+
+def test_a_crash_takes_no_new_snapshot_and_hides_no_exception(tmp_path: Path) -> None:
+    """The state in the middle of a batch is nobody's; what was in flight becomes durable."""
+    interrupted(Case(), tmp_path, 3)
+    assert [s.step for s in saved(tmp_path)] == [0, 1, 2, 3][-len(saved(tmp_path)) :]
+    assert saved(tmp_path)[-1].step == 3
+
+
+def test_the_trainer_is_left_as_it_was_found(tmp_path: Path) -> None:
+    """No wrapper, hook or guard stays after a run, whether it ended well or not."""
+    from torch.optim import optimizer as torch_optimizer
+
+    hooks = len(torch_optimizer._global_optimizer_pre_hooks)
+    for crashes in (False, True):
+        ckpt = AdaptiveCheckpoint(str(tmp_path / str(crashes)), every_n_steps=2, writer="thread")
+        callbacks: list[Callback] = [ckpt, At(4, crash)] if crashes else [ckpt]
+        outcome: list[Any] = []
+
+        class Keep(Callback):
+            def setup(self, trainer: Any, pl_module: Any, stage: str, kept: list[Any] = outcome) -> None:
+                kept.append(trainer)
+
+        if crashes:
+            with pytest.raises(CrashError):
+                fit(Case(), [*callbacks, Keep()])
+        else:
+            fit(Case(), [*callbacks, Keep()])
+        trainer = outcome[0]
+        assert [c for c in trainer.callbacks if type(c).__name__ == "FenceGuard"] == []
+        for owner, name in (
+            (trainer._checkpoint_connector, "resume_start"),
+            (trainer.fit_loop, "on_advance_start"),
+            (trainer.fit_loop.epoch_loop, "advance"),
+            (trainer.strategy, "process_dataloader"),
+        ):
+            assert name not in vars(owner), f"{name} is still wrapped"
+        assert len(torch_optimizer._global_optimizer_pre_hooks) == hooks
+        assert trainer.num_sanity_val_steps == 2
+
+
+def sigterm(case: Case, root: Path, step: int) -> None:
+    """Trains until SIGTERM arrives while batch `step` is about to be trained."""
+    ckpt = AdaptiveCheckpoint(str(root), every_n_steps=10**9, writer="thread", debug=True)
+    with pytest.raises(SIGTERMException):
+        fit(case, [ckpt, At(step, lambda: os.kill(os.getpid(), signal.SIGTERM))])
+
+
+@pytest.mark.parametrize(("step", "kind", "where"), [(7, "plain", (1, 2)), (11, "finished", (2, 0))])
+def test_sigterm_saves_the_last_finished_batch(step: int, kind: str, where: tuple[int, int], tmp_path: Path) -> None:
+    """Lightning raises between two batches (or after an epoch); that instant is captured, and resumes exactly."""
+    reference: Outcome = fit(Case())
+    sigterm(Case(), tmp_path, step)
+    (snapshot,) = saved(tmp_path)
+    assert snapshot.kind == kind
+    resumed = fit(Case(), [resumer(tmp_path)], ckpt_path="auto", seed=5)
+    assert resumed.trace == tail(reference.trace, *where)
+    assert resumed.digest == reference.digest
+
+
+def test_sigterm_in_a_validation_saves_nothing(tmp_path: Path) -> None:
+    """There the weights may be averaged ones; the run goes on from an older snapshot."""
+    sigterm(Case(val=3), tmp_path, 2)
+    assert saved(tmp_path) == []

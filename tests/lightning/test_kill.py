@@ -1,0 +1,167 @@
+"""`kill -9` at random moments: what is left resumes to the run that was never killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lightning.cases import CASES, LOADERS
+from tests.lightning.runs import fit
+
+REPOSITORY = Path(__file__).parents[2]
+PATIENCE_SECONDS = 120.0
+PACE_SECONDS = 0.01
+
+
+class Trainers:
+    """Starts training processes, one at a time, from a process that has the imports already."""
+
+    def __init__(self) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.lightning.train_script"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+        )
+
+    def start(self, job: dict[str, Any]) -> int:
+        """The process id of the new trainer."""
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(job) + "\n")
+        self._server.stdin.flush()
+        return int(self._answer()["pid"])
+
+    def join(self) -> int:
+        """The exit status of the trainer once it is gone; negative: the signal that killed it."""
+        return int(self._answer()["status"])
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(PATIENCE_SECONDS)
+        assert self._server.stdout is not None
+        self._server.stdout.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._server.stdout is not None
+        answer: dict[str, Any] = json.loads(self._server.stdout.readline())
+        return answer
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Trainers]:
+    server = Trainers()
+    yield server
+    server.close()
+
+
+def read(path: Path) -> list[str]:
+    """The complete lines of a trace file."""
+    if not path.exists():
+        return []
+    return path.read_text().split("\n")[:-1]
+
+
+def kill_after(pid: int, path: Path, entries: int, delay_seconds: float) -> None:
+    """Kill the trainer some time after its trace has so many entries, or when it is done before."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(done := read(path)) < entries and not (done and done[-1].startswith("('digest'")):
+        assert time.monotonic() < deadline, f"only {len(done)} of {entries} entries: {log(path)}"
+        time.sleep(0.001)
+    time.sleep(delay_seconds)  # a random moment, also in the middle of a step, a copy or a commit
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def log(path: Path) -> str:
+    return path.with_suffix(".log").read_text()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One life of a run.
+
+    Args:
+        case: of `CASES`.
+        kills: (entries written before the kill, seconds after that) for each process that dies.
+        trainer: more arguments of the trainer.
+    """
+
+    case: str
+    kills: tuple[tuple[int, float], ...]
+    trainer: dict[str, Any]
+
+
+def assert_survives(plan: Plan, folder: Path, trainers: Trainers) -> None:
+    """All processes together are the uninterrupted run: each continues it exactly from where it resumed."""
+    case = CASES[plan.case]
+    case = replace(case, trainer={**case.trainer, **plan.trainer})
+    reference = fit(case)
+    expected = [repr(entry) for entry in reference.trace]
+    expected.append(repr(("digest", json.dumps(reference.digest, sort_keys=True))))
+    reached = 0
+    for life, kill in enumerate([*plan.kills, None]):
+        trace = folder / f"{life}.trace"
+        job = {
+            "case": plan.case,
+            "trainer": plan.trainer,
+            "root": str(folder / "run"),
+            "trace": str(trace),
+            # A script seeds itself for its fresh start; once there is a snapshot the seed must not matter.
+            "seed": 1000 * life if any((folder / "run" / "snapshots").glob("*.json")) else 0,
+            "pace": PACE_SECONDS,
+        }
+        pid = trainers.start(job)
+        try:
+            if kill is not None:
+                kill_after(pid, trace, *kill)
+        finally:
+            status = trainers.join()
+        assert status in ((-signal.SIGKILL, 0) if kill is not None else (0,)), log(trace)
+        done = read(trace)
+        if not done:
+            continue
+        start = next(i for i, line in enumerate(expected) if line == done[0])
+        assert start <= reached, f"life {life} skipped from {reached} to {start}"
+        assert done == expected[start : start + len(done)], f"life {life}, resumed at {start}: {log(trace)}"
+        reached = max(reached, start + len(done))
+        if reached == len(expected):
+            break  # it was done before it could be killed
+    assert reached == len(expected)
+
+
+@pytest.mark.parametrize("name", ["validation within epochs", "two workers", "accumulation of 2"])
+def test_a_run_survives_two_kills(name: str, tmp_path: Path, trainers: Trainers) -> None:
+    """Killed in the first and in the second epoch, at moments that differ from run to run."""
+    moment = random.SystemRandom()
+    kills = tuple((moment.randint(4, 14), moment.uniform(0, 0.03)) for _ in range(2))
+    assert_survives(Plan(name, kills, {}), tmp_path, trainers)
+
+
+def randomised(number: int) -> Plan:
+    """Loader kind x accumulation x one to three kills."""
+    draw = random.Random(number)
+    name = draw.choice(sorted(LOADERS))
+    accumulate = draw.choice((1, 1, 2, 4))
+    kills = tuple((draw.randint(1, 16), draw.uniform(0, 0.04)) for _ in range(draw.randint(1, 3)))
+    return Plan(name, kills, {"accumulate_grad_batches": accumulate})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(40))
+def test_randomised_kills(number: int, tmp_path: Path, trainers: Trainers) -> None:
+    """Forty lives with one to three kills each."""
+    assert_survives(randomised(number), tmp_path, trainers)

@@ -1,0 +1,91 @@
+"""Trains in processes that can be killed: `python -m tests.lightning.train_script` reads jobs from its standard input.
+
+Each job is one line of JSON. It runs in a fork of this process, so that the imports are paid once. It appends one line
+per trace entry to its trace file while it trains, and a last line with the digest of where it ended. Answers on
+standard output, one JSON line each: the child's process id when it starts, its exit status when it is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from lightning_ckpt import AdaptiveCheckpoint
+from tests.lightning.cases import CASES
+from tests.lightning.runs import Entry, Recorder, final_digest, make_trainer, seed_everything, train
+
+
+class TraceFile(list[Entry]):
+    """A trace that is on disk up to its last entry, whatever happens to the process."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def append(self, entry: Entry) -> None:
+        super().append(entry)
+        os.write(self._descriptor, f"{entry!r}\n".encode())
+
+
+class Pace(Callback):
+    """Makes batches take some time, so that there are moments to be killed at."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_before_backward(self, *args: Any) -> None:
+        time.sleep(self.seconds)
+
+
+def run(job: dict[str, Any]) -> None:
+    """One training process."""
+    torch.set_num_threads(1)
+    case = CASES[job["case"]]
+    case = replace(case, trainer={**case.trainer, **job.get("trainer", {})})
+    seed_everything(job["seed"])
+    trace = TraceFile(job["trace"])
+    model = case.model(case, trace)
+    ckpt = AdaptiveCheckpoint(job["root"], every_n_steps=1, keep={"last": 3}, **job.get("options", {}))
+    trainer = make_trainer(case, [*case.callbacks(), Pace(job["pace"]), ckpt], Recorder(trace))
+    train(trainer, model, case, "auto")
+    trace.append(("digest", json.dumps(final_digest(trainer, model), sort_keys=True)))
+
+
+def main() -> None:
+    """Serve jobs until standard input ends."""
+    for line in sys.stdin:
+        job = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                output = os.open(Path(job["trace"]).with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                logging.basicConfig(level=logging.INFO)
+                run(job)
+                status = 0
+            except BaseException:  # noqa: BLE001 - the fork must never return into the server's loop
+                traceback.print_exc()
+            finally:
+                logging.shutdown()
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        print(json.dumps({"pid": child}), flush=True)
+        _, wait_status = os.waitpid(child, 0)
+        print(json.dumps({"status": os.waitstatus_to_exitcode(wait_status)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

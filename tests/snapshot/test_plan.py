@@ -1,0 +1,62 @@
+"""A plan is made again only when something about the structure changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ckpt_engine.snapshot.flatten import Flattener
+from ckpt_engine.snapshot.plan import Planner
+from tests.snapshot.passage import same, through_arena
+
+
+def tied_state() -> dict:
+    weight = torch.ones(4)
+    return {"a": weight, "b": weight, "logged": torch.tensor(1.0), "n": 3, "text": b"x" * 100}
+
+
+def test_new_tensors_in_the_same_places_keep_the_plan() -> None:
+    """Tensors that are new objects at every step, tied ones among them, do not cost a new plan."""
+    planner = Planner(Flattener())
+    first = planner.capture(tied_state())
+    keep = [tied_state() for _ in range(5)]  # alive together, so that addresses differ
+    assert all(planner.capture(state).plan is first.plan for state in keep)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda s: s.update(b=torch.ones(4)),
+        lambda s: s.update(logged=s["a"][0]),
+        lambda s: s.update(a=torch.ones(5)),
+        lambda s: s.update(a=torch.ones(4, dtype=torch.float64)),
+        lambda s: s.update(new=1),
+        lambda s: s.update(text=b"y" * 101),
+        lambda s: s.update(n=[3]),
+    ],
+    ids=["untied", "tied to a view", "shape", "dtype", "key", "bytes", "kind"],
+)
+def test_a_changed_structure_gets_a_new_plan_and_comes_back_right(change) -> None:
+    """Sharing, shapes, dtypes, keys and lengths belong to the structure."""
+    planner = Planner(Flattener())
+    state = tied_state()
+    first = planner.capture(state)
+    change(state)
+    assert planner.capture(state).plan is not first.plan
+    assert same(through_arena(state, planner), state)
+
+
+def test_tensors_that_get_tied_share_one_entry_afterwards() -> None:
+    """Two tensors that become one are stored once from then on."""
+    planner = Planner(Flattener())
+    state = {"a": torch.ones(4), "b": torch.ones(4)}
+    assert len(planner.capture(state).plan.layout.entries) == 2
+    state["b"] = state["a"]
+    assert len(planner.capture(state).plan.layout.entries) == 1
+
+
+def test_values_do_not_belong_to_the_structure() -> None:
+    """Numbers, texts and flags change without a new plan."""
+    planner = Planner(Flattener())
+    first = planner.capture({"n": 1, "x": 0.5, "t": None, "w": torch.ones(2)})
+    assert planner.capture({"n": 2**70, "x": float("nan"), "t": "text", "w": torch.ones(2)}).plan is first.plan

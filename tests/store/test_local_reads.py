@@ -1,0 +1,90 @@
+"""Reads go around the page cache where the data is cold and to it where it is warm."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from ckpt_engine.store.storage import blockio
+from ckpt_engine.store.storage.local import LocalStorage
+from tests.store.storage_contract import aligned
+
+BIG = aligned(bytes(range(256)) * (3 << 12) + b"tail")
+
+
+class _ReadLog:
+    """Notes every read and how it was made: of the page cache only, around it, or through it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self._real = os.preadv
+        monkeypatch.setattr(blockio.os, "preadv", self._preadv)
+
+    def _preadv(self, fd: int, buffers: list[memoryview], at: int, flags: int = 0) -> int:
+        direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        got = self._real(fd, buffers, at, flags)
+        self.calls.append(("cached" if flags else "direct" if direct else "buffered", got))
+        return got
+
+
+def _evict(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+@pytest.fixture
+def evictable(tmp_path: Path) -> None:
+    """Skips where the page cache cannot be emptied or asked, as in memory file systems."""
+    probe = tmp_path / "probe"
+    probe.write_bytes(bytes(4096))
+    _evict(probe)
+    fd = os.open(probe, os.O_RDONLY)
+    try:
+        os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return
+    except OSError:
+        pytest.skip("the page cache cannot be asked here")
+    finally:
+        os.close(fd)
+        probe.unlink()
+    pytest.skip("this file system keeps everything in memory")
+
+
+@pytest.mark.usefixtures("evictable")
+def test_cold_data_is_read_around_the_page_cache_in_large_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole pages in large slices, the tail through the cache; and no descriptor is left open."""
+    monkeypatch.setattr(blockio, "SLICE_BYTES", 1 << 20)
+    storage = LocalStorage(tmp_path)
+    storage.put("data/x", [BIG])
+    _evict(tmp_path / "data" / "x")
+    out = aligned(bytes(BIG.nbytes))
+    log = _ReadLog(monkeypatch)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    storage.get_into("data/x", 0, out)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert out == BIG
+    assert log.calls == [("direct", 1 << 20)] * 3 + [("buffered", 4)]
+
+
+@pytest.mark.usefixtures("evictable")
+def test_warm_data_is_copied_from_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What memory has is not read from the disk again."""
+    storage = LocalStorage(tmp_path)
+    storage.put("data/x", [BIG])
+    _evict(tmp_path / "data" / "x")
+    storage.get("data/x")
+    log = _ReadLog(monkeypatch)
+    out = aligned(bytes(BIG.nbytes))
+    storage.get_into("data/x", 0, out)
+    assert out == BIG
+    assert "direct" not in {kind for kind, _ in log.calls}

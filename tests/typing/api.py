@@ -1,0 +1,30 @@
+"""The public API as type checkers see it; checked by mypy in `make lint`, never run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, assert_type
+
+import lightning as L
+
+from ckpt_engine import Checkpointer, CkptError, Config, SaveHandle, SnapshotInfo
+from lightning_ckpt import AdaptiveCheckpoint
+
+state: dict[str, Any] = {}
+
+with Checkpointer("/data/run", overhead="1%", keep={"last": 3}) as ckpt:
+    assert_type(ckpt, Checkpointer)
+    assert_type(ckpt.config, Config)
+    assert_type(ckpt.load(), Any | None)
+    handle = ckpt.save(state, step=1, metrics={"loss": 0.5})
+    assert_type(handle, SaveHandle)
+    assert_type(handle.wait(timeout=10), str)
+    assert_type(handle.done(), bool)
+    assert_type(ckpt.before_update(), float)
+    assert_type(ckpt.snapshots(), list[SnapshotInfo])
+    assert_type(ckpt.wait(), bool)
+
+Checkpointer(Path("ckpt.yaml"))
+Checkpointer({"tiers": "/data/run"})
+error: type[Exception] = CkptError
+L.Trainer(callbacks=[AdaptiveCheckpoint("/data/run", overhead=0.01, max_lost_work="10 min")])

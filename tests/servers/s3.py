@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import botocore.session
 from botocore.config import Config
@@ -104,6 +104,40 @@ def serving(kind: str, folder: Path, port: int = 0) -> Iterator[S3Server]:
                 process.wait(STOP_SECONDS)
 
 
+class Killable:
+    """A server that is killed and started again, on the same port and on the same files; a context manager.
+
+    Only rclone keeps what was stored: moto has it in memory.
+
+    Raises:
+        LookupError: its program is not installed.
+    """
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        self._kind, self._folder, self._port = kind, folder, free_port()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.server = S3Server(kind, f"http://127.0.0.1:{self._port}")
+        self.start()
+
+    def start(self) -> None:
+        """Start it, unless it runs."""
+        if not self._processes:
+            {"moto": _moto, "rclone": _rclone}[self._kind](self._folder, self._port, self._processes)
+
+    def kill(self) -> None:
+        """`kill -9`, if it runs."""
+        while self._processes:
+            process = self._processes.pop()
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait(STOP_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+
 def free_port() -> int:
     """A port nobody listens on."""
     with socket.socket() as probe:
@@ -146,7 +180,7 @@ def _moto(folder: Path, port: int, processes: list[subprocess.Popen[bytes]]) -> 
 
 def _rclone(folder: Path, port: int, processes: list[subprocess.Popen[bytes]]) -> str:
     data = folder / "data"
-    data.mkdir()
+    data.mkdir(exist_ok=True)
     command = [program("rclone"), "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", "test,testtest"]
     _run(folder, processes, *command, "--config", "/dev/null", str(data), port=port)
     return "test"

@@ -27,7 +27,7 @@ import re
 import socket
 import struct
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
@@ -44,6 +44,8 @@ class _Rule:
     path: re.Pattern[str]
     times: int | None
     chance: float
+    after: int
+    then: Callable[[], object] | None
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,25 @@ class Wire:
         return f"http://127.0.0.1:{self.port}"
 
     def rule(
-        self, action: str, method: str = ".*", path: str = ".*", *, times: int | None = None, chance: float = 1.0
+        self,
+        action: str,
+        method: str = ".*",
+        path: str = ".*",
+        *,
+        times: int | None = None,
+        chance: float = 1.0,
+        after: int = 0,
+        then: Callable[[], object] | None = None,
     ) -> None:
-        """Do `action` to requests whose method matches whole and whose path and query match anywhere."""
-        self._rules.append(_Rule(action, re.compile(method), re.compile(path), times, chance))
+        """Do `action` to requests whose method matches whole and whose path and query match anywhere.
+
+        Args:
+            times: to so many of them; None: to all.
+            chance: to this share of them.
+            after: only once so many have passed.
+            then: called at each of them, on the proxy's thread, before the action.
+        """
+        self._rules.append(_Rule(action, re.compile(method), re.compile(path), times, chance, after, then))
 
     def clear(self) -> None:
         """Pass everything on."""
@@ -96,6 +113,11 @@ class Wire:
     def mend(self) -> None:
         """Undo `cut`."""
         self._down = False
+
+    @property
+    def struck(self) -> int:
+        """How many requests since `log` was cleared were not passed on as they were."""
+        return sum(action != "pass" for _, _, action in list(self.log))
 
     def count(self, method: str, path: str = "") -> int:
         """How many requests there were."""
@@ -135,9 +157,13 @@ class Wire:
     def _action(self, method: str, path: str) -> str:
         for rule in self._rules:
             wanted = rule.times != 0 and rule.method.fullmatch(method) and rule.path.search(path)
-            if wanted and self._random.random() < rule.chance:
+            if wanted and rule.after > 0:
+                rule.after -= 1
+            elif wanted and self._random.random() < rule.chance:
                 if rule.times is not None:
                     rule.times -= 1
+                if rule.then is not None:
+                    rule.then()
                 return rule.action
         return "pass"
 

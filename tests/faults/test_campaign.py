@@ -1,0 +1,53 @@
+"""The fault campaign: a small one always, the one of the bar when there is time."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.faults.campaign import campaign, table
+from tests.faults.draws import Draw, draw, draws
+from tests.faults.run import Outcome
+from tests.servers.s3 import program
+
+BAR_RUNS = 312
+JOBS = 2
+
+
+def wrong(outcomes: list[Outcome]) -> list[str]:
+    return [f"{one.draw.name}: {line}" for one in outcomes for line in (*one.bad, *one.lost)]
+
+
+def a_few() -> list[Draw]:
+    """One of each kind that moto can take."""
+    cells = [
+        ("reset", "replicate"),
+        ("wrong_bytes", "restore"),
+        ("eio", "save"),
+        ("power_loss", "prune"),
+    ]
+    quick = {"seconds": 0.2, "state_bytes": 200_000}
+    return [dataclasses.replace(draw(number, 1, *cell), **quick) for number, cell in enumerate(cells)]
+
+
+def test_a_few_faults_leave_nothing_bad_and_lose_nothing(tmp_path: Path) -> None:
+    """A campaign of four runs, each of which its fault has struck."""
+    outcomes = campaign(a_few(), "moto", tmp_path, jobs=JOBS)
+    assert wrong(outcomes) == []
+    assert [one.draw.name for one in outcomes if not one.struck] == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_whole_campaign_leaves_nothing_bad_and_loses_nothing(tmp_path: Path) -> None:
+    """312 runs, all faults in all phases, on a server that keeps what it has when it is killed."""
+    try:
+        program("rclone")
+    except LookupError as err:
+        pytest.skip(str(err))
+    outcomes = campaign(draws(BAR_RUNS, seed=1), "rclone", tmp_path, jobs=JOBS)
+    print(table(outcomes))
+    assert wrong(outcomes) == []
+    assert sum(one.struck > 0 for one in outcomes) > 0.9 * BAR_RUNS

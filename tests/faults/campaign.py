@@ -115,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="file for the numbers")
     args = parser.parse_args(arguments)
     program("moto_server" if args.server == "moto" else args.server)
-    todo = draws(args.runs, args.seed, faults=args.fault or FAULTS, phases=args.phase or PHASES)
+    faults = args.fault or [one for one in FAULTS if args.server != "moto" or one != "server_killed"]
+    todo = draws(args.runs, args.seed, faults=faults, phases=args.phase or PHASES)
     todo = [one for one in todo if args.only is None or one.number in args.only]
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
         outcomes = campaign(todo, args.server, Path(folder), jobs=args.jobs, tell=say)

@@ -21,7 +21,7 @@ from tests.faults.disk import CHANGES, GROWS, READS, Control, DiskPlan, adopt, l
 from tests.faults.draws import Draw
 from tests.faults.life import Heard, Life
 from tests.faults.trainer import Order
-from tests.faults.verdict import Ledger, Place
+from tests.faults.verdict import Ledger, Place, plain
 from tests.servers.s3 import Killable
 from tests.servers.wire import Wire
 
@@ -275,6 +275,7 @@ class Run:
         self._arm()
         life.until(lambda one: one.kind in ("started", "refused", "broken"), 0.3)
         self._wait_for_strike(life)
+        began: Heard | None = None
         if self.draw.fault != "power_loss":
             self._mend()
             began = life.until(lambda one: one.kind in ("started", "refused", "broken"), CALM_SECONDS)
@@ -288,7 +289,8 @@ class Run:
             self.ledger.loaded(loaded.row, at_least=0)
         if before and any(one.kind == "fresh" for one in life.heard):
             self.ledger.lost.append("a training began from scratch although there were snapshots")
-        self._leave(life, "kill_both" if life.ended or self.draw.fault == "power_loss" else "close")
+        well = began is not None and began.kind == "started" and not life.ended
+        self._leave(life, "close" if well else "kill_both")
         self._mend()
 
     def _go_on(self) -> None:
@@ -376,8 +378,7 @@ class Run:
         return Place(name, f"s3://{self.site.bucket}/run-{self.draw.number}", options, KEEP)
 
     def _place_of(self, url: str) -> Place | None:
-        wanted = url.removeprefix("file://").rstrip("/")
-        return next((one for one in self.places if one.url == wanted), None)
+        return next((one for one in self.places if plain(one.url) == plain(url)), None)
 
     def _enter(self, life: Life) -> None:
         self.ledger.take(life.heard, self.places)

@@ -68,8 +68,9 @@ class Ledger:
                 self.bad.append(f"the training broke down: {one.row['text']}")
 
     def newest(self) -> int:
-        """The highest number that was acknowledged anywhere; 0: none."""
-        return max((seq(one) for known in self.acknowledged.values() for one in known), default=0)
+        """The highest number that was acknowledged anywhere and not damaged by the campaign there; 0: none."""
+        known = {(name, one) for name, ids in self.acknowledged.items() for one in ids}
+        return max((seq(one) for _, one in known - self.spoiled), default=0)
 
     def wiped(self, name: str) -> None:
         """A tier was taken away with all it had."""
@@ -89,8 +90,8 @@ class Ledger:
             whole: list[int] = []
             for info in listing.snapshots:
                 if (place.name, info.id) in self.spoiled:
-                    continue
-                if (why := self._wrong(repository, info.step)) is None:
+                    whole.append(info.seq)  # retention cannot know
+                elif (why := self._wrong(repository, info.step)) is None:
                     whole.append(info.seq)
                 else:
                     self.bad.append(f"{when}: {info.id} is listed at {place.name}, but {why}")

@@ -125,7 +125,7 @@ def test_overhead_is_measured_in_pairs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_lost_disk_is_made_good_by_the_tier_on_s3(tmp_path: Path) -> None:
-    """The trainer and the writer are killed and the snapshot folder is removed: the run goes on from S3, bit for bit."""
+    """Trainer and writer are killed and the snapshot folder is removed: the run goes on from S3, bit for bit."""
     ran = run_demo(tmp_path / "out", "--tier", "s3", "--kills", "2")
     assert ran.status == 0, ran.screen
     assert ran.result["identical"] is True

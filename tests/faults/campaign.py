@@ -32,6 +32,7 @@ def campaign(
     folder: Path,
     *,
     jobs: int = 1,
+    sabotage: str = "",
     tell: Callable[[Outcome], object] = lambda one: None,
 ) -> list[Outcome]:
     """Play all runs, `jobs` at a time, each with a server of its own."""
@@ -50,7 +51,7 @@ def campaign(
                     draw = waiting.get_nowait()
                 except Empty:
                     return done
-                done.append(Run(draw, where).play())
+                done.append(Run(draw, where, sabotage).play())
                 tell(done[-1])
 
     with ThreadPoolExecutor(jobs) as pool:

@@ -28,6 +28,9 @@ GROWS = frozenset({"create", "write", "link", "rename", "make_folder"})
 """What a full disk refuses."""
 READS = frozenset({"get", "get_into", "list"})
 
+SABOTAGES = ("no_sync", "manifest_first")
+"""Files are never synced; a manifest is written before the data that it names."""
+
 _PLAN, _CONTROL, _LOG = "disk.json", "control", "operations"
 _FOREIGN_INODES = 10**9
 _ARMED, _MATCHED, _FIRED = 0, 8, 16
@@ -44,6 +47,7 @@ class DiskPlan:
         operations: the names of the methods that fail.
         after, times: as in a draw.
         bytes_per_second: of a slow disk.
+        sabotage: a rule of ours that the writer breaks, to see the campaign notice: one of `SABOTAGES`, or "".
     """
 
     base: str
@@ -53,6 +57,7 @@ class DiskPlan:
     after: int
     times: int | None
     bytes_per_second: int = 4_000_000
+    sabotage: str = ""
 
     def write(self, control: Path) -> None:
         """Make it known to the processes of a run."""
@@ -143,7 +148,8 @@ class FaultyDisk(Disk):
     def sync(self, fd: int) -> None:
         if fd in self._ours:
             self._strike("sync", None)
-        self._under.sync(fd)
+        if self._plan.sabotage != "no_sync":
+            self._under.sync(fd)
 
     def link(self, path: str, new_path: str) -> None:
         self._strike("link", path)
@@ -302,4 +308,21 @@ def install(control: Path, victims: Sequence[int] = ()) -> None:
             disk.read("list", self.root)
         yield from listing(self, prefix)
 
+    if plan.sabotage == "manifest_first":
+        _write_manifests_first(real)
     real.get, real.get_into, real.list = faulty_get, faulty_get_into, faulty_list  # type: ignore[method-assign]
+
+
+def _write_manifests_first(storage: Any) -> None:
+    put = storage.put
+    held: dict[str, bytes] = {}
+
+    def swapped(self: Any, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
+        if name.startswith("data/"):
+            held[name] = b"".join(bytes(block) for block in blocks)
+            return
+        put(self, name, blocks, exclusive=exclusive)
+        for data in [one for one in held if name.startswith("snapshots/")]:
+            put(self, data, [memoryview(held.pop(data))])
+
+    storage.put = swapped

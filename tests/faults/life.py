@@ -35,7 +35,7 @@ class Heard:
 def fork_server() -> Any:
     """Where trainings are forked from, with torch imported already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.faults.trainer"])
+    context.set_forkserver_preload(["tests.faults.trainer", "ckpt_engine.store.storage.objects_s3"])
     return context
 
 

@@ -92,10 +92,10 @@ def site(kind: str, folder: Path) -> Iterator[Site]:
 
 
 class Run:
-    """One run; `play` does it."""
+    """One run; `play` does it. `sabotage`: see `DiskPlan`."""
 
-    def __init__(self, draw: Draw, where: Site) -> None:
-        self.draw, self.site = draw, where
+    def __init__(self, draw: Draw, where: Site, sabotage: str = "") -> None:
+        self.draw, self.site, self.sabotage = draw, where, sabotage
         self.rng = random.Random(draw.seed)
         self.folder = where.folder / f"run-{draw.number}"
         self.disk = self.folder / "disk"
@@ -164,7 +164,8 @@ class Run:
             after = after // 3
         elif draw.fault == "eio":
             operations = frozenset(self.rng.sample(sorted(CHANGES - {"remove"}), 2))
-        return DiskPlan(str(self.disk), str(self.disk / draw.target), fault, operations, after, draw.times)
+        folder = str(self.disk / draw.target)
+        return DiskPlan(str(self.disk), folder, fault, operations, after, draw.times, sabotage=self.sabotage)
 
     def _arm(self) -> None:
         draw, wire = self.draw, self.site.wire

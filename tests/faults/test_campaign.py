@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.campaign import campaign, table
+from tests.faults.disk import SABOTAGES
 from tests.faults.draws import Draw, draw, draws
 from tests.faults.run import Outcome
 from tests.servers.s3 import program
@@ -37,6 +38,15 @@ def test_a_few_faults_leave_nothing_bad_and_lose_nothing(tmp_path: Path) -> None
     outcomes = campaign(a_few(), "moto", tmp_path, jobs=JOBS)
     assert wrong(outcomes) == []
     assert [one.draw.name for one in outcomes if not one.struck] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sabotage", SABOTAGES)
+def test_a_writer_that_breaks_a_rule_is_noticed(tmp_path: Path, sabotage: str) -> None:
+    """The same campaign is not satisfied with files that are not synced, nor with manifests that come before data."""
+    todo = [draw(number, 1, "power_loss", "save") for number in range(8)]
+    outcomes = campaign(todo, "moto", tmp_path, jobs=JOBS, sabotage=sabotage)
+    assert sum(bool(one.bad or one.lost) for one in outcomes) > 0
 
 
 @pytest.mark.slow

@@ -93,17 +93,17 @@ def fingerprint(state: Mapping[str, Any]) -> str:
 
 def _take(digest: Any, value: Any) -> None:
     if isinstance(value, torch.Tensor):
-        digest.update(f"{value.dtype}{tuple(value.shape)}")
-        digest.update(value.detach().contiguous().view(torch.uint8).numpy() if value.dim() else repr(value.item()))
+        digest.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
-            digest.update(f"/{key}")
+            digest.update(f"/{key}".encode())
             _take(digest, value[key])
     elif isinstance(value, list | tuple):
         for one in value:
             _take(digest, one)
     else:
-        digest.update(repr(value))
+        digest.update(repr(value).encode())
 
 
 class Told:
@@ -158,9 +158,8 @@ def train(order: Order, pipe: Connection) -> None:
         _train(order, pipe, told)
     except CkptError as err:
         told.say("refused", code=err.code, message=str(err), kind=type(err).__name__)
-    except BaseException:
+    except Exception:  # noqa: BLE001 - whatever it is, it is told
         told.say("broken", text=traceback.format_exc())
-        raise
 
 
 def _train(order: Order, pipe: Connection, told: Told) -> None:

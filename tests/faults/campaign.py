@@ -1,4 +1,4 @@
-"""The fault campaign: `python -m tests.faults.campaign --runs 312 --seed 1 --json out.json`.
+"""The fault campaign: `python -m tests.faults.campaign --runs 312 --seed 1 --json out.jsonl`.
 
 Each run trains a small model with snapshots on one or two tiers, lets one thing fail at a random moment, and checks
 that nothing acknowledged is lost, that whatever is listed can be loaded bit for bit, that files of others are left
@@ -12,11 +12,13 @@ import argparse
 import json
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from tests.faults.draws import FAULTS, PHASES, Draw, draws
 from tests.faults.life import start_fork_server
@@ -103,6 +105,35 @@ def say(outcome: Outcome) -> None:
         print(f"      {line}", flush=True)
 
 
+class Rows:
+    """Outcomes as lines of JSON, written as they come, so that an interrupted campaign can be continued.
+
+    Args:
+        path: may exist; None: nothing is kept.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self.outcomes: list[Outcome] = []
+        if path is not None and path.exists():
+            self.outcomes = [_outcome(json.loads(line)) for line in path.read_text().splitlines()]
+
+    def add(self, outcome: Outcome) -> None:
+        """Keep it, and say it."""
+        with self._lock:
+            self.outcomes.append(outcome)
+            say(outcome)
+            if self._path is not None:
+                with self._path.open("a") as file:
+                    file.write(json.dumps(asdict(outcome)) + "\n")
+
+
+def _outcome(row: dict[str, Any]) -> Outcome:
+    draw = Draw(**{**row["draw"], "tiers": tuple(row["draw"]["tiers"])})
+    return Outcome(**{**row, "draw": draw, "bad": tuple(row["bad"]), "lost": tuple(row["lost"])})
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run it; 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -113,19 +144,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--fault", choices=FAULTS, action="append", help="only this one")
     parser.add_argument("--phase", choices=PHASES, action="append", help="only this one")
     parser.add_argument("--only", type=int, action="append", help="of all runs only the one with this number")
-    parser.add_argument("--json", type=Path, help="file for the numbers")
+    parser.add_argument("--json", type=Path, help="file of outcomes, a line each; those that are in it are not played")
     args = parser.parse_args(arguments)
     program("moto_server" if args.server == "moto" else args.server)
     faults = args.fault or [one for one in FAULTS if args.server != "moto" or one != "server_killed"]
     todo = draws(args.runs, args.seed, faults=faults, phases=args.phase or PHASES)
-    todo = [one for one in todo if args.only is None or one.number in args.only]
+    rows = Rows(args.json)
+    known = {one.draw for one in rows.outcomes}
+    todo = [one for one in todo if one not in known and (args.only is None or one.number in args.only)]
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        outcomes = campaign(todo, args.server, Path(folder), jobs=args.jobs, tell=say)
-    print(table(outcomes))
-    if args.json:
-        rows = [asdict(one) for one in outcomes]
-        args.json.write_text(json.dumps({"seed": args.seed, "server": args.server, "runs": rows}, indent=1))
-    return int(any(one.bad or one.lost for one in outcomes))
+        campaign(todo, args.server, Path(folder), jobs=args.jobs, tell=rows.add)
+    print(table(rows.outcomes))
+    return int(any(one.bad or one.lost for one in rows.outcomes))
 
 
 if __name__ == "__main__":

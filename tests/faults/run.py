@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_engine.store import layout
-from ckpt_engine.store.storage.open import open_storage
 from tests.crash.powerloss import build, crash_states
 from tests.faults.disk import CHANGES, GROWS, READS, Control, DiskPlan, adopt, log_of, read_operations
 from tests.faults.draws import Draw
@@ -328,7 +327,7 @@ class Run:
         for number, ((name, data), tier) in enumerate(itertools.product(FOREIGN.items(), self.draw.tiers)):
             place = next(one for one in self.places if one.name == tier)
             if tier == "s3":
-                open_storage(place.url, place.options).put(name, [memoryview(data)])
+                place.storage.put(name, [memoryview(data)])
                 continue
             path = self.disk / tier / name
             path.write_bytes(data)
@@ -340,7 +339,7 @@ class Run:
         for place in self.places:
             for name, data in FOREIGN.items() if place.name not in lost else ():
                 if place.name == "s3":
-                    found = open_storage(place.url, place.options).get(name)
+                    found = place.storage.get(name)
                 else:
                     path = self.disk / place.name / name
                     found = path.read_bytes() if path.exists() else b""

@@ -23,7 +23,9 @@ from ckpt_engine.snapshot.handle import SaveHandle
 from tests.faults.disk import install
 
 WIDTH = 96
-BATCH = 2048
+BATCH = 128
+DEVICE_SECONDS = 0.02
+"""What a step waits for its accelerator, as most trainings do; so that a step is long and costs little."""
 SAVE_EVERY_STEPS = 4
 CLOSE_SECONDS = 60.0
 
@@ -201,6 +203,7 @@ def _loop(model: Model, ckpt: Checkpointer, pipe: Connection, told: Told) -> Non
             model.losses()
             meter.call(ckpt.before_update)
             model.update()
+            time.sleep(DEVICE_SECONDS)
             meter.call(ckpt.poll)
         for handle in [one for one in handles if one.done()]:
             handles.remove(handle)

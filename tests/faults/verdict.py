@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from ckpt_engine.errors import CkptError
 from ckpt_engine.restore import load as restore
 from ckpt_engine.store import layout
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
 from tests.faults.life import Heard
 from tests.faults.trainer import fingerprint
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Place:
     """A tier as the verdict sees it: past every proxy and every disk that fails.
 
@@ -31,9 +33,14 @@ class Place:
     options: Mapping[str, Any]
     keep: int
 
+    @cached_property
+    def storage(self) -> Storage:
+        """It keeps nothing but a connection."""
+        return open_storage(self.url, self.options)
+
     def repository(self) -> Repository:
         """Seen anew."""
-        return Repository(open_storage(self.url, self.options))
+        return Repository(self.storage)
 
 
 @dataclass

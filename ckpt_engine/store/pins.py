@@ -1,20 +1,31 @@
 """Pins: objects `pins/<id>.json` that keep a snapshot whatever retention says.
 
-No lease is needed, because a run that is being written can be pinned too. That is safe against retention running at
-the same time: a pin is written before its snapshot is looked for once more, and retention looks for pins once more
-after it has removed manifests and before it removes data (`collect.prune`).
+```
+{"note":<text>,"created":<seconds>}\n
+<the snapshot's manifest>
+```
+No lease is needed, because a run that is being written can be pinned too. Once `pin` has returned, the snapshot stays,
+whatever retention does at the same time and wherever it is killed: a pin is written before its snapshot is looked for
+once more, and retention looks for pins after manifests are removed and before data is. It spares what a pin needs, and
+puts its manifest back from the pin (`orphans`, `put_back`), whoever removed it: itself, or one that was killed.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from ckpt_engine.errors import StorageExistsError, StorageMissingError
-from ckpt_engine.store import layout
+from ckpt_engine.errors import FormatError, StorageExistsError, StorageMissingError
+from ckpt_engine.store import layout, manifest_codec
+from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
+
+_HEAD_BYTES = 4096
+"""Enough of a pin for its note, unless that is very long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +56,24 @@ def pin(repository: Repository, snapshot: str, note: str = "", *, created: float
         StorageMissingError: there is no such snapshot, or retention removed it at this moment.
         StorageError: it is not pinned, as before.
     """
-    _require(repository, snapshot)
-    made = Pin(snapshot, note, time.time() if created is None else created)
-    text = json.dumps({"note": made.note, "created": made.created}, ensure_ascii=False)
     storage, name = repository.storage, layout.pin_name(snapshot)
     try:
-        storage.put(name, [memoryview(text.encode() + b"\n")])
+        manifest = storage.get(layout.manifest_name(snapshot))
+    except StorageMissingError as err:
+        raise _missing(repository, snapshot) from err
+    made = Pin(snapshot, note, time.time() if created is None else created)
+    head = json.dumps({"note": made.note, "created": made.created}, ensure_ascii=False)
+    blocks = [memoryview(head.encode() + b"\n"), memoryview(manifest)]
+    try:
+        storage.put(name, blocks)
         is_new = True
     except StorageExistsError:
-        storage.put(name, [memoryview(text.encode() + b"\n")], exclusive=False)
+        storage.put(name, blocks, exclusive=False)
         is_new = False
-    try:
-        _require(repository, snapshot)
-    except StorageMissingError:
+    if all(parsed.id != snapshot for parsed in repository.ids()):
         if is_new:
             storage.delete(name)
-        raise
+        raise _missing(repository, snapshot)
     return made
 
 
@@ -87,19 +100,60 @@ def protection(storage: Storage) -> dict[str, str]:
     return {pin.id: str(pin) for pin in pins(storage)}
 
 
-def _read(storage: Storage, snapshot: str) -> Pin | None:
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """A pinned snapshot whose manifest was removed and whose data is all there."""
+
+    manifest: Manifest
+    text: bytes
+
+
+def orphans(repository: Repository) -> list[Orphan]:
+    """Those there are now: one listing where nothing is pinned."""
+    storage = repository.storage
+    pinned = pinned_ids(storage)
+    missing = sorted(pinned - {parsed.id for parsed in repository.ids()}) if pinned else []
+    found = [orphan for snapshot in missing if (orphan := _orphan(storage, snapshot))]
+    if not found:
+        return []
+    there = {item.name: item.nbytes for item in storage.list(layout.DATA)}
+    return [one for one in found if all(there.get(file.name) == file.nbytes for file in one.manifest.files)]
+
+
+def put_back(repository: Repository, found: Sequence[Orphan]) -> frozenset[str]:
+    """Make them snapshots again; returns their ids. Needs the lease."""
+    for orphan in found:
+        with suppress(StorageExistsError):
+            repository.storage.put(layout.manifest_name(orphan.manifest.info.id), [memoryview(orphan.text)])
+        repository.remember(orphan.manifest)
+    return frozenset(orphan.manifest.info.id for orphan in found)
+
+
+def _orphan(storage: Storage, snapshot: str) -> Orphan | None:
+    """What the pin says of its snapshot; None if that is damaged or the pin is gone."""
     try:
-        data = storage.get(layout.pin_name(snapshot))
+        text = storage.get(layout.pin_name(snapshot)).partition(b"\n")[2]
+        manifest = manifest_codec.decode(text)
+    except (StorageMissingError, FormatError):
+        return None
+    return Orphan(manifest, text) if manifest.info.id == snapshot else None
+
+
+def _read(storage: Storage, snapshot: str) -> Pin | None:
+    name = layout.pin_name(snapshot)
+    try:
+        head, newline, _ = storage.get(name, 0, _HEAD_BYTES).partition(b"\n")
+        if not newline:
+            head = storage.get(name).partition(b"\n")[0]
     except StorageMissingError:
         return None  # unpinned meanwhile
     try:
-        row = json.loads(data)
+        row = json.loads(head)
         return Pin(snapshot, str(row["note"]), float(row["created"]))
     except (ValueError, LookupError, TypeError, RecursionError):
         return Pin(snapshot, "", 0.0)
 
 
-def _require(repository: Repository, snapshot: str) -> None:
-    if all(parsed.id != snapshot for parsed in repository.ids()):
-        where = repository.storage.url
-        raise StorageMissingError(f"no snapshot {snapshot} at {where}", hint=f"`ckpt ls {where}` lists them")
+def _missing(repository: Repository, snapshot: str) -> StorageMissingError:
+    where = repository.storage.url
+    return StorageMissingError(f"no snapshot {snapshot} at {where}", hint=f"`ckpt ls {where}` lists them")

@@ -214,7 +214,8 @@ def test_an_unsynced_forget_of_a_killed_process_is_noticed(
     forgets = [i for i, op in enumerate(whole) if isinstance(op, Change) and _removes_a_manifest(op)]
     monkeypatch.setattr("ckpt_engine.store.collect._settle", lambda repository, garbage: None)
     explorer = Explorer(scratch)
-    _killed_then_power_loss(tmp_path, explorer, forgets[0] + 1)
+    for forgot in forgets:
+        _killed_then_power_loss(tmp_path, explorer, forgot + 1)
     assert explorer.bad
 
 

@@ -174,3 +174,71 @@ def test_pinning_and_pruning_at_the_same_time_never_loses_a_pinned_snapshot(
     data = {item.name for item in fresh.storage.list(layout.DATA)}
     assert set(acknowledged) <= alive
     assert all(file.name in data for snapshot in alive for file in fresh.read(snapshot).files)
+
+
+class _PrunerDies(Exception):
+    pass
+
+
+def _pinned_under_a_dying_pruner(repository: Repository, lease: Lease, patch: pytest.MonkeyPatch) -> list[str]:
+    """Three snapshots; the first is pinned just before its manifest goes, and then the pruner dies."""
+    ids = [save(repository, step) for step in range(3)]
+    other = Repository(repository.storage)
+    forget = repository.forget
+
+    def killed_after(snapshots: Iterable[str]) -> None:
+        pins.pin(other, ids[0], "kept")
+        forget(snapshots)
+        raise _PrunerDies
+
+    with patch.context() as until_dead:
+        until_dead.setattr(repository, "forget", killed_after)
+        with pytest.raises(_PrunerDies):
+            prune(repository, lease, KeepLast(1))
+    assert [one.id for one in Repository(repository.storage).list()] == ids[2:]
+    return ids
+
+
+def test_a_pin_outlives_a_pruner_that_was_killed(
+    repository: Repository, lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was acknowledged while manifests went: the next retention brings the snapshot back, data and all."""
+    ids = _pinned_under_a_dying_pruner(repository, lease, monkeypatch)
+    fresh = Repository(repository.storage)
+    assert layout.data_name(ids[1]) in prune(fresh, lease, KeepLast(1)).collected.removed
+    assert [one.id for one in fresh.list()] == [ids[0], ids[2]]
+    assert fresh.read(ids[0]).files[0].name in {item.name for item in fresh.storage.list(layout.DATA)}
+    again = prune(fresh, lease, KeepLast(1))
+    assert (again.plan.remove, again.collected.removed) == ((), ())
+    assert again.plan.keep[ids[0]] == "pinned: kept"
+
+
+def test_a_snapshot_of_which_data_is_missing_is_not_brought_back(
+    repository: Repository, lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A manifest never names data that is not there; the pin stays, and can be taken away."""
+    ids = _pinned_under_a_dying_pruner(repository, lease, monkeypatch)
+    repository.storage.delete(layout.data_name(ids[0]))
+    fresh = Repository(repository.storage)
+    prune(fresh, lease, KeepLast(1))
+    assert [one.id for one in fresh.list()] == ids[2:]
+    assert pins.unpin(fresh, ids[0]) is True
+
+
+def test_without_its_pin_the_snapshot_goes_as_planned(
+    repository: Repository, lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unpinned before the next retention: nothing is brought back."""
+    ids = _pinned_under_a_dying_pruner(repository, lease, monkeypatch)
+    pins.unpin(repository, ids[0])
+    fresh = Repository(repository.storage)
+    prune(fresh, lease, KeepLast(1))
+    assert [one.id for one in fresh.list()] == ids[2:]
+    assert {item.name for item in fresh.storage.list(layout.DATA)} == {layout.data_name(ids[2])}
+
+
+def test_a_long_note_is_read_whole(repository: Repository) -> None:
+    """Listing pins reads their beginnings only, and more where that is not enough."""
+    snapshot = save(repository)
+    pins.pin(repository, snapshot, "ä" * 10_000)
+    assert pins.pins(repository.storage)[0].note == "ä" * 10_000

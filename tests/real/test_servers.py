@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import uuid
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,7 +13,7 @@ from ckpt_engine.store.lease_objects import Timing, slot_of, take
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.objects_s3 import S3Storage
-from tests.servers.s3 import S3Server, serving
+from tests.servers.s3 import S3Server
 from tests.servers.wire import Wire
 from tests.store.samples import save
 from tests.store.storage_contract import StorageContract, listed, put
@@ -23,21 +21,6 @@ from tests.store.storage_contract import StorageContract, listed, put
 pytestmark = pytest.mark.slow
 PART_BYTES = 5 << 20
 BIG = os.urandom(11 << 20)
-
-
-@pytest.fixture(scope="module", params=["rclone", "swift"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """A running server, if it is installed."""
-    try:
-        with serving(request.param, tmp_path_factory.mktemp(request.param)) as started:
-            yield started
-    except LookupError as err:
-        pytest.skip(str(err))
-
-
-@pytest.fixture
-def bucket(server: S3Server) -> str:
-    return server.make_bucket(f"b{uuid.uuid4().hex[:12]}")
 
 
 class TestContract(StorageContract):

@@ -1,0 +1,43 @@
+"""A real NFSv4.2 server and two clients of it, in a guest: the kernel's own, with caches and locks of their own."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from tests.real import uml
+
+PROGRAMS = ("modprobe", "mkfs.ext4", "rpc.nfsd", "rpc.mountd", "exportfs", "mount.nfs4")
+LEASE_SECONDS = 10
+
+_SERVE = f"""
+set -e
+modprobe nfsd; modprobe nfs; modprobe nfsv4
+mkdir -p /run/nfs/export /run/nfs/a /run/nfs/b
+mount /dev/ubda /run/nfs/export
+chmod 777 /run/nfs/export
+mount -t nfsd nfsd /proc/fs/nfsd
+mount -t rpc_pipefs rpc_pipefs /var/lib/nfs/rpc_pipefs
+echo {LEASE_SECONDS} > /proc/fs/nfsd/nfsv4leasetime
+echo {LEASE_SECONDS} > /proc/fs/nfsd/nfsv4gracetime
+exportfs -o rw,sync,no_root_squash,no_subtree_check,fsid=0,insecure 127.0.0.1:/run/nfs/export
+rpc.mountd -N 3
+rpc.nfsd -N 3 -V 4.0 -V 4.1 -V 4.2 4
+mount -t nfs4 -o vers=4.2,proto=tcp 127.0.0.1:/ /run/nfs/a
+mount -t nfs4 -o vers=4.2,proto=tcp,nosharecache 127.0.0.1:/ /run/nfs/b
+export NFS_A=/run/nfs/a NFS_B=/run/nfs/b
+set +e
+"""
+
+
+def missing() -> str | None:
+    """Why that cannot be had here, and what to do."""
+    return uml.missing(*PROGRAMS)
+
+
+def run(folder: Path, command: str, *, seconds: float, cwd: Path, memory: str = "2G") -> uml.Ended:
+    """Run a command that finds the two mounts in `$NFS_A` and `$NFS_B`."""
+    image = folder / "export.img"
+    subprocess.run(["truncate", "-s", "512M", str(image)], check=True, timeout=60)
+    subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True, timeout=60)
+    return uml.run(folder / "guest", f"{_SERVE}\n{command}\n", seconds=seconds, disks=[image], cwd=cwd, memory=memory)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import click
 
-from ckpt_engine.cli.output import count, json_option, print_json, progress
-from ckpt_engine.cli.root import find_snapshot, open_root
+from ckpt_engine.cli.output import count, json_option, print_away, print_json, progress
+from ckpt_engine.cli.root import Run, open_run
 from ckpt_engine.config import load_config
-from ckpt_engine.errors import StorageMissingError
+from ckpt_engine.errors import CkptError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.store import layout, pins
+from ckpt_engine.store.collect import catalogue
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.throttle import paced
 from ckpt_engine.store.transfer import RunText, SourceError, adopt_run, copy_snapshot, scratch_of
@@ -25,9 +29,21 @@ from ckpt_engine.store.transfer import RunText, SourceError, adopt_run, copy_sna
 class _Failed:
     """A snapshot that could not be copied: it is damaged where it comes from."""
 
-    snapshot: str
+    id: str
     code: str
     why: str
+
+
+@dataclass(slots=True)
+class _Done:
+    """What has been copied so far; `present` counts what TARGET had already."""
+
+    source: str
+    target: str
+    copied: list[str] = field(default_factory=list)
+    present: int = 0
+    sent_bytes: int = 0
+    failed: list[_Failed] = field(default_factory=list)
 
 
 @click.command("cp")
@@ -40,39 +56,72 @@ class _Failed:
 def command(source: str, target: str, wanted: tuple[str, ...], as_json: bool) -> None:
     """Copy the run at SOURCE to TARGET: a folder, a storage URL, or a ckpt.yaml that names one.
 
-    Newest first, byte for byte, verified on the way. What TARGET has already stays as it is, so that an interrupted
-    copy goes on with the same command. TARGET must be empty or hold the same run. Ends with exit code 1 if a snapshot
-    was damaged at SOURCE.
+    Newest first, byte for byte, verified on the way. Of a ckpt.yaml with several tiers each snapshot comes from the
+    nearest that has it whole. What TARGET has already stays as it is, so that an interrupted copy goes on with the same
+    command. TARGET must be empty or hold the same run. Ends with exit code 1 if a snapshot was damaged at SOURCE.
     """
-    near = open_root(source)
+    run = open_run(source)
     tier = load_config(target).tiers[0]
     storage = open_storage(tier.url, tier.for_storage())
-    ids = [find_snapshot(near, one) for one in wanted] or [parsed.id for parsed in near.ids()]
+    ids = [run.find(one)[0] for one in wanted] or [parsed.id for parsed in run.holders]
     with acquire(storage):
-        far = adopt_run(RunText.of(near), storage)
+        far = adopt_run(_record_of(run), storage)
         there = {parsed.id for parsed in far.ids()}
         missing = [one for one in sorted(set(ids), reverse=True) if one not in there]
+        done = _Done(run.tiers[0], storage.url, present=len(set(ids)) - len(missing))
         with progress(hidden=as_json) as bar:
-            task = bar.add_task("copying", total=_data_bytes(near, missing))
-            sink = open_storage(tier.url, tier.for_storage())
-            sink = paced(sink, _counting(lambda nbytes: bar.advance(task, nbytes)))
-            sent_bytes, failed = 0, []
+            task = bar.add_task("copying", total=_data_bytes(run, missing))
+            advance = partial(bar.advance, task)
+            sink = paced(open_storage(tier.url, tier.for_storage()), _counting(advance))
+            holders = {parsed.id: places for parsed, places in run.holders.items()}
             for snapshot in missing:
-                try:
-                    sent_bytes += copy_snapshot(
-                        near, far, snapshot, sink=sink, scratch=scratch_of(near.storage) or scratch_of(storage)
-                    ).sent_bytes
-                except SourceError as err:
-                    if not isinstance(err.error, StorageMissingError) or snapshot in {p.id for p in near.ids()}:
-                        failed.append(_Failed(snapshot, err.error.code, err.error.message))
-        _copy_pins(near, far)
-    copied = [one for one in missing if one in {parsed.id for parsed in far.ids()}]
-    _print(near, far, copied, len(ids) - len(missing), sent_bytes, failed, as_json=as_json)
-    if failed:
+                _copy(holders[snapshot], far, snapshot, sink, done, advance)
+        for place in run.places:
+            _copy_pins(place, far)
+        if done.failed:
+            storage.sweep()  # what it has of them is of no use
+        catalogue(far)
+    _print(done, run, as_json=as_json)
+    if done.failed:
         sys.exit(1)
 
 
-def _counting(advance: Callable[[int], object]) -> Callable[[int], float]:
+def _record_of(run: Run) -> RunText:
+    """The run's record, from the nearest place that has it."""
+    for place in run.places:
+        with suppress(CkptError):
+            return RunText.of(place)
+    return RunText.of(run.places[0])
+
+
+def _copy(
+    holders: Sequence[Repository],
+    far: Repository,
+    snapshot: str,
+    sink: Storage,
+    done: _Done,
+    advance: Callable[[int], None],
+) -> None:
+    """Copy one snapshot from the nearest place that has it whole, and note in `done` how that went."""
+    error: CkptError | None = None
+    for near in holders:
+        scratch = scratch_of(near.storage) or scratch_of(far.storage)
+        try:
+            copied = copy_snapshot(near, far, snapshot, sink=sink, scratch=scratch)
+        except SourceError as err:
+            gone = isinstance(err.error, StorageMissingError) and snapshot not in {one.id for one in near.ids()}
+            if not gone:  # by retention, meanwhile
+                error = error or err.error
+            continue
+        done.copied.append(snapshot)
+        done.sent_bytes += copied.sent_bytes
+        advance(copied.present_bytes)
+        return
+    if error is not None:
+        done.failed.append(_Failed(snapshot, error.code, error.message))
+
+
+def _counting(advance: Callable[[int], None]) -> Callable[[int], float]:
     def pace(nbytes: int) -> float:
         advance(nbytes)
         return 0.0
@@ -80,10 +129,15 @@ def _counting(advance: Callable[[int], object]) -> Callable[[int], float]:
     return pace
 
 
-def _data_bytes(repository: Repository, ids: Sequence[str]) -> int:
+def _data_bytes(run: Run, ids: Sequence[str]) -> int:
     wanted = set(ids)
-    found = ((item.nbytes, layout.data_owner(item.name)) for item in repository.storage.list(layout.DATA))
-    return sum(nbytes for nbytes, owner in found if owner is not None and owner.id in wanted)
+    sizes: dict[str, int] = {}
+    for place in run.places:
+        for item in place.storage.list(layout.DATA):
+            owner = layout.data_owner(item.name)
+            if owner is not None and owner.id in wanted:
+                sizes[item.name] = item.nbytes
+    return sum(sizes.values())
 
 
 def _copy_pins(near: Repository, far: Repository) -> None:
@@ -95,29 +149,13 @@ def _copy_pins(near: Repository, far: Repository) -> None:
             pins.pin(far, pin.id, pin.note, created=pin.created)
 
 
-def _print(
-    near: Repository,
-    far: Repository,
-    copied: Sequence[str],
-    present: int,
-    sent_bytes: int,
-    failed: Sequence[_Failed],
-    *,
-    as_json: bool,
-) -> None:
+def _print(done: _Done, run: Run, *, as_json: bool) -> None:
     if as_json:
-        print_json(
-            {
-                "source": near.storage.url,
-                "target": far.storage.url,
-                "copied": list(copied),
-                "present": present,
-                "sent_bytes": sent_bytes,
-                "failed": [{"id": one.snapshot, "code": one.code, "why": one.why} for one in failed],
-            }
-        )
+        print_json({**asdict(done), "away": [asdict(one) for one in run.away]})
         return
-    for one in failed:
-        click.secho(f"{one.snapshot}  not copied: [{one.code}] {one.why}", fg="red")
-    before = f", {present:,} there already" if present else ""
-    click.echo(f"{count(len(copied), 'snapshot')} copied to {far.storage.url}, {units.size(sent_bytes)} sent{before}")
+    for one in done.failed:
+        click.secho(f"{one.id}  not copied: [{one.code}] {one.why}", fg="red")
+    before = f", {done.present:,} there already" if done.present else ""
+    copied = count(len(done.copied), "snapshot")
+    click.echo(f"{copied} copied to {done.target}, {units.size(done.sent_bytes)} sent{before}")
+    print_away(run.away)

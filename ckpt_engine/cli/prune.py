@@ -15,7 +15,7 @@ from ckpt_engine.cli.root import open_places
 from ckpt_engine.config import load_config
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.observe import units
-from ckpt_engine.store.collect import Pruned, execute, plan_prune
+from ckpt_engine.store.collect import Pruned, catalogue, execute, plan_prune
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
@@ -112,6 +112,7 @@ def _prune(place: _Place, *, dry_run: bool) -> _Outcome:
         infos, usage = repository.list(), measure(repository)
         limits = Retention.of(place.policy).limits
         done = execute(repository, lease, plan_prune(repository, place.policy), limits)
+        catalogue(repository, limits)
     removed_bytes = usage.exclusive_bytes(done.plan.remove)
     return _Outcome(repository.storage.url, infos, done.plan, removed_bytes, done)
 

@@ -85,7 +85,8 @@ def candidates(
         CkptError: whatever `check` raises, and the storage's if no place can be read at all.
     """
     holders: dict[ParsedId, list[Repository]] = {}
-    for answer in places.ask(where, places.ids):
+    question = places.ids if len(where) > 1 else Repository.ids
+    for answer in places.of_one_run(places.ask(where, question)):
         if answer.error is not None:
             search.away.append(Away(answer.place.storage.url, answer.error.code, answer.error.message))
         for parsed in answer.value or ():
@@ -118,6 +119,18 @@ def candidates(
         yield candidate
 
 
+def assemble(snapshot: str, holders: Sequence[Repository]) -> Candidate:
+    """One snapshot from all its copies.
+
+    Args:
+        holders: the places that have a manifest of it, nearest first.
+
+    Raises:
+        CkptError: that of the nearest copy; together the copies do not make one whole snapshot.
+    """
+    return _assemble(snapshot, holders, _Sizes())
+
+
 class _Sizes:
     """The data files of each place, listed when first needed."""
 
@@ -131,11 +144,6 @@ class _Sizes:
 
 
 def _assemble(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) -> Candidate:
-    """One snapshot from all its copies.
-
-    Raises:
-        CkptError: that of the nearest copy; together the copies do not make one whole snapshot.
-    """
     manifest: Manifest | None = None
     whole: list[Repository] = []
     parts: list[Repository] = []

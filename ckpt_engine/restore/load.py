@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_engine.errors import FormatError, StorageError, StorageMissingError
+from ckpt_engine.errors import ForeignError, FormatError, StorageError, StorageMissingError
 from ckpt_engine.restore.choose import Away, Candidate, Check, Rejected, Search, candidates, none_usable
 from ckpt_engine.restore.into import copy_into, live_shapes, live_targets
 from ckpt_engine.restore.match import require_match, tensor_shapes
@@ -17,6 +17,9 @@ from ckpt_engine.restore.sources import Repair, Sources
 from ckpt_engine.restore.stream import stream_into
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
+
+MAX_TOLD = 20
+"""Repaired tensors that the notes name; `Loaded.repairs` has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,22 @@ def _told(
     if served != where[0].storage.url:
         yield f"restored from {served}: {where[0].storage.url} does not have this snapshot whole"
     yield from candidate.notes
-    yield from map(str, repairs)
+    yield from _told_repairs(repairs)
     for away in search.away:
-        yield f"{away.url} did not answer and may have something newer: [{away.code}] {away.reason}"
+        what = "is left out" if away.code == ForeignError.code else "did not answer and may have something newer"
+        yield f"{away.url} {what}: [{away.code}] {away.reason}"
+
+
+def _told_repairs(repairs: Sequence[Repair]) -> Iterator[str]:
+    """Tensors by name, and what came in thousands of requests from another place as one sum."""
+    named = [repair for repair in repairs if repair.entry is not None]
+    yield from map(str, named[:MAX_TOLD])
+    if len(named) > MAX_TOLD:
+        yield f"{len(named) - MAX_TOLD:,} more tensors came from other copies"
+    sums: dict[tuple[str, str, str], Repair] = {}
+    for repair in repairs:
+        if repair.entry is None:
+            key = (repair.file, repair.bad, repair.good)
+            before = sums.get(key)
+            sums[key] = repair if before is None else replace(before, nbytes=before.nbytes + repair.nbytes)
+    yield from map(str, sums.values())

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ckpt_engine.errors import CkptError, StorageError
+from ckpt_engine.errors import CkptError, ForeignError, StorageError
 from ckpt_engine.store.layout import ParsedId
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
@@ -71,9 +72,51 @@ def _ask(answer: Answer[T], question: Callable[[Repository], T]) -> None:
             answer.value = value
 
 
+def of_one_run(answers: Sequence[Answer[T]]) -> Sequence[Answer[T]]:
+    """The same answers, in which a place with snapshots of another run than the nearest one's counts as an error.
+
+    Args:
+        answers: to a question that has `look_up_run` among it: nothing is asked here any more.
+    """
+    ours: str | None = None
+    for answer in answers if len(answers) > 1 else ():
+        if not answer.value:
+            continue  # away, or a record that was never used: such a place joins the run
+        found = _run_of(answer.place)
+        if found is not None and ours is not None and found != ours:
+            answer.value = None
+            answer.error = ForeignError(
+                f"{answer.place.storage.url} holds another run ({found[:8]}…, this one is {ours[:8]}…)",
+                hint="give this run a place of its own",
+            )
+        ours = ours or found
+    return answers
+
+
+def look_up_run(place: Repository) -> None:
+    """Have the run's record read. Where it is missing or damaged the snapshots may be good all the same."""
+    with suppress(CkptError):
+        place.record()
+
+
+def _run_of(place: Repository) -> str | None:
+    try:
+        record = place.record()
+    except CkptError:
+        return None
+    return record.run if record is not None else None
+
+
 def ids(place: Repository) -> tuple[ParsedId, ...]:
     """All snapshots of a place by name."""
+    look_up_run(place)
     return place.ids()
+
+
+def infos(place: Repository) -> list[SnapshotInfo]:
+    """All snapshots of a place."""
+    look_up_run(place)
+    return place.list()
 
 
 def snapshots(places: Sequence[Repository]) -> list[SnapshotInfo]:
@@ -83,7 +126,7 @@ def snapshots(places: Sequence[Repository]) -> list[SnapshotInfo]:
         CkptError: no place answers.
     """
     found: dict[str, SnapshotInfo] = {}
-    for answer in ask(places, lambda place: place.list()):
+    for answer in of_one_run(ask(places, infos)):
         for info in answer.value or ():
             found.setdefault(info.id, info)
     return sorted(found.values(), key=lambda info: (info.seq, info.id))

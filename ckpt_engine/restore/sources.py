@@ -69,7 +69,7 @@ class Sources:
             try:
                 storage.get_into(name, start, out)
             except CkptError as err:
-                first = first or err
+                first = first or _without_frames(err)
                 if not isinstance(err, FormatError | StorageMissingError):
                     self._dead.add(number)
                 continue
@@ -98,3 +98,12 @@ class Sources:
                 self.repairs.append(Repair(entry, name, piece.nbytes, self._storages[0].url, storage.url, what))
                 return
         raise CorruptError(f"{entry!r}: {what}")
+
+
+def _without_frames(error: CkptError) -> CkptError:
+    """The same error, whose chain of tracebacks does not keep buffers alive."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error

@@ -54,15 +54,16 @@ def stream_into(sources: Sources, manifest: Manifest, targets: Mapping[str, torc
         if not hasattr(buffers, "memory") or len(buffers.memory) < stop - start:
             buffers.memory = mmap.mmap(-1, max(stop - start, READ_BYTES + mmap.PAGESIZE))
         file = manifest.files[first.file]
-        with memoryview(buffers.memory) as whole, whole[: stop - start] as data:
-            sources.read(file.name, start, data)
-            source = ctypes.addressof(ctypes.c_char.from_buffer(buffers.memory)) - start
-            for move in span:
-                piece = move.piece
-                with data[piece.offset - start : piece.offset - start + piece.nbytes] as stored:
-                    if digest(stored) != piece.digest:
-                        sources.repair(move.entry, file.name, piece, stored)
-                ctypes.memmove(move.address, source + piece.offset, piece.nbytes)
+        # Views are never released by hand: frames of an error that was caught may still hold parts of them.
+        data = memoryview(buffers.memory)[: stop - start]
+        sources.read(file.name, start, data)
+        source = ctypes.addressof(ctypes.c_char.from_buffer(buffers.memory)) - start
+        for move in span:
+            piece = move.piece
+            stored = data[piece.offset - start :][: piece.nbytes]
+            if digest(stored) != piece.digest:
+                sources.repair(move.entry, file.name, piece, stored)
+            ctypes.memmove(move.address, source + piece.offset, piece.nbytes)
 
     pool = ThreadPoolExecutor(sources.threads, thread_name_prefix="ckpt-read")
     try:

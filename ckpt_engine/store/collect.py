@@ -107,7 +107,10 @@ def prune(
 ) -> Pruned:
     """Forget what `policy` does not keep, then collect. Arguments as of `plan_prune` and `collect`."""
     decided = plan_prune(repository, policy, protected=protected, verified=verified)
-    return execute(repository, lease, decided, Retention.of(policy).limits, in_flight=in_flight)
+    limits = Retention.of(policy).limits
+    done = execute(repository, lease, decided, limits, in_flight=in_flight)
+    catalogue(repository, limits)
+    return done
 
 
 def execute(
@@ -219,19 +222,13 @@ def collect(repository: Repository, lease: Lease, *, in_flight: Collection[str] 
         StorageError: some of it may have been removed; calling again continues.
     """
     garbage = repository.unreferenced(in_flight)
-    # After the look at manifests: whoever pinned a snapshot that it missed had its pin written before.
-    orphans = pins.orphans(repository)
-    spared = {file.name for orphan in orphans for file in orphan.manifest.files}
-    unneeded = [item for item in garbage.unreferenced if item.name not in spared]
     lease.check()
-    if unneeded:
-        _settle(repository, unneeded)
-        repository.storage.delete(*(item.name for item in unneeded))
-    freed_bytes = sum(item.nbytes for item in unneeded) + repository.storage.sweep()
-    # Last, because a full disk has room for it only now.
-    pins.put_back(repository, orphans)
+    if garbage.unreferenced:
+        _settle(repository, garbage.unreferenced)
+        repository.storage.delete(*(item.name for item in garbage.unreferenced))
+    freed_bytes = sum(item.nbytes for item in garbage.unreferenced) + repository.storage.sweep()
     return Collected(
-        removed=tuple(item.name for item in unneeded),
+        removed=tuple(item.name for item in garbage.unreferenced),
         freed_bytes=freed_bytes,
         withheld_bytes=sum(item.nbytes for item in garbage.withheld),
         damaged=garbage.damaged,
@@ -257,13 +254,14 @@ def _forget(repository: Repository, lease: Lease, snapshots: Collection[str]) ->
     if not snapshots:
         return set()
     late = set(pins.pinned_ids(repository.storage) & set(snapshots))
-    going = set(snapshots) - late
-    if going:
+    manifests = {one: data for one in snapshots if one not in late and (data := _manifest(repository, one))}
+    if manifests:
         lease.check()
-        repository.forget(going)
+        repository.forget(manifests)
         # A pin made after the look above, and before its snapshot was gone: its maker saw the snapshot. Data is there.
-        if pins.pinned_ids(repository.storage) & going:
-            late |= pins.put_back(repository, pins.orphans(repository)) & going
+        for snapshot in sorted(pins.pinned_ids(repository.storage) & set(manifests)):
+            repository.storage.put(layout.manifest_name(snapshot), [memoryview(manifests[snapshot])])
+            late.add(snapshot)
     return late
 
 
@@ -288,6 +286,11 @@ def _slim(repository: Repository, lease: Lease, snapshot: str, lost: Sequence[st
         repository.forget([new])
         raise StorageMissingError(f"{snapshot} was pinned meanwhile")
     return new
+
+
+def catalogue(repository: Repository, limits: Limits = _NO_LIMITS) -> None:
+    """Write the run's catalog if that is due and breaks no limit. Needs the lease. Never raises for its own sake."""
+    repository.write_catalog_if_due(lambda nbytes: _require_room(repository, limits, nbytes))
 
 
 def _require_room(repository: Repository, limits: Limits, nbytes: int) -> None:
@@ -321,6 +324,13 @@ def _with_doubles(
         else:
             keep[double] = f"{original} is damaged"
     return replace(decided, keep=keep, remove=tuple(sorted(remove)), why=why)
+
+
+def _manifest(repository: Repository, snapshot: str) -> bytes | None:
+    try:
+        return repository.storage.get(layout.manifest_name(snapshot))
+    except StorageMissingError:
+        return None
 
 
 def _without(decided: Plan, late: Collection[str]) -> Plan:

@@ -7,6 +7,7 @@ snapshots/<id>.json                  manifests; <id> = <seq>-s<step>-<random>
 data/<id>-r<rank>[-p<part>].safetensors   data files
 pins/<id>.json                       pins: snapshots that retention leaves alone
 status.json                          what the writer of several tiers was doing last
+catalog.json                         what many manifests say: a cache
 ```
 Whatever does not match is foreign: never read as ours, never deleted.
 """
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 RECORD = "ckpt.json"
 LEASE = "lease.json"
 STATUS = "status.json"
+CATALOG = "catalog.json"
 MANIFESTS = "snapshots/"
 DATA = "data/"
 PINS = "pins/"
@@ -91,4 +93,6 @@ def data_owner(name: str) -> ParsedId | None:
 
 def is_ours(name: str) -> bool:
     """Whether an object of this name may have been written by us."""
-    return name in (RECORD, LEASE, STATUS) or any(part(name) is not None for part in (manifest_id, data_owner, pin_id))
+    return name in (RECORD, LEASE, STATUS, CATALOG) or any(
+        part(name) is not None for part in (manifest_id, data_owner, pin_id)
+    )

@@ -16,7 +16,9 @@ def measure(repository: Repository) -> Usage:
     data: dict[str, int] = {}
     manifests: dict[str, int] = {}
     other_bytes = 0
-    for item in repository.storage.list(""):
+    listed = list(repository.storage.list(""))
+    repository.learn(listed)
+    for item in listed:
         if layout.data_owner(item.name):
             data[item.name] = item.nbytes
         elif parsed := layout.manifest_id(item.name):

@@ -1,7 +1,8 @@
 """Copies snapshots from one run folder to another of the same run: byte for byte, data before manifests.
 
-Bounded memory: what is local is mapped; what is remote comes through a mapped scratch file, in ranges. Whatever is
-interrupted goes on with the next object; nothing half-copied is ever seen as a snapshot.
+Bounded memory: what is local is mapped; what is remote is streamed in ranges to a local target, each piece verified
+before it is written, and comes through a mapped scratch file to a remote one. Whatever is interrupted goes on where it
+was (see also `storage.s3multipart`); nothing half-copied is ever seen as a snapshot.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.oserrors import translating
+from ckpt_engine.store.storage.partial import Partial
 
 RANGE_BYTES = 16 << 20
 """Bytes per read of a remote object, and at most per read of the check before a copy."""
@@ -82,14 +84,16 @@ def copy_snapshot(
         if _has(target.storage, file):
             present += file.nbytes
         else:
-            _copy_file(source.storage, put, manifest, index, scratch)
-            sent += file.nbytes
+            sent_bytes = _copy_file(source.storage, put, manifest, index, scratch)
+            sent += sent_bytes
+            present += file.nbytes - sent_bytes
         advance(file.nbytes)
     try:
         put.put(layout.manifest_name(snapshot), [memoryview(text)])
     except StorageExistsError:
         if target.storage.get(layout.manifest_name(snapshot)) != text:
             raise
+    target.remember(manifest)
     return Copied(sent, present)
 
 
@@ -140,15 +144,84 @@ def _has(storage: Storage, file: DataFile) -> bool:
     return False
 
 
-def _copy_file(source: Storage, sink: Storage, manifest: Manifest, index: int, scratch: str | None) -> None:
+def _copy_file(source: Storage, sink: Storage, manifest: Manifest, index: int, scratch: str | None) -> int:
+    """Copy a data file; returns the bytes that were sent, fewer than it has where an earlier attempt is continued."""
     file = manifest.files[index]
     pieces = _pieces_of(manifest, index)
+    if isinstance(sink, LocalStorage) and not isinstance(source, LocalStorage):
+        return _stream(source, sink, file, pieces)
     with _mapped(source, file, pieces, scratch) as image:
         try:
             sink.put(file.name, [image])
         except StorageExistsError:
             if not _has(sink, file):
                 raise
+    return file.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Bytes of a file that are fetched together, and the pieces in them. `is_covered`: these are all of its bytes."""
+
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def is_covered(self) -> bool:
+        return sum(piece.nbytes for piece in self.pieces) == self.stop - self.start
+
+
+def _stream(source: Storage, sink: LocalStorage, file: DataFile, pieces: Sequence[Piece]) -> int:
+    """Write a remote file once, straight to the disk where it belongs; returns the bytes that were fetched."""
+    text = f"{file.name} {file.nbytes} {' '.join(piece.digest for piece in pieces)}"
+    token = digest(text.encode()).partition(":")[2][:16]
+    fetched: list[int] = []
+
+    def fill(partial: Partial) -> None:
+        def move(part: _Range) -> int:
+            buffer = memoryview(bytearray(part.stop - part.start))
+            if partial.has_begun and part.is_covered and partial.read(part.start, buffer) and _is_good(part, buffer):
+                return 0
+            try:
+                source.get_into(file.name, part.start, buffer)
+                for piece in part.pieces:
+                    _require_digest(file, piece, buffer[piece.offset - part.start :][: piece.nbytes])
+            except CkptError as err:
+                raise SourceError(err) from err
+            partial.write(part.start, buffer)
+            return len(buffer)
+
+        pool = ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="ckpt-fetch")
+        try:
+            fetched.extend(pool.map(move, _ranges(file.nbytes, pieces)))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    try:
+        sink.receive(file.name, file.nbytes, token, fill)
+    except StorageExistsError:
+        if not _has(sink, file):
+            raise
+    return sum(fetched)
+
+
+def _ranges(nbytes: int, pieces: Sequence[Piece]) -> list[_Range]:
+    """A file cut between pieces, into ranges of about `RANGE_BYTES` with what lies between them."""
+    found: list[_Range] = []
+    start = 0
+    inside: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: piece.offset):
+        end = max((one.offset + one.nbytes for one in inside), default=start)
+        if inside and piece.offset >= end and piece.offset + piece.nbytes - start > RANGE_BYTES:
+            found.append(_Range(start, end, tuple(inside)))
+            start, inside = end, []
+        inside.append(piece)
+    return [*found, _Range(start, nbytes, tuple(inside))] if nbytes else []
+
+
+def _is_good(part: _Range, data: memoryview) -> bool:
+    return all(digest(data[one.offset - part.start :][: one.nbytes]) == one.digest for one in part.pieces)
 
 
 @contextmanager

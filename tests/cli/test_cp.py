@@ -45,6 +45,7 @@ def test_a_run_is_copied_whole(ckpt: Ckpt, run_folder: Any, ids: list[str], tmp_
         "present": 3,
         "sent_bytes": 0,
         "failed": [],
+        "away": [],
     }
 
 

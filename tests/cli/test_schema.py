@@ -38,6 +38,6 @@ def test_the_schema_takes_the_same_forms_as_the_loader(ckpt: Ckpt) -> None:
     """Shares and durations are numbers or texts, a place is a text, a tier or a list of these."""
     options = ckpt("schema").json["properties"]
     assert [form["type"] for form in options["overhead"]["anyOf"]] == ["number", "string"]
-    assert options["lazy"]["enum"] == ["auto", "off"]
+    assert options["lazy"]["enum"] == ["auto", "on", "off"]
     text, tier, several = options["tiers"]["anyOf"]
     assert (text["type"], tier["$ref"], several["type"], several["minItems"]) == ("string", "#/$defs/Tier", "array", 1)

@@ -173,7 +173,7 @@ class Broken(LocalStorage):
 def test_a_place_that_dies_while_it_is_read_is_left_for_the_next(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read stays, the rest comes from the next place, and the dead one is not asked again and again."""
     monkeypatch.setattr("ckpt_engine.restore.read.READ_BYTES", 4096)
-    monkeypatch.setattr("ckpt_engine.restore.read.READ_THREADS", 1)
+    monkeypatch.setattr("ckpt_engine.restore.sources.READ_THREADS", 1)
     near = Broken(run / "near", reads=5)
     found = restore.load([Repository(near), where(run)[1]])
     assert found is not None

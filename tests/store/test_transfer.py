@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ckpt_engine.errors import CorruptError, ForeignError, StorageError, StorageMissingError
-from ckpt_engine.store import layout
+from ckpt_engine.errors import CorruptError, ForeignError, StorageError, StorageFullError, StorageMissingError
+from ckpt_engine.store import layout, transfer
+from ckpt_engine.store.digest import digest
+from ckpt_engine.store.manifest import DataFile, Entry, Piece
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.transfer import RunText, SourceError, adopt_run, copy_snapshot, scratch_of
-from tests.store.samples import save
+from tests.store.samples import data_file, info, manifest, save
 
 
 class Remote:
@@ -176,10 +181,141 @@ def test_a_full_scratch_disk_is_an_error_of_its_own(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr("os.posix_fallocate", full)
-    target = adopt_run(RunText.of(source), LocalStorage(tmp_path / "b"))
+    target = adopt_run(RunText.of(source), Remote(tmp_path / "b"))
     with pytest.raises(SourceError, match="CKPT301"):
         copy_snapshot(source, target, snapshot)
     assert target.ids() == ()
+
+
+def test_a_full_target_disk_is_the_targets_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is reserved where the file belongs; nothing is left behind there."""
+    source = Repository(Remote(tmp_path / "a"))
+    snapshot = save(Repository(LocalStorage(tmp_path / "a")))
+
+    def full(fd: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    target = adopt_run(RunText.of(source), LocalStorage(tmp_path / "b"))
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(StorageFullError):
+        copy_snapshot(source, target, snapshot)
+    assert set(files(tmp_path / "b")) == {layout.RECORD}
+
+
+class Streamed:
+    """A remote snapshot of one entry of many pieces, and what was asked of its data file."""
+
+    def __init__(self, root: Path, pieces: int = 40) -> None:
+        self.asked: list[tuple[int, int]] = []
+        self.break_after: int | None = None
+        storage = Remote(root, self._before)
+        inner = storage.get_into
+
+        def get_into(name: str, start: int, out: memoryview) -> None:
+            if self.break_after is not None and len(self.asked) >= self.break_after:
+                raise StorageError("the cable is out")
+            self.asked.append((start, out.nbytes))
+            inner(name, start, out)
+
+        storage.get_into = get_into  # type: ignore[method-assign]
+        self.repository = Repository(storage)
+        local = Repository(LocalStorage(root))
+        local.create_if_absent()
+        about = info(1)
+        text = os.urandom(pieces * 1000)
+        whole = data_file(text)
+        start = len(whole) - len(text)
+        parts = tuple(
+            Piece(0, start + at, 1000, digest(text[at : at + 1000]), 1000) for at in range(0, len(text), 1000)
+        )
+        entry = Entry("uint8", (len(text),), parts, "U8")
+        made = replace(
+            manifest(about, local.run_id),
+            files=(DataFile(layout.data_name(about.id), len(whole)),),
+            entries={"w": entry},
+        )
+        local.storage.put(layout.data_name(about.id), [memoryview(whole)])
+        local.commit(made)
+        self.snapshot, self.nbytes = about.id, len(whole)
+
+    def _before(self, what: str, name: str) -> None:
+        pass
+
+
+@pytest.fixture
+def streamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Streamed:
+    monkeypatch.setattr(transfer, "RANGE_BYTES", 4000)
+    monkeypatch.setattr(transfer, "RANGES_AT_ONCE", 1)
+    return Streamed(tmp_path / "source")
+
+
+class Watched(Disk):
+    """Counts the bytes that are written."""
+
+    def __init__(self) -> None:
+        self.written = 0
+
+    def write(self, fd: int, data: memoryview, offset: int) -> int:
+        done = super().write(fd, data, offset)
+        self.written += done
+        return done
+
+
+def test_what_is_remote_is_written_once(streamed: Streamed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Straight to the disk where it belongs: no scratch file, each byte fetched and written once."""
+    monkeypatch.setattr("tempfile.TemporaryFile", None)
+    disk = Watched()
+    target = adopt_run(RunText.of(streamed.repository), LocalStorage(tmp_path / "target", disk=disk))
+    before = disk.written
+    done = copy_snapshot(streamed.repository, target, streamed.snapshot)
+    assert done.sent_bytes == streamed.nbytes == sum(nbytes for _, nbytes in streamed.asked)
+    manifest_bytes = (tmp_path / "target" / layout.manifest_name(streamed.snapshot)).stat().st_size
+    assert disk.written - before == streamed.nbytes + manifest_bytes
+    assert files(tmp_path / "source") == files(tmp_path / "target")
+
+
+def test_an_interrupted_file_goes_on_where_it_was(streamed: Streamed, tmp_path: Path) -> None:
+    """By another process too: what has arrived is compared with its digests and not fetched again."""
+    target = adopt_run(RunText.of(streamed.repository), LocalStorage(tmp_path / "target"))
+    streamed.break_after = 6
+    with pytest.raises(SourceError, match="the cable is out"):
+        copy_snapshot(streamed.repository, target, streamed.snapshot)
+    assert list(target.storage.list("data/")) == []
+    streamed.break_after = None
+    streamed.asked.clear()
+    again = Repository(LocalStorage(tmp_path / "target"))
+    done = copy_snapshot(streamed.repository, again, streamed.snapshot)
+    # The first range has the header, which no digest covers: it is fetched anew.
+    assert done.present_bytes == 5 * 4000
+    assert done.sent_bytes == streamed.nbytes - done.present_bytes == sum(nbytes for _, nbytes in streamed.asked)
+    assert files(tmp_path / "source") == files(tmp_path / "target")
+
+
+def test_garbage_of_an_earlier_attempt_is_not_believed(streamed: Streamed, tmp_path: Path) -> None:
+    """After a power loss the half file may hold anything, and have any size."""
+    target = adopt_run(RunText.of(streamed.repository), LocalStorage(tmp_path / "target"))
+    streamed.break_after = 6
+    with pytest.raises(SourceError):
+        copy_snapshot(streamed.repository, target, streamed.snapshot)
+    (partial,) = (tmp_path / "target/data").iterdir()
+    for text in (b"\xff" * (streamed.nbytes + 5000), b"", b"\0" * 3):
+        partial.write_bytes(text)
+        streamed.break_after = len(streamed.asked) + 6
+        with pytest.raises(SourceError):
+            copy_snapshot(streamed.repository, target, streamed.snapshot)
+    streamed.break_after = None
+    copy_snapshot(streamed.repository, target, streamed.snapshot)
+    assert files(tmp_path / "source") == files(tmp_path / "target")
+
+
+def test_a_half_file_is_swept_when_nobody_continues_it(streamed: Streamed, tmp_path: Path) -> None:
+    """It is a temporary file as any: the next collection removes it."""
+    target = adopt_run(RunText.of(streamed.repository), LocalStorage(tmp_path / "target"))
+    streamed.break_after = 6
+    with pytest.raises(SourceError):
+        copy_snapshot(streamed.repository, target, streamed.snapshot)
+    assert target.storage.sweep() == streamed.nbytes
+    assert set(files(tmp_path / "target")) == {layout.RECORD}
 
 
 def test_scratch_is_next_to_local_data(tmp_path: Path) -> None:

@@ -36,10 +36,11 @@ WHOLE_AT_CLOSE = frozenset({"gs", "gcs", "az", "abfs", "abfss", "oci", "ocilake"
 """Schemes of stores that show an object only when its upload is complete."""
 _TEMP = re.compile(r"(.*/)?\.tmp-[0-9a-f]{16}-[^/]+")
 _SLICE_BYTES = 8 << 20
+_VERSIONS = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "updated", "modified", "created")
 _TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 
 _T = TypeVar("_T")
-_Rows = list[tuple[str, int]]  # inside FsspecStorage, `list` is its method
+_Rows = list[tuple[str, int, str]]  # inside FsspecStorage, `list` is its method
 
 _publishing = threading.Lock()
 """Makes looking and renaming one step, at least within this process."""
@@ -97,9 +98,9 @@ class FsspecStorage:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
-        for name, nbytes in self._found(folder):
+        for name, nbytes, version in self._found(folder):
             if name.startswith(prefix) and not _TEMP.fullmatch(name):
-                yield ObjectInfo(name, nbytes)
+                yield ObjectInfo(name, nbytes, version)
 
     def delete(self, *names: str) -> None:
         for name, path in [(name, self._path(name)) for name in names]:
@@ -107,7 +108,7 @@ class FsspecStorage:
 
     def sweep(self) -> int:
         freed = 0
-        for name, nbytes in self._found(""):
+        for name, nbytes, _ in self._found(""):
             path = f"{self._root}/{name}"
             if _TEMP.fullmatch(name) and path not in self._begun and self._is_stale(path):
                 self._trying(partial(self._remove, path), "clear", name)
@@ -189,7 +190,8 @@ class FsspecStorage:
             except FileNotFoundError:
                 return []
             skip = len(self._root) + 1
-            return [(path[skip:], int(row["size"])) for path, row in rows.items() if row["type"] == "file"]
+            files = [(path[skip:], row) for path, row in rows.items() if row["type"] == "file"]
+            return [(name, int(row["size"]), _version(row)) for name, row in files]
 
         return self._trying(find, "list", folder)
 
@@ -225,6 +227,11 @@ class FsspecStorage:
                 if wait is None:
                     raise _explained(err, what, where) from err
             time.sleep(wait)
+
+
+def _version(row: Mapping[str, Any]) -> str:
+    """What tells in a listing that an object was written anew, under whatever name the library has it."""
+    return str(next((row[key] for key in _VERSIONS if row.get(key)), ""))
 
 
 def _status(error: BaseException) -> int:

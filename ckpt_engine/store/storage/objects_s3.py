@@ -24,6 +24,8 @@ from ckpt_engine.store.storage.s3multipart import TOKEN, Multipart, arrived_whol
 _SMALL_BYTES = 1 << 20
 _LOOKS = 8
 _DELETES = 16
+_Rows = tuple[tuple[str, int, str], ...]
+"""Objects of a listing: key, size, ETag."""
 
 
 class S3Storage:
@@ -92,8 +94,8 @@ class S3Storage:
         after: str | None = None
         while True:
             page, after = self._calls.run(self._page(self._prefix + prefix, after), "list", prefix)
-            for key, nbytes in page:
-                yield ObjectInfo(key[len(self._prefix) :], nbytes)
+            for key, nbytes, version in page:
+                yield ObjectInfo(key[len(self._prefix) :], nbytes, version)
             if after is None:
                 return
 
@@ -314,7 +316,7 @@ class S3Storage:
                 return None
             raise
 
-    async def _page(self, prefix: str, after: str | None) -> tuple[tuple[tuple[str, int], ...], str | None]:
+    async def _page(self, prefix: str, after: str | None) -> tuple[_Rows, str | None]:
         first = await self._page_once(prefix, after)
         if not self._calls.verifying:
             return first
@@ -326,10 +328,11 @@ class S3Storage:
             first = second
         raise DamagedInTransitError("the listing is different each time")
 
-    async def _page_once(self, prefix: str, after: str | None) -> tuple[tuple[tuple[str, int], ...], str | None]:
+    async def _page_once(self, prefix: str, after: str | None) -> tuple[_Rows, str | None]:
         more: dict[str, Any] = {"ContinuationToken": after} if after else {}
         answer = await self._calls.call("list_objects_v2", Bucket=self._bucket, Prefix=prefix, **more, **self._extra)
-        found = tuple((str(item["Key"]), int(item["Size"])) for item in answer.get("Contents") or ())
+        rows = answer.get("Contents") or ()
+        found = tuple((str(row["Key"]), int(row["Size"]), plain_etag(row.get("ETag", ""))) for row in rows)
         return found, answer.get("NextContinuationToken") if answer.get("IsTruncated") else None
 
     # Removing

@@ -222,13 +222,19 @@ def collect(repository: Repository, lease: Lease, *, in_flight: Collection[str] 
         StorageError: some of it may have been removed; calling again continues.
     """
     garbage = repository.unreferenced(in_flight)
+    # After the look at manifests: whoever pinned a snapshot that it missed had its pin written before.
+    orphans = pins.orphans(repository)
+    spared = {file.name for orphan in orphans for file in orphan.manifest.files}
+    unneeded = [item for item in garbage.unreferenced if item.name not in spared]
     lease.check()
-    if garbage.unreferenced:
-        _settle(repository, garbage.unreferenced)
-        repository.storage.delete(*(item.name for item in garbage.unreferenced))
-    freed_bytes = sum(item.nbytes for item in garbage.unreferenced) + repository.storage.sweep()
+    if unneeded:
+        _settle(repository, unneeded)
+        repository.storage.delete(*(item.name for item in unneeded))
+    freed_bytes = sum(item.nbytes for item in unneeded) + repository.storage.sweep()
+    # Last, because a full disk has room for it only now.
+    pins.put_back(repository, orphans)
     return Collected(
-        removed=tuple(item.name for item in garbage.unreferenced),
+        removed=tuple(item.name for item in unneeded),
         freed_bytes=freed_bytes,
         withheld_bytes=sum(item.nbytes for item in garbage.withheld),
         damaged=garbage.damaged,
@@ -254,14 +260,13 @@ def _forget(repository: Repository, lease: Lease, snapshots: Collection[str]) ->
     if not snapshots:
         return set()
     late = set(pins.pinned_ids(repository.storage) & set(snapshots))
-    manifests = {one: data for one in snapshots if one not in late and (data := _manifest(repository, one))}
-    if manifests:
+    going = set(snapshots) - late
+    if going:
         lease.check()
-        repository.forget(manifests)
+        repository.forget(going)
         # A pin made after the look above, and before its snapshot was gone: its maker saw the snapshot. Data is there.
-        for snapshot in sorted(pins.pinned_ids(repository.storage) & set(manifests)):
-            repository.storage.put(layout.manifest_name(snapshot), [memoryview(manifests[snapshot])])
-            late.add(snapshot)
+        if pins.pinned_ids(repository.storage) & going:
+            late |= pins.put_back(repository, pins.orphans(repository)) & going
     return late
 
 
@@ -324,13 +329,6 @@ def _with_doubles(
         else:
             keep[double] = f"{original} is damaged"
     return replace(decided, keep=keep, remove=tuple(sorted(remove)), why=why)
-
-
-def _manifest(repository: Repository, snapshot: str) -> bytes | None:
-    try:
-        return repository.storage.get(layout.manifest_name(snapshot))
-    except StorageMissingError:
-        return None
 
 
 def _without(decided: Plan, late: Collection[str]) -> Plan:

@@ -11,7 +11,7 @@ from ckpt_engine.cli.output import age, count, json_option, print_json, print_ta
 from ckpt_engine.config import load_config
 from ckpt_engine.errors import CkptError, StorageMissingError
 from ckpt_engine.observe import units
-from ckpt_engine.persist.status import AWAY, TierStatus, WriterStatus, read_status
+from ckpt_engine.persist.status import WORKING, TierStatus, WriterStatus, read_status
 from ckpt_engine.restore import places
 from ckpt_engine.store.lease import read_holder
 from ckpt_engine.store.manifest import SnapshotInfo
@@ -78,7 +78,7 @@ def _print(repository: Repository, status: WriterStatus | None, rows: list[_Row]
     for row in rows:
         if row.error:
             click.secho(f"{row.url} does not answer: {row.error}", fg="red")
-        if row.said is not None and row.said.state == AWAY:
+        if row.said is not None and row.said.state != WORKING:
             click.secho(f"{row.url} failed {age(row.said.since)}: [{row.said.code}] {row.said.message}", fg="red")
     if why:
         click.secho(why, fg="red")

@@ -8,16 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckpt_engine.errors import CkptError, FormatError, StorageMissingError, WriterError
-from ckpt_engine.observe.events import Event, Notice, TierDegraded, TierRecovered
-from ckpt_engine.persist.job import ErrorRecord, TierConfig, WriterConfig
+from ckpt_engine.errors import CkptError, FormatError, StorageMissingError, StorageStalledError, WriterError
+from ckpt_engine.observe.events import Event, TierDegraded, TierRecovered
+from ckpt_engine.persist.job import ErrorRecord, WriterConfig
 from ckpt_engine.persist.replicate import BACKOFF, Gate, Replicator
-from ckpt_engine.persist.status import AWAY, WORKING, StatusFile, TierStatus
-from ckpt_engine.persist.tier import Tier
+from ckpt_engine.persist.stall import Lane, Progress
+from ckpt_engine.persist.status import AWAY, HANGS, WORKING, StatusWriter, TierStatus, Unfinished
+from ckpt_engine.persist.tier import Places, Tier
+from ckpt_engine.persist.watched import Source, watched
 from ckpt_engine.store.lease import Holder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.throttle import Throttle, paced
 from ckpt_engine.store.transfer import RunText, adopt_run
@@ -27,6 +28,7 @@ SURVEY_SECONDS = 20.0
 UNKNOWN_SEQ_GAP = 100_000
 """Numbers left out for the snapshots that a tier may have which does not answer at the start."""
 _END_SECONDS = 2.0
+_REMEMBERED = 1000
 
 
 class Fleet:
@@ -54,35 +56,45 @@ class Fleet:
     ) -> None:
         self._emit = emit
         self._nearest = nearest
+        self._config = config
+        self._holder = holder
         self._storages = [open_storage(tier.url, tier.storage_options) for tier in config.tiers]
         self._changed = threading.Condition()
         self._primary = TierStatus(nearest.url, WORKING, since=time.time())
         self._primary_away_from = 0.0
-        self._file = StatusFile(nearest.root, holder.pid, holder.host) if isinstance(nearest, LocalStorage) else None
-        self._file_lock = threading.Lock()
-        self._file_failed = False
+        self._primary_lacks: list[str] = []
+        self._status = StatusWriter(nearest, holder, self.status, emit)
         self._started = self._stopping = False
         self._surveys: list[Survey] = []
-        self._replicators: list[Replicator] = []
-        for number, tier in enumerate(config.tiers):
-            nearer = [nearest, *self._storages[:number]]
-            self._replicators.append(self._replicator(tier, self._storages[number], nearer, holder))
+        self._replicators = [self._replicator(number) for number in range(len(config.tiers))]
 
-    def _replicator(
-        self, config: TierConfig, storage: Storage, nearer: Sequence[Storage], holder: Holder
-    ) -> Replicator:
+    def _replicator(self, number: int) -> Replicator:
+        config = self._config.tiers[number]
         limit = config.bandwidth_bytes_per_second
         throttle = Throttle(limit) if limit is not None else None
-        gate = Gate(throttle)
+        url = self._storages[number].url
+        copies = Lane(url, keeps=False)
+        direct = Lane(url, told=lambda: replicator.wake())
+        gate = Gate(throttle, copies.progress)
         # Storages of their own: what a copy is told to do, direct writes are not.
-        copies, direct = (open_storage(config.url, config.storage_options) for _ in range(2))
-        sinks = paced(copies, gate, gate.pause), paced(direct, throttle) if throttle else direct
+        places = Places(
+            self._storages[number],
+            watched(self._open(number), copies.progress),
+            watched(paced(self._open(number), gate, gate.pause), copies.progress),
+            watched(_slowed(self._open(number), throttle, direct.progress), direct.progress),
+        )
+        nearest = open_storage(self._config.url, self._config.storage_options)
+        nearer = [Source(one, copies.progress) for one in (nearest, *map(self._open, range(number)))]
         try:
-            tier = Tier(config, storage, holder, nearer, lambda event: replicator.take(event), sinks)
+            tier = Tier(config, places, self._holder, nearer, lambda event: replicator.take(event), copies, direct)
         except (ValueError, TypeError) as err:
             raise WriterError(f"cannot apply the retention {dict(config.keep)}: {err}") from err
         replicator = Replicator(tier, gate, self._emit, self._note, BACKOFF)
         return replicator
+
+    def _open(self, number: int) -> Storage:
+        tier = self._config.tiers[number]
+        return open_storage(tier.url, tier.storage_options)
 
     def join_run(self, repository: Repository, timeout: float = SURVEY_SECONDS) -> Repository:
         """Before anything is written: make the nearest tier a place of the run that further tiers hold.
@@ -117,17 +129,25 @@ class Fleet:
         for replicator in self._replicators:
             replicator.start()
 
-    def committed(self, snapshot: str | None) -> None:
-        """The nearest tier has a new snapshot; None: a further tier has it instead."""
-        if snapshot is not None:
-            self._primary_worked(snapshot)
+    def committed(self, snapshot: str) -> None:
+        """The nearest tier has a new snapshot."""
+        self._primary_worked(snapshot)
+        self._wake()
+
+    def committed_elsewhere(self, snapshot: str) -> None:
+        """A further tier has a new snapshot, which the nearest one does not have."""
+        self._primary_lacks.append(snapshot)
+        del self._primary_lacks[:-_REMEMBERED]
+        self._wake()
+
+    def _wake(self) -> None:
         for replicator in self._replicators:
             replicator.wake()
         self._note()
 
     def protected(self) -> Mapping[str, str]:
         """Snapshots that retention of the nearest tier leaves alone for a moment: they are being copied."""
-        copying = [(one.tier.copying, one.tier.storage.url) for one in self._replicators]
+        copying = [(one.tier.copying, one.tier.url) for one in self._replicators]
         return {info.id: f"being copied to {url}" for info, url in copying if info is not None}
 
     def gone(self, snapshots: Sequence[str]) -> None:
@@ -144,7 +164,7 @@ class Fleet:
             self._emit(TierDegraded(self._nearest.url, record.code, record.message))
         self._primary = TierStatus(
             self._nearest.url,
-            AWAY,
+            HANGS if isinstance(error, StorageStalledError) else AWAY,
             newest=self._primary.newest,
             code=record.code,
             message=record.message,
@@ -153,36 +173,46 @@ class Fleet:
         self._note()
 
     def _primary_worked(self, snapshot: str) -> None:
-        was_away = self._primary.state == AWAY
+        was_away = self._primary.state != WORKING
         since = time.time() if was_away else self._primary.since
         self._primary = TierStatus(self._nearest.url, WORKING, newest=snapshot, since=since)
+        self._primary_lacks.clear()
         if was_away:
             self._emit(TierRecovered(self._nearest.url, time.monotonic() - self._primary_away_from))
 
     def working(self) -> Iterator[Replicator]:
-        """The further tiers that may take a snapshot instead of the nearest one, nearest first."""
-        return (replicator for replicator in self._replicators if replicator.works)
+        """The further tiers that may take a snapshot instead of the nearest one: the nearest first, but those that
+        seem to hang last.
+        """
+        for hanging in (False, True):
+            for replicator in self._replicators:
+                if replicator.works and replicator.hangs == hanging:
+                    yield replicator
 
-    def drain(self, timeout: float, settled: Callable[[Sequence[str]], object]) -> None:
+    def drain(self, timeout: float, nearest_hangs: bool, settled: Callable[[Sequence[Unfinished]], object]) -> None:
         """Wait at most `timeout` seconds until every tier has what it wants, then end. Idempotent.
 
         Args:
-            settled: called once, as soon as every tier has what it wants or has failed in its last attempt; told the
-                URLs of the latter.
+            nearest_hangs: whether the nearest tier is one that does not have everything.
+            settled: called once, as soon as every tier has what it wants, has failed in its last attempt, or hangs;
+                told the latter two.
         """
         deadline = time.monotonic() + timeout
         if self._started:
             for replicator in self._replicators:
                 replicator.finish()
             self._wait(lambda: all(one.settled for one in self._replicators), deadline)
-        settled([one.tier.storage.url for one in self._replicators if not one.idle])
+        left = [one.unfinished() for one in self._replicators if not one.idle]
+        if nearest_hangs:
+            left.insert(0, Unfinished(self._nearest.url, tuple(self._primary_lacks), "it hangs"))
+        settled(left)
         if self._started:
             self._wait(lambda: all(one.idle or one.ended or one.hopeless for one in self._replicators), deadline)
         self.stop()
         end = time.monotonic() + _END_SECONDS
         for replicator in self._replicators if self._started else ():
             replicator.join(max(0.0, end - time.monotonic()))
-        self._write_status(ended=True)
+        self._status.end(_END_SECONDS)
 
     def stop(self) -> None:
         """End all copies, as they are."""
@@ -203,19 +233,19 @@ class Fleet:
     def _note(self) -> None:
         with self._changed:
             self._changed.notify_all()
-        self._write_status(ended=False)
+        self._status.note()
 
-    def _write_status(self, *, ended: bool) -> None:
-        if self._file is None:
-            return
-        with self._file_lock:
-            try:
-                self._file.write(self.status(), ended=ended)
-                self._file_failed = False
-            except OSError as err:
-                if not self._file_failed:
-                    self._file_failed = True
-                    self._emit(Notice("WARNING", f"the status for `ckpt status` cannot be written: {err}"))
+
+def _slowed(storage: Storage, throttle: Throttle | None, progress: Progress) -> Storage:
+    """`storage` at the tier's bandwidth, for direct writes."""
+    if throttle is None:
+        return storage
+
+    def pause(seconds: float) -> None:
+        progress.moved(seconds)
+        time.sleep(seconds)
+
+    return paced(storage, throttle, pause)
 
 
 @dataclass(slots=True)

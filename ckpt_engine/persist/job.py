@@ -53,7 +53,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class PersistJob:
-    """One staged snapshot to make durable. The slot MUST NOT change until its `JobDone` has arrived.
+    """One staged snapshot to make durable. The slot MUST NOT change until its `JobDone` has arrived (see there).
 
     Args:
         job: unique number within one trainer process.
@@ -119,21 +119,30 @@ _CLASSES = _classes()
 
 @dataclass(frozen=True, slots=True)
 class JobDone:
-    """The outcome of one job; its slot is free again.
+    """The outcome of one job; its slot is free again, unless it is held.
 
     Args:
         snapshot_id: the id of the snapshot, which is durable (`error` is None), else None.
         error: why it is not durable.
+        slot_held: a call that hangs may still read the slot: it MUST NOT change until a `SlotFreed` names it.
     """
 
     job: int
     snapshot_id: str | None
     error: ErrorRecord | None = None
+    slot_held: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether the snapshot is durable."""
         return self.error is None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFreed:
+    """The call that held an arena slot after its `JobDone` has ended."""
+
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +226,7 @@ def done_to_json(done: JobDone) -> dict[str, Any]:
 def done_from_json(data: Mapping[str, Any]) -> JobDone:
     """The inverse of `done_to_json`."""
     error = data["error"]
-    return JobDone(data["job"], data["snapshot_id"], None if error is None else ErrorRecord(**error))
+    return JobDone(data["job"], data["snapshot_id"], None if error is None else ErrorRecord(**error), data["slot_held"])
 
 
 def config_to_json(config: WriterConfig) -> dict[str, Any]:

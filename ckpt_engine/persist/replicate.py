@@ -6,12 +6,14 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 
-from ckpt_engine.errors import CkptError, ForeignError, LeaseHeldError, NewerFormatError
+from ckpt_engine.errors import CkptError, ForeignError, LeaseHeldError, NewerFormatError, StorageStalledError
 from ckpt_engine.observe.events import Event, Notice, SnapshotReplicated, TierDegraded, TierRecovered
 from ckpt_engine.persist.job import ErrorRecord
-from ckpt_engine.persist.status import AWAY, WORKING, TierStatus
+from ckpt_engine.persist.stall import AbandonedError, Progress
+from ckpt_engine.persist.status import AWAY, HANGS, WORKING, TierStatus, Unfinished
 from ckpt_engine.persist.tier import Tier
 from ckpt_engine.store.throttle import Pace
 from ckpt_engine.store.transfer import SourceError
@@ -26,10 +28,12 @@ class Gate:
 
     Args:
         pace: the tier's limit; None: none.
+        progress: told how long bytes wait for their turn.
     """
 
-    def __init__(self, pace: Pace | None) -> None:
+    def __init__(self, pace: Pace | None, progress: Progress | None = None) -> None:
         self._pace = pace
+        self._progress = progress
         self._shut = threading.Event()
         self._stopped = False
 
@@ -53,6 +57,8 @@ class Gate:
         Raises:
             CopyStoppedError
         """
+        if self._progress is not None:
+            self._progress.moved(seconds)
         if self._shut.wait(seconds):
             raise CopyStoppedError
 
@@ -91,9 +97,12 @@ BACKOFF = Backoff()
 class Replicator:
     """Works on one tier until it is stopped. All methods may be called from any thread and return at once.
 
+    What it asks of storages runs on another thread, which it watches: a tier that hangs is told as failed, and waited
+    for; a nearer tier that hangs is gone without.
+
     Args:
-        emit: takes events; called on the replicator's thread.
-        changed: called on that thread whenever `status` has changed.
+        emit: takes events; called on several threads.
+        changed: called whenever `status` has changed.
     """
 
     def __init__(
@@ -118,6 +127,10 @@ class Replicator:
         self._since = time.time()
         self._away_from = 0.0
         self._swept = False
+        self._hung_in: str | None = None
+        """The nearer tier in which the last attempt hung."""
+        self._lingers = False
+        """An attempt was left behind at the end."""
         self.idle = False
         """Nothing is wanted."""
         self.settled = False
@@ -142,6 +155,7 @@ class Replicator:
         with self._state:
             self._finishing = self._hurried = True
             self._state.notify_all()
+        self.tier.copies.look()
 
     def stop(self) -> None:
         """End, leaving a copy under way unfinished."""
@@ -149,6 +163,7 @@ class Replicator:
             self._stopping = self._hurried = True
             self._state.notify_all()
         self._gate.stop()
+        self.tier.copies.look()
 
     def drop(self, snapshots: Collection[str]) -> None:
         """These snapshots are gone where they were copied from: stop, so that their memory and disk are freed."""
@@ -163,8 +178,13 @@ class Replicator:
 
     @property
     def works(self) -> bool:
-        """Whether the tier is open and did not fail last time."""
-        return self._error is None and self.tier.is_open
+        """Whether the tier is open, and did not fail last time or hangs only in what is copied there."""
+        return self.tier.is_open and not self.tier.direct.stuck and (self._error is None or self.hangs)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether what was asked of the tier last has not come back."""
+        return self._error is not None and self._error.code == StorageStalledError.code
 
     @property
     def hopeless(self) -> bool:
@@ -181,7 +201,7 @@ class Replicator:
                 self._away_from, self._since = time.monotonic(), time.time()
             self._error = record
         if not known:
-            self._emit(TierDegraded(self.tier.storage.url, record.code, record.message, self.tier.config.fatal))
+            self._emit(TierDegraded(self.tier.url, record.code, record.message, self.tier.config.fatal))
         self._tell()
 
     def status(self) -> TierStatus:
@@ -189,8 +209,8 @@ class Replicator:
         tier, error = self.tier, self._error
         waiting, newest, copying = tier.waiting, tier.newest, tier.copying
         return TierStatus(
-            url=tier.storage.url,
-            state=AWAY if error else WORKING,
+            url=tier.url,
+            state=WORKING if error is None else HANGS if self.hangs else AWAY,
             newest=newest.id if newest else None,
             copying=copying.id if copying else None,
             waiting=len(waiting),
@@ -200,6 +220,12 @@ class Replicator:
             message=error.message if error else None,
             since=self._since,
         )
+
+    def unfinished(self) -> Unfinished:
+        """What the tier is left without."""
+        error = self._error
+        lacks = tuple(info.id for info in self.tier.waiting)
+        return Unfinished(self.tier.url, lacks, None if error is None else f"[{error.code}] {error.message}")
 
     def take(self, event: Event) -> None:
         """What the tier says on its way out."""
@@ -212,7 +238,7 @@ class Replicator:
             while not self._stopping:
                 self._sleep(self._turn())
         finally:
-            self.tier.release()
+            self._release()
             with self._state:
                 self.ended = self.settled = True
             self._tell()
@@ -220,23 +246,26 @@ class Replicator:
     def _turn(self) -> float | None:
         """One attempt. Seconds to the next one; None: when there is something new."""
         finishing = self._finishing
+        self._hung_in = None
         self._gate.reopen()
         try:
-            more = self.tier.advance()
-            if not self._swept:
-                self._swept = True
-                self.tier.sweep()
-        except CopyStoppedError:
+            more = self.tier.copies.call(self._advance, left=self._came_back, give_up=self._give_up)
+        except (CopyStoppedError, AbandonedError):
             return 0.0
+        except StorageStalledError as err:
+            if self._left_a_source(err):
+                return 0.0  # other nearer tiers may do
+            self.failed(err)
+            delay: float | None = self._backoff.seconds(self._failures, self._random.random())
         except SourceError as err:
             self._source_failed(err)
-            delay: float | None = self._backoff.seconds(self._failures, self._random.random())
+            delay = self._backoff.seconds(self._failures, self._random.random())
         except Exception as err:  # noqa: BLE001 - whatever it is, it is this tier's alone, and it is told
             if self._gate.is_shut:
                 return 0.0  # libraries wrap what they were stopped with
             self.failed(err)
             if isinstance(err, LeaseHeldError):
-                self.tier.release()
+                self._release()
             delay = self._backoff.seconds(self._failures, self._random.random())
         else:
             self._worked()
@@ -250,6 +279,47 @@ class Replicator:
         self._tell()
         return delay
 
+    def _advance(self) -> bool:
+        more = self.tier.advance()
+        if not self._swept:
+            self._swept = True
+            self.tier.sweep()
+        return more
+
+    def _give_up(self, error: StorageStalledError) -> bool:
+        """The attempt hangs: whether to leave it behind."""
+        self._hung_in = self.tier.leave_source()
+        if self._hung_in is not None:
+            return True
+        finishing = self._finishing
+        if not self.hangs:
+            self.failed(error)
+        with self._state:
+            self._lingers = self._stopping
+            self.settled = self.settled or finishing
+        self._tell()
+        return self._lingers
+
+    def _left_a_source(self, err: StorageStalledError) -> bool:
+        """Whether it was a nearer tier in which the attempt hung; that is told."""
+        if self._hung_in is None:
+            return False
+        self._source_failed(SourceError(StorageStalledError(f"{self._hung_in} hangs", hint=err.hint)))
+        return True
+
+    def _came_back(self, _: BaseException | None) -> None:
+        """An attempt that was left behind has ended."""
+        if self._lingers:
+            self.tier.release()
+        else:
+            self.wake()
+
+    def _release(self) -> None:
+        """Give back the lease, unless the tier hangs: then that is done when it has ended."""
+        if not self._lingers:
+            with suppress(StorageStalledError):  # it was told as hanging, or is in no hurry
+                self.tier.copies.call(self.tier.release, give_up=lambda _: True)
+
     def _sleep(self, seconds: float | None) -> None:
         with self._state:
             self._state.wait_for(lambda: self._hurried or (seconds is None and self._woken), seconds)
@@ -261,7 +331,7 @@ class Replicator:
             if was_away:
                 self._since = time.time()
         if was_away:
-            self._emit(TierRecovered(self.tier.storage.url, time.monotonic() - self._away_from))
+            self._emit(TierRecovered(self.tier.url, time.monotonic() - self._away_from))
 
     def _source_failed(self, err: SourceError) -> None:
         """No nearer tier can be read: not this tier's fault."""
@@ -270,4 +340,4 @@ class Replicator:
             first = self._failures == 1
         if first:
             error: CkptError = err.error
-            self._emit(Notice("WARNING", f"nothing can be copied to {self.tier.storage.url} now: {error.message}"))
+            self._emit(Notice("WARNING", f"nothing can be copied to {self.tier.url} now: {error.message}"))

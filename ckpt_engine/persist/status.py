@@ -5,18 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ckpt_engine.errors import CorruptError, StorageMissingError
+from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store import layout
+from ckpt_engine.store.lease import Holder
 from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.local import LocalStorage
 
 WORKING = "working"
 AWAY = "away"
+HANGS = "hangs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +29,7 @@ class TierStatus:
     """One tier at one moment.
 
     Args:
-        state: `working`, or `away` since it failed.
+        state: `working`, `away` since it failed, or `hangs`: away, and what was asked of it never came back.
         newest: id of the newest snapshot there, as far as is known.
         copying: id of the snapshot on its way.
         waiting: snapshots that it still wants.
@@ -44,6 +49,31 @@ class TierStatus:
     code: str | None = None
     message: str | None = None
     since: float = 0.0
+
+
+_NAMED = 3
+_IDLE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A tier that a writer leaves without all it should have.
+
+    Args:
+        lacks: ids of the snapshots that are not there, as far as is known.
+        why: what is wrong with it.
+    """
+
+    url: str
+    lacks: tuple[str, ...]
+    why: str | None
+
+    def text(self) -> str:
+        """For people."""
+        named = ", ".join(self.lacks[:_NAMED]) + (f" and {len(self.lacks) - _NAMED} more" * (len(self.lacks) > _NAMED))
+        said = [f"lacks {named}" if named else "", self.why or ""]
+        about = "; ".join(part for part in said if part)
+        return f"{self.url} ({about})" if about else self.url
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +115,66 @@ class StatusFile:
         except OSError:
             self._temporary.unlink(missing_ok=True)
             raise
+
+
+class StatusWriter:
+    """Writes the status on a thread of its own whenever something has changed: its disk may hang like any other.
+
+    Args:
+        nearest: where it is written, if that is a local disk.
+        now: the status of all tiers.
+        emit: told once if it cannot be written.
+    """
+
+    def __init__(
+        self,
+        nearest: Storage,
+        holder: Holder,
+        now: Callable[[], Sequence[TierStatus]],
+        emit: Callable[[Event], object],
+    ) -> None:
+        self._file = StatusFile(nearest.root, holder.pid, holder.host) if isinstance(nearest, LocalStorage) else None
+        self._now = now
+        self._emit = emit
+        self._changed = threading.Condition()
+        self._news = self._ending = self._failed = False
+        self._thread: threading.Thread | None = None
+
+    def note(self) -> None:
+        """Something has changed. Any thread; never waits."""
+        if self._file is None:
+            return
+        with self._changed:
+            self._news = True
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ckpt-status", daemon=True)
+                self._thread.start()
+
+    def end(self, timeout: float) -> None:
+        """Say that the writer has ended; waits at most `timeout` seconds until that is written. Idempotent."""
+        self._ending = True
+        self.note()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            with self._changed:
+                self._changed.wait_for(lambda: self._news, _IDLE_SECONDS)
+                self._news, ended = False, self._ending
+            self._write(ended)
+
+    def _write(self, ended: bool) -> None:
+        assert self._file is not None
+        try:
+            self._file.write(self._now(), ended=ended)
+            self._failed = False
+        except OSError as err:
+            if not self._failed:
+                self._failed = True
+                self._emit(Notice("WARNING", f"the status for `ckpt status` cannot be written: {err}"))
 
 
 def read_status(storage: Storage) -> WriterStatus | None:

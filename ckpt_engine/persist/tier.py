@@ -8,10 +8,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from ckpt_engine.errors import CkptError, FormatError, StorageFullError, StorageMissingError, WaitTimeoutError
-from ckpt_engine.observe.events import Event, Notice, SnapshotReplicated, SnapshotsForgotten
+from ckpt_engine.errors import (
+    CkptError,
+    FormatError,
+    StorageFullError,
+    StorageMissingError,
+    StorageStalledError,
+    WaitTimeoutError,
+)
+from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotReplicated, SnapshotsForgotten
 from ckpt_engine.persist.job import ErrorRecord, TierConfig
+from ckpt_engine.persist.near import LEASE_SECONDS
 from ckpt_engine.persist.rhythm import Rhythm
+from ckpt_engine.persist.snapshots import Staged, write_snapshot
+from ckpt_engine.persist.stall import Lane
+from ckpt_engine.persist.watched import Source
 from ckpt_engine.store import layout
 from ckpt_engine.store.collect import collect, make_room, prune
 from ckpt_engine.store.lease import Holder, Lease, acquire
@@ -23,6 +34,7 @@ from ckpt_engine.store.transfer import RunText, SourceError, adopt_run, copy_sna
 
 GUARD_SECONDS = 60.0
 """How long a snapshot written straight to the tier waits for a collection there."""
+_LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +45,33 @@ class Found:
     source: Repository
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The storages of one tier, which are all at the same place.
+
+    Args:
+        plain: for its lease, which is renewed whatever hangs.
+        watched: for everything else that copying needs; watched by the lane `copies`.
+        sink: what copies are put into, at the tier's bandwidth; watched as `watched`.
+        direct: what snapshots are written to that no nearer tier takes; watched by the lane `direct`.
+    """
+
+    plain: Storage
+    watched: Storage
+    sink: Storage
+    direct: Storage
+
+
 class Tier:
-    """One further tier. `advance`, `release` and `sweep` belong to one thread, the rest may be called from any.
+    """One further tier. `advance`, `release` and `sweep` run in `copies` and `write` in `direct`, the rest anywhere.
 
     Args:
         config: where and how.
-        storage: at `config.url`.
+        places: at `config.url`.
         holder: who asks for its lease.
-        nearer: the storages of all nearer tiers, the nearest first.
+        nearer: all nearer tiers, the nearest first; watched by `copies`.
         emit: takes events.
-        sinks: what copies and what direct writes are put into: the same place, at its bandwidth.
+        copies, direct: the lanes that it works in.
 
     `run` MUST be set before the first `advance`.
     """
@@ -52,19 +81,22 @@ class Tier:
     def __init__(
         self,
         config: TierConfig,
-        storage: Storage,
+        places: Places,
         holder: Holder,
-        nearer: Sequence[Storage],
+        nearer: Sequence[Source],
         emit: Callable[[Event], object],
-        sinks: tuple[Storage, Storage],
+        copies: Lane,
+        direct: Lane,
     ) -> None:
         self.config = config
-        self.storage = storage
+        self.url = places.plain.url
+        self.copies = copies
+        self.direct = direct
+        self._places = places
         self._holder = holder
-        self._nearer = [Repository(one) for one in nearer]
+        self._nearer = nearer
         self._emit = emit
-        self._sink, direct = sinks
-        self._direct = Repository(direct)
+        self._direct = Repository(places.direct)
         self._policy = policy_from(config.keep)
         self._rhythm = Rhythm(config.every_seconds, config.every_n_steps, self._policy)
         self._lease: Lease | None = None
@@ -90,8 +122,10 @@ class Tier:
             CkptError: of the tier. What was begun is not visible there; calling again continues.
             SourceError: no nearer tier can be read now.
         """
+        self.direct.refuse_if_stuck()
         repository = self._open()
         assert self._lease is not None
+        self.copies.progress.moved(LEASE_SECONDS)
         self._lease.check()
         there = repository.list()
         self.newest = there[-1] if there else None
@@ -103,16 +137,34 @@ class Tier:
         self.waiting = tuple(wanted)
         if not wanted:
             return False
-        self.copying = wanted[0]
+        self.copying = copying = wanted[0]
         try:
-            self._copy(near[wanted[0].id], repository, there)
+            self._copy(near[copying.id], repository, there)
         except StorageFullError:
-            if self.newest is None or wanted[0].seq > self.newest.seq:
+            if self.newest is None or copying.seq > self.newest.seq:
                 raise
-            self._done.add(wanted[0].id)  # older ones are a luxury
+            self._done.add(copying.id)  # older ones are a luxury
         finally:
-            self.copying = None
+            if self.copying is copying:  # else it was left behind in its source, and another copy is under way
+                self.copying = None
         return True
+
+    def leave_source(self) -> str | None:
+        """If `advance` hangs in a nearer tier: make it end there, and go without that one; its URL."""
+        for source in self._nearer:
+            if source.leave():
+                self.copying = None
+                return source.storage.url
+        return None
+
+    def write(self, staged: Staged) -> SnapshotCommitted:
+        """Make a snapshot durable here that no nearer tier takes.
+
+        Raises:
+            CkptError: it is not.
+        """
+        with self.writing(staged.cut_layout.layout.nbytes) as repository:
+            return write_snapshot(staged, repository, self.url, self.direct.progress, self._not_undone(staged))
 
     @contextmanager
     def writing(self, nbytes: int) -> Iterator[Repository]:
@@ -123,13 +175,16 @@ class Tier:
             StorageFullError: it does not fit within the limits of the tier.
             LeaseHeldError: the lease is lost.
         """
-        repository, lease = self._repository, self._lease
-        if repository is None or lease is None or not self._guard.acquire(timeout=GUARD_SECONDS):
-            raise WaitTimeoutError(f"{self.storage.url} is not ready")
+        lease = self._lease
+        self.direct.progress.moved(GUARD_SECONDS)
+        if self._repository is None or lease is None or not self._guard.acquire(timeout=GUARD_SECONDS):
+            raise WaitTimeoutError(f"{self.url} is not ready")
         try:
+            self.direct.progress.moved(LEASE_SECONDS)
             lease.check()
+            self.direct.progress.moved()
             if not isinstance(self._policy, KeepAll):
-                make_room(repository, lease, self._policy, nbytes, in_flight=[info.id for info in self.waiting])
+                make_room(self._direct, lease, self._policy, nbytes, in_flight=[info.id for info in self.waiting])
             yield self._direct
             self._unpruned = True
         finally:
@@ -148,14 +203,18 @@ class Tier:
             try:
                 lease.release()
             except (CkptError, OSError) as err:
-                self._say(f"the lease of {self.storage.url} could not be given back: {ErrorRecord.of(err).message}")
+                self._say(f"the lease of {self.url} could not be given back: {ErrorRecord.of(err).message}")
 
     def _near(self) -> dict[str, Found]:
         """All snapshots that a nearer tier has, each from the nearest that can be read."""
         found: dict[str, Found] = {}
         error: CkptError | None = None
         readable = False
-        for repository in self._nearer:
+        for source in self._nearer:
+            repository = source.repository
+            if not source.usable():
+                error = error or StorageStalledError(f"{repository.storage.url} hangs")
+                continue
             try:
                 infos = repository.list()
             except CkptError as err:
@@ -171,9 +230,10 @@ class Tier:
 
     def _open(self) -> Repository:
         if self._repository is None:
-            lease = acquire(self.storage, self._holder)
+            self.copies.progress.moved(LEASE_SECONDS)
+            lease = acquire(self._places.plain, self._holder)
             try:
-                self._repository = adopt_run(self.run, self.storage)
+                self._repository = adopt_run(self.run, self._places.watched)
             except BaseException:
                 lease.release()
                 raise
@@ -185,9 +245,7 @@ class Tier:
         info = found.info
         try:
             self._make_room(found, repository, [one.id for one in there])
-            copied = copy_snapshot(
-                found.source, repository, info.id, sink=self._sink, scratch=scratch_of(self._nearer[0].storage)
-            )
+            copied = copy_snapshot(found.source, repository, info.id, sink=self._places.sink, scratch=self._scratch())
         except SourceError as err:
             self._not_readable(found, err)
             return
@@ -198,7 +256,7 @@ class Tier:
             SnapshotReplicated(
                 snapshot=info.id,
                 step=info.step,
-                tier=self.storage.url,
+                tier=self.url,
                 sent_bytes=copied.sent_bytes,
                 copy_seconds=time.monotonic() - began,
                 latency_seconds=max(0.0, now - info.created),
@@ -228,7 +286,7 @@ class Tier:
             nbytes = sum(file.nbytes for file in manifest.files) + len(text)
         except CkptError as err:
             raise SourceError(err) from err
-        with self._guard:
+        with self._guarded():
             keeping = [info.id for info in self.waiting]
             newest = self.newest is None or found.info.seq > self.newest.seq
             done = make_room(
@@ -246,17 +304,38 @@ class Tier:
     def _prune(self, repository: Repository, newest: str) -> None:
         """Retention after a copy, which is done: what goes wrong here is not its failure."""
         if isinstance(self._policy, KeepAll):
+            repository.write_catalog_if_due()
             return
         assert self._lease is not None
         keeping = [info.id for info in self.waiting]
         try:
-            with self._guard:
+            with self._guarded():
                 pruned = prune(repository, self._lease, self._policy, verified=(newest,), in_flight=keeping)
         except CkptError as err:
-            self._say(f"retention failed on {self.storage.url}, older snapshots stay there: {err.message}")
+            self._say(f"retention failed on {self.url}, older snapshots stay there: {err.message}")
             return
         if pruned.plan.remove:
             self._emit(SnapshotsForgotten(pruned.plan.remove, pruned.collected.freed_bytes))
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """While nothing is written straight to the tier: that may take long, and is no stall of this."""
+        while not self._guard.acquire(timeout=_LOOK_SECONDS):
+            self.direct.refuse_if_stuck()
+            self.copies.progress.moved()
+        try:
+            yield
+        finally:
+            self._guard.release()
+
+    def _scratch(self) -> str | None:
+        return next((path for one in self._nearer if one.usable() and (path := scratch_of(one.storage))), None)
+
+    def _not_undone(self, staged: Staged) -> Callable[[CkptError], None]:
+        def told(err: CkptError) -> None:
+            self._say(f"the data of the failed snapshot {staged.snapshot} stay at {self.url} for now: {err}")
+
+        return told
 
     def _say(self, message: str) -> None:
         self._emit(Notice("WARNING", message))

@@ -24,7 +24,7 @@ class Worker:
     a trainer sends no job without a free slot.
 
     Args:
-        emit: takes the messages to the trainer, on this thread; answers `start` with `started` or `refused`.
+        emit: takes the messages to the trainer, on any thread; answers `start` with `started` or `refused`.
         on_exit: called once on this thread, last; with the text of the error if the writer broke down.
 
     `opened` says whether the lease was taken, `ended` whether the writer is closed.
@@ -82,7 +82,7 @@ class Worker:
                 self._writer.close()
                 if broken is None:
                     self._writer.drain()
-            except OSError:
+            except Exception:  # noqa: BLE001 - told like any other: nobody may wait for a thread that is gone
                 broken = broken or traceback.format_exc()
             self._writer.stop_draining()
             self.ended = True
@@ -117,5 +117,5 @@ def refusal(body: Body) -> ErrorRecord:
 
 def unfinished(body: Body, who: str) -> Notice:
     """What a `closed` message means for people."""
-    tiers = ", ".join(body["unfinished"])
-    return Notice("WARNING", f"not everything is on {tiers} yet; {who} goes on with it for a while")
+    tiers = "; nor on ".join(body["unfinished"])
+    return Notice("WARNING", f"not everything is on {tiers}; {who} goes on with it for a while")

@@ -57,6 +57,12 @@ class Slots:
         if slot is not None:
             self._free.insert(0, slot)
 
+    def discard(self, index: int) -> None:
+        """The slot is not used again; whoever else has its memory keeps it."""
+        slot = self._busy.pop(index, None)
+        if slot is not None:
+            slot.close()
+
     def warm_up(self, plan: Plan) -> None:
         """Make all slots ready for `plan` on a background thread; `ready` is False until the first one is."""
         self._collect_warm()

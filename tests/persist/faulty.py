@@ -31,7 +31,9 @@ class Weather:
         self.after_put: Callable[[str], None] = lambda name: None
         self.after_delete: Callable[[], None] = lambda: None
         self.free_bytes: int | None = None
-        self._hanging = ("", threading.Event())
+        self.hung = threading.Event()
+        """Set once something hangs."""
+        self._hanging = ("", "", threading.Event())
 
     def down(self, *what: str) -> None:
         """Let these operations fail; all if none is named."""
@@ -41,14 +43,17 @@ class Weather:
         """Let nothing fail."""
         self.failing = frozenset()
 
-    def hang(self, what: str) -> threading.Event:
-        """Let this operation hang until the event is set."""
-        self._hanging = (what, threading.Event())
-        return self._hanging[1]
+    def hang(self, what: str, start: str = "") -> threading.Event:
+        """Let this operation, on names that start like this, hang until the event is set."""
+        self.hung.clear()
+        self._hanging = (what, start, threading.Event())
+        return self._hanging[2]
 
     def strike(self, what: str, name: str) -> None:
-        if what == self._hanging[0]:
-            assert self._hanging[1].wait(WAIT_SECONDS)
+        operation, start, end = self._hanging
+        if what == operation and name.startswith(start) and not end.is_set():
+            self.hung.set()
+            assert end.wait(WAIT_SECONDS)
         if what in self.failing:
             raise StorageError(f"{what} {name}: the network is down")
 

@@ -24,14 +24,14 @@ from tests.faults.verdict import Ledger, Place, plain
 from tests.servers.s3 import Killable
 from tests.servers.wire import Wire
 
-CALM_SECONDS = 90.0
-STRIKE_SECONDS = 4.0
+CALM_SECONDS = 240.0
+STRIKE_SECONDS = 10.0
 """How long a fault may take to find something to strike."""
-RECOVERY_SECONDS = 60.0
+RECOVERY_SECONDS = 180.0
 STATES = 40
 """Of those that a power loss may leave, how many one is drawn from."""
 KEEP = 2
-STEPS_SKIPPED = 20
+STEPS_SKIPPED = 5
 """At the start of a training, while everything is cold."""
 
 FOREIGN = {"data/notes.txt": b"mine", "snapshots/list.json": b"{}"}

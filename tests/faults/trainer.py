@@ -27,7 +27,7 @@ BATCH = 128
 DEVICE_SECONDS = 0.02
 """What a step waits for its accelerator, as most trainings do; so that a step is long and costs little."""
 SAVE_EVERY_STEPS = 4
-CLOSE_SECONDS = 60.0
+CLOSE_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)

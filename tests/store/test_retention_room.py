@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ckpt_engine.errors import StorageFullError
+from ckpt_engine.errors import StorageError, StorageFullError
 from ckpt_engine.persist.room import Room
 from ckpt_engine.store import layout, manifest_codec, pins
 from ckpt_engine.store.collect import make_room, prune
@@ -30,8 +35,11 @@ class _MeasuredDisk(Disk):
         self.root = root
         self.most_bytes = 0
         self.free_bytes = 1 << 40
+        self.broken = False
 
     def write(self, fd: int, data: memoryview, offset: int) -> int:
+        if self.broken and offset > 0:
+            raise OSError(errno.EIO, "broken")
         taken = super().write(fd, data, offset)
         sizes = [path.stat().st_size for path in self.root.rglob("*") if path.is_file()]
         self.most_bytes = max(self.most_bytes, sum(sizes))
@@ -62,6 +70,10 @@ class _Run:
         self.lease = acquire(self.storage)
         self.repository.create_if_absent()
         self.room = Room(self.repository, self.lease, self.policy, self.warnings.append)
+
+    def used_bytes(self) -> int:
+        """What is below the root, whoever wrote it."""
+        return sum(path.stat().st_size for path in self.root.rglob("*") if path.is_file())
 
     def save(self, step: int, nbytes: int = SIZE) -> str:
         """What the writer does: room, data, manifest, retention."""
@@ -99,6 +111,51 @@ def test_the_quota_holds_at_every_instant(start: Any, last: int) -> None:
     ids = [run.save(step) for step in range(1, 9)]
     assert run.disk.most_bytes <= quota
     assert [one.id for one in run.repository.list()] == ids[-min(last, 3) :]
+
+
+_acts = st.one_of(
+    st.tuples(st.just("save"), st.sampled_from([SIZE // 10, SIZE // 2, SIZE, 2 * SIZE])),
+    st.tuples(st.just("torn"), st.sampled_from([SIZE // 2, SIZE])),
+    st.tuples(st.sampled_from(["pin", "unpin"]), st.integers(0, 3)),
+    st.tuples(st.just("left over"), st.sampled_from([1000, SIZE // 2])),
+    st.tuples(st.just("restart"), st.just(0)),
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(_acts, min_size=4, max_size=14), st.integers(1, 9), st.integers(2, 6), st.booleans())
+def test_whatever_happens_the_quota_holds_at_every_instant(
+    acts: list[tuple[str, int]], last: int, sizes: int, slims: bool
+) -> None:
+    """Saves of any size, writes that fail, pins, what a killed writer left, and restarts: measured at each write."""
+    quota = sizes * SIZE + 200_000
+    keep = {"last": last, "quota": quota} | ({"components": {"model": {"last": 1}}} if slims else {})
+    with TemporaryDirectory() as folder:
+        run = _Run(Path(folder), keep)
+        run.start()
+        for step, (act, number) in enumerate(acts, 1):
+            ids = [one.id for one in run.repository.list()]
+            if act == "save":
+                with suppress(StorageFullError):
+                    run.save(step, number)
+                    assert run.repository.list()[-1].step == step
+            elif act == "torn":
+                run.disk.broken = True
+                with suppress(StorageError):
+                    run.save(step, number)
+                run.disk.broken = False
+            elif act == "left over" and run.used_bytes() + number <= quota:
+                (run.root / "data").mkdir(exist_ok=True)
+                run.storage.put(layout.data_name(layout.snapshot_id(90 + step, step)), [memoryview(bytes(number))])
+            elif act == "restart":
+                run.lease.release()
+                run.repository = Repository(run.storage)
+                run.start()
+            elif act in ("pin", "unpin") and ids:
+                {"pin": pins.pin, "unpin": pins.unpin}[act](run.repository, ids[number % len(ids)])
+            assert run.used_bytes() <= quota
+        run.lease.release()
+        assert run.disk.most_bytes <= quota
 
 
 def test_without_making_room_the_quota_would_be_exceeded(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

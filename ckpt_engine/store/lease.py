@@ -221,6 +221,7 @@ def _write_text(fd: int, text: str) -> None:
     padded = text.encode().ljust(max(_TEXT_BYTES, os.fstat(fd).st_size - 1)) + b"\n"
     try:
         os.pwrite(fd, padded, 0)  # in place and never shorter: needs no new block
+        os.fsync(fd)  # on NFS no other machine sees it before
     except OSError as err:
         if err.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

@@ -23,6 +23,8 @@ BATCH = 16
 SAMPLES = 160
 PACE_SECONDS = 0.02
 """Each step takes so long at least, so that there are moments to be killed at."""
+AHEAD = 8
+"""It is never so many steps ahead of its newest durable snapshot: it must not end before it is killed."""
 
 
 class Trace:
@@ -96,16 +98,20 @@ def train(trace: Trace, steps: int, config: str | None) -> None:
                 training.restore(state)
             trace.write(f"resumed {training.step}")
             waiting: list[Any] = []
+            durable = training.step
             while training.step < steps:
                 time.sleep(PACE_SECONDS)
                 trace.write(f"step {training.step + 1} {training.train_step(ckpt.before_update).hex()}")
                 waiting.append(ckpt.save(training.state(), step=training.step))
+                if training.step - durable >= AHEAD:
+                    ckpt.wait(600.0)
                 for handle in [one for one in waiting if one.done()]:
                     waiting.remove(handle)
                     if handle.error:
                         raise handle.error
                     if handle.snapshot:
-                        trace.write(f"durable {handle.step}")
+                        durable = handle.step
+                        trace.write(f"durable {durable}")
             # What is resumed next must be the very end, whatever was skipped on the way.
             ckpt.wait(600.0)
             ckpt.save(training.state(), step=training.step).wait(600.0)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.store import layout
+from ckpt_engine.errors import StorageMissingError
+from ckpt_engine.store import layout, pins
 from ckpt_engine.store.collect import prune
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.mounts import locks_are_shared
@@ -71,3 +72,18 @@ def test_a_reader_elsewhere_sees_a_run_grow_and_shrink(both: list[LocalStorage])
                 (file,) = Repository(there.storage).read(snapshot).files
                 assert len(there.storage.get(file.name)) == file.nbytes
                 assert file.name == layout.data_name(snapshot)
+
+
+def test_a_pin_set_elsewhere_holds_or_is_refused(both: list[LocalStorage]) -> None:
+    """What retention removed here cannot be pinned there, whatever its cache says; what was pinned there stays here."""
+    here, there = (Repository(storage) for storage in both)
+    with acquire(here.storage) as lease:
+        ids = [save(here, step) for step in (1, 2, 3)]
+        assert [info.id for info in there.list()] == ids
+        prune(here, lease, KeepLast(1))
+        for gone in ids[:2]:
+            with pytest.raises(StorageMissingError):
+                pins.pin(there, gone)
+        pins.pin(there, ids[2], "kept")
+        newest = save(here, 4)
+        assert prune(here, lease, KeepLast(1)).plan.keep == {ids[2]: "pinned: kept", newest: "last 1 of 1"}

@@ -25,7 +25,7 @@ rpc.mountd -N 3
 rpc.nfsd -N 3 -V 4.0 -V 4.1 -V 4.2 4
 mount -t nfs4 -o vers=4.2,proto=tcp 127.0.0.1:/ /run/nfs/a
 mount -t nfs4 -o vers=4.2,proto=tcp,nosharecache 127.0.0.1:/ /run/nfs/b
-export NFS_A=/run/nfs/a NFS_B=/run/nfs/b
+export NFS_A=/run/nfs/a NFS_B=/run/nfs/b HYPOTHESIS_STORAGE_DIRECTORY=/tmp/hypothesis
 set +e
 """
 

@@ -16,7 +16,7 @@ from tests.servers.s3 import S3Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-STEPS = 80
+STEPS = 60
 
 
 def _config(path: Path, tiers: list[Any], **more: Any) -> Path:
@@ -51,7 +51,7 @@ def test_a_run_whose_disk_is_gone_goes_on_from_the_server(server: S3Server, buck
         assert _steps(far["url"], far["storage_options"])  # type: ignore[arg-type]
         shutil.rmtree(near)
 
-    lives = [Life(config, 20, with_writer=True), Life(config, 10, before=vanish), Life(config)]
+    lives = [Life(config, 20, with_writer=True), Life(config, 5, before=vanish), Life(config)]
     began = assert_survives(tmp_path, lives, STEPS, resumes_at_acknowledged=False)
     print(f"{server.kind}: began at steps {began} of {STEPS}")
     assert began[0] == 0 < began[1]

@@ -100,7 +100,7 @@ def draw(number: int, seed: int, fault: str, phase: str) -> Draw:
         target=target,
         after=rng.randrange(*_MOMENTS[phase]) if fault != "power_loss" else rng.randrange(120),
         times=None if lasting else rng.randint(1, 5),
-        seconds=rng.uniform(0.2, 1.2),
+        seconds=rng.choice([0.3, 1.0, 5.0]),
         # Thousands of states would be built of a big one.
         state_bytes=SMALL_BYTES if fault == "power_loss" or rng.random() < 0.6 else BIG_BYTES,
         ending=rng.choice(ENDINGS),

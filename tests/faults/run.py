@@ -28,6 +28,8 @@ CALM_SECONDS = 240.0
 STRIKE_SECONDS = 10.0
 """How long a fault may take to find something to strike."""
 RECOVERY_SECONDS = 180.0
+TIMEOUT_SECONDS, RETRY_SECONDS = 1.5, 3.0
+"""Of the object store: a part of what is the default, and not too short for a busy machine."""
 STATES = 40
 """Of those that a power loss may leave, how many one is drawn from."""
 KEEP = 2
@@ -373,7 +375,7 @@ class Run:
     def _place(self, name: str, *, direct: bool) -> Place:
         if name != "s3":
             return Place(name, str(self.disk / name), {}, KEEP)
-        more = {} if direct else {"retry_seconds": 1.0, "timeout_seconds": 0.7}
+        more = {} if direct else {"retry_seconds": RETRY_SECONDS, "timeout_seconds": TIMEOUT_SECONDS}
         options = self.site.server.server.options(None if direct else self.site.wire.url, part_bytes=5 << 20, **more)
         return Place(name, f"s3://{self.site.bucket}/run-{self.draw.number}", options, KEEP)
 

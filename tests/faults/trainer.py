@@ -114,8 +114,8 @@ class Told:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
-    def say(self, kind: str, **row: Any) -> None:
-        self._pipe.send((kind, row))
+    def say(self, what: str, /, **row: Any) -> None:
+        self._pipe.send((what, row))
 
     def emit(self, event: Event) -> None:
         self.say("event", **to_json(event))

@@ -77,7 +77,14 @@ def test_views_are_the_memory_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"part_bytes": 1 << 20}, {"concurrency": 0}, {"timeout_seconds": "soon"}, {"verify": "maybe"}]
+    "bad",
+    [
+        {"part_bytes": 1 << 20},
+        {"part_bytes": (5 << 30) + 1},
+        {"concurrency": 0},
+        {"timeout_seconds": "soon"},
+        {"verify": "maybe"},
+    ],
 )
 def test_impossible_options_are_refused_by_name(bad: dict[str, object]) -> None:
     """Before anything is sent."""

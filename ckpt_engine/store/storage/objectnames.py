@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 from ckpt_engine.errors import StorageError
+
+_LOGIN = re.compile(r"[^/@:]*:(?!\d+/)[^@]*@")
+"""A name and a password before a host, also where the password has slashes; no port of a host."""
 
 
 def checked(name: str) -> str:
@@ -25,7 +30,7 @@ def split_url(url: str) -> tuple[str, str]:
     """
     scheme, _, path = url.partition("://")
     scheme = scheme.lower()
-    if "@" in path.partition("/")[0] and ":" in path.partition("@")[0]:
+    if _LOGIN.match(path):
         raise StorageError(
             f"the {scheme}:// URL carries credentials", hint="give them in storage_options or the environment"
         )

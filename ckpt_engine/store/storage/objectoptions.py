@@ -7,8 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from ckpt_engine.errors import StorageError
+from ckpt_engine.store.storage.parts import MAX_PART_BYTES, MIN_PART_BYTES
 
 VERIFY = ("auto", "always", "never")
+_LEAST = {"part_bytes": MIN_PART_BYTES, "concurrency": 1, "timeout_seconds": 0, "retry_seconds": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +18,7 @@ class ObjectOptions:
     """How objects are moved.
 
     Args:
-        part_bytes: size of the parts of a big upload; bigger where the object needs it. At least 5 MiB.
+        part_bytes: size of the parts of a big upload; bigger where the object needs it. From 5 MiB to 5 GiB.
         concurrency: parts under way at once.
         timeout_seconds: a request that moves no byte for so long has failed.
         retry_seconds: how long a failing request is tried again, from its first failure on.
@@ -45,10 +47,12 @@ class ObjectOptions:
         return ours, rest
 
     def _check(self) -> None:
-        for name, least in (("part_bytes", 5 << 20), ("concurrency", 1), ("timeout_seconds", 0), ("retry_seconds", 0)):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or value < least:
                 raise StorageError(f"storage option {name} must be a number of at least {least}, got {value!r}")
+        if self.part_bytes > MAX_PART_BYTES:
+            raise StorageError(f"storage option part_bytes must be at most {MAX_PART_BYTES}, got {self.part_bytes}")
         if self.verify not in VERIFY:
             raise StorageError(f"storage option verify must be one of {', '.join(VERIFY)}, got {self.verify!r}")
 

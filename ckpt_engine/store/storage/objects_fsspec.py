@@ -25,7 +25,7 @@ from ckpt_engine.errors import (
     StorageMissingError,
     StorageReadOnlyError,
 )
-from ckpt_engine.store.storage import ownrandom
+from ckpt_engine.store.storage import ownrandom, redaction
 from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.objectnames import checked, split_url
 from ckpt_engine.store.storage.objectoptions import ObjectOptions
@@ -61,12 +61,15 @@ class FsspecStorage:
         self.options, library_options = ObjectOptions.split(options)
         scheme, path = split_url(url)
         self.url = f"{scheme}://{path}"
+        self._secrets = redaction.secrets_of(library_options)
         try:
             filesystem, root = fsspec.core.url_to_fs(
                 self.url, **library_options, skip_instance_cache=bool(library_options), use_listings_cache=False
             )
         except (ValueError, TypeError, KeyError) as err:
-            raise StorageError(f"no storage for {scheme}:// URLs: {err}", hint="use a path, s3:// or file://") from err
+            reason = redaction.redacted(str(err), self._secrets)
+            told = StorageError(f"no storage for {scheme}:// URLs: {reason}", hint="use a path, s3:// or file://")
+            raise told from self._shown(err)
         ownrandom.shield()
         self._fs: Any = filesystem
         self._root = root.rstrip("/")
@@ -210,6 +213,10 @@ class FsspecStorage:
             return False
         return bool(age >= self.options.stale_upload_seconds)
 
+    def _shown(self, error: Exception) -> Exception | None:
+        """`error`, if a traceback may show it."""
+        return None if redaction.shows(error, self._secrets) else error
+
     def _trying(self, work: Callable[[], _T], what: str, name: str) -> _T:
         backoff = Backoff(self.options.retry_seconds)
         where = f"{self.url}/{name}"
@@ -222,10 +229,10 @@ class FsspecStorage:
                 raise StorageMissingError(f"cannot {what} {where}: it does not exist") from err
             except FileExistsError as err:
                 raise StorageExistsError(f"cannot {what} {where}: it exists") from err
-            except Exception as err:
+            except Exception as err:  # noqa: BLE001 - raised again, translated, or tried again
                 wait = backoff.next_wait() if _is_transient(err) else None
                 if wait is None:
-                    raise _explained(err, what, where) from err
+                    raise _explained(err, what, where) from self._shown(err)
             time.sleep(wait)
 
 

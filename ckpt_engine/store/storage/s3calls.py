@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from s3fs import S3FileSystem  # type: ignore[import-untyped]
 
 from ckpt_engine.errors import StorageError
-from ckpt_engine.store.storage import ownrandom, s3errors
+from ckpt_engine.store.storage import ownrandom, redaction, s3errors
 from ckpt_engine.store.storage.objectoptions import ObjectOptions
 from ckpt_engine.store.storage.parts import Blocks
 from ckpt_engine.store.storage.retries import Backoff
@@ -32,7 +32,6 @@ _CONNECTIONS = 64
 _REQUESTS = 48
 """Fewer than connections: aiohttp shuffles those that wait for a connection with the global random stream."""
 _LOOK_SECONDS = 5.0
-_PUBLIC_OPTIONS = frozenset({"endpoint_url", "region_name", "anon", "profile", "client_kwargs", "config_kwargs"})
 
 _T = TypeVar("_T")
 Answer = dict[str, Any]
@@ -52,7 +51,7 @@ class S3Calls:
         self.pace: Pace | None = None
         self._fs = _shared(_complete(library_options, options))
         ownrandom.shield()
-        self._secrets = _secrets(library_options)
+        self._secrets = redaction.secrets_of(library_options)
         self._requests: asyncio.Semaphore | None = None
         self._prepared: object = None
 
@@ -84,8 +83,9 @@ class S3Calls:
             raise
         except PaceStoppedError as err:
             raise err.cause from None
-        except Exception as err:
-            raise s3errors.translated(err, what, f"{self.url}/{name}", self._secrets) from err
+        except Exception as err:  # noqa: BLE001 - raised again, translated
+            told = s3errors.translated(err, what, f"{self.url}/{name}", self._secrets)
+            raise told from (None if redaction.shows(err, self._secrets) else err)
         finally:
             if not future.done():
                 future.cancel()
@@ -279,13 +279,3 @@ def _complete(given: Mapping[str, Any], options: ObjectOptions) -> dict[str, Any
     }
     forced = {"retries": {"total_max_attempts": 1, "mode": "standard"}, "max_pool_connections": _CONNECTIONS}
     return {**given, "config_kwargs": {**defaults, **config, **forced, "s3": s3}, "use_listings_cache": False}
-
-
-def _secrets(given: Mapping[str, Any]) -> tuple[str, ...]:
-    found: list[str] = []
-    for name, value in given.items():
-        if isinstance(value, Mapping):
-            found += _secrets({key: text for key, text in value.items() if key.startswith("aws_")})
-        elif isinstance(value, str) and len(value) >= 8 and name not in _PUBLIC_OPTIONS:
-            found.append(value)
-    return tuple(sorted(found, key=len, reverse=True))

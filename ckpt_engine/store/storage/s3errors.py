@@ -25,6 +25,7 @@ from ckpt_engine.errors import (
     StorageMissingError,
     StorageReadOnlyError,
 )
+from ckpt_engine.store.storage.redaction import redacted
 
 _TRANSIENT_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504, 509})
 _TRANSIENT_CODES = frozenset(
@@ -113,9 +114,7 @@ def translated(error: BaseException, what: str, where: str, secrets: Collection[
     if isinstance(error, StorageError):
         return error
     kind, reason, hint = _explained(error, what)
-    for secret in secrets:
-        reason = reason.replace(secret, "***")
-    return kind(f"cannot {what} {where}: {reason}", hint=hint)
+    return kind(f"cannot {what} {where}: {redacted(reason, secrets)}", hint=hint)
 
 
 def _explained(error: BaseException, what: str) -> tuple[type[StorageError], str, str | None]:

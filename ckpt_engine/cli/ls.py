@@ -13,7 +13,7 @@ from ckpt_engine.cli.root import ANSWER_SECONDS, away_of, open_run
 from ckpt_engine.observe import units
 from ckpt_engine.restore import places
 from ckpt_engine.restore.choose import Away
-from ckpt_engine.store import layout
+from ckpt_engine.store import layout, pins
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Listing, Repository
 
@@ -26,6 +26,7 @@ class _Tier:
     url: str
     listing: Listing
     data_bytes: int
+    pinned: Mapping[str, pins.Pin]
 
 
 @click.command("ls")
@@ -47,8 +48,14 @@ def command(root: str, as_json: bool) -> None:
         _print(tiers, away, is_tiered=run.is_tiered)
 
 
-def _look(place: Repository) -> tuple[Listing, int]:
-    return place.scan(), sum(item.nbytes for item in place.storage.list(layout.DATA))
+def _look(place: Repository) -> tuple[Listing, int, Mapping[str, pins.Pin]]:
+    pinned = {pin.id: pin for pin in pins.pins(place.storage)}
+    return place.scan(), sum(item.nbytes for item in place.storage.list(layout.DATA)), pinned
+
+
+def _pin(snapshot: str, holders: Sequence[_Tier]) -> pins.Pin | None:
+    """The pin of a snapshot, wherever it has one."""
+    return next((tier.pinned[snapshot] for tier in holders if snapshot in tier.pinned), None)
 
 
 def _merged(tiers: Sequence[_Tier]) -> list[tuple[SnapshotInfo, list[_Tier]]]:
@@ -72,7 +79,12 @@ def _print_json(run: str | None, tiers: Sequence[_Tier], away: Sequence[Away]) -
             ],
             "away": [dataclasses.asdict(one) for one in away],
             "snapshots": [
-                {**_fields(info), "tiers": [tier.url for tier in holders]} for info, holders in _merged(tiers)
+                {
+                    **_fields(info),
+                    "tiers": [tier.url for tier in holders],
+                    "pinned": pin.note if (pin := _pin(info.id, holders)) else None,
+                }
+                for info, holders in _merged(tiers)
             ],
             "damaged": [
                 {"id": bad.id, "tier": tier.url, "code": bad.error.code, "why": bad.error.message}
@@ -95,7 +107,7 @@ def _print(tiers: Sequence[_Tier], away: Sequence[Away], *, is_tiered: bool) -> 
         titles = ("snapshot", "step", "epoch", "taken", "size", *where, "why", "metrics")
         print_table(
             titles,
-            [_row(info, holders if is_tiered else None) for info, holders in rows],
+            [_row(info, holders, is_tiered=is_tiered) for info, holders in rows],
             numbers=("step", "epoch", "size"),
         )
     for tier in tiers:
@@ -109,8 +121,10 @@ def _print(tiers: Sequence[_Tier], away: Sequence[Away], *, is_tiered: bool) -> 
     print_away(away)
 
 
-def _row(info: SnapshotInfo, holders: Sequence[_Tier] | None) -> tuple[str, ...]:
+def _row(info: SnapshotInfo, holders: Sequence[_Tier], *, is_tiered: bool) -> tuple[str, ...]:
     epoch = "" if info.epoch is None else str(info.epoch)
-    where = () if holders is None else (" ".join(str(tier.number) for tier in holders),)
+    where = (" ".join(str(tier.number) for tier in holders),) if is_tiered else ()
     size = units.size(info.nbytes)
-    return info.id, f"{info.step:,}", epoch, age(info.created), size, *where, info.reason, metrics(info.metrics)
+    pin = _pin(info.id, holders)
+    why = f"{info.reason}; {pin}" if pin else info.reason
+    return info.id, f"{info.step:,}", epoch, age(info.created), size, *where, why, metrics(info.metrics)

@@ -15,7 +15,7 @@ from ckpt_engine.store import pins
 @click.command("pin")
 @click.argument("root")
 @click.argument("snapshots", nargs=-1, metavar="[SNAPSHOT]...")
-@click.option("--note", default="", help="Why, for people.")
+@click.option("--note", "--tag", "note", default="", help="Why, for people: `ckpt ls` shows it.")
 @json_option
 def command(root: str, snapshots: tuple[str, ...], note: str, as_json: bool) -> None:
     """Keep SNAPSHOTs at ROOT until they are unpinned; without any, list the pins.

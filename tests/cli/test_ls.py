@@ -53,8 +53,21 @@ def test_ls_json_has_everything(ckpt: Ckpt, run_folder: Any) -> None:
             "parent": "p",
             "components": {"a": 12},
             "tiers": [f"file://{run_folder.path}"],
+            "pinned": None,
         }
     ]
+
+
+def test_ls_shows_what_is_pinned_and_why(ckpt: Ckpt, run_folder: Any) -> None:
+    """The tag that `ckpt pin` gave, for people and for programs; one without says that it is pinned."""
+    array = {"a/x": np.zeros(3, "float32")}
+    ids = [run_folder.add(step, array) for step in (10, 20, 30)]
+    assert ckpt("pin", run_folder.path, 10, "--tag", "best-for-paper").code == 0
+    assert ckpt("pin", run_folder.path, 20).code == 0
+    lines = ckpt("ls", run_folder.path).out.splitlines()
+    assert [line.split("interval")[1].strip() for line in lines[1:4]] == ["; pinned: best-for-paper", "; pinned", ""]
+    found = ckpt("ls", run_folder.path, "--json").json["snapshots"]
+    assert {one["id"]: one["pinned"] for one in found} == dict(zip(ids, ("best-for-paper", "", None), strict=True))
 
 
 def test_ls_shows_damaged_manifests_and_goes_on(ckpt: Ckpt, run_folder: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +33,8 @@ WRITERS = 8
 SAMPLES = 5
 SKEW_SECONDS = 5.0
 READ_BYTES = 16 << 20
+TEXT_COLUMN = 30
+"""Where the texts begin."""
 
 
 class Mark(StrEnum):
@@ -78,10 +82,22 @@ def command(url: str, size: str, as_json: bool) -> None:
         print_json([{"root": place, "findings": [asdict(one) for one in findings]} for place, findings in reports])
     else:
         for place, findings in reports:
-            click.echo(place)
-            print_table(("", "", ""), [(f"  {one.check}", str(one.mark), one.text) for one in findings])
+            click.secho(place, bold=True)
+            print_table(("", "", ""), [row for one in findings for row in _rows(one)])
+            if any(one.mark is Mark.BAD for one in findings):
+                click.secho("  no run should be put here", fg="red")
+            else:
+                click.secho("  a run is safe here", fg="green")
     if bad:
         sys.exit(1)
+
+
+def _rows(finding: Finding) -> list[tuple[str, str, str]]:
+    """A finding, on as many lines as the terminal needs."""
+    width = max(20, shutil.get_terminal_size().columns - TEXT_COLUMN)
+    lines = textwrap.wrap(finding.text, width) if sys.stdout.isatty() else [finding.text]
+    first, *more = lines or [""]
+    return [(f"  {finding.check}", str(finding.mark), first), *(("", "", line) for line in more)]
 
 
 def _parsed_size(text: str) -> int:
@@ -182,8 +198,10 @@ def _race(storage: Storage) -> tuple[Mark, str]:
 
 
 def _conditional(storage: Storage) -> tuple[Mark, str]:
+    if isinstance(storage, LocalStorage) and locks_are_shared(storage.root):
+        return Mark.OK, "not needed: the lease is a file lock"
     if not isinstance(storage, Versioned):
-        return Mark.NOTE, "not offered here"
+        return Mark.NOTE, "not offered here: the lease waits and reads back instead"
     _put(storage, "versioned", b"1")
     there = storage.read_versioned("versioned")
     assert there is not None
@@ -224,7 +242,7 @@ def _latency(storage: Storage) -> tuple[Mark, str]:
         storage.get(f"small{number}")
         writes.append(written - began)
         reads.append(time.perf_counter() - written)
-    shown = [units.duration(statistics.median(values)) for values in (writes, reads)]
+    shown = [f"{statistics.median(values) * 1e3:,.1f} ms" for values in (writes, reads)]
     return Mark.OK, f"1 kB written in {shown[0]}, read in {shown[1]}"
 
 

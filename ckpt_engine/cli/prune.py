@@ -65,6 +65,8 @@ def command(root: str, rules: tuple[str, ...], dry_run: bool, as_json: bool) -> 
         print_json({"dry_run": dry_run, "tiers": [_json(outcome) for outcome in outcomes]})
     else:
         for outcome in outcomes:
+            if len(outcomes) > 1:
+                click.secho(outcome.url, bold=True)
             _print(outcome)
     if any(outcome.plan.short_bytes for outcome in outcomes):
         sys.exit(1)
@@ -141,10 +143,12 @@ def _print(outcome: _Outcome) -> None:
         print_table(("snapshot", "step", "taken", "size", "plan", "why"), rows, numbers=("step", "size"))
     kept, removed = count(len(outcome.plan.keep), "snapshot"), count(len(outcome.plan.remove), "snapshot")
     if outcome.done is None:
+        slimmed = f" ({len(outcome.plan.slim):,} would lose components)" if outcome.plan.slim else ""
         text = f"{removed} would be removed, {units.size(outcome.removed_bytes)} freed"
     else:
+        slimmed = f" ({len(outcome.done.slimmed):,} without components)" if outcome.done.slimmed else ""
         text = f"{removed} removed, {units.size(outcome.done.collected.freed_bytes)} freed"
-    click.echo(f"{kept} kept, {text} at {outcome.url}")
+    click.echo(f"{kept} kept{slimmed}, {text} at {outcome.url}")
     if outcome.plan.short_bytes:
         short = units.size(outcome.plan.short_bytes)
         click.secho(f"the limits cannot be kept, {short} too much stays: nothing was removed for them", fg="red")

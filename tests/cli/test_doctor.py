@@ -35,13 +35,14 @@ def test_a_local_folder_is_healthy_and_left_as_it_was(ckpt: Ckpt, run_folder: An
     assert "of 8 creators of one object one succeeds" in result.out
     assert "3 MB written at" in result.out
     assert "BAD" not in result.out
+    assert result.out.splitlines()[-1] == "  a run is safe here"
     assert sorted(path for path in run_folder.path.rglob("*")) == before
 
 
 def test_a_folder_that_does_not_exist_is_not_made(ckpt: Ckpt, tmp_path: Path) -> None:
     """It is tried where it would be made."""
     result = ckpt("doctor", tmp_path / "not/yet", "--size", "1 kB", "--json")
-    assert (result.code, set(_marks(result).values())) == (0, {"ok", "note"})
+    assert (result.code, set(_marks(result).values())) == (0, {"ok"})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -69,6 +70,7 @@ def test_a_store_that_replaces_is_bad_news(ckpt: Ckpt, tmp_path: Path, monkeypat
     assert result.code == 1
     assert "create only           BAD   an object was replaced" in result.out
     assert "create at once        note  of 8 creators of one object 8 succeed" in result.out
+    assert result.out.splitlines()[-1] == "  no run should be put here"
     assert list(tmp_path.iterdir()) == []
 
 

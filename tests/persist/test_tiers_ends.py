@@ -11,7 +11,8 @@ from ckpt_engine.observe.events import (
 )
 from ckpt_engine.persist.job import TierConfig
 from ckpt_engine.persist.status import read_status
-from ckpt_engine.store.lease import acquire
+from ckpt_engine.store import lease as lease_module
+from ckpt_engine.store.lease import LocalLease, acquire
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.persist.staged import WAIT_SECONDS
 from tests.persist.tiered import Run, steps
@@ -87,3 +88,21 @@ def test_a_url_that_nothing_serves_is_refused_at_the_start(run: Run) -> None:
         run.start(run.tier(keep={"last": 0, "best": {"monitor": "x", "mode": "up"}}))
     with acquire(LocalStorage(run.near)):
         pass
+
+
+def test_a_lease_that_cannot_be_given_back_is_told(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A storage that dies at the very end keeps nobody waiting for a writer that is gone."""
+    client = run.start()
+    run.save(1)
+    run.until_copied(1)
+
+    def refuse(_: LocalLease) -> None:
+        raise StorageError("the network is down")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(LocalLease, "release", refuse)
+        assert client.close(WAIT_SECONDS)
+    run.client = None
+    assert any(isinstance(m, Notice) and "could not be given back" in m.message for m in client.poll())
+    for lease in list(lease_module._held):
+        lease.release()

@@ -75,20 +75,21 @@ def pin_name(snapshot: str) -> str:
 
 def pin_id(name: str) -> ParsedId | None:
     """The snapshot whose pin has this object name, or None if it is not a pin's name."""
-    match = _PIN.fullmatch(name)
-    return parse_id(match[1]) if match else None
+    return _owner(_PIN.fullmatch(name))
 
 
 def manifest_id(name: str) -> ParsedId | None:
     """The snapshot whose manifest has this object name, or None if it is not a manifest's name."""
-    match = _MANIFEST.fullmatch(name)
-    return parse_id(match[1]) if match else None
+    return _owner(_MANIFEST.fullmatch(name))
 
 
 def data_owner(name: str) -> ParsedId | None:
     """The snapshot that wrote the data file of this object name, or None if it is not a data file's name."""
-    match = _DATA.fullmatch(name)
-    return parse_id(match[1]) if match else None
+    return _owner(_DATA.fullmatch(name))
+
+
+def _owner(match: re.Match[str] | None) -> ParsedId | None:
+    return ParsedId(match[1], int(match[2]), int(match[3])) if match else None
 
 
 def is_ours(name: str) -> bool:

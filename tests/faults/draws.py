@@ -90,6 +90,10 @@ def draw(number: int, seed: int, fault: str, phase: str) -> Draw:
     action = rng.choice(ACTIONS[fault]) if on_network else fault
     tiers, target = _tiers(rng, fault, phase, on_network)
     lasting = fault in ("slow_disk", "read_only", "enospc") or rng.random() < 0.5
+    near_lost = phase == "restore" and on_network and rng.random() < 0.5
+    most = _MOMENTS[phase] if fault != "power_loss" else 60
+    if phase == "restore" and on_network and not near_lost:
+        most = 2  # the near tier serves; the far one is only asked what it has
     return Draw(
         number=number,
         seed=rng.getrandbits(32),
@@ -98,17 +102,18 @@ def draw(number: int, seed: int, fault: str, phase: str) -> Draw:
         action=action,
         tiers=tiers,
         target=target,
-        after=rng.randrange(*_MOMENTS[phase]) if fault != "power_loss" else rng.randrange(120),
+        after=rng.randrange(most),
         times=None if lasting else rng.randint(1, 5),
         seconds=rng.choice([0.3, 1.0, 5.0]),
         # Thousands of states would be built of a big one.
         state_bytes=SMALL_BYTES if fault == "power_loss" or rng.random() < 0.6 else BIG_BYTES,
         ending=rng.choice(ENDINGS),
-        near_lost=phase == "restore" and "s3" in tiers[1:] and rng.random() < 0.5 and on_network,
+        near_lost=near_lost,
     )
 
 
-_MOMENTS = {"save": (0, 25), "replicate": (0, 20), "prune": (0, 6), "restore": (0, 8)}
+_MOMENTS = {"save": 12, "replicate": 8, "prune": 4, "restore": 6}
+"""How many operations at most still work: more than one snapshot has in a phase."""
 
 
 def _tiers(rng: random.Random, fault: str, phase: str, on_network: bool) -> tuple[tuple[str, ...], str]:

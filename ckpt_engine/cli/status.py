@@ -13,7 +13,7 @@ from ckpt_engine.errors import CkptError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.persist.status import WORKING, TierStatus, WriterStatus, read_status
 from ckpt_engine.restore import places
-from ckpt_engine.store.lease import read_holder
+from ckpt_engine.store.lease import Holder, read_holder
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
@@ -42,7 +42,10 @@ def command(root: str, as_json: bool) -> None:
     """
     repositories = [Repository(open_storage(tier.url, tier.for_storage())) for tier in load_config(root).tiers]
     answers = places.ask(repositories, lambda place: place.list(), ANSWER_SECONDS)
-    status, why = _status(repositories[0])
+    # A nearest tier that does not answer is not asked once more: it may hang.
+    near = repositories[0] if answers[0].error is None else None
+    status, why = _status(near) if near else (None, None)
+    holder = read_holder(near.storage) if near else None
     said = {tier.url: tier for tier in status.tiers} if status else {}
     rows = [
         _Row(
@@ -55,14 +58,14 @@ def command(root: str, as_json: bool) -> None:
         for answer in answers
     ]
     rows += [_Row(tier.url, None, None, None, tier) for tier in said.values()]
-    if status is None and not any(row.newest for row in rows):
+    if status is None and not any(row.newest or row.error for row in rows):
         raise StorageMissingError(
             f"no run at {rows[0].url}", hint="check the path; a run starts with its first snapshot"
         )
     if as_json:
-        _print_json(repositories[0], status, rows)
+        _print_json(repositories[0].storage.url, holder, status, rows)
     else:
-        _print(repositories[0], status, rows, why)
+        _print(holder, status, rows, why)
 
 
 def _status(repository: Repository) -> tuple[WriterStatus | None, str | None]:
@@ -72,7 +75,7 @@ def _status(repository: Repository) -> tuple[WriterStatus | None, str | None]:
         return None, str(err)
 
 
-def _print(repository: Repository, status: WriterStatus | None, rows: list[_Row], why: str | None) -> None:
+def _print(holder: Holder | None, status: WriterStatus | None, rows: list[_Row], why: str | None) -> None:
     titles = ("tier", "state", "snapshots", "newest", "taken", "waiting")
     print_table(titles, [_cells(row) for row in rows], numbers=("snapshots",))
     for row in rows:
@@ -82,8 +85,10 @@ def _print(repository: Repository, status: WriterStatus | None, rows: list[_Row]
             click.secho(f"{row.url} failed {age(row.said.since)}: [{row.said.code}] {row.said.message}", fg="red")
     if why:
         click.secho(why, fg="red")
-    holder = read_holder(repository.storage)
-    click.echo(f"written by {holder}" if holder else "nobody writes it now")
+    if rows[0].error:
+        click.echo("what its writer says is at the nearest tier")
+    else:
+        click.echo(f"written by {holder}" if holder else "nobody writes it now")
     if status is not None:
         what = "the writer ended" if status.ended else "the writer was heard of"
         click.echo(f"{what} {age(status.written)}")
@@ -108,11 +113,10 @@ def _cells(row: _Row) -> tuple[str, ...]:
     )
 
 
-def _print_json(repository: Repository, status: WriterStatus | None, rows: list[_Row]) -> None:
-    holder = read_holder(repository.storage)
+def _print_json(url: str, holder: Holder | None, status: WriterStatus | None, rows: list[_Row]) -> None:
     print_json(
         {
-            "root": repository.storage.url,
+            "root": url,
             "holder": None if holder is None else asdict(holder),
             "writer": None
             if status is None

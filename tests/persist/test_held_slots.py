@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,17 +18,22 @@ from tests.persist.staged import WAIT_SECONDS
 
 
 class Frozen(Disk):
-    """Writes below a folder hang while it is frozen."""
+    """One kind of call below a folder hangs while it is frozen.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = str(folder)
+    Args:
+        call: `write` or `sync`.
+    """
+
+    def __init__(self, folder: Path, call: str) -> None:
+        self._folder = str(folder)
+        self._real = getattr(Disk, call)
         self.thawed = threading.Event()
-        self.real = Disk.write
+        self.thawed.set()
 
-    def write(self, fd: int, data: memoryview, offset: int) -> int:
-        if not self.thawed.is_set() and Path(f"/proc/self/fd/{fd}").readlink().is_relative_to(self.folder):
+    def call(self, fd: int, *rest: Any) -> Any:
+        if not self.thawed.is_set() and Path(f"/proc/self/fd/{fd}").readlink().is_relative_to(self._folder):
             assert self.thawed.wait(WAIT_SECONDS)
-        return self.real(self, fd, data, offset)
+        return self._real(self, fd, *rest)
 
 
 class Sink:
@@ -38,13 +44,12 @@ class Sink:
         self.events.append(event)
 
 
-@pytest.fixture
-def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Frozen]:
+@pytest.fixture(params=["write", "sync"])
+def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Frozen]:
     """The near disk, which hangs after half a second."""
     monkeypatch.setattr(stall, "STALL_SECONDS", 0.5)
-    made = Frozen(tmp_path / "near")
-    monkeypatch.setattr(Disk, "write", lambda _, *rest: made.write(*rest))
-    made.thawed.set()
+    made = Frozen(tmp_path / "near", request.param)
+    monkeypatch.setattr(Disk, request.param, lambda _, *rest: made.call(*rest))
     yield made
     made.thawed.set()
 

@@ -13,13 +13,14 @@ import click
 from ckpt_engine.cli.output import count, json_option, print_away, print_json, progress
 from ckpt_engine.cli.root import Run, open_run
 from ckpt_engine.config import load_config
-from ckpt_engine.errors import CkptError, StorageMissingError
+from ckpt_engine.errors import CkptError, FormatError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.store import layout, pins
 from ckpt_engine.store.collect import catalogue
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.throttle import paced
 from ckpt_engine.store.transfer import RunText, SourceError, adopt_run, copy_snapshot, scratch_of
@@ -102,8 +103,13 @@ def _copy(
     done: _Done,
     advance: Callable[[int], None],
 ) -> None:
-    """Copy one snapshot from the nearest place that has it whole, and note in `done` how that went."""
+    """Copy one snapshot from the nearest place that has it whole, and note in `done` how that went.
+
+    Raises:
+        CkptError: from the target; or the only places that may have it whole do not answer any more.
+    """
     error: CkptError | None = None
+    away = False
     for near in holders:
         scratch = scratch_of(near.storage) or scratch_of(far.storage)
         try:
@@ -112,11 +118,16 @@ def _copy(
             gone = isinstance(err.error, StorageMissingError) and snapshot not in {one.id for one in near.ids()}
             if not gone:  # by retention, meanwhile
                 error = error or err.error
+                away = away or not (
+                    isinstance(err.error, FormatError | StorageMissingError) or isinstance(near.storage, LocalStorage)
+                )
             continue
         done.copied.append(snapshot)
         done.sent_bytes += copied.sent_bytes
         advance(copied.present_bytes)
         return
+    if error is not None and away:
+        raise error  # what has arrived stays for the next attempt; other snapshots would fail alike
     if error is not None:
         done.failed.append(_Failed(snapshot, error.code, error.message))
 

@@ -47,7 +47,7 @@ class _Done:
     failed: list[_Failed] = field(default_factory=list)
 
 
-@click.command("cp")
+@click.command("cp", short_help="Copy a run, or some of its snapshots.")
 @click.argument("source")
 @click.argument("target")
 @click.option(

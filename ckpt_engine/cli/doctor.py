@@ -64,7 +64,7 @@ class _Channel(Protocol):
     def encrypted(self) -> bool: ...
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="Try out a storage and say what is safe there.")
 @click.argument("url", metavar="ROOT")
 @click.option("--size", default="64 MB", show_default=True, help="How much is written and read to measure throughput.")
 @json_option
@@ -242,8 +242,12 @@ def _latency(storage: Storage) -> tuple[Mark, str]:
         storage.get(f"small{number}")
         writes.append(written - began)
         reads.append(time.perf_counter() - written)
-    shown = [f"{statistics.median(values) * 1e3:,.1f} ms" for values in (writes, reads)]
+    shown = [_milliseconds(statistics.median(values)) for values in (writes, reads)]
     return Mark.OK, f"1 kB written in {shown[0]}, read in {shown[1]}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.00995 else f"{max(seconds, 1e-6) * 1e3:.2g} ms"
 
 
 def _throughput(storage: Storage, nbytes: int) -> tuple[Mark, str]:

@@ -37,7 +37,7 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
-@click.command("export")
+@click.command("export", short_help="Write a snapshot as a file for other programs.")
 @click.argument("root")
 @click.argument("names", nargs=-1, required=True, metavar="[SNAPSHOT] OUT")
 @click.option("--to", "form", type=click.Choice(["safetensors", "lightning"]), required=True, help="What OUT becomes.")

@@ -29,7 +29,7 @@ class _Tier:
     pinned: Mapping[str, pins.Pin]
 
 
-@click.command("ls")
+@click.command("ls", short_help="List the snapshots of a run, and where they are.")
 @click.argument("root")
 @json_option
 def command(root: str, as_json: bool) -> None:

@@ -35,8 +35,8 @@ class _Verbs(click.Group):
 def commands() -> None:
     """Look at, check, keep and export the snapshots of a training run.
 
-    ROOT is the run's folder, its file:// URL, or the ckpt.yaml that names it. SNAPSHOT is an id as `ckpt ls` shows it
-    or the start of one, a step (1200 or step=1200), or latest.
+    ROOT is the run's folder, its storage URL, or the ckpt.yaml that names its tiers. SNAPSHOT is an id as `ckpt ls`
+    shows it or the start of one, a step (1200 or step=1200), or latest.
     """
 
 

@@ -12,7 +12,7 @@ from ckpt_engine.config import load_config
 from ckpt_engine.store import pins
 
 
-@click.command("pin")
+@click.command("pin", short_help="Keep snapshots whatever retention says.")
 @click.argument("root")
 @click.argument("snapshots", nargs=-1, metavar="[SNAPSHOT]...")
 @click.option("--note", "--tag", "note", default="", help="Why, for people: `ckpt ls` shows it.")

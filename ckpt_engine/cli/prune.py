@@ -42,7 +42,7 @@ class _Outcome:
     done: Pruned | None
 
 
-@click.command("prune")
+@click.command("prune", short_help="Carry out retention now, or show the plan.")
 @click.argument("root")
 @click.option(
     "--keep",

@@ -21,7 +21,7 @@ LARGEST = 10
 """Entries that are listed unless all are asked for."""
 
 
-@click.command("show")
+@click.command("show", short_help="Show what is inside one snapshot.")
 @click.argument("root")
 @click.argument("snapshot", default=LATEST)
 @click.option("--all", "show_all", is_flag=True, help=f"List every entry, not only the {LARGEST} largest.")

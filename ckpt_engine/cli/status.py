@@ -32,7 +32,7 @@ class _Row:
     said: TierStatus | None
 
 
-@click.command("status")
+@click.command("status", short_help="Show the tiers of a run, and how each one is.")
 @click.argument("root")
 @json_option
 def command(root: str, as_json: bool) -> None:

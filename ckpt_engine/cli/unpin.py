@@ -13,7 +13,7 @@ from ckpt_engine.store.layout import parse_id
 from ckpt_engine.store.repository import Repository
 
 
-@click.command("unpin")
+@click.command("unpin", short_help="Leave snapshots to retention again.")
 @click.argument("root")
 @click.argument("snapshots", nargs=-1, required=True, metavar="SNAPSHOT...")
 @json_option

@@ -30,7 +30,7 @@ class _Copies:
     verdicts: tuple[Verdict, ...]
 
 
-@click.command("verify")
+@click.command("verify", short_help="Check every stored byte of every copy.")
 @click.argument("root")
 @click.argument("snapshots", nargs=-1, metavar="[SNAPSHOT]...")
 @json_option

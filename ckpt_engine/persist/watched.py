@@ -13,7 +13,7 @@ from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.throttle import PacedStorage
 
-_SLICE_BYTES = 16 << 20
+_SLICE_BYTES = 32 << 20
 _SYNC_BYTES = 64 << 20
 """Bytes in the page cache before they are synced: a sync of everything at the end would look like a hang."""
 _DELETE_SECONDS = 1.0

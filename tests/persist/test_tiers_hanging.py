@@ -316,3 +316,45 @@ def test_a_job_that_hangs_is_answered_to_whoever_waits(run: Run) -> None:
     assert outcome(client, job.job, run.heard).ok
     assert not end.is_set()
     end.set()
+
+
+def test_a_copy_that_hangs_keeps_no_snapshot_from_its_tier(run: Run) -> None:
+    """It may hang because of where it is read: what no nearer tier takes is written there all the same."""
+    run.start(run.tier(keep={"last": 9}), keep={"last": 9})
+    run.save(1)
+    run.until_copied(1)
+    end = run.weather[run.far].hang("put", "data/00000002")
+    run.save(2)
+    run.until(lambda m: isinstance(m, TierDegraded) and m.tier == f"file://{run.far}")
+    run.weather[run.near].down("put")
+    assert run.save(3) is not None
+    run.weather[run.near].up()
+    end.set()
+    run.until_copied(2)
+    run.close()
+    assert steps(run.near) == [1, 2]
+    assert steps(run.far) == [1, 2, 3]
+
+
+def test_a_further_tier_whose_direct_write_hangs_is_left_too(run: Run, second: Stage) -> None:
+    """Then the tier after it takes the snapshot, in the same slot, and both are used again afterwards."""
+    run.start(run.tier(), run.tier(run.third))
+    run.save(1)
+    run.until_copied(1)
+    run.until_copied(1, run.third)
+    ends = [run.weather[path].hang("put", "data/") for path in (run.near, run.far)]
+    run.save(2)
+    use(run, second)
+    run.save(3)
+    assert [e.tier for e in run.all(SnapshotCommitted)] == [str(run.near), *[f"file://{run.third}"] * 2]
+    assert run.all(SlotFreed) == []
+    ends[0].set()
+    ends[1].set()
+    run.until(lambda m: isinstance(m, SlotFreed))
+    run.save(4)
+    run.until_copied(4)
+    run.until_copied(4, run.third)
+    run.close()
+    assert steps(run.near) == [1, 4]
+    assert steps(run.far) == [1, 4]
+    assert steps(run.third) == [1, 2, 3, 4]

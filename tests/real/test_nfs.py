@@ -1,4 +1,4 @@
-"""Real NFSv4.2, seen through two mounts: the tests are those of `inside_nfs.py`, and run in a guest that has them."""
+"""Real NFSv4.2, seen by two clients: the tests are those of `inside_nfs_*.py`, and run in a guest that has them."""
 
 from __future__ import annotations
 

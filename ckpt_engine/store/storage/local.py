@@ -114,7 +114,11 @@ class LocalStorage:
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         path = self.path(name)
         with translating("read", path):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                self._look_afresh(path.rpartition("/")[0])
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 if nbytes is None:
                     nbytes = max(0, os.fstat(fd).st_size - start)
@@ -137,6 +141,7 @@ class LocalStorage:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
         with translating("list", self.root):
+            self._look_afresh(self.root)
             try:
                 mode = Path(self.root).stat().st_mode
             except FileNotFoundError:
@@ -205,6 +210,17 @@ class LocalStorage:
         for path in dict.fromkeys([*missing, *ours]):
             self._sync_parent(path, must=path in missing or path != Path(self.root))
         self._durable_folders.add(folder)
+
+    def _look_afresh(self, folder: str) -> None:
+        """Ask for what is in these folders.
+
+        An NFS client remembers for up to a minute that a file or folder is missing. Opening the folder that it is
+        missing in makes it ask the server.
+        """
+        inside = [str(path) for path in Path(folder).parents if path.is_relative_to(self.root)]
+        for path in (self.root.rpartition("/")[0] or "/", *reversed(inside), folder):
+            with suppress(OSError):
+                os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def _sync_parent(self, path: Path, *, must: bool) -> None:
         try:

@@ -39,6 +39,8 @@ class Rhythm:
 
     def _due(self, candidates: Sequence[SnapshotInfo], taken: list[SnapshotInfo]) -> list[SnapshotInfo]:
         """Those of `candidates`, newest first, that are not too close to one that is taken or before them."""
+        if self.every_n_steps is None and self.every_seconds is None:
+            return list(candidates)
         due = []
         for info in candidates:
             # Only neighbours count: a run that resumed from an older snapshot has the same steps once more.

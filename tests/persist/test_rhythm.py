@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.persist.rhythm import Rhythm
@@ -116,6 +116,7 @@ SHOTS = st.lists(st.tuples(st.integers(0, 60), st.floats(0, 9)), max_size=12).ma
 KEEPS = st.sampled_from([{}, {"last": 2}, {"last": 1, "best": {"monitor": "loss"}}, {"every_n_steps": 100}])
 
 
+@settings(deadline=None)
 @given(SHOTS, st.data(), KEEPS, st.sampled_from([(None, None), (600.0, None), (None, 100)]))
 def test_copying_what_is_wanted_ends(near: list[SnapshotInfo], data: st.DataObject, keep: Any, every: Any) -> None:
     """Sending the first again and again comes to an end, never sends one twice, and leaves nothing wanted."""

@@ -29,7 +29,14 @@ def test_it_takes_objects_and_knows_their_sizes() -> None:
         assert [item.name for item in storage.list("")] == ["data/big"]
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if obstore_is_installed() or not way.startswith("obstore")])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=() if way == "engine" else pytest.mark.slow)
+        for way in WAYS
+        if obstore_is_installed() or not way.startswith("obstore")
+    ],
+)
 def test_every_way_uploads_the_whole_image(way: str) -> None:
     """Each in its process; what it took is plausible, and the process ends with the context."""
     nbytes = (11 << 20) + 1

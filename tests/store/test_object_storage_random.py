@@ -60,12 +60,12 @@ def drawn() -> tuple[object, ...]:
 def test_a_dying_tier_draws_nothing_from_the_streams_of_training(tmp_path: Path, dying: tuple[str, list[int]]) -> None:
     """The thread writer tries again and again, with jitter, until the tier is given up."""
     url, met = dying
-    far = {"url": "s3://bucket/run", "storage_options": options(url, retry_seconds=2.0)}
+    far = {"url": "s3://bucket/run", "storage_options": options(url, retry_seconds=1.0)}
     seen = _Seen()
     before = drawn()
     with Checkpointer(tiers=[str(tmp_path / "run"), far], writer="thread") as checkpointer:
         checkpointer.events = seen
-        for step in range(1, 100_000):
+        for step in range(1, 10_000):
             checkpointer.save({"w": torch.zeros(1000)}, step=step).wait(WAIT_SECONDS)
             if any(isinstance(event, TierDegraded) for event in seen):
                 break

@@ -1,7 +1,9 @@
 """The body of an upload request: sent straight from the caller's memory, slice by slice.
 
-To botocore it is a file, to aiohttp a payload. A slice at a time is copied into what the socket takes, because asyncio
-may hold on to it after the request was given up, and the caller's memory is then somebody else's.
+To botocore it is a file, to aiohttp a payload. The kernel takes the bytes from the caller's memory itself; what it does
+not take at once asyncio may keep a view of. So the next slice waits until it keeps nothing, and a connection that is
+given up loses what it keeps at once: the caller's memory is somebody else's then. Before it is encrypted a slice is
+copied, because that layer keeps views for longer.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from aiohttp.payload import Payload
 
 from ckpt_engine.store.storage.parts import Blocks
 
-SLICE_BYTES = 256 << 10
+SLICE_BYTES = 512 << 10
 _NAP_SECONDS = 0.1
 
 Pace = Callable[[int], float]
@@ -68,12 +70,21 @@ class Body(Payload):
 
     async def write(self, writer: AbstractStreamWriter) -> None:
         assert self._size is not None
-        for view in self._blocks.views(self._start, self._size, SLICE_BYTES):
-            with view:
-                data = bytes(view)
-            await self._keep_pace(len(data))
-            await writer.write(data)
-            self._moved()
+        transport: Any = getattr(writer, "transport", None)
+        plain = transport is not None and transport.get_extra_info("sslcontext") is None
+        if plain:
+            transport.set_write_buffer_limits(high=0)  # `drain` returns when nothing is kept
+        try:
+            for view in self._blocks.views(self._start, self._size, SLICE_BYTES):
+                with view:
+                    await self._keep_pace(len(view))
+                    await writer.write(view if plain else bytes(view))
+                    await writer.drain()
+                self._moved()
+        except BaseException:
+            if plain:
+                transport.abort()
+            raise
 
     async def _keep_pace(self, nbytes: int) -> None:
         try:

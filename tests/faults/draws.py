@@ -87,7 +87,7 @@ def draw(number: int, seed: int, fault: str, phase: str) -> Draw:
     """One run; the same for the same arguments."""
     rng = random.Random(f"{seed}-{number}-{fault}-{phase}")
     on_network = fault in NETWORK
-    action = rng.choice(ACTIONS[fault]) if on_network else fault
+    action = rng.choice(_actions(fault, phase)) if on_network else fault
     tiers, target = _tiers(rng, fault, phase, on_network)
     lasting = fault in ("slow_disk", "read_only", "enospc") or rng.random() < 0.5
     near_lost = phase == "restore" and on_network and rng.random() < 0.5
@@ -110,6 +110,15 @@ def draw(number: int, seed: int, fault: str, phase: str) -> Draw:
         ending=rng.choice(ENDINGS),
         near_lost=near_lost,
     )
+
+
+_NEED_A_BODY = ("midbody", "spoil")
+"""Nothing happens to requests that have none: those that read or remove."""
+
+
+def _actions(fault: str, phase: str) -> list[str]:
+    bodies = phase in ("save", "replicate")
+    return [action for action in ACTIONS[fault] if bodies or action not in _NEED_A_BODY]
 
 
 _MOMENTS = {"save": 12, "replicate": 8, "prune": 4, "restore": 6}

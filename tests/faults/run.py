@@ -202,7 +202,13 @@ class Run:
         """Until the fault has struck, then as long as it lasts; training goes on."""
         life.look_around()
         began = time.monotonic()
-        while not self._strikes() and not life.ended and time.monotonic() < began + STRIKE_SECONDS:
+        ready: float | None = None
+        while not self._strikes() and not life.ended and time.monotonic() < began + CALM_SECONDS:
+            # A training that has just begun needs a while to come to its storage.
+            if ready is None and life.until(lambda one: one.kind in ("started", "refused", "broken"), 0.0):
+                ready = time.monotonic()
+            if ready is not None and time.monotonic() > ready + STRIKE_SECONDS:
+                break
             life.listen_for(0.05)
         if self.draw.fault == "power_loss" and self._strikes():
             life.until(lambda one: False, RECOVERY_SECONDS)

@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Self
 
+import psutil
+
 from benchmarks.measure import CpuMeter, PeakMemory
 
 WAIT_SECONDS = 120.0
@@ -35,7 +37,7 @@ class Upload:
     """What one upload took.
 
     Args:
-        extra_bytes: the most memory that the process held during it, beyond what it held before.
+        extra_bytes: the most memory that the process held during it, beyond what it held before the first one.
     """
 
     seconds: float
@@ -145,14 +147,16 @@ def _work(way: str, job: Job, pipe: Connection) -> None:
     sum(image[:: mmap.PAGESIZE])  # every page is mapped now, so that none of them counts as growth
     try:
         with WAYS[way](job, image) as put:
-            meter, memory = CpuMeter(), PeakMemory()
+            meter, memory, own = CpuMeter(), PeakMemory(), psutil.Process()
+            at_first = own.memory_info().rss
             while True:
                 name = pipe.recv()
                 memory.restart()
+                kept = own.memory_info().rss - at_first  # what an allocator keeps for reuse is no less used
                 used, began = meter.read(), time.perf_counter()
                 put(name)
                 seconds = time.perf_counter() - began
-                pipe.send(Upload(seconds, meter.read() - used, memory.extra_bytes()))
+                pipe.send(Upload(seconds, meter.read() - used, kept + memory.extra_bytes()))
     except EOFError:
         return
     except Exception as err:  # noqa: BLE001 - raised again in the process that asked

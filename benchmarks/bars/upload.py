@@ -29,7 +29,6 @@ _LABELS = {
 _NOTES = {
     "raw, defaults": "every part signed (SHA-256) and summed (CRC32)",
     "s3fs": "in waves",
-    "obstore": "copies each part",
     "obstore, fsspec": "parts of 5 MiB, 12 at once: it takes no other",
     "engine, verifying": "as on a channel that does not protect the bytes",
 }
@@ -101,7 +100,7 @@ def run(bench: Bench) -> BarResult:
 
     series = [Series(_LABELS[way], "GB/s", rate(seconds(way), gigabytes), _NOTES.get(way, "")) for way in ways]
     series += [Series(_LABELS[way], "CPU-s/GB", cpu(way)) for way in ways]
-    series += [Series(_LABELS[way], "MB", memory(way), "extra memory at its peak") for way in ways]
+    series += [Series(_LABELS[way], "MB", memory(way), "peak, beyond what was held before the first") for way in ways]
     return BarResult(
         "upload",
         TITLE,
@@ -113,6 +112,7 @@ def run(bench: Bench) -> BarResult:
             "reference": "aiobotocore with the same client options; the bytes of each part lie ready in private memory",
             "server": "a process on this machine that answers at once and discards all bodies: it sets no limit, and "
             "shares the processors",
+            "memory": "resident memory at its peak, beyond what the prepared process held before its first upload",
             "processor time": "user and system of the uploading process; on the loopback device that includes much of "
             "what the kernel does for the receiver",
         },

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -38,9 +40,15 @@ class Stopwatch(pl.Callback):
 
     def __init__(self) -> None:
         self.started = self.ended = 0.0
+        self.starts: list[float] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.started = time.perf_counter()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.starts.append(time.perf_counter())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.ended = time.perf_counter()
@@ -99,6 +107,13 @@ class Fit:
     def training_seconds(self) -> float:
         """From the start of training to the end of its last step."""
         return self._stopwatch.ended - self._stopwatch.started
+
+    @property
+    def share_beyond_typical_steps(self) -> float:
+        """What the run took beyond its steps at their median length; drift from run to run has no part in it."""
+        moments = [*self._stopwatch.starts, self._stopwatch.ended]
+        steps = [b - a for a, b in itertools.pairwise(moments)]
+        return self.training_seconds / (len(steps) * statistics.median(steps)) - 1
 
     @property
     def seconds_until_written(self) -> float:

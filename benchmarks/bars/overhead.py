@@ -46,6 +46,7 @@ def run(bench: Bench) -> BarResult:
     size = SIZES[bench.scale]
     digits = load_digits()
     data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
+    beyond: dict[float | None, list[float]] = {budget: [] for budget in (None, *BUDGETS)}
     taken_snapshots: dict[float, list[float]] = {budget: [] for budget in BUDGETS}
     with bench.scratch("overhead") as folder:
         numbers = iter(range(1_000_000))
@@ -59,13 +60,14 @@ def run(bench: Bench) -> BarResult:
                 fitting.run()
                 if budget is not None:
                     taken_snapshots[budget].append(_count(run_folder))
+                beyond[budget].append(100 * fitting.share_beyond_typical_steps)
                 return fitting.training_seconds
 
             return measured
 
         for budget in (None, BUDGETS[0]):
             fit(budget)()
-        for counts in taken_snapshots.values():
+        for counts in (*taken_snapshots.values(), *beyond.values()):
             counts.clear()
         taken = interleave(
             {"without": fit(None), **{f"{budget:.1%}": fit(budget) for budget in BUDGETS}}, size.rounds, tick=bench.say
@@ -95,6 +97,15 @@ def run(bench: Bench) -> BarResult:
         (
             Series("training without", "s", tuple(without)),
             Series("one step without", "s", tuple(s / size.steps for s in without)),
+            *(
+                Series(
+                    f"overhead at {budget:.1%}, by steps",
+                    "%",
+                    tuple(a - b for a, b in zip(beyond[budget], beyond[None], strict=True)),
+                    "time beyond steps of the run's own median length, less that of the run without",
+                )
+                for budget in BUDGETS
+            ),
             *(
                 Series(f"durable snapshots at {budget:.1%}", "", tuple(counts))
                 for budget, counts in taken_snapshots.items()

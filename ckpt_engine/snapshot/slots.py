@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from ckpt_engine.snapshot.arena import Slot, slot_bytes
 from ckpt_engine.snapshot.plan import Plan
 
 PREFAULT_TIMEOUT_SECONDS = 600.0
+_LOWEST_PRIORITY = 19
 
 
 class Slots:
@@ -123,7 +125,7 @@ class Slots:
 
 
 class _WarmUp:
-    """Pre-faults new slots one after the other."""
+    """Pre-faults new slots one after the other, in processor time that nobody else wants."""
 
     def __init__(self, slots: list[Slot]) -> None:
         self.slots = list(slots)
@@ -147,6 +149,8 @@ class _WarmUp:
         return done
 
     def wait_for_one(self) -> None:
+        # Helps, because the thread may get next to no processor time; touching memory twice does no harm.
+        self.slots[0].prefault()
         with self._changed:
             if not self._changed.wait_for(lambda: self._done or self._error or self._stopped, PREFAULT_TIMEOUT_SECONDS):
                 raise WaitTimeoutError("the arena's background thread does not get on")
@@ -173,6 +177,9 @@ class _WarmUp:
             raise WaitTimeoutError("the arena's background thread did not stop")
 
     def _run(self, slots: tuple[Slot, ...]) -> None:
+        # First touch can cost seconds of processor time per GB, and a training that uses all cores would pay for it.
+        # If this thread is preempted while it holds a kernel lock, whoever waits for the lock leaves it a core.
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         for slot in slots:
             try:
                 slot.prefault(self._go_on)

@@ -168,7 +168,7 @@ def completed(config: WriterConfig) -> WriterConfig:
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "started": time.time(),
-        "command": " ".join([sys.executable, *sys.argv]),
+        "command": " ".join([sys.executable, *sys.argv[:1]]),  # arguments may hold secrets, and the lease is readable
     }
     tiers = tuple(dataclasses.replace(tier, url=_absolute(tier.url)) for tier in config.tiers)
     return dataclasses.replace(config, url=_absolute(config.url), tiers=tiers, holder={**me, **config.holder})

@@ -325,5 +325,5 @@ def _holder(config: WriterConfig) -> Holder:
         pid=int(told.get("pid", os.getpid())),
         host=str(told.get("host", socket.gethostname())),
         started=float(told.get("started", time.time())),
-        command=str(told.get("command", " ".join([sys.executable, *sys.argv]))),
+        command=str(told.get("command", sys.executable)),
     )

@@ -82,13 +82,20 @@ class Checkpointer:
         """
         self._pipeline.start()
 
-    def prepare(self, state: Any, *, lazy: LazyPredicate | None = None) -> None:
+    def prepare(self, state: Any, *, lazy: LazyPredicate | None = None, share: float | None = None) -> None:
         """Announce the state: the arena is made ready in the background, so that the first snapshot is as fast as any.
 
         Args:
             state: as later given to `save`; nothing is copied.
+            share: of one core, at most so much for it until `save` needs the arena. First touch of memory can take
+                seconds of processor time per GB; a training that uses all cores pays for it. None: whatever is idle.
         """
-        self._pipeline.prepare(state, lazy)
+        self._pipeline.prepare(state, lazy, share)
+
+    @property
+    def prepare_seconds(self) -> float:
+        """Processor time that `prepare` has taken in the background so far."""
+        return self._pipeline.prepare_seconds
 
     def ready(self) -> bool:
         """Whether `save` would take a snapshot now instead of skipping it. Never blocks."""

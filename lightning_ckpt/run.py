@@ -62,8 +62,8 @@ class FitRun:
         self._loaders = TrainLoaders(self._internals, trainer)
         self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders)
         self._capture = Capture(self._internals, trainer, module)
-        lazily = copies_lazily(config.lazy, trainer.strategy.root_device)
-        self._lazy = self._capture.lazy() if lazily else None
+        self._lazy = self._capture.lazy() if copies_lazily(config.lazy, trainer.strategy.root_device) else None
+        self._prepare_share = _prepare_share(config, trainer)
         self.guard = FenceGuard(self.fence, self)
         self._stop = StopWatch(trainer)
         self._step_fence = StepFence(self.fence)
@@ -197,6 +197,8 @@ class FitRun:
         if self.resume.pending:
             self.resume.at_first_fetch()
         self.checkpointer.poll()
+        if self._prepare_share is not None:
+            self.cadence.background(self.checkpointer.prepare_seconds)
         step = self.step
         reason = self.cadence.boundary(step)
         if reason is None:
@@ -241,11 +243,9 @@ class FitRun:
 
     def _take_at_end(self, kind: Kind) -> None:
         self._end_taken = True
-        deadline = time.monotonic() + END_WAIT_SECONDS
-        while not self.checkpointer.ready():
-            if time.monotonic() > deadline or not self.checkpointer.wait(deadline - time.monotonic()):
-                _log.error("the final state was not saved: earlier snapshots are still being written")
-                return
+        if not self.checkpointer.ready() and not self.checkpointer.wait(END_WAIT_SECONDS):
+            _log.error("the final state was not saved: earlier snapshots are still being written")
+            return
         self._take(kind, self.cadence.ended(self.step) or "end", self.step)
         self.fence()  # other callbacks may replace the weights right after this hook
 
@@ -253,7 +253,7 @@ class FitRun:
         # Lightning also raises in the middle of a validation, where averaged weights may stand in for the real ones.
         if not (self._active and self._trainer.training and self._internals.between_batches):
             return
-        if not self.checkpointer.ready():
+        if not self.checkpointer.ready() and not self.checkpointer.wait(0.0):
             return
         kind = kind_of(self._position()) if self._internals.in_epoch else Kind.FINISHED
         self._take(kind, "signal", self.step)
@@ -310,11 +310,18 @@ class FitRun:
         if self._announced_optimizers:
             return
         has_state = any(optimizer.state for optimizer in self._trainer.optimizers)
-        if has_state or self._internals.batches_in_total == 0 or self.resume.pending:
+        if has_state or self._internals.batches_in_total == 1 or self.resume.pending:
             self._announced_optimizers = has_state
             state = self._state(Kind.PLAIN)
-            self.checkpointer.prepare(state, lazy=self._lazy)
+            self.checkpointer.prepare(state, lazy=self._lazy, share=self._prepare_share)
             self.cadence.announce(self.checkpointer.arena_bytes() // self._config.slots)
+
+
+def _prepare_share(config: Config, trainer: pl.Trainer) -> float | None:
+    """The share of a core that making the arena ready may take: the budget, where training pays for it."""
+    training_pays = not copies_lazily("auto", trainer.strategy.root_device)
+    budget_decides = _settings(config).overhead is not None and config.max_lost_work is None
+    return config.overhead if training_pays and budget_decides else None
 
 
 def _settings(config: Config) -> FrequencySettings:

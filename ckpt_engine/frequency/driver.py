@@ -103,6 +103,7 @@ class Cadence:
         self._adaptive = AdaptiveTrigger(settings, policy) if settings.overhead is not None else None
         self._failures = FailureRate.prior()
         self._failures_since = self._now()
+        self._background_seconds = 0.0
         self._meter = CostMeter()
         self._steps = StepTimes()
         self._begin(0, self._failures_since)
@@ -141,6 +142,11 @@ class Cadence:
         if step < self._wake_step and now < self._wake_time:
             return None
         return self._wake(step, now)
+
+    def background(self, seconds: float) -> None:
+        """Work for snapshots that no snapshot is charged for took `seconds` of training in all, until now."""
+        self._account.add_slowdown(seconds - self._background_seconds)
+        self._background_seconds = seconds
 
     def exclude(self, seconds: float) -> None:
         """`seconds` since the last boundary were not training: validation, logging of the user, a debugger."""

@@ -72,10 +72,15 @@ class Pipeline:
         if self._writer is None:
             self._writer = _Writer(self._open_writer())
 
-    def prepare(self, state: Any, lazy: LazyPredicate | None = None) -> None:
+    def prepare(self, state: Any, lazy: LazyPredicate | None = None, share: float | None = None) -> None:
         """Plan for `state` and make the arena ready in the background, so that the first snapshot is as fast as any."""
         self.start()
-        self._slots.warm_up(self._planner.capture(state, lazy).plan)
+        self._slots.warm_up(self._planner.capture(state, lazy).plan, share)
+
+    @property
+    def prepare_seconds(self) -> float:
+        """Processor time that making the arena ready has taken."""
+        return self._slots.touched_seconds
 
     def ready(self) -> bool:
         """Whether `save` would take a snapshot now."""

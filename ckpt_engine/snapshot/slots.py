@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,6 +28,7 @@ class Slots:
         self._busy: dict[int, Slot] = {}
         self._next = 0
         self._warm_up: _WarmUp | None = None
+        self._touched_seconds = 0.0
 
     def take(self, plan: Plan) -> Slot | None:
         """A slot that holds `plan`, made and touched now if it must be; None while all are in use.
@@ -65,15 +67,24 @@ class Slots:
         if slot is not None:
             slot.close()
 
-    def warm_up(self, plan: Plan) -> None:
-        """Make all slots ready for `plan` on a background thread; `ready` is False until the first one is."""
+    @property
+    def touched_seconds(self) -> float:
+        """Processor time that warm-ups have taken."""
+        return self._touched_seconds + (self._warm_up.cpu_seconds if self._warm_up is not None else 0.0)
+
+    def warm_up(self, plan: Plan, share: float | None = None) -> None:
+        """Make all slots ready for `plan` on a background thread; `ready` is False until the first one is.
+
+        Args:
+            share: of one core, at most so much until a slot is urgently needed; None: as much as nobody else wants.
+        """
         self._collect_warm()
-        if self._warm_up is not None:
+        if self._warm_up is not None and not self._outgrown(self._warm_up, plan):
             return
         self._retire_small(plan.layout.nbytes)
         missing = self._count - len(self._free) - len(self._busy)
         if missing > 0:
-            self._warm_up = _WarmUp([self._new(plan) for _ in range(missing)])
+            self._warm_up = _WarmUp([self._new(plan) for _ in range(missing)], share)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -113,6 +124,14 @@ class Slots:
             self._free.remove(slot)
             slot.close()
 
+    def _outgrown(self, warm: _WarmUp, plan: Plan) -> bool:
+        """Whether the slots being made are too small for `plan`; then they are no longer being made."""
+        if all(slot.nbytes >= plan.layout.nbytes for slot in warm.slots):
+            return False
+        warm.stop()
+        self._collect_warm()
+        return True
+
     def _collect_warm(self) -> None:
         warm = self._warm_up
         if warm is None:
@@ -120,6 +139,7 @@ class Slots:
         done = warm.take_done()
         self._free.extend(done)
         if warm.finished:
+            self._touched_seconds += warm.cpu_seconds
             self._warm_up = None
             warm.raise_error()
 
@@ -127,8 +147,10 @@ class Slots:
 class _WarmUp:
     """Pre-faults new slots one after the other, in processor time that nobody else wants."""
 
-    def __init__(self, slots: list[Slot]) -> None:
+    def __init__(self, slots: list[Slot], share: float | None) -> None:
         self.slots = list(slots)
+        self.cpu_seconds = 0.0
+        self._share = share
         self._done: list[Slot] = []
         self._changed = threading.Condition()
         self._paused = False
@@ -151,6 +173,9 @@ class _WarmUp:
     def wait_for_one(self) -> None:
         # Helps, because the thread may get next to no processor time; touching memory twice does no harm.
         self.slots[0].prefault()
+        with self._changed:
+            self._share = None
+            self._changed.notify_all()
         with self._changed:
             if not self._changed.wait_for(lambda: self._done or self._error or self._stopped, PREFAULT_TIMEOUT_SECONDS):
                 raise WaitTimeoutError("the arena's background thread does not get on")
@@ -180,19 +205,26 @@ class _WarmUp:
         # First touch can cost seconds of processor time per GB, and a training that uses all cores would pay for it.
         # If this thread is preempted while it holds a kernel lock, whoever waits for the lock leaves it a core.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        began = time.monotonic()
         for slot in slots:
             try:
-                slot.prefault(self._go_on)
+                slot.prefault(lambda: self._go_on(began))
             except StateError as err:
                 with self._changed:
                     self._error = err
                     self._changed.notify_all()
                 return
+            self.cpu_seconds = time.thread_time()
             with self._changed:
                 self._done.append(slot)
                 self._changed.notify_all()
 
-    def _go_on(self) -> bool:
+    def _go_on(self, began: float) -> bool:
+        """Wait for leave to touch some more; False when it is no longer wanted."""
+        self.cpu_seconds = time.thread_time()
         with self._changed:
+            if self._share is not None:
+                early = self.cpu_seconds / self._share - (time.monotonic() - began)
+                self._changed.wait_for(lambda: self._stopped or self._share is None, max(0.0, early))
             self._changed.wait_for(lambda: self._stopped or not self._paused, PREFAULT_TIMEOUT_SECONDS)
             return not self._stopped

@@ -146,3 +146,27 @@ def test_warm_up_makes_all_slots_in_the_background() -> None:
     slot = slots.take(plan)
     assert slot is not None
     slots.close()
+
+
+def test_a_warm_up_without_processor_time_makes_way_for_an_urgent_snapshot() -> None:
+    """`ready` says no while the share is used up, and `take` touches the rest itself."""
+    plan = Planner(Flattener()).capture({"a": torch.zeros(8_000_000)}).plan
+    slots = Slots(1)
+    slots.warm_up(plan, share=1e-9)
+    assert not slots.ready()
+    slot = slots.take(plan)
+    assert slot is not None and slot.nbytes >= plan.layout.nbytes
+    assert slots.touched_seconds > 0
+    slots.close()
+
+
+def test_a_warm_up_for_a_state_that_has_grown_starts_anew() -> None:
+    """Optimizers have no state before their first step."""
+    small, large = (Planner(Flattener()).capture({"a": torch.zeros(count)}).plan for count in (8_000_000, 24_000_000))
+    slots = Slots(2)
+    slots.warm_up(small, share=1e-9)
+    slots.warm_up(large)
+    assert all(slot.nbytes >= large.layout.nbytes for slot in slots.known())
+    assert len(slots.known()) == 2
+    assert slots.take(large) is not None
+    slots.close()

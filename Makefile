@@ -13,8 +13,9 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 	$(BIN)/python -m pip install -q -c requirements/constraints.txt -e '.[dev]'
 	touch $@
 
+# make demo TIER=s3: with a second tier on an S3 server that the demo starts; the local folder is lost, and the run goes on.
 demo: $(STAMP)
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py $(if $(TIER),--tier $(TIER))
 
 test: $(STAMP)
 	$(BIN)/python -m pytest

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from ckpt_engine.config import Config, load_config
+from ckpt_engine.config import Config, Tier, load_config
 from ckpt_engine.errors import SnapshotFailedError
-from ckpt_engine.observe.events import Event, EventSink
+from ckpt_engine.observe.events import Event, EventSink, TierDegraded
 from ckpt_engine.observe.log import LogSink
 from ckpt_engine.persist.client import WriterClient, open_client
-from ckpt_engine.persist.job import WriterConfig
+from ckpt_engine.persist.job import TierConfig, WriterConfig
 from ckpt_engine.restore import load as restore
+from ckpt_engine.restore import places
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.snapshot.flatten import LazyPredicate
 from ckpt_engine.snapshot.handle import SaveHandle
@@ -60,6 +61,7 @@ class Checkpointer:
             pickle_paths=self.config.pickle,
             check_lazy=self.config.debug,
         )
+        self._fatal: list[TierDegraded] = []
         self._closed = False
         self._atexit = _close_at_exit(self)
 
@@ -147,7 +149,8 @@ class Checkpointer:
         """Take in what happened in the background: settles handles, emits events, surfaces errors. Never blocks.
 
         Raises:
-            SnapshotFailedError: with `on_error: raise`, once per failure, with its cause.
+            SnapshotFailedError: with `on_error: raise`, once per failure, with its cause; with `on_failure: fail`, once
+                for a tier that fails.
         """
         self._pipeline.poll()
         self._surface()
@@ -156,16 +159,18 @@ class Checkpointer:
         """The snapshot that `load` would try first, or None if there are none at all; reads its manifest only.
 
         Raises:
-            NoUsableSnapshotError: there are snapshots, and none is usable; says why for each.
+            NoUsableSnapshotError: there are snapshots, and none is usable; says why for each. Or there are none, and a
+                tier does not answer.
             ResumeError: no snapshot of `step`.
         """
-        return restore.choose(self._repository(), step, check)
+        return restore.choose(self._places(), step, check)
 
     def load(self, step: int | None = None, *, into: Any = None, check: Check | None = None) -> Any | None:
         """The state of the newest valid snapshot (of `step`), or None if there are none at all.
 
-        Every byte is checked against its digest. A damaged snapshot is passed over for the next older one;
-        `self.loaded` tells which one it was and why others were rejected.
+        Every byte is checked against its digest. Of several tiers the nearest that has the snapshot whole serves it;
+        what is damaged there comes from the next one. A damaged snapshot is passed over for the next older one.
+        `self.loaded` tells which one it was, where it came from, and why others were rejected.
 
         Args:
             into: live state whose tensors are overwritten in place, without a second copy of the state in memory. If an
@@ -176,7 +181,7 @@ class Checkpointer:
             NoUsableSnapshotError, ResumeError: as `choose`.
             MismatchError: `into` has other tensors; names them. Nothing was overwritten.
         """
-        found = restore.load(self._repository(), step, into=into, check=check, pickle_paths=self.config.pickle)
+        found = restore.load(self._places(), step, into=into, check=check, pickle_paths=self.config.pickle)
         # The state belongs to the caller: a second reference here would hold its memory for the whole run.
         self.loaded = found and dataclasses.replace(found, state=None)
         if found is None:
@@ -185,8 +190,12 @@ class Checkpointer:
         return found.state
 
     def snapshots(self) -> list[SnapshotInfo]:
-        """All snapshots, oldest first."""
-        return self._repository().list()
+        """All snapshots that any tier has, oldest first.
+
+        Raises:
+            StorageError: no tier answers.
+        """
+        return places.snapshots(self._places())
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight; False if `timeout` seconds were not enough."""
@@ -219,20 +228,40 @@ class Checkpointer:
         self.close()
 
     def _open_writer(self) -> WriterClient:
+        nearest, *further = self.config.tiers
         config = WriterConfig(
-            url=self.config.root_url,
-            keep=self.config.root_keep.model_dump(exclude_none=True),
+            url=nearest.url,
+            storage_options=nearest.for_storage(),
+            keep=self.config.root_keep_rules(),
             lease_wait_seconds=LEASE_WAIT_SECONDS,
+            tiers=tuple(self._tier(tier) for tier in further),
+            fatal=nearest.on_failure == "fail",
         )
         return open_client(config, thread=self.config.writer == "thread", emit=self._emit)
 
-    def _repository(self) -> Repository:
-        return Repository(open_storage(self.config.root_url))
+    def _tier(self, tier: Tier) -> TierConfig:
+        return TierConfig(
+            url=tier.url,
+            storage_options=tier.for_storage(),
+            keep=self.config.keep_rules(tier),
+            every_seconds=tier.every,
+            every_n_steps=tier.every_n_steps,
+            bandwidth_bytes_per_second=tier.bandwidth,
+            fatal=tier.on_failure == "fail",
+        )
+
+    def _places(self) -> list[Repository]:
+        return [Repository(open_storage(tier.url, tier.for_storage())) for tier in self.config.tiers]
 
     def _emit(self, event: Event) -> None:
+        if isinstance(event, TierDegraded) and event.fatal:
+            self._fatal.append(event)
         self.events.emit(event)
 
     def _surface(self) -> None:
+        if self._fatal:
+            event = self._fatal.pop(0)
+            raise SnapshotFailedError(f"{event.tier} failed, and on_failure is fail: [{event.code}] {event.message}")
         failure = self._pipeline.take_failure()
         if failure is not None and self.config.on_error == "raise":
             raise SnapshotFailedError(

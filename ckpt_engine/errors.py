@@ -11,7 +11,8 @@ CkptError                      CKPT000
 │   ├── StorageReadOnlyError   CKPT302
 │   ├── StorageMissingError    CKPT303   root or object does not exist
 │   ├── StorageExistsError     CKPT304   create-only write met an existing object
-│   └── NotAFolderError        CKPT305
+│   ├── NotAFolderError        CKPT305
+│   └── StorageStalledError    CKPT306   nothing was accepted for too long; what was asked still hangs
 ├── FormatError                CKPT400
 │   ├── CorruptError           CKPT401   truncated, bit-flipped, digest mismatch
 │   ├── ForeignError           CKPT402   not written by ckpt-engine
@@ -87,6 +88,10 @@ class StorageExistsError(StorageError):
 
 class NotAFolderError(StorageError):
     code = "CKPT305"
+
+
+class StorageStalledError(StorageError):
+    code = "CKPT306"
 
 
 class FormatError(CkptError):

@@ -218,6 +218,10 @@ class Resume:
         """The snapshot shows an epoch that is over."""
         return Kind(self._own["kind"]) is Kind.FINISHED
 
+    def restore_streams(self) -> None:
+        """The random streams as the finished run left them, where a rerun trains nothing."""
+        rng.restore(self._own["rng"])
+
     def before_epoch(self) -> None:
         """Before Lightning starts the first epoch of the resumed run."""
         assert self._loaders is not None

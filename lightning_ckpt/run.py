@@ -237,6 +237,7 @@ class FitRun:
 
     def fit_over(self) -> None:
         if self.resume.pending:
+            self.resume.restore_streams()
             finish_again(self._trainer, self._module)
 
     # ---- taking

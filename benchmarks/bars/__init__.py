@@ -9,7 +9,7 @@ from typing import cast
 from benchmarks.run import Bench
 from benchmarks.values import BarResult
 
-NAMES = ("stall", "persist", "many-tensors", "overhead", "every-iteration", "restore", "memory")
+NAMES = ("stall", "persist", "upload", "many-tensors", "overhead", "every-iteration", "restore", "memory", "listing")
 """Bars in the order in which they run and are shown."""
 
 

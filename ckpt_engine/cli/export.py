@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -10,21 +11,24 @@ import click
 
 from ckpt_engine.cli import weights
 from ckpt_engine.cli.outfile import check_free, new_file
-from ckpt_engine.cli.output import count, json_option, print_json, progress
-from ckpt_engine.cli.root import LATEST, find_snapshot, open_root
+from ckpt_engine.cli.output import count, json_option, print_away, print_json, progress
+from ckpt_engine.cli.root import LATEST, Run, open_run
 from ckpt_engine.cli.tree import entry_nbytes
+from ckpt_engine.errors import FormatError, StorageMissingError
 from ckpt_engine.observe import units
-from ckpt_engine.store.manifest import Manifest
-from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.restore.choose import Candidate, assemble
+from ckpt_engine.restore.sources import Sources
+from ckpt_engine.store.repository import Repository
 
 MODEL = "state_dict"
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was, or would be, written. `notes` are for people."""
+    """What was, or would be, written. `source` is the place it is read from; `notes` are for people."""
 
     snapshot: str
+    source: str
     out: str
     format: str
     arrays: int
@@ -33,7 +37,7 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
-@click.command("export")
+@click.command("export", short_help="Write a snapshot as a file for other programs.")
 @click.argument("root")
 @click.argument("names", nargs=-1, required=True, metavar="[SNAPSHOT] OUT")
 @click.option("--to", "form", type=click.Choice(["safetensors", "lightning"]), required=True, help="What OUT becomes.")
@@ -63,35 +67,53 @@ def command(
         raise click.UsageError("--component and --all are for --to safetensors")
     if component is not None and everything:
         raise click.UsageError("give --component or --all")
-    repository, out = open_root(root), Path(names[-1])
-    manifest = repository.read(find_snapshot(repository, names[0] if len(names) == 2 else LATEST))
+    run, out = open_run(root), Path(names[-1])
+    chosen = _choose(*run.find(names[0] if len(names) == 2 else LATEST))
     check_free(out, replace=force)
     job = (
-        _lightning(manifest, out)
-        if form == "lightning"
-        else _safetensors(manifest, out, component, everything=everything)
+        _lightning(chosen, out) if form == "lightning" else _safetensors(chosen, out, component, everything=everything)
     )
-    done = job.planned
+    done = replace(job.planned, notes=(*job.planned.notes, *_about_copies(run, chosen)))
+    sources = Sources([place.storage for place in chosen.sources])
     if not dry_run:
         with progress(hidden=as_json) as bar:
             task = bar.add_task(f"exporting {out.name}", total=done.nbytes)
-            notes = job.write(repository.storage, force, lambda nbytes: bar.advance(task, nbytes))
-        done = replace(done, written=True, notes=(*done.notes, *notes))
+            notes = job.write(sources, force, lambda nbytes: bar.advance(task, nbytes))
+        done = replace(done, written=True, notes=(*done.notes, *notes, *map(str, sources.repairs)))
     if as_json:
-        print_json({"root": repository.storage.url, **asdict(done)})
+        print_json({"root": run.tiers[0], **asdict(done), "away": [asdict(one) for one in run.away]})
     else:
         _print(done)
+        print_away(run.away)
+
+
+def _choose(snapshot: str, holders: Sequence[Repository]) -> Candidate:
+    """What to read, and from where. Of a snapshot that is not whole what is asked for may be there all the same."""
+    try:
+        return assemble(snapshot, holders)
+    except (FormatError, StorageMissingError) as err:
+        for place in holders:
+            with suppress(FormatError, StorageMissingError):
+                manifest = place.read(snapshot)
+                return Candidate(manifest.info, manifest, tuple(holders), (f"not whole: [{err.code}] {err.message}",))
+        raise
+
+
+def _about_copies(run: Run, chosen: Candidate) -> tuple[str, ...]:
+    served = chosen.sources[0].storage.url
+    return chosen.notes if served == run.tiers[0] else (f"read from {served}", *chosen.notes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """`write(storage, replace, advance)` does what `planned` says and returns more notes."""
+    """`write(sources, replace, advance)` does what `planned` says and returns more notes."""
 
     planned: Exported
-    write: Callable[[Storage, bool, Callable[[int], object]], tuple[str, ...]]
+    write: Callable[[Sources, bool, Callable[[int], object]], tuple[str, ...]]
 
 
-def _safetensors(manifest: Manifest, out: Path, component: str | None, *, everything: bool) -> _Job:
+def _safetensors(snapshot: Candidate, out: Path, component: str | None, *, everything: bool) -> _Job:
+    manifest = snapshot.manifest
     chosen = weights.select_all(manifest) if everything else weights.select_component(manifest, component or MODEL)
     notes = []
     if chosen.tied:
@@ -101,32 +123,35 @@ def _safetensors(manifest: Manifest, out: Path, component: str | None, *, everyt
     if chosen.opaque:
         notes.append(f"stored as bytes, safetensors lacks their dtype: {', '.join(chosen.opaque)}")
 
-    def write(storage: Storage, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
+    def write(sources: Sources, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
         with new_file(out, replace=force) as file:
-            weights.write(storage, manifest, chosen, file, advance)
+            weights.write(sources, manifest, chosen, file, advance)
         return ()
 
-    planned = Exported(
-        manifest.info.id, str(out), "safetensors", len(chosen.arrays), chosen.nbytes, False, tuple(notes)
-    )
-    return _Job(planned, write)
+    planned = _planned(snapshot, out, "safetensors", len(chosen.arrays), chosen.nbytes)
+    return _Job(replace(planned, notes=tuple(notes)), write)
 
 
-def _lightning(manifest: Manifest, out: Path) -> _Job:
+def _planned(snapshot: Candidate, out: Path, form: str, arrays: int, nbytes: int) -> Exported:
+    return Exported(snapshot.info.id, snapshot.sources[0].storage.url, str(out), form, arrays, nbytes, False)
+
+
+def _lightning(snapshot: Candidate, out: Path) -> _Job:
     from ckpt_engine.cli import lightning_file  # torch
 
+    manifest = snapshot.manifest
     lightning_file.require_lightning(manifest)
 
-    def write(storage: Storage, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
+    def write(sources: Sources, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
         with new_file(out, replace=force) as file:
-            notes = lightning_file.write(storage, manifest, file)
+            notes = lightning_file.write(sources, manifest, file)
         advance(planned.nbytes)
         refused = lightning_file.why_not_weights_only(out)
         return (*notes, f"torch.load needs weights_only=False: {refused}") if refused else notes
 
     names = lightning_file.exported_entries(manifest)
     nbytes = sum(entry_nbytes(manifest.entries[name]) for name in names)
-    planned = Exported(manifest.info.id, str(out), "lightning", len(names), nbytes, False)
+    planned = _planned(snapshot, out, "lightning", len(names), nbytes)
     return _Job(planned, write)
 
 

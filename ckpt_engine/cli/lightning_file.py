@@ -12,8 +12,8 @@ from ckpt_engine.cli.tree import array_leaves
 from ckpt_engine.errors import MismatchError
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
+from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store.manifest import Manifest
-from ckpt_engine.store.storage.base import Storage
 
 OWN_KEY = "ckpt_engine"
 _NEEDED = ("state_dict", "pytorch-lightning_version")
@@ -43,13 +43,13 @@ def exported_entries(manifest: Manifest) -> list[str]:
     return list(dict.fromkeys(leaf.entry for leaf in array_leaves(exported_tree(manifest))))
 
 
-def write(storage: Storage, manifest: Manifest, out: BinaryIO) -> tuple[str, ...]:
+def write(sources: Sources, manifest: Manifest, out: BinaryIO) -> tuple[str, ...]:
     """Write the checkpoint; returns notes on what could not be rebuilt as it was.
 
     Raises:
         CorruptError, FormatError: the snapshot is damaged, or has leaves stored with pickle.
     """
-    rebuilder = Rebuilder(read_entries(storage, manifest, exported_entries(manifest)))
+    rebuilder = Rebuilder(read_entries(sources, manifest, exported_entries(manifest)))
     torch.save(rebuilder.state(exported_tree(manifest)), out)
     return tuple(rebuilder.notes)
 

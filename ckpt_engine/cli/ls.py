@@ -1,55 +1,130 @@
-"""`ckpt ls`: the snapshots of a run."""
+"""`ckpt ls`: the snapshots of a run, and which tiers have them."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import click
 
-from ckpt_engine.cli.output import age, count, json_option, metrics, print_json, print_table
-from ckpt_engine.cli.root import open_root
+from ckpt_engine.cli.output import age, count, json_option, metrics, print_away, print_json, print_table
+from ckpt_engine.cli.root import ANSWER_SECONDS, away_of, open_run
 from ckpt_engine.observe import units
-from ckpt_engine.store import layout
+from ckpt_engine.restore import places
+from ckpt_engine.restore.choose import Away
+from ckpt_engine.store import layout, pins
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Listing, Repository
 
 
-@click.command("ls")
+@dataclass(frozen=True, slots=True)
+class _Tier:
+    """What one place has; `number` counts the tiers of ROOT from 1."""
+
+    number: int
+    url: str
+    listing: Listing
+    data_bytes: int
+    pinned: Mapping[str, pins.Pin]
+
+
+@click.command("ls", short_help="List the snapshots of a run, and where they are.")
 @click.argument("root")
 @json_option
 def command(root: str, as_json: bool) -> None:
-    """List the snapshots at ROOT, oldest first."""
-    repository = open_root(root)
-    listing = repository.scan()
-    record = repository.record()
-    on_disk = sum(item.nbytes for item in repository.storage.list(layout.DATA))
+    """List the snapshots at ROOT, oldest first, and where they are if ROOT is a ckpt.yaml with several tiers."""
+    run = open_run(root)
+    answers = places.ask(run.places, _look, ANSWER_SECONDS)
+    tiers = [
+        _Tier(run.tiers.index(answer.place.storage.url) + 1, answer.place.storage.url, *answer.value)
+        for answer in answers
+        if answer.value is not None
+    ]
+    away = (*run.away, *away_of(answers))
     if as_json:
-        print_json(
-            {
-                "root": repository.storage.url,
-                "run": record.run if record else None,
-                "data_bytes": on_disk,
-                "snapshots": [dataclasses.asdict(info) for info in listing.snapshots],
-                "damaged": [
-                    {"id": bad.id, "code": bad.error.code, "why": bad.error.message} for bad in listing.damaged
-                ],
-            }
-        )
+        _print_json(run.run_id, tiers, away)
     else:
-        _print(repository, listing, on_disk)
+        _print(tiers, away, is_tiered=run.is_tiered)
 
 
-def _print(repository: Repository, listing: Listing, on_disk: int) -> None:
-    if listing.snapshots:
-        titles = ("snapshot", "step", "epoch", "taken", "size", "why", "metrics")
-        print_table(titles, [_row(info) for info in listing.snapshots], numbers=("step", "epoch", "size"))
-    for bad in listing.damaged:
-        click.secho(f"{bad.id}  damaged: {bad.error}", fg="red")
-    total = f"{count(len(listing.snapshots), 'snapshot')}, {units.size(on_disk)} on disk at {repository.storage.url}"
-    click.echo(f"{total}; {len(listing.damaged)} damaged" if listing.damaged else total)
+def _look(place: Repository) -> tuple[Listing, int, Mapping[str, pins.Pin]]:
+    pinned = {pin.id: pin for pin in pins.pins(place.storage)}
+    return place.scan(), sum(item.nbytes for item in place.storage.list(layout.DATA)), pinned
 
 
-def _row(info: SnapshotInfo) -> tuple[str, ...]:
+def _pin(snapshot: str, holders: Sequence[_Tier]) -> pins.Pin | None:
+    """The pin of a snapshot, wherever it has one."""
+    return next((tier.pinned[snapshot] for tier in holders if snapshot in tier.pinned), None)
+
+
+def _merged(tiers: Sequence[_Tier]) -> list[tuple[SnapshotInfo, list[_Tier]]]:
+    """All snapshots, oldest first, and where they are."""
+    found: dict[str, tuple[SnapshotInfo, list[_Tier]]] = {}
+    for tier in tiers:
+        for info in tier.listing.snapshots:
+            found.setdefault(info.id, (info, []))[1].append(tier)
+    return sorted(found.values(), key=lambda row: (row[0].seq, row[0].id))
+
+
+def _print_json(run: str | None, tiers: Sequence[_Tier], away: Sequence[Away]) -> None:
+    print_json(
+        {
+            "root": tiers[0].url,
+            "run": run,
+            "data_bytes": sum(tier.data_bytes for tier in tiers),
+            "tiers": [
+                {"url": tier.url, "snapshots": len(tier.listing.snapshots), "data_bytes": tier.data_bytes}
+                for tier in tiers
+            ],
+            "away": [dataclasses.asdict(one) for one in away],
+            "snapshots": [
+                {
+                    **_fields(info),
+                    "tiers": [tier.url for tier in holders],
+                    "pinned": pin.note if (pin := _pin(info.id, holders)) else None,
+                }
+                for info, holders in _merged(tiers)
+            ],
+            "damaged": [
+                {"id": bad.id, "tier": tier.url, "code": bad.error.code, "why": bad.error.message}
+                for tier in tiers
+                for bad in tier.listing.damaged
+            ],
+        }
+    )
+
+
+def _fields(info: SnapshotInfo) -> Mapping[str, object]:
+    """As `dataclasses.asdict`, which copies every dict it meets: too slow for 10,000 of them."""
+    return {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
+
+
+def _print(tiers: Sequence[_Tier], away: Sequence[Away], *, is_tiered: bool) -> None:
+    rows = _merged(tiers)
+    if rows:
+        where = ("tiers",) if is_tiered else ()
+        titles = ("snapshot", "step", "epoch", "taken", "size", *where, "why", "metrics")
+        print_table(
+            titles,
+            [_row(info, holders, is_tiered=is_tiered) for info, holders in rows],
+            numbers=("step", "epoch", "size"),
+        )
+    for tier in tiers:
+        for bad in tier.listing.damaged:
+            click.secho(f"{bad.id}  damaged{f' on tier {tier.number}' if is_tiered else ''}: {bad.error}", fg="red")
+    for tier in tiers:
+        damaged = len(tier.listing.damaged)
+        total = f"{count(len(tier.listing.snapshots), 'snapshot')}, {units.size(tier.data_bytes)} on disk at {tier.url}"
+        text = f"{total}; {damaged} damaged" if damaged else total
+        click.echo(f"tier {tier.number}: {text}" if is_tiered else text)
+    print_away(away)
+
+
+def _row(info: SnapshotInfo, holders: Sequence[_Tier], *, is_tiered: bool) -> tuple[str, ...]:
     epoch = "" if info.epoch is None else str(info.epoch)
+    where = (" ".join(str(tier.number) for tier in holders),) if is_tiered else ()
     size = units.size(info.nbytes)
-    return info.id, f"{info.step:,}", epoch, age(info.created), size, info.reason, metrics(info.metrics)
+    pin = _pin(info.id, holders)
+    why = f"{info.reason}; {pin}" if pin else info.reason
+    return info.id, f"{info.step:,}", epoch, age(info.created), size, *where, why, metrics(info.metrics)

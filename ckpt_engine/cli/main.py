@@ -13,7 +13,7 @@ import click
 
 from ckpt_engine.errors import CkptError
 
-VERBS = ("ls", "show", "verify", "export", "schema")
+VERBS = ("ls", "show", "verify", "status", "export", "cp", "prune", "pin", "unpin", "doctor", "schema")
 
 
 class _Verbs(click.Group):
@@ -33,10 +33,10 @@ class _Verbs(click.Group):
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ckpt-engine", prog_name="ckpt")
 def commands() -> None:
-    """Look at, check and export the snapshots of a training run.
+    """Look at, check, keep and export the snapshots of a training run.
 
-    ROOT is the run's folder, its file:// URL, or the ckpt.yaml that names it. SNAPSHOT is an id as `ckpt ls` shows it
-    or the start of one, a step (1200 or step=1200), or latest.
+    ROOT is the run's folder, its storage URL, or the ckpt.yaml that names its tiers. SNAPSHOT is an id as `ckpt ls`
+    shows it or the start of one, a step (1200 or step=1200), or latest.
     """
 
 

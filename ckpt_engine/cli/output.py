@@ -15,6 +15,8 @@ from ckpt_engine.observe import units
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from ckpt_engine.restore.choose import Away
+
 json_option: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON instead of text."
 )
@@ -35,6 +37,12 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers
     if any(titles):
         click.secho(line(titles), bold=True)
     click.echo("".join(f"{line(row)}\n" for row in rows), nl=False)
+
+
+def print_away(away: Sequence[Away]) -> None:
+    """Says which tiers are left out of what was printed, and why."""
+    for one in away:
+        click.secho(f"{one.url} is left out: [{one.code}] {one.reason}", fg="red")
 
 
 def progress(*, hidden: bool) -> Progress:

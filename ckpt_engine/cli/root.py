@@ -3,32 +3,122 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from ckpt_engine.config import load_config
+from ckpt_engine.config import Config, Tier, load_config
 from ckpt_engine.errors import StorageMissingError
+from ckpt_engine.restore import places
+from ckpt_engine.restore.choose import Away
 from ckpt_engine.store.layout import ParsedId
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 
 LATEST = "latest"
+ANSWER_SECONDS = 60.0
+"""How long a tier may take to list its snapshots, if there are others."""
 _STEP = re.compile(r"(?:step=)?(\d+)")
 
 
-def open_root(root: str) -> Repository:
-    """The repository at a folder, a URL, or the place named by a YAML file.
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run as its tiers have it.
+
+    Args:
+        places: those that answer, nearest first; one that is empty yet is among them.
+        holders: all snapshots, oldest first, and the places that have a copy, nearest first.
+        away: tiers that do not answer, or are not of this run.
+        tiers: the URLs of all tiers that ROOT names.
+    """
+
+    places: tuple[Repository, ...]
+    holders: Mapping[ParsedId, tuple[Repository, ...]]
+    away: tuple[Away, ...]
+    tiers: tuple[str, ...]
+
+    @property
+    def is_tiered(self) -> bool:
+        """Whether ROOT names several tiers."""
+        return len(self.tiers) > 1
+
+    @property
+    def urls(self) -> str:
+        """The places, for messages."""
+        return ", ".join(place.storage.url for place in self.places)
+
+    @property
+    def run_id(self) -> str | None:
+        """Which run it is; None where no place has its record."""
+        records = (place.record() for place in self.places)
+        return next((record.run for record in records if record is not None), None)
+
+    def find(self, wanted: str = LATEST) -> tuple[str, tuple[Repository, ...]]:
+        """The id of the snapshot that `wanted` names, as `find_snapshot`, and the places that have it."""
+        away = "".join(f"; {one.url} may have it, but does not answer" for one in self.away)
+        found = _find(tuple(self.holders), wanted, self.urls, away)
+        return found, next(holders for parsed, holders in self.holders.items() if parsed.id == found)
+
+
+def open_run(root: str) -> Run:
+    """The run at a folder, a URL, or all tiers of a YAML file. Tiers that do not answer are left out.
 
     Raises:
         ConfigError: a YAML file that is wrong or missing, or an unsupported URL.
         StorageMissingError: no run there.
         ForeignError: files there, and none of ours.
+        CkptError: no tier answers; the error of the nearest.
     """
-    repository = Repository(open_storage(load_config(root).root_url))
+    repositories = [_repository(tier) for tier in load_config(root).tiers]
+    answers = places.of_one_run(places.ask(repositories, _ids_of_run, ANSWER_SECONDS))
+    there = [(answer.place, answer.value) for answer in answers if answer.value is not None]
+    away = away_of(answers)
+    holders: dict[ParsedId, tuple[Repository, ...]] = {}
+    for place, ids in there:
+        for parsed in ids:
+            holders[parsed] = (*holders.get(parsed, ()), place)
+    if not holders and all(place.record() is None for place, _ in there):
+        raise _no_run(", ".join(place.storage.url for place, _ in there), away)
+    in_order = dict(sorted(holders.items(), key=lambda item: (item[0].seq, item[0].id)))
+    urls = tuple(repository.storage.url for repository in repositories)
+    return Run(tuple(place for place, _ in there), in_order, away, urls)
+
+
+def away_of(answers: Sequence[places.Answer[places.T]]) -> tuple[Away, ...]:
+    """Those that did not answer, and why."""
+    return tuple(Away(a.place.storage.url, a.error.code, a.error.message) for a in answers if a.error is not None)
+
+
+def _ids_of_run(place: Repository) -> tuple[ParsedId, ...]:
+    place.record()  # refuses what is not ours
+    return place.ids()
+
+
+def open_places(config: Config) -> list[tuple[Tier, Repository]]:
+    """All tiers with their repositories, nearest first, without further ones to which nothing has been copied yet.
+
+    Raises:
+        StorageMissingError: no run at the first one.
+        ForeignError: files at one of them, and none of ours.
+        StorageError: one of them cannot be read.
+    """
+    places = [(tier, _repository(tier)) for tier in config.tiers]
+    _require_run(places[0][1])
+    return [places[0], *(place for place in places[1:] if place[1].record() is not None)]
+
+
+def _repository(tier: Tier) -> Repository:
+    return Repository(open_storage(tier.url, tier.for_storage()))
+
+
+def _require_run(repository: Repository) -> None:
     if repository.record() is None and not repository.ids():
-        raise StorageMissingError(
-            f"no run at {repository.storage.url}", hint="check the path; a run starts with its first snapshot"
-        )
-    return repository
+        raise _no_run(repository.storage.url)
+
+
+def _no_run(where: str, away: Sequence[Away] = ()) -> StorageMissingError:
+    unasked = "".join(f"; {one.url} does not answer: [{one.code}] {one.reason}" for one in away)
+    hint = "check the path; a run starts with its first snapshot"
+    return StorageMissingError(f"no run at {where}{unasked}", hint=hint)
 
 
 def find_snapshot(repository: Repository, wanted: str = LATEST) -> str:
@@ -39,7 +129,10 @@ def find_snapshot(repository: Repository, wanted: str = LATEST) -> str:
     Raises:
         StorageMissingError: none, or more than one, of that name.
     """
-    ids = repository.ids()
+    return _find(repository.ids(), wanted, repository.storage.url)
+
+
+def _find(ids: Sequence[ParsedId], wanted: str, where: str, away: str = "") -> str:
     if wanted == LATEST and ids:
         return ids[-1].id
     step = _STEP.fullmatch(wanted)
@@ -49,12 +142,11 @@ def find_snapshot(repository: Repository, wanted: str = LATEST) -> str:
     starting = [parsed.id for parsed in ids if wanted and parsed.id.startswith(wanted)]
     if len(starting) == 1:
         return starting[0]
-    where = repository.storage.url
     if starting:
         shown = ", ".join(starting[:3]) + (", ..." if len(starting) > 3 else "")
         raise StorageMissingError(f"{len(starting)} snapshots at {where} start with {wanted!r}: {shown}")
     raise StorageMissingError(
-        f"no snapshot {wanted!r} at {where}{_nearest(ids, step)}", hint=f"`ckpt ls {where}` lists them"
+        f"no snapshot {wanted!r} at {where}{_nearest(ids, step)}{away}", hint="`ckpt ls` lists them"
     )
 
 

@@ -8,7 +8,7 @@ from ckpt_engine.cli.output import print_json
 from ckpt_engine.config import Config
 
 
-@click.command("schema")
+@click.command("schema", short_help="Print the JSON Schema of ckpt.yaml.")
 def command() -> None:
     """Print the JSON Schema of ckpt.yaml.
 

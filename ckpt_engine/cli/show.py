@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
 import click
 
-from ckpt_engine.cli.output import age, count, json_option, metrics, print_json, print_table
-from ckpt_engine.cli.root import LATEST, find_snapshot, open_root
+from ckpt_engine.cli.output import age, count, json_option, metrics, print_away, print_json, print_table
+from ckpt_engine.cli.root import LATEST, Run, open_run
 from ckpt_engine.cli.tree import Branch, entry_nbytes, outline
+from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
 from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.repository import Repository
 
 LARGEST = 10
 """Entries that are listed unless all are asked for."""
 
 
-@click.command("show")
+@click.command("show", short_help="Show what is inside one snapshot.")
 @click.argument("root")
 @click.argument("snapshot", default=LATEST)
 @click.option("--all", "show_all", is_flag=True, help=f"List every entry, not only the {LARGEST} largest.")
@@ -28,17 +31,43 @@ def command(root: str, snapshot: str, show_all: bool, as_json: bool) -> None:
 
     Reads the manifest only; `ckpt verify` reads the data.
     """
-    repository = open_root(root)
-    manifest = repository.read(find_snapshot(repository, snapshot))
+    run = open_run(root)
+    found, holders = run.find(snapshot)
+    manifest, copies = _read(found, holders)
     if as_json:
-        print_json(_json(manifest, repository.storage.url))
+        print_json(_json(manifest, run, copies))
     else:
-        _print(manifest, everything=show_all)
+        _print(manifest, run, copies, everything=show_all)
 
 
-def _json(manifest: Manifest, url: str) -> dict[str, Any]:
+def _read(snapshot: str, holders: Sequence[Repository]) -> tuple[Manifest, dict[str, str | None]]:
+    """The manifest of the nearest copy that can be read, and by URL what is wrong with each copy's manifest.
+
+    Raises:
+        CkptError: none can be read; that of the nearest.
+    """
+    manifest: Manifest | None = None
+    copies: dict[str, str | None] = {}
+    errors: list[CkptError] = []
+    for place in holders:
+        try:
+            read = place.read(snapshot)
+        except CkptError as err:
+            errors.append(err)
+            copies[place.storage.url] = f"[{err.code}] {err.message}"
+        else:
+            manifest = manifest or read
+            copies[place.storage.url] = None
+    if manifest is None:
+        raise errors[0]
+    return manifest, copies
+
+
+def _json(manifest: Manifest, run: Run, copies: Mapping[str, str | None]) -> dict[str, Any]:
     return {
-        "root": url,
+        "root": run.tiers[0],
+        "tiers": [{"url": url, "error": why} for url, why in copies.items()],
+        "away": [dataclasses.asdict(one) for one in run.away],
         "run": manifest.run,
         "snapshot": dataclasses.asdict(manifest.info),
         "world": manifest.world,
@@ -56,7 +85,7 @@ def _json(manifest: Manifest, url: str) -> dict[str, Any]:
     }
 
 
-def _print(manifest: Manifest, *, everything: bool) -> None:
+def _print(manifest: Manifest, run: Run, copies: Mapping[str, str | None], *, everything: bool) -> None:
     info = manifest.info
     taken = datetime.fromtimestamp(info.created).astimezone().isoformat(" ", "seconds")
     facts = {
@@ -71,7 +100,10 @@ def _print(manifest: Manifest, *, everything: bool) -> None:
     }
     rows = [(name, text) for name, text in facts.items() if text]
     rows += [("file", f"{file.name} ({units.size(file.nbytes)})") for file in manifest.files]
+    if run.is_tiered:
+        rows += [("copy", f"{url}, damaged: {why}" if why else url) for url, why in copies.items()]
     print_table(("", ""), rows)
+    print_away(run.away)
     _print_components(manifest)
     click.secho("\nstate", bold=True)
     for branch in outline(manifest):

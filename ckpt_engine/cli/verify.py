@@ -4,59 +4,118 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 import click
 
 from ckpt_engine.cli.check import Checker, Problem, Verdict
-from ckpt_engine.cli.output import count, json_option, print_json, progress
-from ckpt_engine.cli.root import find_snapshot, open_root
+from ckpt_engine.cli.output import count, json_option, print_away, print_json, progress
+from ckpt_engine.cli.root import Run, open_run
+from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
+from ckpt_engine.restore.choose import Away
+from ckpt_engine.store.repository import Repository
 
 MAX_SHOWN = 20
 """Problems of one snapshot that are printed; JSON has all of them."""
 
 
-@click.command("verify")
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """The verdicts on the copies of one place."""
+
+    url: str
+    verdicts: tuple[Verdict, ...]
+
+
+@click.command("verify", short_help="Check every stored byte of every copy.")
 @click.argument("root")
 @click.argument("snapshots", nargs=-1, metavar="[SNAPSHOT]...")
 @json_option
 def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
     """Read every byte of SNAPSHOTs (default: all) again and compare it with its digest.
 
-    Says which tensors are hit, and ends with exit code 1 if any snapshot is damaged.
+    Of a ckpt.yaml every copy on every tier is read. Says which tensors are hit, and ends with exit code 1 if any copy
+    is damaged.
     """
-    repository = open_root(root)
-    wanted = list(dict.fromkeys(find_snapshot(repository, name) for name in snapshots))
-    ids = wanted or [parsed.id for parsed in repository.ids()]
-    nbytes = {info.id: info.nbytes for info in repository.list()}
+    run = open_run(root)
+    wanted = list(dict.fromkeys(run.find(name)[0] for name in snapshots)) or [parsed.id for parsed in run.holders]
+    checked: list[_Copies] = []
+    away = list(run.away)
     with progress(hidden=as_json) as bar:
-        task = bar.add_task("verifying", total=sum(nbytes.get(snapshot, 0) for snapshot in ids))
-        checker = Checker(repository, lambda read: bar.advance(task, read))
-        verdicts = [checker.check(snapshot) for snapshot in ids]
+        task = bar.add_task("verifying", total=None)
+        sizes = [(place, _sizes(run, place, wanted)) for place in run.places]
+        bar.update(task, total=sum(sum(ids.values()) for _, ids in sizes))
+        for place, ids in sizes:
+            try:
+                verdicts = _check(place, list(ids), lambda read: bar.advance(task, read))
+            except CkptError as err:
+                if not run.is_tiered:
+                    raise
+                away.append(Away(place.storage.url, err.code, err.message))
+            else:
+                checked.append(_Copies(place.storage.url, verdicts))
     if as_json:
-        print_json(_json(repository.storage.url, verdicts))
+        print_json(_json(run, checked, away))
     else:
-        _print(verdicts)
-    if not all(verdict.ok for verdict in verdicts):
+        _print(checked, away, is_tiered=run.is_tiered)
+    if not _all_ok(checked):
         sys.exit(1)
 
 
-def _json(url: str, verdicts: Sequence[Verdict]) -> dict[str, object]:
+def _sizes(run: Run, place: Repository, wanted: Sequence[str]) -> dict[str, int]:
+    """The wanted snapshots that a place has a copy of, and their bytes as far as they are known."""
+    there = {parsed.id for parsed, holders in run.holders.items() if place in holders}
+    nbytes: dict[str, int] = {}
+    with suppress(CkptError):  # only the bar needs it
+        nbytes = {info.id: info.nbytes for info in place.list()}
+    return {snapshot: nbytes.get(snapshot, 0) for snapshot in wanted if snapshot in there}
+
+
+def _check(place: Repository, ids: Sequence[str], advance: Callable[[int], object]) -> tuple[Verdict, ...]:
+    checker = Checker(place, advance)
+    return tuple(checker.check(snapshot) for snapshot in ids)
+
+
+def _all_ok(checked: Sequence[_Copies]) -> bool:
+    return all(verdict.ok for copies in checked for verdict in copies.verdicts)
+
+
+def _json(run: Run, checked: Sequence[_Copies], away: Sequence[Away]) -> dict[str, object]:
     rows = [
         {
             "id": verdict.snapshot,
+            "tier": copies.url,
             "ok": verdict.ok,
             "forgotten": verdict.forgotten,
             "read_bytes": verdict.read_bytes,
             "problems": [dataclasses.asdict(problem) for problem in verdict.problems],
         }
-        for verdict in verdicts
+        for copies in checked
+        for verdict in copies.verdicts
     ]
-    return {"root": url, "ok": all(verdict.ok for verdict in verdicts), "snapshots": rows}
+    left_out = [dataclasses.asdict(one) for one in away]
+    return {"root": run.tiers[0], "ok": _all_ok(checked), "snapshots": rows, "away": left_out}
 
 
-def _print(verdicts: Sequence[Verdict]) -> None:
+def _print(checked: Sequence[_Copies], away: Sequence[Away], *, is_tiered: bool) -> None:
+    for copies in checked:
+        if is_tiered:
+            click.secho(copies.url, bold=True)
+        _print_verdicts(copies.verdicts)
+    verdicts = [verdict for copies in checked for verdict in copies.verdicts]
+    whole = sum(verdict.ok and not verdict.forgotten for verdict in verdicts)
+    read_bytes = sum(verdict.read_bytes for verdict in verdicts)
+    total = count(len(verdicts), "snapshot")
+    if is_tiered:
+        total = "1 copy" if len(verdicts) == 1 else f"{len(verdicts):,} copies"
+    click.echo(f"{whole:,} of {total} whole, {units.size(read_bytes)} read")
+    print_away(away)
+
+
+def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
     for verdict in verdicts:
         if verdict.forgotten:
             click.echo(f"{verdict.snapshot}  removed by retention meanwhile")
@@ -68,9 +127,6 @@ def _print(verdicts: Sequence[Verdict]) -> None:
                 click.echo(f"  {_line(problem)}")
             if len(verdict.problems) > MAX_SHOWN:
                 click.echo(f"  ... and {len(verdict.problems) - MAX_SHOWN:,} more")
-    whole = sum(verdict.ok and not verdict.forgotten for verdict in verdicts)
-    read_bytes = sum(verdict.read_bytes for verdict in verdicts)
-    click.echo(f"{whole} of {count(len(verdicts), 'snapshot')} whole, {units.size(read_bytes)} read")
 
 
 def _line(problem: Problem) -> str:

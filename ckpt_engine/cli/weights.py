@@ -15,10 +15,10 @@ import numpy as np
 
 from ckpt_engine.cli.tree import ArrayLeaf, array_leaves, children
 from ckpt_engine.errors import CorruptError, MismatchError, NewerFormatError
+from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store import container
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Entry, Manifest
-from ckpt_engine.store.storage.base import Storage
 
 _ARRAY_KINDS = ("tensor", "ndarray")
 _ITEM_BYTES = {"complex128": 16, "complex32": 4}
@@ -105,12 +105,12 @@ def select_all(manifest: Manifest) -> Selection:
 
 
 def write(
-    storage: Storage, manifest: Manifest, selection: Selection, out: BinaryIO, advance: Callable[[int], object]
+    sources: Sources, manifest: Manifest, selection: Selection, out: BinaryIO, advance: Callable[[int], object]
 ) -> None:
     """Write the file; `advance` is told the bytes written.
 
     Raises:
-        CorruptError: the snapshot is damaged; names the entry.
+        CorruptError: the snapshot is damaged in all sources; names the entry.
         NewerFormatError: it is encoded in a way this version does not know.
     """
     rows = [(a.name, *container.container_form(a.dtype, a.shape, a.nbytes), a.nbytes) for a in selection.arrays]
@@ -120,7 +120,7 @@ def write(
     }
     out.write(container.build_header(rows, metadata))
     for array in selection.arrays:
-        blocks = _blocks(storage, manifest, array)
+        blocks = _blocks(sources, manifest, array)
         for block in blocks if array.view is None else [_cut_view(array, array.view, b"".join(blocks))]:
             out.write(block)
             advance(len(block))
@@ -164,19 +164,20 @@ def _others(node: Any) -> int:
     return 0 if isinstance(node, dict) and node.get("$") in _ARRAY_KINDS else 1
 
 
-def _blocks(storage: Storage, manifest: Manifest, array: Array) -> Iterator[bytearray]:
+def _blocks(sources: Sources, manifest: Manifest, array: Array) -> Iterator[bytearray]:
     """The entry's bytes, piece by piece, each verified."""
     for piece in array.entry.pieces:
         if piece.codec != "raw":
             raise NewerFormatError(f"{array.entry_name!r} is encoded with {piece.codec!r}, unknown to this version")
         block = bytearray(piece.nbytes)
         file = manifest.files[piece.file].name
-        storage.get_into(file, piece.offset, memoryview(block))
+        sources.read(file, piece.offset, memoryview(block))
         if digest(block) != piece.digest:
-            raise CorruptError(
-                f"{array.entry_name!r} in {file} is not what was written",
-                hint="`ckpt verify` shows which snapshots are whole",
-            )
+            try:
+                sources.repair(array.entry_name, file, piece, memoryview(block))
+            except CorruptError as err:
+                hint = "`ckpt verify` shows which snapshots are whole"
+                raise CorruptError(f"{array.entry_name!r} in {file} is not what was written", hint=hint) from err
         yield block
 
 

@@ -6,85 +6,63 @@ is refused by name instead of being called a typing mistake.
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, WithJsonSchema
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema, field_validator, model_validator
+from pydantic_core import CoreSchema
 
-from ckpt_engine.config.quantities import parse_count, parse_duration_seconds, parse_flag, parse_fraction
+from ckpt_engine.config.fields import (
+    DURATION_SCHEMA,
+    Count,
+    Duration,
+    Flag,
+    Section,
+    Share,
+    checked,
+    nonempty_text,
+    one_of,
+    option_error,
+)
+from ckpt_engine.config.keep import Keep
+from ckpt_engine.config.quantities import parse_bytes_per_second, parse_duration_seconds
 
+MEMORY = "memory"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-
-
-def _problem(text: str, *, hint: str = "") -> PydanticCustomError:
-    return PydanticCustomError("option", "{text}", {"text": text, "hint": hint})
-
-
-def _checked(parse: Callable[[object], object], *, also: str | None = None) -> BeforeValidator:
-    """Runs `parse` first; `also` is a word that is accepted as it is."""
-
-    def validate(value: object) -> object:
-        if also is not None and value == also:
-            return value
-        try:
-            return parse(value)
-        except ValueError as err:
-            raise _problem(f"{err}, or '{also}'" if also else str(err)) from err
-
-    return BeforeValidator(validate)
-
-
-def _one_of(*words: str) -> BeforeValidator:
-    """Exactly one of `words`; the boolean that a YAML 1.1 reader makes of an unquoted `on` or `off` counts as it."""
-
-    def validate(value: object) -> object:
-        word = {True: "on", False: "off"}[value] if isinstance(value, bool) and "off" in words else value
-        if isinstance(word, str) and word in words:
-            return word
-        near = difflib.get_close_matches(str(value).lower(), words, 1)
-        choices = " or ".join(f"'{w}'" for w in words)
-        raise _problem(f"must be {choices}", hint=f"; did you mean '{near[0]}'?" if near else "")
-
-    return BeforeValidator(validate)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError("must be a text that is not empty")
-    return value
 
 
 def _location(value: object) -> str:
     """A storage URL as given, or a folder as an absolute path (relative to the working directory, `~` expanded)."""
-    text = _text(value)
-    if text == "memory":
-        raise ValueError("the memory tier is not supported by this version; give a folder on a local disk")
+    text = nonempty_text(value)
     scheme = _SCHEME.match(text)
     if scheme is None:
         return str(Path(os.path.abspath(Path(text).expanduser())))  # noqa: PTH100 - `..` is folded, links are not followed
-    if scheme[1].lower() != "file":
-        # The URL itself is left out: it may carry credentials.
-        raise ValueError(
-            f"storage '{scheme[1]}://' is not supported by this version; give a local folder or a file:// URL"
-        )
-    if not text[scheme.end() :].startswith("/"):
+    if re.match(r"[^/@]*:[^/@]*@", text[scheme.end() :]):
+        # Not with the value: it is logged, and it names the place in reports.
+        raise ValueError("must not contain a password; put credentials in storage_options or in the environment")
+    if scheme[1].lower() == "file" and not text[scheme.end() :].startswith("/"):
         raise ValueError("a file URL has three slashes: file:///folder")
     return text
 
 
 def _tier_list(value: object) -> object:
-    """One place or a list of places → a list of mappings."""
-    places = value if isinstance(value, list | tuple) else [value]
-    if not places:
-        raise _problem("must name a folder")
-    if len(places) > 1:
-        raise _problem(f"several tiers are not supported by this version: {len(places)} given, name one")
-    return [{"url": place} if isinstance(place, str) else place for place in places]
+    """One place or a list of places → a list of mappings, without the memory tier: the arena is always there."""
+    places = list(value) if isinstance(value, list | tuple) else [value]
+    if MEMORY in places[1:]:
+        raise option_error("the memory tier is the nearest one: it comes first")
+    durable = places[1:] if places[:1] == [MEMORY] else places
+    if not durable:
+        raise option_error("must name a folder or storage URL")
+    return [{"url": place} if isinstance(place, str) else place for place in durable]
+
+
+def _options(value: object) -> dict[str, Any]:
+    """A mapping for the storage, as it is."""
+    if not isinstance(value, dict):
+        raise ValueError("must be a mapping of options for the storage")
+    return value
 
 
 def _patterns(value: object) -> list[str]:
@@ -92,7 +70,14 @@ def _patterns(value: object) -> list[str]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
         raise ValueError("must be a list of paths such as ['loop/custom', 'callbacks/*']")
-    return [_text(item) for item in items]
+    return [nonempty_text(item) for item in items]
+
+
+Rate = Annotated[
+    int,
+    checked(parse_bytes_per_second),
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 1}, {"type": "string"}], "examples": ["200 MB/s"]}),
+]
 
 
 class _TierListSchema:
@@ -101,70 +86,47 @@ class _TierListSchema:
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         places = handler(core)
         one = {"anyOf": [{"type": "string"}, places.get("items", {})]}
-        return {"anyOf": [*one["anyOf"], {"type": "array", "items": one, "minItems": 1, "maxItems": 1}]}
-
-
-_COUNT_SCHEMA = WithJsonSchema({"type": "integer", "minimum": 1})
-_DURATION_SCHEMA = {
-    "anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string"}],
-    "examples": ["10 min", "1 h 30 min", 90],
-}
-
-Count = Annotated[int, _checked(parse_count), _COUNT_SCHEMA]
-Duration = Annotated[float, _checked(parse_duration_seconds), WithJsonSchema(_DURATION_SCHEMA)]
-Flag = Annotated[bool, _checked(parse_flag), WithJsonSchema({"type": "boolean"})]
-Share = Annotated[
-    float,
-    _checked(parse_fraction),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
-                {"type": "string", "pattern": r"^\s*[0-9.eE+-]+\s*%?\s*$"},
-            ],
-            "examples": ["1%", 0.01],
-        }
-    ),
-]
-Text = Annotated[str, _checked(_text), WithJsonSchema({"type": "string", "minLength": 1})]
-
-
-class Section(BaseModel):
-    """Base of all sections: frozen, and unknown keys are refused. `planned` keys belong to later versions."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
-    planned: ClassVar[frozenset[str]] = frozenset()
-
-
-class Best(Section):
-    """Keep the best snapshots by a metric given to `save` or logged by the trainer."""
-
-    monitor: Text = Field(description="Name of the metric. Snapshots without it, or where it is NaN, are never best.")
-    mode: Annotated[Literal["min", "max"], _one_of("min", "max")] = Field(
-        default="min", description="Whether a small or a large value is good."
-    )
-    k: Count = Field(default=1, description="How many to keep.")
-
-
-class Keep(Section):
-    """Which snapshots are kept: everything that any of these rules wants. The newest one is always kept."""
-
-    planned = frozenset({"hourly", "daily", "weekly", "quota", "min_free", "age", "tags"})
-
-    last: Count = Field(default=2, description="The newest N.")
-    every_n_steps: Count | None = Field(default=None, description="Those whose step is a multiple of N.")
-    best: Best | None = Field(default=None, description="The best by a metric.")
+        return {"anyOf": [*one["anyOf"], {"type": "array", "items": one, "minItems": 1}]}
 
 
 class Tier(Section):
     """A place for snapshots."""
 
-    planned = frozenset({"every", "every_n_steps", "codec", "bandwidth", "concurrency", "storage_options"})
+    planned = frozenset({"codec"})
 
-    url: Annotated[str, _checked(_location), WithJsonSchema({"type": "string", "minLength": 1})] = Field(
-        description="A folder, relative to the working directory if not absolute, or a file:// URL."
+    url: Annotated[str, checked(_location), WithJsonSchema({"type": "string", "minLength": 1})] = Field(
+        description="A folder, relative to the working directory if not absolute, or a storage URL such as s3://bucket/run."
     )
+    every: Duration | None = Field(
+        default=None, description="Time between snapshots on this tier; without it as often as the tier keeps up."
+    )
+    every_n_steps: Count | None = Field(default=None, description="Steps between snapshots on this tier.")
     keep: Keep | None = Field(default=None, description="Retention of this tier, instead of the general one.")
+    bandwidth: Rate | None = Field(default=None, description="Bytes per second that copying to this tier may take.")
+    concurrency: Count = Field(default=4, description="Requests to the storage at once.")
+    on_failure: Annotated[Literal["degrade", "fail"], one_of("degrade", "fail")] = Field(
+        default="degrade",
+        description="degrade: report a failure, go on with the other tiers, catch up later; fail: stop training.",
+    )
+    storage_options: Annotated[dict[str, Any], checked(_options), WithJsonSchema({"type": "object"})] = Field(
+        default_factory=dict, repr=False, description="For the storage: endpoint_url, key, secret, and so on."
+    )
+
+    def for_storage(self) -> dict[str, Any]:
+        """`storage_options` with what else the storage has to know; a local folder takes none."""
+        scheme = _SCHEME.match(self.url)
+        if scheme is None or scheme[1].lower() == "file":
+            return self.storage_options
+        return {"concurrency": self.concurrency, **self.storage_options}
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    @model_validator(mode="after")
+    def _one_rhythm(self) -> Self:
+        if self.every is not None and self.every_n_steps is not None:
+            raise option_error("give either every or every_n_steps")
+        return self
 
 
 class Config(Section):
@@ -178,8 +140,8 @@ class Config(Section):
     max_lost_work: Duration | None = Field(default=None, description="Work that a crash may cost at worst.")
     mtbf: Annotated[
         Literal["auto"] | float,
-        _checked(parse_duration_seconds, also="auto"),
-        WithJsonSchema({"anyOf": [{"const": "auto"}, *_DURATION_SCHEMA["anyOf"]]}),
+        checked(parse_duration_seconds, also="auto"),
+        WithJsonSchema({"anyOf": [{"const": "auto"}, *DURATION_SCHEMA["anyOf"]]}),
     ] = Field(
         default="auto", description="Mean time between failures of the job; auto learns it from the run's own restarts."
     )
@@ -195,19 +157,19 @@ class Config(Section):
     at_end: Flag = Field(default=True, description="A snapshot of the final state when training ends.")
     keep: Keep = Field(default_factory=Keep, description="Which snapshots are kept.")
     tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tier_list), _TierListSchema()] = Field(
-        description="Where snapshots go: a folder or file:// URL, or a list with one of these."
+        description="Where snapshots go: a folder or storage URL, or a list of these, nearest first."
     )
-    on_error: Annotated[Literal["raise", "warn"], _one_of("raise", "warn")] = Field(
+    on_error: Annotated[Literal["raise", "warn"], one_of("raise", "warn")] = Field(
         default="warn",
         description="A snapshot that fails in the background stops training at the next step, or is reported.",
     )
-    writer: Annotated[Literal["process", "thread"], _one_of("process", "thread")] = Field(
+    writer: Annotated[Literal["process", "thread"], one_of("process", "thread")] = Field(
         default="process", description="What writes snapshots: a process that outlives the trainer, or a thread of it."
     )
     slots: Count = Field(
         default=2, description="Snapshots that fit in host memory at once: one staged while one is written."
     )
-    lazy: Annotated[Literal["auto", "on", "off"], _one_of("auto", "on", "off")] = Field(
+    lazy: Annotated[Literal["auto", "on", "off"], one_of("auto", "on", "off")] = Field(
         default="auto",
         description="on: copy while the next forward and backward run; off: copy before training goes on; "
         "auto: on where a core is left that training does not use.",
@@ -215,7 +177,7 @@ class Config(Section):
 
     pickle: Annotated[
         tuple[str, ...],
-        _checked(_patterns),
+        checked(_patterns),
         WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string", "minLength": 1}}]}),
     ] = Field(
         default=(),
@@ -227,6 +189,16 @@ class Config(Section):
         description="Compare every lazily copied byte with an immediate copy; slow, for finding mistakes.",
     )
 
+    @field_validator("tiers", mode="after")
+    @classmethod
+    def _tiers_fit_together(cls, tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
+        first = tiers[0]
+        if given := [name for name in ("every", "every_n_steps", "bandwidth") if getattr(first, name) is not None]:
+            raise option_error(f"the nearest tier takes every snapshot at full speed: remove its {' and '.join(given)}")
+        if len({tier.url.rstrip("/") for tier in tiers}) < len(tiers):
+            raise option_error("two tiers are the same place")
+        return tiers
+
     @property
     def root_url(self) -> str:
         """The run's root: an absolute folder path, or the URL as given."""
@@ -236,6 +208,10 @@ class Config(Section):
     def root_keep(self) -> Keep:
         """The retention that holds at the run's root."""
         return self.tiers[0].keep or self.keep
+
+    def keep_rules(self, tier: Tier) -> dict[str, Any]:
+        """The retention that holds on `tier` as plain JSON: only the rules that are set."""
+        return (tier.keep or self.keep).model_dump(mode="json", exclude_none=True)
 
     def root_keep_rules(self) -> dict[str, Any]:
         """`root_keep` as plain JSON: only the rules that are set."""

@@ -12,7 +12,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ckpt_engine.config.models import Best, Config, Keep, Section, Tier
+from ckpt_engine.config.fields import Section
+from ckpt_engine.config.keep import Best, Keep
+from ckpt_engine.config.models import Config, Tier
 from ckpt_engine.config.yaml_file import KeyPath
 
 _SECTIONS: Mapping[str, type[Section]] = {"": Config, "keep": Keep, "keep.best": Best, "tiers": Tier}
@@ -98,7 +100,11 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
         text = str(detail["msg"])
     if "not supported by this version" in text:
         return text
-    return f"{text}, got {_shown(_at(values, path))}{detail.get('ctx', {}).get('hint', '')}"
+    hint = detail.get("ctx", {}).get("hint", "")
+    value = _at(values, path)
+    if path[0] == "tiers" and (path[-1] == "storage_options" or isinstance(value, dict | list) or "password" in text):
+        return f"{text}{hint}"  # the value may carry credentials
+    return f"{text}, got {_shown(value)}{hint}"
 
 
 def _unknown_key(loc: KeyPath) -> str:

@@ -1,4 +1,4 @@
-"""Quantities as people write them: `1%`, `10 min`, `500` become plain numbers in base units.
+"""Quantities as people write them: `1%`, `10 min`, `500 GB` become plain numbers in base units.
 
 Every parser takes numbers and strings, because YAML 1.1 readers deliver `1e-3` as a string, and raises `ValueError`
 with a text that completes the sentence "<key>: ...".
@@ -21,6 +21,17 @@ SECONDS_PER_UNIT: Mapping[str, float] = {
     **dict.fromkeys(("d", "day", "days"), 86400.0),
     **dict.fromkeys(("w", "week", "weeks"), 604800.0),
 }
+_DECIMAL = ("", "k", "M", "G", "T", "P")
+BYTES_PER_UNIT: Mapping[str, int] = {
+    **{f"{prefix}{b}": 1000**n for n, prefix in enumerate(_DECIMAL) for b in ("B", "")},
+    **{f"{prefix.upper()}iB": 1024**n for n, prefix in enumerate(_DECIMAL) if n},
+    **{f"{prefix.lower()}b": 1000**n for n, prefix in enumerate(_DECIMAL)},
+    "KB": 1000,
+    "K": 1000,
+    "bytes": 1,
+    "byte": 1,
+}
+"""Powers of 1000, of 1024 with an `i`. `Mb` is not among them: that would be bits."""
 _FLAGS: Mapping[str, bool] = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -86,6 +97,47 @@ def _sum_of_terms(text: str) -> float | None:
         total += float(term[1]) * factor
         position = term.end()
     return total if text else None
+
+
+def parse_bytes(value: object) -> int:
+    """A positive number of bytes.
+
+    Args:
+        value: bytes as a number, or a text such as `"500 GB"`, `"1.5TB"` (powers of 1000) or `"64 GiB"` (of 1024).
+
+    Raises:
+        ValueError: not a size.
+    """
+    number = _number(value)
+    if number is None and isinstance(value, str):
+        term = _TERM.fullmatch(value.rstrip())
+        factor = BYTES_PER_UNIT.get(term[2]) if term else None
+        number = _number(float(term[1]) * factor) if term and factor else None
+    if number is None:
+        raise ValueError("must be a size such as '500 GB', '64 GiB' or a number of bytes")
+    if number < 1:
+        raise ValueError("must be a size of at least 1 byte")
+    return int(number)
+
+
+def parse_bytes_per_second(value: object) -> int:
+    """A positive rate in bytes per second.
+
+    Args:
+        value: bytes per second as a number, or a text such as `"200 MB/s"`.
+
+    Raises:
+        ValueError: not a rate.
+    """
+    try:
+        if isinstance(value, str) and _number(value) is None:
+            size, slash, second = value.strip().rpartition("/")
+            if not slash or second.strip() not in ("s", "sec", "second"):
+                raise ValueError
+            return parse_bytes(size)
+        return parse_bytes(value)
+    except ValueError:
+        raise ValueError("must be a rate such as '200 MB/s' or a number of bytes per second") from None
 
 
 def parse_count(value: object) -> int:

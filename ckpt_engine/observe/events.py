@@ -80,6 +80,44 @@ class SnapshotsForgotten(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotReplicated(Event):
+    """A further tier has the snapshot too, durably.
+
+    `latency_seconds` runs from the snapshot's creation, `copy_seconds` is the copy itself; `sent_bytes` leaves out what
+    an interrupted copy had sent before.
+    """
+
+    name: ClassVar[str] = "snapshot_replicated"
+    snapshot: str
+    step: int
+    tier: str
+    sent_bytes: int
+    copy_seconds: float
+    latency_seconds: float
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierDegraded(Event):
+    """A tier failed and is left out until it works again; the others go on. `fatal`: training is to stop for it."""
+
+    name: ClassVar[str] = "tier_degraded"
+    tier: str
+    code: str
+    message: str
+    fatal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TierRecovered(Event):
+    """A tier that had failed works again, after `away_seconds`."""
+
+    name: ClassVar[str] = "tier_recovered"
+    tier: str
+    away_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class IntervalChanged(Event):
     """The frequency policy changed its interval; `why` is the one-line explanation for people."""
 
@@ -114,6 +152,9 @@ KINDS: Mapping[str, type[Event]] = {
         SnapshotFailed,
         SnapshotSkipped,
         SnapshotsForgotten,
+        SnapshotReplicated,
+        TierDegraded,
+        TierRecovered,
         IntervalChanged,
         WriterLost,
         Notice,

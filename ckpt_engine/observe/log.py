@@ -10,9 +10,12 @@ from ckpt_engine.observe.events import (
     Notice,
     SnapshotCommitted,
     SnapshotFailed,
+    SnapshotReplicated,
     SnapshotsForgotten,
     SnapshotSkipped,
     SnapshotStaged,
+    TierDegraded,
+    TierRecovered,
     WriterLost,
 )
 from ckpt_engine.observe.units import duration, size
@@ -37,9 +40,11 @@ def level_of(event: Event) -> int:
     match event:
         case SnapshotFailed():
             return logging.ERROR
-        case WriterLost():
+        case TierDegraded(fatal=True):
+            return logging.ERROR
+        case WriterLost() | TierDegraded():
             return logging.WARNING
-        case SnapshotCommitted() | IntervalChanged():
+        case SnapshotCommitted() | IntervalChanged() | SnapshotReplicated() | TierRecovered():
             return logging.INFO
         case Notice(level=name):
             return logging.getLevelNamesMapping().get(name.upper(), logging.INFO)
@@ -68,6 +73,15 @@ def line(event: Event) -> str:
             return f"step {event.step}: snapshot postponed ({event.reason}), training goes on"
         case SnapshotsForgotten():
             return f"{len(event.snapshots)} older snapshots forgotten, {size(event.freed_bytes)} freed"
+        case SnapshotReplicated():
+            return (
+                f"step {event.step}: snapshot {event.snapshot} durable on {event.tier} too, "
+                f"{size(event.sent_bytes)} sent in {duration(event.copy_seconds)}"
+            )
+        case TierDegraded():
+            return f"{event.tier} failed and is tried again later: [{event.code}] {event.message}"
+        case TierRecovered():
+            return f"{event.tier} works again after {duration(event.away_seconds)}"
         case IntervalChanged():
             return f"step {event.step}: snapshots {event.why}"
         case WriterLost() | Notice():

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ckpt_engine.observe.events import Event, SnapshotCommitted, SnapshotFailed, SnapshotSkipped, SnapshotStaged
+from ckpt_engine.observe.events import (
+    Event,
+    SnapshotCommitted,
+    SnapshotFailed,
+    SnapshotReplicated,
+    SnapshotSkipped,
+    SnapshotStaged,
+    TierDegraded,
+    TierRecovered,
+)
 
 
 class CadenceReading(Protocol):
@@ -34,6 +43,10 @@ class RunMetrics:
         self.committed = 0
         self.skipped = 0
         self.failed = 0
+        self.replicated = 0
+        self.sent_bytes = 0
+        self._tiers: dict[str, bool] = {}
+        """Further tiers heard of, and whether they are away."""
 
     def emit(self, event: Event) -> None:
         match event:
@@ -47,6 +60,14 @@ class RunMetrics:
                 self.failed += 1
             case SnapshotSkipped():
                 self.skipped += 1
+            case SnapshotReplicated():
+                self.replicated += 1
+                self.sent_bytes += event.sent_bytes
+                self._tiers[event.tier] = False
+            case TierDegraded():
+                self._tiers[event.tier] = True
+            case TierRecovered():
+                self._tiers[event.tier] = False
             case _:
                 pass
 
@@ -54,7 +75,8 @@ class RunMetrics:
         """The current values, without a prefix.
 
         `stall_seconds` and `latency_seconds` are those of the newest snapshot; `written_bytes`, `committed`,
-        `skipped` and `failed` count since the start; `interval_steps` is missing while there is none.
+        `skipped` and `failed` count since the start; `interval_steps` is missing while there is none. `replicated`,
+        `sent_bytes` (to further tiers) and `tiers_away` are there once a tier was heard of.
         """
         numbers: dict[str, float] = {
             "stall_seconds": self.stall_seconds,
@@ -64,6 +86,10 @@ class RunMetrics:
             "skipped": float(self.skipped),
             "failed": float(self.failed),
         }
+        if self._tiers:
+            numbers["replicated"] = float(self.replicated)
+            numbers["sent_bytes"] = float(self.sent_bytes)
+            numbers["tiers_away"] = float(sum(self._tiers.values()))
         if self._cadence is not None:
             if (interval := self._cadence.interval_steps) is not None:
                 numbers["interval_steps"] = float(interval)

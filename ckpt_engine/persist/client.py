@@ -170,5 +170,9 @@ def completed(config: WriterConfig) -> WriterConfig:
         "started": time.time(),
         "command": " ".join([sys.executable, *sys.argv[:1]]),  # arguments may hold secrets, and the lease is readable
     }
-    url = config.url if "://" in config.url else str(Path(config.url).expanduser().absolute())
-    return dataclasses.replace(config, url=url, holder={**me, **config.holder})
+    tiers = tuple(dataclasses.replace(tier, url=_absolute(tier.url)) for tier in config.tiers)
+    return dataclasses.replace(config, url=_absolute(config.url), tiers=tiers, holder={**me, **config.holder})
+
+
+def _absolute(url: str) -> str:
+    return url if "://" in url else str(Path(url).expanduser().absolute())

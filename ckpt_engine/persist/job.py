@@ -53,7 +53,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class PersistJob:
-    """One staged snapshot to make durable. The slot MUST NOT change until its `JobDone` has arrived.
+    """One staged snapshot to make durable. The slot MUST NOT change until its `JobDone` has arrived (see there).
 
     Args:
         job: unique number within one trainer process.
@@ -119,21 +119,52 @@ _CLASSES = _classes()
 
 @dataclass(frozen=True, slots=True)
 class JobDone:
-    """The outcome of one job; its slot is free again.
+    """The outcome of one job; its slot is free again, unless it is held.
 
     Args:
         snapshot_id: the id of the snapshot, which is durable (`error` is None), else None.
         error: why it is not durable.
+        slot_held: a call that hangs may still read the slot: it MUST NOT change until a `SlotFreed` names it.
     """
 
     job: int
     snapshot_id: str | None
     error: ErrorRecord | None = None
+    slot_held: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether the snapshot is durable."""
         return self.error is None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFreed:
+    """The call that held an arena slot after its `JobDone` has ended."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """A further tier: a place that snapshots are copied to.
+
+    Args:
+        url: its root.
+        storage_options: passed to the storage as they are.
+        keep: its retention, as of `WriterConfig`.
+        every_seconds, every_n_steps: the least distance of its snapshots; both None: as often as it keeps up.
+        bandwidth_bytes_per_second: None: no limit.
+        fatal: its failures stop training instead of being reported.
+    """
+
+    url: str
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    keep: Mapping[str, Any] = field(default_factory=dict)
+    every_seconds: float | None = None
+    every_n_steps: int | None = None
+    bandwidth_bytes_per_second: float | None = None
+    fatal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +180,19 @@ class WriterConfig:
         holder: who asks for the lease: `pid`, `host`, `command`; filled with this process where absent.
         drain_seconds: how long a writer whose trainer is gone may go on to finish its jobs.
         nice: lower the CPU and I/O priority of the writer process.
+        tiers: further tiers, nearest first.
+        fatal: a snapshot that `url` does not take fails, even if a further tier would.
     """
 
     url: str
-    storage_options: Mapping[str, Any] = field(default_factory=dict)
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
     keep: Mapping[str, Any] = field(default_factory=dict)
     lease_wait_seconds: float = 0.0
     holder: Mapping[str, Any] = field(default_factory=dict)
     drain_seconds: float = 600.0
     nice: bool = True
+    tiers: tuple[TierConfig, ...] = ()
+    fatal: bool = False
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
@@ -191,7 +226,7 @@ def done_to_json(done: JobDone) -> dict[str, Any]:
 def done_from_json(data: Mapping[str, Any]) -> JobDone:
     """The inverse of `done_to_json`."""
     error = data["error"]
-    return JobDone(data["job"], data["snapshot_id"], None if error is None else ErrorRecord(**error))
+    return JobDone(data["job"], data["snapshot_id"], None if error is None else ErrorRecord(**error), data["slot_held"])
 
 
 def config_to_json(config: WriterConfig) -> dict[str, Any]:
@@ -201,4 +236,4 @@ def config_to_json(config: WriterConfig) -> dict[str, Any]:
 
 def config_from_json(data: Mapping[str, Any]) -> WriterConfig:
     """The inverse of `config_to_json`."""
-    return WriterConfig(**data)
+    return WriterConfig(**{**data, "tiers": tuple(TierConfig(**tier) for tier in data["tiers"])})

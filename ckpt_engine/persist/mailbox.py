@@ -9,10 +9,10 @@ from collections import deque
 from ckpt_engine.observe import events
 from ckpt_engine.observe.events import Event, SnapshotFailed, WriterLost
 from ckpt_engine.persist import protocol
-from ckpt_engine.persist.job import ErrorRecord, JobDone, PersistJob, done_from_json
+from ckpt_engine.persist.job import ErrorRecord, JobDone, PersistJob, SlotFreed, done_from_json
 from ckpt_engine.persist.wire import Body
 
-Message = JobDone | Event
+Message = JobDone | SlotFreed | Event
 
 
 class Mailbox:
@@ -51,7 +51,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def hear(self, body: Body) -> None:
-        """Take in an `event`, `done` or `settled` message."""
+        """Take in an `event`, `done`, `freed` or `settled` message."""
         with self._changed:
             match body["kind"]:
                 case protocol.EVENT:
@@ -60,6 +60,8 @@ class Mailbox:
                     done = done_from_json(body["done"])
                     self._open.pop(done.job, None)
                     self._messages.append(done)
+                case protocol.FREED:
+                    self._messages.append(SlotFreed(body["slot"]))
                 case protocol.SETTLED:
                     self._unsettled.discard(body["job"])
             self._changed.notify_all()

@@ -70,6 +70,10 @@ class CutLayout:
         sizes = {entry.name: entry.nbytes for entry in layout.entries}
         return cls(layout, tuple(cut(entry) for entry in layout.entries), sum(sizes.values()), sizes)
 
+    def blank_digests(self) -> list[str]:
+        """As many digests as there are pieces, and as long, of nothing."""
+        return [digest(b"")] * sum(map(len, self.extents))
+
     def entries(self, digests: Sequence[str]) -> dict[str, Entry]:
         """The manifest's entries, given the digests of all pieces in order."""
         found: dict[str, Entry] = {}

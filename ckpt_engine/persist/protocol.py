@@ -13,8 +13,11 @@ To the writer, in this order:
 | `close`    |                                           | finish everything, then exit |
 
 To the trainer: `started`, or `refused` with `error` (the writer then exits); per job `event`s, one `done`, perhaps
-events of the retention that follows, one `settled`. Jobs are done in the order they were sent. Nothing is sent after
-`refused`, and nothing but answers to jobs after `started`.
+events of the retention that follows, one `settled`. Jobs are done in the order they were sent. A `done` may say that
+its slot is held by a call that hangs: then a `freed` with the `slot` follows, perhaps never. Nothing is sent after
+`refused`. With one tier that does not hang nothing but answers to jobs is sent after `started`. Otherwise events come
+at any time, and after `close` one `closed` with the `unfinished` tiers, each a text, as soon as nothing is left to wait
+for: the writer then goes on by itself.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ REFUSED = "refused"
 EVENT = "event"
 DONE = "done"
 SETTLED = "settled"
+FREED = "freed"
+CLOSED = "closed"
 
 
 def event(found: events.Event) -> Body:

@@ -18,7 +18,7 @@ from ckpt_engine.persist import protocol
 from ckpt_engine.persist.client import Client
 from ckpt_engine.persist.job import ErrorRecord, WriterConfig, config_to_json
 from ckpt_engine.persist.wire import Body, Channel
-from ckpt_engine.persist.worker import refusal
+from ckpt_engine.persist.worker import refusal, unfinished
 
 ANSWER_SECONDS = 60.0
 """How long the process may take to start and answer, on top of waiting for the lease."""
@@ -46,6 +46,8 @@ class ProcessWriter(Client):
         self._answer: CkptError | None = None
         self._answered = threading.Event()
         self._closing = False
+        self._closed = threading.Event()
+        self._goes_on = False
         self._abandoned = False
         self._tail = b""
         self._exit_fd = _pidfd(process.pid)
@@ -87,14 +89,16 @@ class ProcessWriter(Client):
             return True
         self._closing = True
         self._channel.send({"kind": protocol.CLOSE})
-        self._listener.join(timeout)
-        if not self._listener.is_alive():
+        closed = self._closed.wait(timeout)
+        if closed and not self._goes_on:
+            self._listener.join(_REAP_SECONDS)
             return True
-        why = f"not durable {timeout:.0f} s after closing; the writer process {self.pid} goes on by itself"
+        late = "" if closed else f"not durable {timeout:.0f} s after closing; "
+        why = f"{late}the writer process {self.pid} goes on by itself"
         self._mailbox.lose(ErrorRecord(WaitTimeoutError.code, why), expected=True)
         self._abandoned = True
         self._channel.wake()
-        return False
+        return closed
 
     def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
         self._channel.send(body, fds)
@@ -114,6 +118,7 @@ class ProcessWriter(Client):
                 os.close(self._exit_fd)
             if self._process.stderr is not None:
                 self._process.stderr.close()
+            self._closed.set()
 
     def _hear_all(self, selector: selectors.BaseSelector) -> None:
         """Hear until the process has ended or, where that cannot be watched, has closed its socket."""
@@ -169,6 +174,11 @@ class ProcessWriter(Client):
                 self._closing = True
                 self._answer = refusal(body).exception()
                 self._answered.set()
+            case protocol.CLOSED:
+                if body["unfinished"]:
+                    self._mailbox.hear(protocol.event(unfinished(body, f"the writer process {self.pid}")))
+                    self._goes_on = True
+                    self._closed.set()
             case _:
                 self._mailbox.hear(body)
 

@@ -13,7 +13,7 @@ from ckpt_engine.persist import protocol
 from ckpt_engine.persist.client import Client
 from ckpt_engine.persist.job import ErrorRecord, WriterConfig
 from ckpt_engine.persist.wire import Body, decode, encode
-from ckpt_engine.persist.worker import Worker, refusal
+from ckpt_engine.persist.worker import Worker, refusal, unfinished
 
 ANSWER_SECONDS = 60.0
 
@@ -30,6 +30,7 @@ class ThreadWriter(Client):
         self._answered = threading.Event()
         self._refused: ErrorRecord | None = None
         self._closing = False
+        self._closed = threading.Event()
         self._worker = Worker(config, self._hear, self._ended)
 
     @classmethod
@@ -55,7 +56,7 @@ class ThreadWriter(Client):
         self._closing = True
         atexit.unregister(self._finish_at_exit)
         self._worker.finish()
-        ended = self._worker.join(timeout)
+        ended = self._closed.wait(timeout)
         if not ended:
             self._mailbox.lose(ErrorRecord("CKPT603", f"not durable {timeout:.0f} s after closing"), expected=True)
         return ended
@@ -70,6 +71,10 @@ class ThreadWriter(Client):
                 self._answered.set()
             case protocol.REFUSED:
                 self._refused = refusal(body)
+            case protocol.CLOSED:
+                if body["unfinished"]:
+                    self._mailbox.hear(protocol.event(unfinished(body, "the writer thread")))
+                    self._closed.set()
             case _:
                 self._mailbox.hear(decode(encode(body)))
 
@@ -79,6 +84,7 @@ class ThreadWriter(Client):
             self._refused = ErrorRecord(WriterError.code, message)
         self._mailbox.lose(ErrorRecord(WriterError.code, message), expected=self._closing and not broken)
         self._answered.set()
+        self._closed.set()
 
     def _finish_at_exit(self) -> None:
         self.close(self._config.drain_seconds)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from ckpt_engine.errors import CkptError
+from ckpt_engine.observe.events import Notice
 from ckpt_engine.persist import protocol
 from ckpt_engine.persist.job import ErrorRecord, WriterConfig
 from ckpt_engine.persist.wire import Body
@@ -23,7 +24,7 @@ class Worker:
     a trainer sends no job without a free slot.
 
     Args:
-        emit: takes the messages to the trainer, on this thread; answers `start` with `started` or `refused`.
+        emit: takes the messages to the trainer, on any thread; answers `start` with `started` or `refused`.
         on_exit: called once on this thread, last; with the text of the error if the writer broke down.
 
     `opened` says whether the lease was taken, `ended` whether the writer is closed.
@@ -57,7 +58,8 @@ class Worker:
             self._changed.notify()
 
     def skip_waiting(self) -> None:
-        """Exit after the message at hand."""
+        """Exit after the message at hand, leaving further tiers as they are."""
+        self._writer.stop_draining()
         with self._changed:
             self._todo.clear()
             self._finishing = True
@@ -78,8 +80,11 @@ class Worker:
         finally:
             try:
                 self._writer.close()
-            except OSError:
+                if broken is None:
+                    self._writer.drain()
+            except Exception:  # noqa: BLE001 - told like any other: nobody may wait for a thread that is gone
                 broken = broken or traceback.format_exc()
+            self._writer.stop_draining()
             self.ended = True
             self._on_exit(broken)
 
@@ -94,7 +99,7 @@ class Worker:
         return True
 
     def _serve(self) -> None:
-        self._writer.sweep()
+        self._writer.prepare()
         while True:
             with self._changed:
                 while not self._todo and not self._finishing:
@@ -108,3 +113,9 @@ class Worker:
 def refusal(body: Body) -> ErrorRecord:
     """The error of a `refused` message."""
     return ErrorRecord(body["code"], body["message"], body["hint"])
+
+
+def unfinished(body: Body, who: str) -> Notice:
+    """What a `closed` message means for people."""
+    tiers = "; nor on ".join(body["unfinished"])
+    return Notice("WARNING", f"not everything is on {tiers}; {who} goes on with it for a while")

@@ -11,32 +11,49 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
+from typing import TypeVar
 
-from ckpt_engine.errors import CkptError, StorageFullError, WriterError
-from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotFailed, SnapshotsForgotten
+from ckpt_engine.errors import (
+    CkptError,
+    LeaseHeldError,
+    StorageError,
+    StorageFullError,
+    StorageStalledError,
+    WriterError,
+)
+from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotFailed
 from ckpt_engine.persist import job as values
 from ckpt_engine.persist import protocol
+from ckpt_engine.persist.fleet import Fleet
+from ckpt_engine.persist.holds import Holds
 from ckpt_engine.persist.job import ErrorRecord, JobDone, PersistJob, WriterConfig
-from ckpt_engine.persist.pieces import CutLayout, Digesting
+from ckpt_engine.persist.near import Near
+from ckpt_engine.persist.pieces import CutLayout
 from ckpt_engine.persist.skeleton import Skeleton
 from ckpt_engine.persist.slots import ArenaSlot
+from ckpt_engine.persist.snapshots import Staged
+from ckpt_engine.persist.stall import AbandonedError, Lane
+from ckpt_engine.persist.status import Unfinished
+from ckpt_engine.persist.watched import watched
 from ckpt_engine.persist.wire import Body
 from ckpt_engine.store import layout as names
-from ckpt_engine.store.collect import Collected, collect, prune
-from ckpt_engine.store.lease import Holder, Lease, acquire
-from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo
+from ckpt_engine.store.lease import Holder, acquire
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepAll, RetentionPolicy, policy_from
+from ckpt_engine.store.retention import KeepAll, policy_from
 from ckpt_engine.store.storage.open import open_storage
 
 Emit = Callable[[Body], object]
+T = TypeVar("T")
 
 
 class Writer:
     """Persists the jobs of one trainer into one run, holding the run's lease meanwhile.
 
+    A tier that hangs is left behind after `stall.STALL_SECONDS`: then the job goes to the next one, or fails.
+
     Args:
-        emit: takes the messages to the trainer (see `protocol`); called on the thread that calls `handle`.
+        emit: takes the messages to the trainer (see `protocol`); may be called on any thread, and never waits.
 
     Every method is called by one thread, the same one, in the order of the protocol.
     """
@@ -44,15 +61,18 @@ class Writer:
     def __init__(self, config: WriterConfig, emit: Emit) -> None:
         self._config = config
         self._emit = emit
-        self._repository: Repository
-        self._lease: Lease
-        self._policy: RetentionPolicy
+        self._near: Near
+        self._lane: Lane
+        self._keeps_all = False
         self._seq = 0
-        self._swept = False
         self._slots: dict[int, ArenaSlot] = {}
+        self._holds = Holds(self._emit_freed)
         self._layouts: dict[int, CutLayout] = {}
         self._skeletons: dict[int, Skeleton] = {}
-        self._closing = ExitStack()
+        self._fleet: Fleet | None = None
+        self._held_back: str | None = None
+        """The newest snapshot when retention had to spare one that was being copied."""
+        self._opened = False
 
     def open(self) -> None:
         """Take the lease and make the run's folder ready.
@@ -63,26 +83,77 @@ class Writer:
             StorageError: it cannot be written.
             WriterError: the configuration is impossible.
         """
-        config = self._config
+        config, holder = self._config, _holder(self._config)
         try:
-            self._policy = policy_from(config.keep)
+            policy = policy_from(config.keep)
         except (ValueError, TypeError) as err:
             raise WriterError(f"cannot apply the retention {dict(config.keep)}: {err}") from err
-        storage = open_storage(config.url, config.storage_options)
-        self._lease = acquire(storage, _holder(config), config.lease_wait_seconds)
+        plain = open_storage(config.url, config.storage_options)
+        self._lane = lane = Lane(plain.url)
+        storage = watched(open_storage(config.url, config.storage_options), lane.progress)
+        fleet = Fleet(config, plain, holder, self._emit_event) if config.tiers else None
         with ExitStack() as undo:
-            undo.callback(self._lease.release)
-            self._repository = Repository(storage)
-            self._repository.create_if_absent()
-            self._seq = self._repository.next_seq()
-            self._closing = undo.pop_all()
+            lease = acquire(plain, holder, config.lease_wait_seconds)
+            undo.callback(lease.release)
+            repository = Repository(storage)
+            if fleet is None:
+                repository.create_if_absent()
+            else:
+                repository = fleet.join_run(repository)
+                fleet.start()
+            self._fleet = fleet
+            self._seq = repository.next_seq()
+            self._keeps_all = isinstance(policy, KeepAll)
+            self._near = Near(
+                config.url,
+                repository,
+                lease,
+                partial(acquire, plain, holder),
+                policy,
+                fleet.run if fleet else None,
+                lane.progress,
+                self._emit_event,
+                fleet.gone if fleet else lambda _: None,
+            )
+            self._opened = True
+            undo.pop_all()
 
     def close(self) -> None:
-        """Give back the lease and the arena. Idempotent."""
+        """Give back the lease and the arena. Idempotent. A tier that hangs does so when it has ended."""
+        if self._held_back is not None:
+            self._prune(self._held_back)
         for slot in self._slots.values():
             slot.close()
         self._slots.clear()
-        self._closing.close()
+        if self._opened and not self._lane.last(self._release):
+            self._opened = False
+            try:
+                self._lane.call(self._release)
+            except StorageStalledError as err:
+                self._notice(f"the lease could not be given back: {err.message}")
+
+    def _release(self) -> None:
+        try:
+            self._near.release()
+        except (CkptError, OSError) as err:  # a tier that is away cannot be told
+            self._notice(f"the lease of {self._lane.url} could not be given back: {ErrorRecord.of(err).message}")
+
+    def drain(self) -> None:
+        """After `close`: finish what further tiers still want, for at most `drain_seconds`.
+
+        Nearer places are free for another writer meanwhile: only the leases of further tiers are still held.
+        """
+        stuck = self._opened and self._lane.stuck
+        hanging = [Unfinished(self._lane.url, (), "it hangs")] if stuck else []
+        if self._fleet is not None:
+            self._fleet.drain(self._config.drain_seconds, bool(hanging), self._emit_closed)
+        elif hanging:
+            self._emit_closed(hanging)
+
+    def stop_draining(self) -> None:
+        """Leave further tiers as they are. The one method that any thread may call."""
+        if self._fleet is not None:
+            self._fleet.stop()
 
     def handle(self, body: Body, fds: Sequence[int] = ()) -> None:
         """Do what one message says. A job that fails is reported, never raised.
@@ -110,15 +181,14 @@ class Writer:
             case kind:
                 raise WriterError(f"the writer does not know the message {kind!r}")
 
-    def sweep(self) -> None:
-        """Remove what writers that died have left behind; once, and again only after a full disk. Never raises."""
-        if self._swept:
-            return
-        self._swept = True
+    def prepare(self) -> None:
+        """Once after `open`, before any message: what takes time and needs no answer. Never raises."""
+        if self._fleet is not None:
+            self._seq = max(self._seq, self._fleet.next_seq())
         try:
-            self._report(collect(self._repository, self._lease))
-        except Exception as err:  # noqa: BLE001 - reported; garbage harms nobody
-            self._notice(f"cannot remove what earlier writers left behind: {err}")
+            self._lane.call(self._near.sweep)
+        except StorageStalledError as err:
+            self._near_failed(err)
 
     def _forget_slots(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -127,137 +197,122 @@ class Writer:
                 slot.close()
 
     def _persist(self, job: PersistJob) -> None:
+        if job.parent is not None and (parent := names.parse_id(job.parent)) is not None:
+            self._seq = max(self._seq, parent.seq + 1)  # it may come from a tier that did not answer at the start
         snapshot = names.snapshot_id(self._seq, job.step)
         self._seq += 1
         try:
-            committed = self._make_durable(job, snapshot)
+            staged = self._staged(job, snapshot)
+            event, near = self._make_durable(staged)
         except Exception as err:  # noqa: BLE001 - reported; whatever it is, the next job gets its own chance
             record = ErrorRecord.of(err)
-            if isinstance(err, StorageFullError):
-                self._swept = False
             self._emit_event(SnapshotFailed(snapshot, job.step, self._config.url, record.code, record.message))
-            self._emit_done(JobDone(job.job, None, record))
+            self._emit_done(job, None, record)
         else:
-            self._emit_event(committed)
-            self._emit_done(JobDone(job.job, snapshot))
-            self._prune(snapshot)
+            self._emit_event(event)
+            self._emit_done(job, snapshot)
+            if near:
+                if self._fleet is not None:
+                    self._fleet.committed(snapshot)
+                self._prune(snapshot)
         self._emit({"kind": protocol.SETTLED, "job": job.job})
 
-    def _make_durable(self, job: PersistJob, snapshot: str) -> SnapshotCommitted:
-        cpu_before = time.thread_time()
-        cut_layout, skeletons = self._resolve(job)
-        self.sweep()
-        self._lease.check()
-        data = DataFile(names.data_name(snapshot), cut_layout.layout.nbytes)
-        with self._slots[job.slot].image(data.nbytes) as image:
-            digesting = Digesting(image, cut_layout)
-            began = time.monotonic()
-            try:
-                self._repository.storage.put(data.name, [image])
-            except BaseException:
-                digesting.abandon()
-                raise
-            write_seconds = time.monotonic() - began
-            digests = digesting.result()
-        try:
-            self._repository.commit(self._manifest(job, snapshot, cut_layout, skeletons, digests, data))
-        except BaseException:
-            self._undo(snapshot)
-            raise
-        return SnapshotCommitted(
-            snapshot=snapshot,
-            step=job.step,
-            tier=self._config.url,
-            nbytes=cut_layout.nbytes,
-            written_bytes=data.nbytes,
-            latency_seconds=time.monotonic() - job.instant_monotonic,
-            write_seconds=write_seconds,
-            cpu_seconds=time.thread_time() - cpu_before + digesting.cpu_seconds,
-            time=time.time(),
-        )
+    def _make_durable(self, staged: Staged) -> tuple[SnapshotCommitted, bool]:
+        """Write the snapshot to the nearest tier, or to the next one that works; whether it was the nearest.
 
-    def _resolve(self, job: PersistJob) -> tuple[CutLayout, dict[str, Skeleton]]:
+        Raises:
+            Exception: no tier took it; that of the nearest one.
+        """
+        try:
+            return self._in_lane(self._lane, staged, partial(self._near.write, staged)), True
+        except Exception as err:
+            if isinstance(err, StorageFullError):
+                self._near.sweep_again()
+            elsewhere = self._make_durable_elsewhere(staged, err)
+            if elsewhere is None:
+                raise
+            return elsewhere, False
+
+    def _make_durable_elsewhere(self, staged: Staged, error: Exception) -> SnapshotCommitted | None:
+        """The nearest tier has failed: write the snapshot to the next one that works. None: none does."""
+        if self._fleet is None or not isinstance(error, StorageError | LeaseHeldError):
+            return None
+        self._fleet.primary_failed(error)
+        if self._config.fatal:
+            return None
+        for replicator in self._fleet.working():
+            tier = replicator.tier
+            try:
+                committed = self._in_lane(tier.direct, staged, partial(tier.write, staged))
+            except Exception as err:  # noqa: BLE001 - told as the failure of that tier; the next one may do
+                replicator.failed(err)
+                continue
+            self._fleet.committed_elsewhere(staged.snapshot)
+            return committed
+        return None
+
+    def _in_lane(self, lane: Lane, staged: Staged, work: Callable[[], T]) -> T:
+        """What `work` returns. While it runs, left behind or not, the trainer does not get back its slot."""
+        lane.refuse_if_stuck()
+        release = self._holds.take(staged.job.slot)
+
+        def left(error: BaseException | None) -> None:
+            release()
+            if error is not None and not isinstance(error, AbandonedError):
+                self._notice(f"what hung at {lane.url} has failed: {ErrorRecord.of(error).message}")
+
+        try:
+            found = lane.call(work, left=left)
+        except StorageStalledError:
+            raise  # `left` is called when it has ended
+        except BaseException:
+            release()
+            raise
+        release()
+        return found
+
+    def _staged(self, job: PersistJob, snapshot: str) -> Staged:
         """What the job's numbers stand for."""
         try:
-            self._slots[job.slot]
-            return self._layouts[job.layout], {key: self._skeletons[number] for key, number in job.tree}
+            skeletons = {key: self._skeletons[number] for key, number in job.tree}
+            return Staged(job, snapshot, self._slots[job.slot], self._layouts[job.layout], skeletons)
         except KeyError as err:
             raise WriterError(
                 f"job {job.job} names slot {job.slot}, layout {job.layout} or a skeleton that was never sent: {err}"
             ) from err
 
-    def _manifest(
-        self,
-        job: PersistJob,
-        snapshot: str,
-        cut_layout: CutLayout,
-        skeletons: dict[str, Skeleton],
-        digests: list[str],
-        data: DataFile,
-    ) -> Manifest:
-        parsed = names.parse_id(snapshot)
-        assert parsed is not None
-        sizes = cut_layout.entry_bytes
-        info = SnapshotInfo(
-            id=snapshot,
-            seq=parsed.seq,
-            step=job.step,
-            epoch=job.epoch,
-            reason=job.reason,
-            created=job.created,
-            nbytes=cut_layout.nbytes,
-            metrics=job.metrics,
-            parent=job.parent,
-            components={key: sum(sizes[name] for name in skeleton.entries) for key, skeleton in skeletons.items()},
-        )
-        return Manifest(
-            info=info,
-            run=self._repository.run_id,
-            world={"size": 1},
-            software=job.software,
-            files=(data,),
-            entries=cut_layout.entries(digests),
-            tree={key: skeleton.fill(job.values.get(key, [])) for key, skeleton in skeletons.items()},
-            notes=job.notes,
-        )
-
-    def _undo(self, snapshot: str) -> None:
-        """Free the data of a snapshot that could not be committed.
-
-        The manifest goes first: a commit may have landed although it reported an error.
-        """
-        try:
-            self._repository.forget([snapshot])
-            self._repository.storage.delete(names.data_name(snapshot))
-        except CkptError as err:
-            self._swept = False
-            self._notice(f"cannot remove the data of the failed snapshot {snapshot} yet: {err}")
-
     def _prune(self, newest: str) -> None:
-        """Retention after a commit. The snapshot is durable: nothing that goes wrong here is its failure."""
-        if isinstance(self._policy, KeepAll):
+        """Retention after a commit."""
+        if self._keeps_all:
             return
+        protected = self._fleet.protected() if self._fleet is not None else {}
+        self._held_back = newest if protected else None
         try:
-            pruned = prune(self._repository, self._lease, self._policy, verified=(newest,))
-        except Exception as err:  # noqa: BLE001 - reported; tried again after the next snapshot
-            self._notice(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
-            return
-        if pruned.plan.remove:
-            self._emit_event(SnapshotsForgotten(pruned.plan.remove, pruned.collected.freed_bytes))
-        self._report(pruned.collected)
+            self._lane.call(partial(self._near.prune, newest, protected))
+        except StorageStalledError as err:
+            self._near_failed(err)
 
-    def _report(self, collected: Collected) -> None:
-        if collected.withheld_bytes:
-            damaged = ", ".join(bad.id for bad in collected.damaged)
-            self._notice(
-                f"{collected.withheld_bytes} bytes of old data stay because damaged manifests may need them: {damaged}"
-            )
+    def _near_failed(self, err: StorageStalledError) -> None:
+        if self._fleet is not None:
+            self._fleet.primary_failed(err)
+        else:
+            self._notice(err.message)
 
     def _emit_event(self, event: Event) -> None:
         self._emit(protocol.event(event))
 
-    def _emit_done(self, done: JobDone) -> None:
-        self._emit({"kind": protocol.DONE, "done": values.done_to_json(done)})
+    def _emit_done(self, job: PersistJob, snapshot: str | None, error: ErrorRecord | None = None) -> None:
+        def tell(held: bool) -> None:
+            done = JobDone(job.job, snapshot, error, held)
+            self._emit({"kind": protocol.DONE, "done": values.done_to_json(done)})
+
+        self._holds.settle(job.slot, tell)
+
+    def _emit_freed(self, slot: int) -> None:
+        self._emit({"kind": protocol.FREED, "slot": slot})
+
+    def _emit_closed(self, unfinished: Sequence[Unfinished]) -> None:
+        self._emit({"kind": protocol.CLOSED, "unfinished": [one.text() for one in unfinished]})
 
     def _notice(self, message: str) -> None:
         self._emit_event(Notice("WARNING", message))

@@ -1,13 +1,23 @@
-"""Choose what to resume from: the newest snapshot whose manifest is whole and whose data is there."""
+"""Choose what to resume from: the newest snapshot that is whole, over all places that have a copy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ckpt_engine.errors import CkptError, FormatError, NoUsableSnapshotError, ResumeError, StorageMissingError
-from ckpt_engine.store import layout
-from ckpt_engine.store.manifest import Manifest, SnapshotInfo
+from ckpt_engine.errors import (
+    CkptError,
+    FormatError,
+    MismatchError,
+    NoUsableSnapshotError,
+    ResumeError,
+    StorageError,
+    StorageMissingError,
+)
+from ckpt_engine.restore import places
+from ckpt_engine.store import layout, slim
+from ckpt_engine.store.layout import ParsedId
+from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 
 Check = Callable[[Manifest], None]
@@ -24,63 +34,166 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
+class Away:
+    """A place that could not be asked, and why."""
+
+    url: str
+    code: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Search:
+    """What was passed over on the way to a snapshot: filled while `candidates` is used."""
+
+    rejected: list[Rejected] = field(default_factory=list)
+    away: list[Away] = field(default_factory=list)
+
+    def reject(self, snapshot: str, error: CkptError) -> None:
+        """Note why a snapshot is not used."""
+        self.rejected.append(Rejected(snapshot, error.code, error.message))
+
+
+@dataclass(frozen=True, slots=True)
 class Candidate:
-    """A snapshot whose manifest is whole and whose data files have their full size."""
+    """A snapshot whose manifest is whole and whose data files have their full size.
+
+    Args:
+        sources: places to read it from: those that have it whole, nearest first, then those that have parts of it.
+        notes: copies that were passed over, and why.
+    """
 
     info: SnapshotInfo
     manifest: Manifest
+    sources: tuple[Repository, ...]
+    notes: tuple[str, ...] = ()
 
 
 def candidates(
-    repository: Repository, rejected: list[Rejected], *, step: int | None = None, check: Check | None = None
+    where: Sequence[Repository], search: Search, *, step: int | None = None, check: Check | None = None
 ) -> Iterator[Candidate]:
-    """Usable snapshots, newest first; what is skipped is appended to `rejected`.
+    """Usable snapshots, newest first; what is skipped is noted in `search`.
+
+    One that retention has taken components from cannot resume a run: it is skipped, or the last resort where its step
+    is asked for.
 
     Args:
+        where: all places of the run, nearest first.
         step: only snapshots of this step.
 
     Raises:
-        CkptError: whatever `check` raises, and a storage that cannot be read at all.
+        CkptError: whatever `check` raises, and the storage's if no place can be read at all.
     """
-    sizes: dict[str, int] | None = None
-    for parsed in reversed(repository.ids()):
+    holders: dict[ParsedId, list[Repository]] = {}
+    question = places.ids if len(where) > 1 else Repository.ids
+    for answer in places.of_one_run(places.ask(where, question)):
+        if answer.error is not None:
+            search.away.append(Away(answer.place.storage.url, answer.error.code, answer.error.message))
+        for parsed in answer.value or ():
+            holders.setdefault(parsed, []).append(answer.place)
+    sizes = _Sizes()
+    slimmed: list[Candidate] = []
+    for parsed in sorted(holders, key=lambda parsed: (parsed.seq, parsed.id), reverse=True):
         if step is not None and parsed.step != step:
             continue
         try:
-            manifest = repository.read(parsed.id)
-            if sizes is None:
-                sizes = {o.name: o.nbytes for o in repository.storage.list(layout.DATA)}
-            _require_files(manifest, sizes)
-        except (FormatError, StorageMissingError) as err:
-            reject(rejected, parsed.id, err)
+            candidate = _assemble(parsed.id, holders[parsed], sizes)
+        except (FormatError, StorageError) as err:
+            if len(where) == 1 and not isinstance(err, FormatError | StorageMissingError):
+                raise
+            search.reject(parsed.id, err)
+            continue
+        if lost := slim.lacks(candidate.manifest):
+            if step is None:
+                why = f"retention took {', '.join(lost)} from it; it is only loaded if its step is asked for"
+                search.reject(parsed.id, MismatchError(why))
+            else:
+                slimmed.append(candidate)
             continue
         if check is not None:
-            check(manifest)
-        yield Candidate(manifest.info, manifest)
+            check(candidate.manifest)
+        yield candidate
+    for candidate in slimmed:
+        if check is not None:
+            check(candidate.manifest)
+        yield candidate
 
 
-def reject(rejected: list[Rejected], snapshot: str, error: CkptError) -> None:
-    """Note why a snapshot is not used."""
-    rejected.append(Rejected(snapshot, error.code, error.message))
+def assemble(snapshot: str, holders: Sequence[Repository]) -> Candidate:
+    """One snapshot from all its copies.
+
+    Args:
+        holders: the places that have a manifest of it, nearest first.
+
+    Raises:
+        CkptError: that of the nearest copy; together the copies do not make one whole snapshot.
+    """
+    return _assemble(snapshot, holders, _Sizes())
 
 
-def _require_files(manifest: Manifest, sizes: dict[str, int]) -> None:
-    for file in manifest.files:
+class _Sizes:
+    """The data files of each place, listed when first needed."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, dict[str, int]] = {}
+
+    def of(self, place: Repository) -> dict[str, int]:
+        if id(place) not in self._known:
+            self._known[id(place)] = {item.name: item.nbytes for item in place.storage.list(layout.DATA)}
+        return self._known[id(place)]
+
+
+def _assemble(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) -> Candidate:
+    manifest: Manifest | None = None
+    whole: list[Repository] = []
+    parts: list[Repository] = []
+    found: set[str] = set()
+    errors: list[CkptError] = []
+    notes: list[str] = []
+    for place in holders:
+        try:
+            read = place.read(snapshot)
+            manifest = manifest or read
+            there = {file.name for file in manifest.files if sizes.of(place).get(file.name) == file.nbytes}
+            found |= there
+            if len(there) == len(manifest.files):
+                whole.append(place)
+                continue
+            parts.append(place)
+            raise _what_is_wrong(manifest.files, sizes.of(place))
+        except (FormatError, StorageError) as err:
+            errors.append(err)
+            notes.append(f"the copy of {snapshot} at {place.storage.url} is not whole: [{err.code}] {err.message}")
+    if manifest is None or found != {file.name for file in manifest.files}:
+        raise errors[0]
+    return Candidate(manifest.info, manifest, (*whole, *parts), tuple(notes))
+
+
+def _what_is_wrong(files: Sequence[DataFile], sizes: dict[str, int]) -> CkptError:
+    for file in files:
         found = sizes.get(file.name)
         if found is None:
-            raise StorageMissingError(f"data file {file.name} is missing")
+            return StorageMissingError(f"data file {file.name} is missing")
         if found != file.nbytes:
-            raise FormatError(f"data file {file.name} has {found} bytes instead of {file.nbytes}")
+            return FormatError(f"data file {file.name} has {found} bytes instead of {file.nbytes}")
+    raise AssertionError("nothing is wrong")
 
 
-def none_usable(url: str, rejected: Sequence[Rejected], step: int | None) -> ResumeError | None:
+def none_usable(where: Sequence[Repository], search: Search, step: int | None) -> ResumeError | None:
     """The error for "there are snapshots and none can be used", or None if there were none at all."""
-    if rejected:
-        lines = "\n".join(f"  {r.snapshot}: [{r.code}] {r.reason}" for r in rejected)
+    urls = ", ".join(place.storage.url for place in where)
+    away = "".join(f"  {one.url}: [{one.code}] {one.reason}\n" for one in search.away)
+    if search.rejected:
+        lines = "\n".join(f"  {r.snapshot}: [{r.code}] {r.reason}" for r in search.rejected)
         return NoUsableSnapshotError(
-            f"none of the {len(rejected)} snapshots in {url} is usable:\n{lines}\n",
-            hint=f"look closer with `ckpt verify {url}`, or start anew in another folder",
+            f"none of the {len(search.rejected)} snapshots in {urls} is usable:\n{lines}\n{away}",
+            hint=f"look closer with `ckpt verify {where[0].storage.url}`, or start anew in another folder",
+        )
+    if away:
+        return NoUsableSnapshotError(
+            f"there is no snapshot in {urls} as far as can be told, but not every place answers:\n{away}",
+            hint="try again when it does; to start without it, take it out of the tiers",
         )
     if step is not None:
-        return ResumeError(f"no snapshot of step {step} in {url}", hint=f"`ckpt ls {url}` shows what there is")
+        return ResumeError(f"no snapshot of step {step} in {urls}", hint=f"`ckpt ls {urls}` shows what there is")
     return None

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_engine.errors import FormatError, StorageMissingError
-from ckpt_engine.restore.choose import Candidate, Check, Rejected, candidates, none_usable, reject
+from ckpt_engine.errors import ForeignError, FormatError, StorageError, StorageMissingError
+from ckpt_engine.restore.choose import Away, Candidate, Check, Rejected, Search, candidates, none_usable
 from ckpt_engine.restore.into import copy_into, live_shapes, live_targets
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
+from ckpt_engine.restore.sources import Repair, Sources
 from ckpt_engine.restore.stream import stream_into
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
+
+MAX_TOLD = 20
+"""Repaired tensors that the notes name; `Loaded.repairs` has all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +28,13 @@ class Loaded:
 
     Args:
         state: what was saved; None once it was handed over.
-        notes: what came back as a plain equivalent, because its class is not imported here.
+        notes: what came back as a plain equivalent, because its class is not imported here; and, where there are
+            several places, which one served, which were away, and what was repaired.
         rejected: newer snapshots that could not be used.
         read_bytes: bytes read from storage.
+        place: URL of the place that served.
+        repairs: what another place had to serve.
+        away: places that did not answer: there may be something newer.
     """
 
     state: Any
@@ -36,26 +44,32 @@ class Loaded:
     rejected: tuple[Rejected, ...]
     read_bytes: int
     seconds: float
+    place: str = ""
+    repairs: tuple[Repair, ...] = ()
+    away: tuple[Away, ...] = ()
 
 
-def choose(repository: Repository, step: int | None = None, check: Check | None = None) -> Candidate | None:
+def choose(where: Sequence[Repository], step: int | None = None, check: Check | None = None) -> Candidate | None:
     """The snapshot `load` would try first, or None if there are none at all.
 
+    Args:
+        where: all places of the run, nearest first.
+
     Raises:
-        NoUsableSnapshotError: there are snapshots, and none is usable.
+        NoUsableSnapshotError: there are snapshots, and none is usable; or there are none, and not every place answers.
         ResumeError: no snapshot of `step`.
     """
-    rejected: list[Rejected] = []
-    for candidate in candidates(repository, rejected, step=step, check=check):
+    search = Search()
+    for candidate in candidates(where, search, step=step, check=check):
         return candidate
-    error = none_usable(repository.storage.url, rejected, step)
+    error = none_usable(where, search, step)
     if error is not None:
         raise error
     return None
 
 
 def load(
-    repository: Repository,
+    where: Sequence[Repository],
     step: int | None = None,
     *,
     into: Any = None,
@@ -64,7 +78,11 @@ def load(
 ) -> Loaded | None:
     """Read the newest valid snapshot (of `step`), or None if there are none at all.
 
+    It comes from the nearest place that has it whole; what turns out to be damaged or gone there comes from the next
+    one. An older snapshot is the last resort.
+
     Args:
+        where: all places of the run, nearest first.
         into: live state of the same structure; its tensors are overwritten in place and returned in the state. If
             an error is raised after reading began, their content is undefined.
         check: see `choose.Check`.
@@ -74,7 +92,7 @@ def load(
         MismatchError: `into` has other tensors; raised before data is read.
     """
     began = time.perf_counter()
-    rejected: list[Rejected] = []
+    search = Search()
 
     def fits(manifest: Manifest) -> None:
         if into is not None:
@@ -82,24 +100,67 @@ def load(
         if check is not None:
             check(manifest)
 
-    for candidate in candidates(repository, rejected, step=step, check=fits):
+    for candidate in candidates(where, search, step=step, check=fits):
         manifest = candidate.manifest
+        sources = Sources([place.storage for place in candidate.sources])
         try:
             targets = live_targets(manifest.tree, into, manifest.entries) if into is not None else {}
-            stream_into(repository.storage, manifest, targets)
+            stream_into(sources, manifest, targets)
             rest = [name for name in manifest.entries if name not in targets]
-            entries = {**targets, **read_entries(repository.storage, manifest, rest)}
+            entries = {**targets, **read_entries(sources, manifest, rest)}
             rebuilder = Rebuilder(entries, pickle_paths)
             state = rebuilder.state(manifest.tree)
-        except (FormatError, StorageMissingError) as err:
-            reject(rejected, candidate.info.id, err)
+        except (FormatError, StorageError) as err:
+            if len(where) == 1 and not isinstance(err, FormatError | StorageMissingError):
+                raise
+            search.reject(candidate.info.id, err)
             continue
         if into is not None:
             state = copy_into(state, into)
-        read_bytes = sum(piece.nbytes for entry in manifest.entries.values() for piece in entry.pieces)
-        seconds = time.perf_counter() - began
-        return Loaded(state, candidate.info, manifest, tuple(rebuilder.notes), tuple(rejected), read_bytes, seconds)
-    error = none_usable(repository.storage.url, rejected, step)
+        return Loaded(
+            state=state,
+            info=candidate.info,
+            manifest=manifest,
+            notes=(*rebuilder.notes, *_told(where, candidate, sources.repairs, search)),
+            rejected=tuple(search.rejected),
+            read_bytes=sum(piece.nbytes for entry in manifest.entries.values() for piece in entry.pieces),
+            seconds=time.perf_counter() - began,
+            place=candidate.sources[0].storage.url,
+            repairs=tuple(sources.repairs),
+            away=tuple(search.away),
+        )
+    error = none_usable(where, search, step)
     if error is not None:
         raise error
     return None
+
+
+def _told(
+    where: Sequence[Repository], candidate: Candidate, repairs: Sequence[Repair], search: Search
+) -> Iterator[str]:
+    """What is worth knowing about the places, in sentences; nothing if all is as it should be."""
+    if len(where) == 1:
+        return
+    served = candidate.sources[0].storage.url
+    if served != where[0].storage.url:
+        yield f"restored from {served}: {where[0].storage.url} does not have this snapshot whole"
+    yield from candidate.notes
+    yield from _told_repairs(repairs)
+    for away in search.away:
+        what = "is left out" if away.code == ForeignError.code else "did not answer and may have something newer"
+        yield f"{away.url} {what}: [{away.code}] {away.reason}"
+
+
+def _told_repairs(repairs: Sequence[Repair]) -> Iterator[str]:
+    """Tensors by name, and what came in thousands of requests from another place as one sum."""
+    named = [repair for repair in repairs if repair.entry is not None]
+    yield from map(str, named[:MAX_TOLD])
+    if len(named) > MAX_TOLD:
+        yield f"{len(named) - MAX_TOLD:,} more tensors came from other copies"
+    sums: dict[tuple[str, str, str], Repair] = {}
+    for repair in repairs:
+        if repair.entry is None:
+            key = (repair.file, repair.bad, repair.good)
+            before = sums.get(key)
+            sums[key] = repair if before is None else replace(before, nbytes=before.nbytes + repair.nbytes)
+    yield from map(str, sums.values())

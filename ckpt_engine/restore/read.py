@@ -11,14 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.errors import CorruptError, NewerFormatError
+from ckpt_engine.restore.sources import Sources
 from ckpt_engine.snapshot import pages
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Entry, Manifest, Piece
-from ckpt_engine.store.storage.base import Storage
 
 READ_BYTES = 16 << 20
 """Bytes per request; requests start at multiples of it, so that the page cache can be bypassed."""
-READ_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class _Wanted:
     piece: Piece
 
 
-def read_entries(storage: Storage, manifest: Manifest, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
+def read_entries(sources: Sources, manifest: Manifest, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
     """Read and verify entries; one allocation per data file, no second copy.
 
     Args:
@@ -39,9 +38,9 @@ def read_entries(storage: Storage, manifest: Manifest, names: Sequence[str] | No
         Contiguous CPU tensors by entry name, with their stored dtype and shape.
 
     Raises:
-        CorruptError: bytes are missing or differ from their digest; names the entry.
+        CorruptError: bytes are missing or differ from their digest, in all storages; names the entry.
         NewerFormatError: an encoding this version does not know.
-        StorageError: the storage failed.
+        StorageError: the storages failed.
     """
     entries = {name: manifest.entries[name] for name in (manifest.entries if names is None else names)}
     by_file: dict[int, list[_Wanted]] = {}
@@ -50,10 +49,10 @@ def read_entries(storage: Storage, manifest: Manifest, names: Sequence[str] | No
             if piece.codec != "raw":
                 raise NewerFormatError(f"{name!r} is encoded with {piece.codec!r}, unknown to this version")
             by_file.setdefault(piece.file, []).append(_Wanted(name, piece))
-    pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="ckpt-read")
+    pool = ThreadPoolExecutor(sources.threads, thread_name_prefix="ckpt-read")
     try:
         images = {
-            file: _Image(storage, manifest.files[file].name, manifest.files[file].nbytes, wanted, pool)
+            file: _Image(sources, manifest.files[file].name, manifest.files[file].nbytes, wanted, pool)
             for file, wanted in sorted(by_file.items())
         }
         for image in images.values():
@@ -67,8 +66,9 @@ class _Image:
     """Memory for the part of one data file that is wanted, filled in the background in the order of the file."""
 
     def __init__(
-        self, storage: Storage, name: str, nbytes: int, wanted: Sequence[_Wanted], pool: ThreadPoolExecutor
+        self, sources: Sources, name: str, nbytes: int, wanted: Sequence[_Wanted], pool: ThreadPoolExecutor
     ) -> None:
+        self._sources = sources
         self._name = name
         self._wanted = sorted(wanted, key=lambda w: w.piece.offset)
         last = max(w.piece.offset + w.piece.nbytes for w in wanted)
@@ -85,11 +85,11 @@ class _Image:
         for number in sorted({n for w in wanted for n in _blocks(w.piece)}):
             start = max(number * READ_BYTES, first_page)
             stop = min((number + 1) * READ_BYTES, last)
-            self._reads[number] = pool.submit(self._read, storage, start, stop)
+            self._reads[number] = pool.submit(self._read, start, stop)
 
-    def _read(self, storage: Storage, start: int, stop: int) -> None:
+    def _read(self, start: int, stop: int) -> None:
         pages.populate(self._address + start - self._base, stop - start)
-        storage.get_into(self._name, start, self._range(start, stop))
+        self._sources.read(self._name, start, self._range(start, stop))
 
     def verify(self) -> None:
         """Wait for the bytes and compare every piece with its digest."""
@@ -97,11 +97,9 @@ class _Image:
             piece = wanted.piece
             for number in _blocks(piece):
                 self._reads[number].result()
-            if digest(self._range(piece.offset, piece.offset + piece.nbytes)) != piece.digest:
-                raise CorruptError(
-                    f"{wanted.entry!r}: bytes {piece.offset} to {piece.offset + piece.nbytes} of {self._name} "
-                    "do not match their digest"
-                )
+            stored = self._range(piece.offset, piece.offset + piece.nbytes)
+            if digest(stored) != piece.digest:
+                self._sources.repair(wanted.entry, self._name, piece, stored)
 
     def tensor(self, offset: int, dtype: torch.dtype, count: int) -> torch.Tensor:
         """A tensor over the bytes from `offset` on; it keeps the memory alive."""

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpt_engine.errors import CorruptError, NewerFormatError
-from ckpt_engine.restore.read import READ_BYTES, READ_THREADS
+from ckpt_engine.errors import NewerFormatError
+from ckpt_engine.restore.read import READ_BYTES
+from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Manifest, Piece
-from ckpt_engine.store.storage.base import Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,15 @@ class _Move:
     address: int
 
 
-def stream_into(storage: Storage, manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> None:
+def stream_into(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> None:
     """Fill `targets` (contiguous CPU tensors by entry name) with their entries.
 
     Every piece is verified before its bytes are copied. If an error is raised, other pieces may have been copied.
 
     Raises:
-        CorruptError: bytes are missing or differ from their digest; names the entry.
+        CorruptError: bytes are missing or differ from their digest, in all storages; names the entry.
         NewerFormatError: an encoding this version does not know.
-        StorageError: the storage failed.
+        StorageError: the storages failed.
     """
     moves = []
     for name, target in targets.items():
@@ -54,19 +54,18 @@ def stream_into(storage: Storage, manifest: Manifest, targets: Mapping[str, torc
         if not hasattr(buffers, "memory") or len(buffers.memory) < stop - start:
             buffers.memory = mmap.mmap(-1, max(stop - start, READ_BYTES + mmap.PAGESIZE))
         file = manifest.files[first.file]
-        with memoryview(buffers.memory) as whole, whole[: stop - start] as data:
-            storage.get_into(file.name, start, data)
-            source = ctypes.addressof(ctypes.c_char.from_buffer(buffers.memory)) - start
-            for move in span:
-                piece = move.piece
-                if digest(data[piece.offset - start : piece.offset - start + piece.nbytes]) != piece.digest:
-                    raise CorruptError(
-                        f"{move.entry!r}: bytes {piece.offset} to {piece.offset + piece.nbytes} of {file.name} "
-                        "do not match their digest"
-                    )
-                ctypes.memmove(move.address, source + piece.offset, piece.nbytes)
+        # Views are never released by hand: frames of an error that was caught may still hold parts of them.
+        data = memoryview(buffers.memory)[: stop - start]
+        sources.read(file.name, start, data)
+        source = ctypes.addressof(ctypes.c_char.from_buffer(buffers.memory)) - start
+        for move in span:
+            piece = move.piece
+            stored = data[piece.offset - start :][: piece.nbytes]
+            if digest(stored) != piece.digest:
+                sources.repair(move.entry, file.name, piece, stored)
+            ctypes.memmove(move.address, source + piece.offset, piece.nbytes)
 
-    pool = ThreadPoolExecutor(READ_THREADS, thread_name_prefix="ckpt-read")
+    pool = ThreadPoolExecutor(sources.threads, thread_name_prefix="ckpt-read")
     try:
         for done in [pool.submit(run, span) for span in _spans(moves)]:
             done.result()

@@ -15,7 +15,7 @@ import torch
 from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError
 from ckpt_engine.observe.events import Event, SnapshotSkipped, SnapshotStaged, WriterLost
 from ckpt_engine.persist.client import WriterClient
-from ckpt_engine.persist.job import JobDone, PersistJob
+from ckpt_engine.persist.job import JobDone, PersistJob, SlotFreed
 from ckpt_engine.snapshot.arena import Slot
 from ckpt_engine.snapshot.flatten import Flattener, LazyPredicate
 from ckpt_engine.snapshot.handle import SaveHandle
@@ -58,6 +58,7 @@ class Pipeline:
         self._staging: Staging | None = None
         self._jobs = 0
         self._pending: dict[int, tuple[SaveHandle, int]] = {}
+        self._held: set[int] = set()
         self._unsent: dict[int, CkptError] = {}
         self._failures: list[CkptError] = []
         self.parent: str | None = None
@@ -157,10 +158,20 @@ class Pipeline:
         for message in self._writer.client.poll():
             if isinstance(message, JobDone):
                 self._settle(message, message.error.exception() if message.error else None)
+            elif isinstance(message, SlotFreed):
+                self._slots.release(message.slot)
+                self._held.discard(message.slot)
             else:
                 self._emit(message)
                 if isinstance(message, WriterLost):
-                    self._writer = None
+                    self._lose_writer()
+
+    def _lose_writer(self) -> None:
+        """Nobody will say any more when the slots are free that its hanging calls held: others take their place."""
+        self._writer = None
+        for slot in self._held:
+            self._slots.discard(slot)
+        self._held.clear()
 
     def take_failure(self) -> CkptError | None:
         """The oldest background error that has not been shown yet."""
@@ -202,6 +213,7 @@ class Pipeline:
         self._copier.close(timeout)
         if self._writer is not None:
             self._writer.client.close(timeout)
+            self.poll()  # what further tiers had to say until the end
             self._writer = None
         self._slots.close()
         if not drained:
@@ -237,7 +249,10 @@ class Pipeline:
         if found is None:
             return
         handle, slot = found
-        self._slots.release(slot)
+        if done.slot_held:
+            self._held.add(slot)  # a call that hangs may still read it: `SlotFreed` gives it back
+        else:
+            self._slots.release(slot)
         handle.snapshot, handle.error = done.snapshot_id, error
         if error is not None:
             self._failures.append(error)

@@ -61,6 +61,12 @@ class Slots:
         if slot is not None:
             self._free.insert(0, slot)
 
+    def discard(self, index: int) -> None:
+        """The slot is not used again; whoever else has its memory keeps it."""
+        slot = self._busy.pop(index, None)
+        if slot is not None:
+            slot.close()
+
     @property
     def touched_seconds(self) -> float:
         """Processor time that warm-ups have taken."""

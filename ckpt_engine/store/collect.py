@@ -1,24 +1,28 @@
 """Making room: forget what retention does not keep, then collect the data nothing needs.
 
 Deletion has an order (crash rule 4): manifests, durably, then data. A crash in between leaves garbage, never a snapshot
-without its data; the next collection removes it.
+without its data; the next collection removes it. Pinned snapshots stay (see `pins`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from ckpt_engine.errors import FormatError, StorageMissingError
-from ckpt_engine.store import layout
+from ckpt_engine.errors import FormatError, StorageFullError, StorageMissingError
+from ckpt_engine.observe import units
+from ckpt_engine.store import layout, pins, slim
 from ckpt_engine.store.lease import Lease
+from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Damaged, Repository
-from ckpt_engine.store.retention import Plan, RetentionPolicy, plan
+from ckpt_engine.store.retention_plan import SLACK_BYTES, Limits, Plan, Retention, plan, plan_before_write
+from ckpt_engine.store.retention_rules import RetentionPolicy
+from ckpt_engine.store.retention_usage import measure
 from ckpt_engine.store.storage.base import ObjectInfo
 
-NEWEST_WHOLE = "newest whole snapshot"
 _NOTHING: Mapping[str, str] = MappingProxyType({})
+_NO_LIMITS = Limits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +43,22 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What `prune` did: the plan it executed and the collection that followed."""
+    """What `prune` did: the plan it executed and the collection that followed.
+
+    Args:
+        slimmed: snapshots that lost components → what they are now.
+        not_slimmed: those that should have, and why they are as they were.
+    """
 
     plan: Plan
     collected: Collected
+    slimmed: Mapping[str, str] = field(default_factory=dict)
+    not_slimmed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def forgotten(self) -> tuple[str, ...]:
+        """All ids that no longer exist."""
+        return (*self.plan.remove, *self.slimmed)
 
 
 def plan_prune(
@@ -54,18 +70,30 @@ def plan_prune(
 ) -> Plan:
     """What `prune` would forget. Reads only.
 
-    The newest snapshot that is whole (manifest verified, data files there) stays whatever the policy says; if none is,
-    everything stays.
+    The newest snapshot that is whole (manifest verified, data files there) stays whatever the policy says, and so do
+    pinned ones; if none is whole, everything stays.
 
     Args:
-        protected: ids to keep, with the reason.
+        protected: ids to keep besides, with the reason.
         verified: ids known to be whole, such as the one just committed.
     """
-    infos = repository.scan().snapshots
-    whole = next((info.id for info in reversed(infos) if info.id in verified or _is_whole(repository, info.id)), None)
-    if whole is None:
-        return Plan({info.id: "no snapshot is whole: nothing is removed" for info in infos}, ())
-    return plan(infos, policy, {**protected, whole: protected.get(whole, NEWEST_WHOLE)})
+    scanned = repository.scan().snapshots
+    doubles = slim.twins(scanned)
+    infos = [info for info in scanned if info.id not in doubles]
+    whole = _newest_whole(repository, infos, verified)
+    if whole is None and infos:
+        return Plan({info.id: "no snapshot is whole: nothing is removed" for info in scanned}, ())
+    limited = Retention.of(policy).limits != Limits()
+    keep = pins.protection(repository.storage) | dict(protected)
+    decided = plan(
+        infos,
+        policy,
+        keep,
+        verified=whole,
+        usage=measure(repository) if limited else None,
+        free_bytes=repository.storage.free_bytes() if limited else None,
+    )
+    return _with_doubles(repository, decided, doubles, keep) if doubles else decided
 
 
 def prune(
@@ -79,10 +107,107 @@ def prune(
 ) -> Pruned:
     """Forget what `policy` does not keep, then collect. Arguments as of `plan_prune` and `collect`."""
     decided = plan_prune(repository, policy, protected=protected, verified=verified)
-    if decided.remove:
-        lease.check()
-        repository.forget(decided.remove)
-    return Pruned(decided, collect(repository, lease, in_flight=in_flight))
+    limits = Retention.of(policy).limits
+    done = execute(repository, lease, decided, limits, in_flight=in_flight)
+    catalogue(repository, limits)
+    return done
+
+
+def execute(
+    repository: Repository,
+    lease: Lease,
+    decided: Plan,
+    limits: Limits = _NO_LIMITS,
+    *,
+    in_flight: Collection[str] = (),
+) -> Pruned:
+    """Forget what a plan removes, except what was pinned since, collect, and slim what it slims.
+
+    Raises:
+        LeaseHeldError: the lease is lost; nothing was removed.
+        StorageError: some of it may have been removed; planning and executing again continues.
+    """
+    late = _forget(repository, lease, decided.remove)
+    if late:
+        decided = _without(decided, late)
+    collected = collect(repository, lease, in_flight=in_flight)
+    if not decided.slim:
+        return Pruned(decided, collected)
+    slimmed: dict[str, str] = {}
+    not_slimmed: dict[str, str] = {}
+    for snapshot, lost in decided.slim.items():
+        try:
+            slimmed[snapshot] = _slim(repository, lease, snapshot, lost, limits)
+        except (FormatError, StorageMissingError, StorageFullError) as err:
+            not_slimmed[snapshot] = err.message
+    again = collect(repository, lease, in_flight=in_flight)
+    collected = replace(
+        again, removed=collected.removed + again.removed, freed_bytes=collected.freed_bytes + again.freed_bytes
+    )
+    return Pruned(decided, collected, slimmed, not_slimmed)
+
+
+def make_room(
+    repository: Repository,
+    lease: Lease,
+    policy: RetentionPolicy,
+    incoming_bytes: int,
+    *,
+    incoming: SnapshotInfo | None = None,
+    protected: Mapping[str, str] = _NOTHING,
+    verified: Collection[str] = (),
+    in_flight: Collection[str] = (),
+) -> Pruned | None:
+    """Before a write: forget and collect so much that it breaks no limit at any instant. None: there is room.
+
+    Args:
+        incoming_bytes: everything the write will store: data files and manifest.
+        incoming: the snapshot to be written, as far as it is known.
+        protected, verified, in_flight: as of `prune`.
+
+    Raises:
+        StorageFullError: it does not fit beside what must stay; nothing was forgotten. Do not write.
+        LeaseHeldError, StorageError: as of `prune`.
+    """
+    storage, limits = repository.storage, Retention.of(policy).limits
+    free_bytes = storage.free_bytes()
+    needed_bytes = incoming_bytes + SLACK_BYTES + (limits.min_free_bytes or 0)
+    if limits.quota_bytes is None and (free_bytes is None or free_bytes >= needed_bytes):
+        return None
+    keep = pins.protection(storage) | dict(protected)
+
+    def planned() -> Plan:
+        infos = repository.scan().snapshots
+        whole = _newest_whole(repository, infos, verified)
+        if whole is None:
+            # Nothing tells which one is worth most: none goes.
+            keep.update(dict.fromkeys((info.id for info in infos), "no snapshot is whole"))
+        return plan_before_write(
+            infos,
+            policy,
+            incoming_bytes,
+            storage.free_bytes(),
+            protected=keep,
+            verified=whole,
+            usage=measure(repository),
+            incoming=incoming,
+        )
+
+    decided = planned()
+    if decided.short_bytes:
+        collect(repository, lease, in_flight=in_flight)
+        decided = planned()
+    if decided.short_bytes:
+        raise _full(storage.url, limits, incoming_bytes, decided.short_bytes)
+    if not decided.remove:
+        return None
+    done = execute(repository, lease, decided, limits, in_flight=in_flight)
+    if len(done.plan.remove) < len(decided.remove):
+        # Somebody pinned one of them meanwhile.
+        decided = planned()
+        if decided.short_bytes:
+            raise _full(storage.url, limits, incoming_bytes, decided.short_bytes)
+    return done
 
 
 def collect(repository: Repository, lease: Lease, *, in_flight: Collection[str] = ()) -> Collected:
@@ -97,13 +222,19 @@ def collect(repository: Repository, lease: Lease, *, in_flight: Collection[str] 
         StorageError: some of it may have been removed; calling again continues.
     """
     garbage = repository.unreferenced(in_flight)
+    # After the look at manifests: whoever pinned a snapshot that it missed had its pin written before.
+    orphans = pins.orphans(repository)
+    spared = {file.name for orphan in orphans for file in orphan.manifest.files}
+    unneeded = [item for item in garbage.unreferenced if item.name not in spared]
     lease.check()
-    if garbage.unreferenced:
-        _settle(repository, garbage.unreferenced)
-        repository.storage.delete(*(item.name for item in garbage.unreferenced))
-    freed_bytes = sum(item.nbytes for item in garbage.unreferenced) + repository.storage.sweep()
+    if unneeded:
+        _settle(repository, unneeded)
+        repository.storage.delete(*(item.name for item in unneeded))
+    freed_bytes = sum(item.nbytes for item in unneeded) + repository.storage.sweep()
+    # Last, because a full disk has room for it only now.
+    pins.put_back(repository, orphans)
     return Collected(
-        removed=tuple(item.name for item in garbage.unreferenced),
+        removed=tuple(item.name for item in unneeded),
         freed_bytes=freed_bytes,
         withheld_bytes=sum(item.nbytes for item in garbage.withheld),
         damaged=garbage.damaged,
@@ -118,6 +249,106 @@ def _settle(repository: Repository, garbage: Sequence[ObjectInfo]) -> None:
     """
     owners = {owner.id for item in garbage if (owner := layout.data_owner(item.name))}
     repository.forget(sorted(owners))
+
+
+def _newest_whole(repository: Repository, infos: Sequence[SnapshotInfo], verified: Collection[str]) -> str | None:
+    return next((info.id for info in reversed(infos) if info.id in verified or _is_whole(repository, info.id)), None)
+
+
+def _forget(repository: Repository, lease: Lease, snapshots: Collection[str]) -> set[str]:
+    """Forget snapshots, except those that are pinned by now; returns these."""
+    if not snapshots:
+        return set()
+    late = set(pins.pinned_ids(repository.storage) & set(snapshots))
+    going = set(snapshots) - late
+    if going:
+        lease.check()
+        repository.forget(going)
+        # A pin made after the look above, and before its snapshot was gone: its maker saw the snapshot. Data is there.
+        if pins.pinned_ids(repository.storage) & going:
+            late |= pins.put_back(repository, pins.orphans(repository)) & going
+    return late
+
+
+def _slim(repository: Repository, lease: Lease, snapshot: str, lost: Sequence[str], limits: Limits) -> str:
+    """Replace a snapshot by itself without the components `lost`; returns its new id.
+
+    Raises:
+        FormatError, StorageMissingError, StorageFullError: it is as it was.
+    """
+    made = slim.foresee(repository.read(snapshot), lost)
+    if made is None:
+        raise FormatError(f"the data of {snapshot} is encoded and cannot be taken apart")
+    new = made.manifest.info.id
+    if any(parsed.id == new for parsed in repository.ids()) and not _is_whole(repository, new):
+        lease.check()
+        repository.forget([new])
+    if all(parsed.id != new for parsed in repository.ids()):
+        _require_room(repository, limits, made.nbytes)
+        lease.check()
+        slim.write(repository, made)
+    if _forget(repository, lease, [snapshot]):
+        repository.forget([new])
+        raise StorageMissingError(f"{snapshot} was pinned meanwhile")
+    return new
+
+
+def catalogue(repository: Repository, limits: Limits = _NO_LIMITS) -> None:
+    """Write the run's catalog if that is due and breaks no limit. Needs the lease. Never raises for its own sake."""
+    repository.write_catalog_if_due(lambda nbytes: _require_room(repository, limits, nbytes))
+
+
+def _require_room(repository: Repository, limits: Limits, nbytes: int) -> None:
+    """Raises `StorageFullError` unless `nbytes` more break no limit."""
+    short_bytes = 0
+    if limits.quota_bytes is not None:
+        short_bytes = measure(repository).used_bytes + nbytes + SLACK_BYTES - limits.quota_bytes
+    free_bytes = repository.storage.free_bytes()
+    if free_bytes is not None:
+        short_bytes = max(short_bytes, nbytes + SLACK_BYTES + (limits.min_free_bytes or 0) - free_bytes)
+    if short_bytes > 0:
+        raise StorageFullError(f"writing it without them needs {units.size(short_bytes)} more room")
+
+
+def _with_doubles(
+    repository: Repository, decided: Plan, doubles: Mapping[str, str], protected: Mapping[str, str]
+) -> Plan:
+    """A plan with the slim snapshots that stand beside what they were made of: an interrupted slimming.
+
+    They replace what they were made of if the plan slims that; else they go, unless they are all that is whole.
+    """
+    keep, remove, why = dict(decided.keep), list(decided.remove), dict(decided.why)
+    for double, original in doubles.items():
+        if double in protected:
+            keep[double] = protected[double]
+        elif original in decided.slim:
+            keep[double] = f"will replace {original}"
+        elif original in decided.why or _is_whole(repository, original):
+            remove.append(double)
+            why[double] = f"part of {original}"
+        else:
+            keep[double] = f"{original} is damaged"
+    return replace(decided, keep=keep, remove=tuple(sorted(remove)), why=why)
+
+
+def _without(decided: Plan, late: Collection[str]) -> Plan:
+    """The plan as it was carried out: what was pinned meanwhile stayed."""
+    return replace(
+        decided,
+        keep={**decided.keep, **dict.fromkeys(sorted(late), "pinned meanwhile")},
+        remove=tuple(one for one in decided.remove if one not in late),
+        why={one: why for one, why in decided.why.items() if one not in late},
+    )
+
+
+def _full(url: str, limits: Limits, incoming_bytes: int, short_bytes: int) -> StorageFullError:
+    quota = [] if limits.quota_bytes is None else [f"quota {units.size(limits.quota_bytes)}"]
+    floor = [] if limits.min_free_bytes is None else [f"min_free {units.size(limits.min_free_bytes)}"]
+    return StorageFullError(
+        f"a snapshot of {units.size(incoming_bytes)} does not fit at {url} beside the newest one and what is pinned: "
+        f"{units.size(short_bytes)} too much for {' and '.join(quota + floor)}",
+        hint=f"raise the limit, or `ckpt prune {url} --dry-run` shows what stays and why",
+    )
 
 
 def _is_whole(repository: Repository, snapshot: str) -> bool:

@@ -5,6 +5,9 @@ ckpt.json                            the run record
 lease.json                           who writes the run
 snapshots/<id>.json                  manifests; <id> = <seq>-s<step>-<random>
 data/<id>-r<rank>[-p<part>].safetensors   data files
+pins/<id>.json                       pins: snapshots that retention leaves alone
+status.json                          what the writer of several tiers was doing last
+catalog.json                         what many manifests say: a cache
 ```
 Whatever does not match is foreign: never read as ours, never deleted.
 """
@@ -17,11 +20,15 @@ from dataclasses import dataclass
 
 RECORD = "ckpt.json"
 LEASE = "lease.json"
+STATUS = "status.json"
+CATALOG = "catalog.json"
 MANIFESTS = "snapshots/"
 DATA = "data/"
+PINS = "pins/"
 
 _ID = re.compile(r"([0-9]{8,})-s([0-9]{10,})-([0-9a-f]{8})")
 _MANIFEST = re.compile(rf"snapshots/({_ID.pattern})\.json")
+_PIN = re.compile(rf"pins/({_ID.pattern})\.json")
 _DATA = re.compile(rf"data/({_ID.pattern})-r[0-9]{{5,}}(-p[0-9]{{3,}})?\.safetensors")
 
 
@@ -61,18 +68,32 @@ def data_name(snapshot: str, rank: int = 0, part: int = 0) -> str:
     return f"{DATA}{snapshot}-r{rank:05d}{f'-p{part:03d}' if part else ''}.safetensors"
 
 
+def pin_name(snapshot: str) -> str:
+    """The object name of a snapshot's pin."""
+    return f"{PINS}{snapshot}.json"
+
+
+def pin_id(name: str) -> ParsedId | None:
+    """The snapshot whose pin has this object name, or None if it is not a pin's name."""
+    return _owner(_PIN.fullmatch(name))
+
+
 def manifest_id(name: str) -> ParsedId | None:
     """The snapshot whose manifest has this object name, or None if it is not a manifest's name."""
-    match = _MANIFEST.fullmatch(name)
-    return parse_id(match[1]) if match else None
+    return _owner(_MANIFEST.fullmatch(name))
 
 
 def data_owner(name: str) -> ParsedId | None:
     """The snapshot that wrote the data file of this object name, or None if it is not a data file's name."""
-    match = _DATA.fullmatch(name)
-    return parse_id(match[1]) if match else None
+    return _owner(_DATA.fullmatch(name))
+
+
+def _owner(match: re.Match[str] | None) -> ParsedId | None:
+    return ParsedId(match[1], int(match[2]), int(match[3])) if match else None
 
 
 def is_ours(name: str) -> bool:
     """Whether an object of this name may have been written by us."""
-    return name in (RECORD, LEASE) or manifest_id(name) is not None or data_owner(name) is not None
+    return name in (RECORD, LEASE, STATUS, CATALOG) or any(
+        part(name) is not None for part in (manifest_id, data_owner, pin_id)
+    )

@@ -1,7 +1,7 @@
 """The lease: one process at a time writes a run.
 
-On a local disk it is a lock the kernel frees when its holder dies, on a file that says who holds it. Readers never
-need it.
+On a local disk it is a lock the kernel frees when its holder dies, on a file that says who holds it. Elsewhere, and on
+mounts whose locks other machines do not see, it is an object with a heartbeat (`lease_objects`). Readers never need it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from ckpt_engine.errors import LeaseHeldError, StorageError
-from ckpt_engine.store import layout
+from ckpt_engine.store import layout, lease_objects
+from ckpt_engine.store.lease_objects import Timing, slot_of
+from ckpt_engine.store.mounts import locks_are_shared
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
@@ -86,20 +88,35 @@ def acquire(
     Raises:
         LeaseHeldError: naming the holder.
         ForeignError: the folder has other files; it is left untouched.
-        StorageError: read-only, full, not a folder, or a storage without leases.
+        StorageError: read-only, full, or not a folder.
     """
-    if not isinstance(storage, LocalStorage):
-        raise StorageError(f"no lease on {storage.url}", hint="use a local or mounted disk")
     Repository(storage).record()
+    holder = holder or Holder.current()
+    try:
+        if isinstance(storage, LocalStorage) and locks_are_shared(storage.root):
+            return _acquire_lock(storage, holder, wait_seconds, clock, pause)
+        timing = Timing(clock=clock, pause=pause)
+        return HeartbeatLease(lease_objects.take(slot_of(storage), asdict(holder), wait_seconds, timing), holder)
+    except LeaseHeldError as err:
+        other = read_holder(storage)
+        raise LeaseHeldError(
+            f"the run at {storage.url} is being written by {other or 'another process'}",
+            hint="stop it, wait for it, or choose another folder",
+        ) from err
+
+
+def _acquire_lock(
+    storage: LocalStorage,
+    holder: Holder,
+    wait_seconds: float,
+    clock: Callable[[], float],
+    pause: Callable[[float], None],
+) -> LocalLease:
     deadline = clock() + wait_seconds
-    while (lease := LocalLease.try_acquire(storage, holder or Holder.current())) is None:
+    while (lease := LocalLease.try_acquire(storage, holder)) is None:
         left = deadline - clock()
         if left <= 0:
-            other = read_holder(storage)
-            raise LeaseHeldError(
-                f"the run at {storage.url} is being written by {other or 'another process'}",
-                hint="stop it, wait for it, or choose another folder",
-            )
+            raise LeaseHeldError(f"{storage.url} is locked")
         pause(min(RETRY_SECONDS, left))
     return lease
 
@@ -107,9 +124,33 @@ def acquire(
 def read_holder(storage: Storage) -> Holder | None:
     """Who the lease file names, held or not; None if nobody or unreadable."""
     try:
-        return Holder(**json.loads(storage.get(layout.LEASE)))
-    except (StorageError, ValueError, TypeError):
+        row = json.loads(storage.get(layout.LEASE))
+        row.pop("lease", None)
+        return Holder(**row)
+    except (StorageError, ValueError, TypeError, AttributeError):
         return None
+
+
+class HeartbeatLease:
+    """A lease that is renewed, as `Lease` wants it."""
+
+    def __init__(self, lease: lease_objects.ObjectLease, holder: Holder) -> None:
+        self._lease = lease
+        self.holder = holder
+
+    def check(self) -> None:
+        self._lease.check()
+
+    def release(self) -> None:
+        self._lease.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
 
 
 class LocalLease:
@@ -180,6 +221,7 @@ def _write_text(fd: int, text: str) -> None:
     padded = text.encode().ljust(max(_TEXT_BYTES, os.fstat(fd).st_size - 1)) + b"\n"
     try:
         os.pwrite(fd, padded, 0)  # in place and never shorter: needs no new block
+        os.fsync(fd)  # on NFS no other machine sees it before
     except OSError as err:
         if err.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise

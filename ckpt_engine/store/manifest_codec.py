@@ -38,23 +38,11 @@ def encode(manifest: Manifest) -> bytes:
     Raises:
         ValueError, TypeError: something in it is not JSON (NaN and infinity are not, except as metrics).
     """
-    info = manifest.info
     body = _dump(
         {
             "format": FORMAT,
             "version": VERSION,
-            "info": {
-                "id": info.id,
-                "seq": info.seq,
-                "step": info.step,
-                "epoch": info.epoch,
-                "reason": info.reason,
-                "created": info.created,
-                "nbytes": info.nbytes,
-                "metrics": {name: _number_to_json(value) for name, value in info.metrics.items()},
-                "parent": info.parent,
-                "components": dict(info.components),
-            },
+            "info": info_to_json(manifest.info),
             "run": manifest.run,
             "world": dict(manifest.world),
             "software": dict(manifest.software),
@@ -79,7 +67,7 @@ def decode(data: bytes) -> Manifest:
     try:
         document = json.loads(body)
         manifest = Manifest(
-            info=_info_from_json(document["info"]),
+            info=info_from_json(document["info"]),
             run=document["run"],
             world=document["world"],
             software=document["software"],
@@ -114,7 +102,7 @@ def decode_info(head: bytes) -> SnapshotInfo | None:
     except (ValueError, RecursionError):
         return None
     try:
-        return _info_from_json(info)
+        return info_from_json(info)
     except _MALFORMED as err:
         raise CorruptError(f"the manifest's head is damaged: {type(err).__name__}: {err}") from err
 
@@ -160,6 +148,22 @@ def _dump(document: Any) -> bytes:
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
 
 
+def info_to_json(info: SnapshotInfo) -> dict[str, Any]:
+    """A manifest's `info`."""
+    return {
+        "id": info.id,
+        "seq": info.seq,
+        "step": info.step,
+        "epoch": info.epoch,
+        "reason": info.reason,
+        "created": info.created,
+        "nbytes": info.nbytes,
+        "metrics": {name: _number_to_json(value) for name, value in info.metrics.items()},
+        "parent": info.parent,
+        "components": dict(info.components),
+    }
+
+
 def _number_to_json(value: float) -> float | str:
     if math.isfinite(value):
         return value
@@ -192,7 +196,8 @@ def _piece_to_json(piece: Piece) -> dict[str, Any]:
     return row
 
 
-def _info_from_json(row: Mapping[str, Any]) -> SnapshotInfo:
+def info_from_json(row: Mapping[str, Any]) -> SnapshotInfo:
+    """The inverse of `info_to_json`. Raises what an unexpected document raises."""
     metrics = {name: _NUMBERS[value] if isinstance(value, str) else value for name, value in row["metrics"].items()}
     return SnapshotInfo(
         id=row["id"],

@@ -5,16 +5,30 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
-from ckpt_engine.errors import CorruptError, ForeignError, FormatError, NewerFormatError, StorageMissingError
-from ckpt_engine.store import layout, manifest_codec
+from ckpt_engine.errors import (
+    CkptError,
+    CorruptError,
+    ForeignError,
+    FormatError,
+    NewerFormatError,
+    StorageMissingError,
+)
+from ckpt_engine.store import catalog, layout, manifest_codec
 from ckpt_engine.store.manifest import FORMAT, VERSION, Manifest, SnapshotInfo
 from ckpt_engine.store.storage.base import ObjectInfo, Storage
+from ckpt_engine.store.storage.local import LocalStorage
+
+READS_AT_ONCE = 16
+"""Manifests read at once where it is latency that counts: anywhere but on a disk."""
 
 _Infos = list[SnapshotInfo]  # inside Repository, `list` is its method
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +68,8 @@ class Garbage:
 class Repository:
     """Snapshots in a storage. Reading needs no lease; every method that writes does.
 
-    What has been read of a manifest is remembered: manifests never change.
+    What has been read of a manifest is remembered: manifests never change. Where many are new to it the catalog is
+    asked first (see `catalog`), so that requests grow with the pages of the listing and not with the snapshots.
     """
 
     def __init__(self, storage: Storage) -> None:
@@ -62,6 +77,10 @@ class Repository:
         self._infos: dict[str, SnapshotInfo] = {}
         self._files: dict[str, tuple[str, ...]] = {}
         self._record: RunRecord | None = None
+        self._alive: set[str] = set()
+        """The snapshots of the last listing, and those committed since."""
+        self._catalogued: set[str] = set()
+        """The snapshots that need no place in the catalog: they have one, or writing it was tried with them."""
 
     def record(self) -> RunRecord | None:
         """The run record; None where nothing has been written yet.
@@ -108,23 +127,15 @@ class Repository:
 
     def ids(self) -> tuple[layout.ParsedId, ...]:
         """All snapshots by name, oldest first: one listing, no reads."""
-        found = (layout.manifest_id(item.name) for item in self.storage.list(layout.MANIFESTS))
-        return tuple(sorted((parsed for parsed in found if parsed), key=lambda parsed: (parsed.seq, parsed.id)))
+        return tuple(parsed for parsed, _ in self._manifests())
 
     def scan(self) -> Listing:
         """All snapshots with what a listing shows, and the ones whose head cannot be read."""
-        infos, damaged = [], []
-        for parsed in self.ids():
-            try:
-                info = self._infos.get(parsed.id) or self._read_info(parsed.id)
-            except StorageMissingError:
-                continue  # forgotten meanwhile
-            except FormatError as err:
-                damaged.append(Damaged(parsed.id, parsed.seq, err))
-                continue
-            self._infos[parsed.id] = info
-            infos.append(info)
-        return Listing(tuple(infos), tuple(damaged))
+        listed = self._manifests()
+        self.learn((item for _, item in listed), self._infos)
+        damaged = self._read_missing(listed, self._infos, self._read_info)
+        infos = (self._infos.get(parsed.id) for parsed, _ in listed)
+        return Listing(tuple(info for info in infos if info), damaged)
 
     def list(self) -> _Infos:
         """The snapshots, oldest first; `scan` also tells about damaged ones."""
@@ -148,8 +159,14 @@ class Repository:
         with self._locating(name):
             manifest = manifest_codec.decode(data)
             _require_id(manifest.info, snapshot)
-        self._remember(manifest)
+        self.remember(manifest)
         return manifest
+
+    def files_of(self, snapshot: str) -> tuple[str, ...]:
+        """The names of the data files a snapshot needs. Raises as `read`."""
+        if snapshot not in self._files:
+            self.read(snapshot)
+        return self._files[snapshot]
 
     def commit(self, manifest: Manifest) -> None:
         """Make a snapshot exist. Every data file it names MUST be durable already.
@@ -162,7 +179,7 @@ class Repository:
         if layout.manifest_id(name) is None:
             raise ValueError(f"not a snapshot id: {manifest.info.id!r}")
         self.storage.put(name, [memoryview(manifest_codec.encode(manifest))])
-        self._remember(manifest)
+        self.remember(manifest)
 
     def next_seq(self) -> int:
         """A number higher than that of every snapshot, damaged ones included."""
@@ -172,6 +189,7 @@ class Repository:
         """Remove manifests, durably: the snapshots no longer exist, their data becomes garbage. Needs the lease."""
         gone = tuple(ids)
         for snapshot in gone:
+            self._alive.discard(snapshot)
             self._infos.pop(snapshot, None)
             self._files.pop(snapshot, None)
         self.storage.delete(*(layout.manifest_name(snapshot) for snapshot in gone))
@@ -188,35 +206,112 @@ class Repository:
         busy = set(in_flight)
         # Data first, then manifests: data of a snapshot that is committed between the two is then seen as needed.
         found = [(item, layout.data_owner(item.name)) for item in self.storage.list(layout.DATA)]
-        alive = {parsed.id for parsed in self.ids()}
+        listed = self._manifests()
+        alive = {parsed.id for parsed, _ in listed}
         loose = [(item, owner) for item, owner in found if owner and owner.id not in alive and owner.id not in busy]
         if not loose:
             return Garbage((), (), ())
-        needed, damaged = self._references(alive)
+        needed, damaged = self._references(listed)
         blocked_up_to = max((bad.seq for bad in damaged), default=-1)
         unneeded = [(item, owner.seq > blocked_up_to) for item, owner in loose if item.name not in needed]
         free = tuple(item for item, proven in unneeded if proven)
         return Garbage(free, tuple(item for item, proven in unneeded if not proven), damaged)
 
-    def _references(self, alive: Iterable[str]) -> tuple[set[str], tuple[Damaged, ...]]:
-        needed: set[str] = set()
-        damaged = []
-        for snapshot in alive:
-            try:
-                if snapshot not in self._files:
-                    self.read(snapshot)
-            except StorageMissingError:
-                continue
-            except FormatError as err:
-                parsed = layout.parse_id(snapshot)
-                damaged.append(Damaged(snapshot, parsed.seq if parsed else 0, err))
-                continue
-            needed.update(self._files[snapshot])
-        return needed, tuple(damaged)
+    def remember(self, manifest: Manifest) -> None:
+        """Note a verified manifest that is there now: it is not read again."""
+        snapshot = manifest.info.id
+        self._infos[snapshot] = manifest.info
+        self._files[snapshot] = tuple(file.name for file in manifest.files)
+        self._alive.add(snapshot)
 
-    def _remember(self, manifest: Manifest) -> None:
-        self._infos[manifest.info.id] = manifest.info
-        self._files[manifest.info.id] = tuple(file.name for file in manifest.files)
+    def learn(self, listed: Iterable[ObjectInfo], known: Collection[str] | None = None) -> None:
+        """Take from the catalog what it has of manifests, if many are unknown.
+
+        Args:
+            listed: objects as the storage lists them now; those that are no manifests are ignored.
+            known: ids about which nothing has to be learned; default: those whose data files are known.
+        """
+        known = self._files if known is None else known
+        manifests = {parsed.id: item for item in listed if (parsed := layout.manifest_id(item.name))}
+        if sum(snapshot not in known for snapshot in manifests) <= catalog.FEW:
+            return
+        try:
+            record = self.record()
+            cards = catalog.decode(self.storage.get(layout.CATALOG), record.run, manifests) if record else []
+        except CkptError:
+            return  # a cache: without it the manifests are read
+        for card in cards:
+            self._infos.setdefault(card.info.id, card.info)
+            self._files.setdefault(card.info.id, card.files)
+            self._catalogued.add(card.info.id)
+
+    def write_catalog_if_due(self, require_room: Callable[[int], object] = lambda _: None) -> None:
+        """Write the catalog if it lacks so many snapshots that listings would take long. Needs the lease.
+
+        Cheap if it is not due. A catalog that cannot be written is tried again many snapshots later: listings take
+        longer until then.
+
+        Args:
+            require_room: raises `StorageError` if so many bytes must not be written.
+        """
+        if len(self._alive - self._catalogued) < catalog.EVERY:
+            return
+        with suppress(CkptError):
+            listed = self._manifests()
+            self.learn(item for _, item in listed)
+            if len(self._alive - self._catalogued) < catalog.EVERY:
+                return
+            self._catalogued = set(self._alive)
+            self._read_missing(listed, self._files, self.files_of)
+            cards = (
+                catalog.Card(item, self._infos[parsed.id], self._files[parsed.id])
+                for parsed, item in listed
+                if parsed.id in self._files
+            )
+            text = catalog.encode(self.run_id, cards)
+            require_room(len(text))
+            self.storage.put(layout.CATALOG, [memoryview(text)], exclusive=False)
+
+    def _manifests(self) -> Sequence[tuple[layout.ParsedId, ObjectInfo]]:
+        """All manifests, oldest first: one listing, no reads."""
+        listed = ((layout.manifest_id(item.name), item) for item in self.storage.list(layout.MANIFESTS))
+        found = sorted(((parsed, item) for parsed, item in listed if parsed), key=lambda one: (one[0].seq, one[0].id))
+        self._alive = {parsed.id for parsed, _ in found}
+        return found
+
+    def _read_missing(
+        self,
+        listed: Sequence[tuple[layout.ParsedId, ObjectInfo]],
+        known: Mapping[str, object],
+        read: Callable[[str], object],
+    ) -> tuple[Damaged, ...]:
+        """`read` those that are not in `known`, which it fills; returns those that cannot be read."""
+
+        def attempt(parsed: layout.ParsedId) -> Damaged | None:
+            try:
+                read(parsed.id)
+            except StorageMissingError:
+                return None  # forgotten meanwhile
+            except FormatError as err:
+                return Damaged(parsed.id, parsed.seq, err)
+            return None
+
+        missing = [parsed for parsed, _ in listed if parsed.id not in known]
+        return tuple(bad for bad in self._at_once(attempt, missing) if bad)
+
+    def _at_once(self, work: Callable[[layout.ParsedId], _T], ids: Sequence[layout.ParsedId]) -> Iterable[_T]:
+        if len(ids) < 2 or isinstance(self.storage, LocalStorage):
+            return map(work, ids)
+        pool = ThreadPoolExecutor(min(READS_AT_ONCE, len(ids)), thread_name_prefix="ckpt-list")
+        try:
+            return list(pool.map(work, ids))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _references(self, listed: Sequence[tuple[layout.ParsedId, ObjectInfo]]) -> tuple[set[str], tuple[Damaged, ...]]:
+        self.learn(item for _, item in listed)
+        damaged = self._read_missing(listed, self._files, self.files_of)
+        return {name for parsed, _ in listed for name in self._files.get(parsed.id, ())}, damaged
 
     def _read_info(self, snapshot: str) -> SnapshotInfo:
         name = layout.manifest_name(snapshot)
@@ -225,7 +320,7 @@ class Repository:
             info = manifest_codec.decode_info(head)
             if info is not None:
                 _require_id(info, snapshot)
-        return info or self.read(snapshot).info
+        return self._infos.setdefault(snapshot, info or self.read(snapshot).info)
 
     @contextmanager
     def _locating(self, name: str) -> Iterator[None]:

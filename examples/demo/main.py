@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from demo.plot import draw
 from demo.process import TrainingFailedError
 from demo.result import Result
 from demo.runs import measure_overhead, run_killed, run_reference
+from demo.s3 import Remote, serving
 from demo.screen import Screen
 from demo.settings import EXAMPLES, Settings, claim
 
@@ -53,16 +55,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(settings: Settings, screen: Screen) -> Result:
+    with ExitStack() as stack:
+        remote = stack.enter_context(serving(settings.out / "s3.log")) if settings.tier else None
+        return _run_all(settings, screen, remote)
+
+
+def _run_all(settings: Settings, screen: Screen, remote: Remote | None) -> Result:
     began = time.monotonic()
-    settings.yaml.write_text(settings.yaml_text())
+    settings.yaml.write_text(settings.yaml_text(remote))
     screen.say(
         f"A byte-level transformer learns Python's standard library: {settings.steps} steps, "
         f"{settings.steps / settings.epoch_batches:g} epochs, seed {settings.seed}."
     )
+    if remote is not None:
+        screen.say(f"Snapshots go to {settings.snapshots} and from there to {remote.url}, a server on this machine.")
     with screen.part("uninterrupted run", settings.steps):
         reference = run_reference(settings, screen)
     with screen.part("killed run", settings.steps):
-        killed = run_killed(settings, screen)
+        killed = run_killed(settings, screen, remote)
     overhead = None
     if settings.pairs:
         with screen.part("overhead", 2 * settings.pairs):
@@ -85,6 +95,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--max-lost-work", help="work a crash may cost at worst (default 5 s; with --quick 0.5 s)")
     parser.add_argument("--pairs", type=int, help="overhead pairs (default 5; with --quick 0: do not measure)")
     parser.add_argument("--threads", type=int, default=1, help="of torch in every training")
+    parser.add_argument(
+        "--tier", choices=["s3"], help="a second tier, on a server that the demo starts; the local folder is then lost"
+    )
     parser.add_argument("--quick", action="store_true", help="a small model and few steps")
     parser.add_argument("--json", action="store_true", help="the numbers on standard output, the rest on stderr")
     parser.add_argument(
@@ -113,5 +126,6 @@ def _settings(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
         pairs=args.pairs if args.pairs is not None else pairs,
         pair_steps=pair_steps,
         flip_bit_at=args.flip_bit_at,
+        tier=args.tier,
     )
     return settings, args.json

@@ -34,6 +34,8 @@ class Restart:
         resume_seconds: from the start of the process to its first batch; imports and loaders included.
         restore_seconds: reading and verifying the snapshot, by the resume report.
         evidence: why we know that it was saving at the kill; None: it was not.
+        disk_lost: whether the local snapshot folder was removed between the two.
+        resumed_from: what the resume report says about the place that served, if there were several.
     """
 
     killed_step: int
@@ -43,6 +45,8 @@ class Restart:
     resume_seconds: float
     restore_seconds: float | None
     evidence: str | None
+    disk_lost: bool
+    resumed_from: str | None
 
     @property
     def lost_steps(self) -> int:
@@ -142,6 +146,11 @@ class Result:
     def _restart_notes(self) -> list[str]:
         return [
             *(f"kill {number}: {one.evidence or 'no save was seen'}" for number, one in enumerate(self.restarts, 1)),
+            *(
+                f"kill {number}: the local snapshot folder was removed; {one.resumed_from or 'nothing was resumed'}"
+                for number, one in enumerate(self.restarts, 1)
+                if one.disk_lost
+            ),
             *([f"the run ended before it was killed {self.settings.kills} times"] if self._missed else []),
             "killed: the trainer with its loader workers, or both it and the writer",
             f"restart: until the first batch, imports included; {self.fresh_start_seconds:.1f} s from scratch",
@@ -162,6 +171,8 @@ def _restart(run: Run, life: Life, after: Life) -> Restart:
         resume_seconds=after.first_batch - after.spawned,
         restore_seconds=after.restore_seconds,
         evidence=_evidence(run, life, after),
+        disk_lost=kill.disk_lost,
+        resumed_from=after.resumed_from,
     )
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
+import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ckpt_engine.config import load_config
 from demo.folder import Durable, SnapshotFolder, Unfinished
 from demo.overhead import BLOCKS, Block, Overhead, pair_up, read_blocks
 from demo.process import TrainingFailedError, TrainingProcess
 from demo.record import Entry, Start, Step
+from demo.s3 import Remote
 from demo.screen import Screen
 from demo.settings import Settings
 
@@ -41,6 +45,7 @@ class Kill:
         victims: `trainer` (with its loader workers; the writer lives on) or `trainer and writer`.
         saving: the file that was being written at the last look, under a millisecond before; None: nothing was.
         torn: the file that was found half-written after the kill.
+        disk_lost: whether the local snapshot folder was removed then.
     """
 
     time: float
@@ -48,6 +53,7 @@ class Kill:
     victims: str
     saving: Unfinished | None
     torn: Unfinished | None
+    disk_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,7 @@ class Life:
         resumed_step: optimizer steps that were already done then.
         restore_seconds: reading and checking the snapshot, by the callback's own resume report; None: there is none.
         kill: how it ended; None: it finished.
+        resumed_from: what the resume report says about the place that served; None: there was one place only.
     """
 
     pid: int
@@ -69,6 +76,7 @@ class Life:
     resumed_step: int
     restore_seconds: float | None
     kill: Kill | None
+    resumed_from: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +139,12 @@ def run_reference(settings: Settings, screen: Screen) -> Run:
         return Run((_life(process, progress, None, None),), tuple(progress.entries), ())
 
 
-def run_killed(settings: Settings, screen: Screen) -> Run:
-    """The run that is killed at random moments in which it saves, and started again each time."""
+def run_killed(settings: Settings, screen: Screen, remote: Remote | None = None) -> Run:
+    """The run that is killed at random moments in which it saves, and started again each time.
+
+    Args:
+        remote: a second tier; with the last kill the first one is lost.
+    """
     options: list[str | Path] = ["--ckpt", settings.yaml]
     if settings.flip_bit_at is not None:
         options += ["--flip-bit-at", str(settings.flip_bit_at)]
@@ -141,21 +153,27 @@ def run_killed(settings: Settings, screen: Screen) -> Run:
     rng = random.Random(settings.seed)
     lives: list[Life] = []
     entries: list[Entry] = []
-    for number, target in enumerate([*_targets(settings, rng), None]):
+    targets = list(_targets(settings, rng))
+    for number, target in enumerate([*targets, None]):
+        loses_disk = remote is not None and number == len(targets) - 1
         with TrainingProcess(command, settings.killed) as process:
             progress = Progress(process, screen)
             kill = None
             while progress.look():
                 for durable in folder.look():
                     screen.durable(durable)
-                if target is not None and progress.step >= target:
-                    victims = EVERYTHING if number % 2 else TRAINER
+                if target is not None and progress.step >= target and (not loses_disk or remote.newest()):
+                    victims = EVERYTHING if number % 2 or loses_disk else TRAINER
                     kill = _kill_while_saving(settings, process, progress, folder, rng, victims)
                     break
                 time.sleep(LOOK_SECONDS)
             progress.entries += process.entries()
             folder.look()
-            life = _life(process, progress, _restore_seconds(settings.snapshots, process.started), kill)
+            life = _life(process, progress, _report(settings.snapshots, process.started), kill)
+            if kill is not None and loses_disk:
+                shutil.rmtree(settings.snapshots)
+                kill = dataclasses.replace(kill, disk_lost=True)
+                life = dataclasses.replace(life, kill=kill)
             lives.append(life)
             entries += progress.entries
             screen.lived(life)
@@ -208,17 +226,23 @@ def _kill_while_saving(
     return Kill(when, step, victims, saving, torn)
 
 
-def _life(process: TrainingProcess, progress: Progress, restore_seconds: float | None, kill: Kill | None) -> Life:
+def _life(process: TrainingProcess, progress: Progress, report: Mapping[str, Any] | None, kill: Kill | None) -> Life:
     if progress.start is None:
         raise TrainingFailedError(f"the training process never began to train:\n{process.log_tail()}")
-    return Life(process.pid, process.started, progress.start.time, progress.start.step, restore_seconds, kill)
+    seconds = None if report is None else float(report["seconds"])
+    place = (
+        None if report is None else next((note for note in report["notes"] if note.startswith("restored from ")), None)
+    )
+    return Life(process.pid, process.started, progress.start.time, progress.start.step, seconds, kill, place)
 
 
-def _restore_seconds(root: Path, since: float) -> float | None:
-    report = root / "resume-report.json"
-    if not report.exists() or report.stat().st_mtime < since:
+def _report(root: Path, since: float) -> Mapping[str, Any] | None:
+    """The resume report of a process that was started at `since`; None: it resumed from nothing."""
+    path = root / "resume-report.json"
+    if not path.exists() or path.stat().st_mtime < since:
         return None
-    return float(json.loads(report.read_text())["seconds"])
+    report: Mapping[str, Any] = json.loads(path.read_text())
+    return report
 
 
 def measure_overhead(settings: Settings, screen: Screen) -> Overhead:

@@ -68,10 +68,13 @@ class Screen:
         """A process of the killed run ended."""
         if life.resumed_step:
             seconds = life.first_batch - life.spawned
-            self.say(f"  resumed from step {life.resumed_step}; training again {seconds:.1f} s after the start")
+            place = f" ({life.resumed_from})" if life.resumed_from else ""
+            self.say(f"  resumed from step {life.resumed_step}{place}; training again {seconds:.1f} s after the start")
         if life.kill is not None:
             saving = f"while it saved ({life.kill.saving.kind})" if life.kill.saving else "between two saves"
             self.say(f"  [red]kill -9[/] of {life.kill.victims} after step {life.kill.step}, {saving}")
+            if life.kill.disk_lost:
+                self.say("  [red]lost[/]: the local snapshot folder, with everything in it")
 
     def say(self, text: str) -> None:
         """One line of the story."""

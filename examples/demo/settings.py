@@ -8,10 +8,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from demo.s3 import Remote
 
 EXAMPLES = Path(__file__).resolve().parent.parent
 
-OWN_NAMES = ("reference", "killed", "snapshots", "overhead", "ckpt.yaml", "result.json", "demo.png")
+OWN_NAMES = ("reference", "killed", "snapshots", "overhead", "ckpt.yaml", "result.json", "demo.png", "s3.log")
 """Everything a demo makes in its output folder."""
 MARK = ".ckpt-demo"
 
@@ -33,6 +37,7 @@ class Settings:
         pairs: runs with and without the callback that are compared; 0: do not measure.
         pair_steps: measured steps of each of them.
         flip_bit_at: spoil the killed run at this step, to see the comparison fail.
+        tier: a second tier, "s3": the local folder is removed with the last kill; None: there is only that folder.
     """
 
     out: Path
@@ -47,6 +52,7 @@ class Settings:
     pairs: int
     pair_steps: int
     flip_bit_at: int | None
+    tier: str | None = None
 
     @property
     def reference(self) -> Path:
@@ -64,14 +70,14 @@ class Settings:
     def yaml(self) -> Path:
         return self.out / "ckpt.yaml"
 
-    def yaml_text(self) -> str:
-        """The options of the checkpoint callback."""
-        return (
-            f"overhead: {self.budget}\n"
-            f"max_lost_work: {self.max_lost_work}\n"
-            f"keep: {{last: 2}}\n"
-            f"tiers: {json.dumps(str(self.snapshots))}\n"
-        )
+    def yaml_text(self, remote: Remote | None = None) -> str:
+        """The options of the checkpoint callback, with a second tier if there is one."""
+        near = json.dumps(str(self.snapshots))
+        tiers = f"{near}\n"
+        if remote is not None:
+            far = {"url": remote.url, "storage_options": remote.options}
+            tiers = f"\n  - {near}\n  - {json.dumps(far)}\n"  # JSON is YAML
+        return f"overhead: {self.budget}\nmax_lost_work: {self.max_lost_work}\nkeep: {{last: 2}}\ntiers: {tiers}"
 
     def training(self, out: Path, *options: str | Path) -> Sequence[str]:
         """The command line of a training run."""

@@ -14,11 +14,12 @@ from benchmarks.run import Bench, Scale
 from benchmarks.values import from_json, to_json
 
 NEEDS_A_DISK = {"persist", "restore"}
-TRAINS = {"overhead", "every-iteration"}
+SLOW = {"overhead", "every-iteration", "upload"}
+"""They train, or start many processes."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in TRAINS else ()) for name in bars.NAMES]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in bars.NAMES]
 )
 def test_bar_runs(name: str, tmp_path: Path) -> None:
     """A bar measures all of its targets and cleans up behind itself."""

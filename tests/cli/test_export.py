@@ -192,12 +192,14 @@ def test_export_reports_as_json(ckpt: Ckpt, run_folder: Any, arrays: Any, tmp_pa
     assert found == {
         "root": f"file://{run_folder.path}",
         "snapshot": snapshot,
+        "source": f"file://{run_folder.path}",
         "out": str(tmp_path / "out"),
         "format": "safetensors",
         "arrays": 2,
         "nbytes": 8448,
         "written": True,
         "notes": [],
+        "away": [],
     }
 
 

@@ -52,8 +52,22 @@ def test_ls_json_has_everything(ckpt: Ckpt, run_folder: Any) -> None:
             "metrics": {"loss": "NaN"},
             "parent": "p",
             "components": {"a": 12},
+            "tiers": [f"file://{run_folder.path}"],
+            "pinned": None,
         }
     ]
+
+
+def test_ls_shows_what_is_pinned_and_why(ckpt: Ckpt, run_folder: Any) -> None:
+    """The tag that `ckpt pin` gave, for people and for programs; one without says that it is pinned."""
+    array = {"a/x": np.zeros(3, "float32")}
+    ids = [run_folder.add(step, array) for step in (10, 20, 30)]
+    assert ckpt("pin", run_folder.path, 10, "--tag", "best-for-paper").code == 0
+    assert ckpt("pin", run_folder.path, 20).code == 0
+    lines = ckpt("ls", run_folder.path).out.splitlines()
+    assert [line.split("interval")[1].strip() for line in lines[1:4]] == ["; pinned: best-for-paper", "; pinned", ""]
+    found = ckpt("ls", run_folder.path, "--json").json["snapshots"]
+    assert {one["id"]: one["pinned"] for one in found} == dict(zip(ids, ("best-for-paper", "", None), strict=True))
 
 
 def test_ls_shows_damaged_manifests_and_goes_on(ckpt: Ckpt, run_folder: Any) -> None:
@@ -96,7 +110,7 @@ def test_what_is_no_run_is_an_error_without_traceback(ckpt: Ckpt, tmp_path: Path
         tmp_path / "foreign": "[CKPT402]",
         tmp_path / "file": "[CKPT305]",
         tmp_path / "ckpt.yaml": "no such file",
-        "s3://bucket/run": "storage 's3://' is not supported by this version",
+        "s4://bucket/run": "no storage for s4:// URLs",
     }.items():
         result = ckpt("ls", root)
         assert (result.code, result.out) == (2, ""), root

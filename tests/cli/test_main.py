@@ -48,7 +48,7 @@ def test_mistakes_of_ours_keep_their_traceback(run_folder: Any, monkeypatch: pyt
     def broken(root: str) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(ls, "open_root", broken)
+    monkeypatch.setattr(ls, "open_run", broken)
     with pytest.raises(ZeroDivisionError):
         main(["ls", str(run_folder.path)])
 

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.config import parse_duration_seconds, parse_fraction
-from ckpt_engine.config.quantities import SECONDS_PER_UNIT, parse_count, parse_flag
+from ckpt_engine.config.quantities import (
+    SECONDS_PER_UNIT,
+    parse_bytes,
+    parse_bytes_per_second,
+    parse_count,
+    parse_flag,
+)
 
 
 @pytest.mark.parametrize(
@@ -122,3 +128,48 @@ def test_what_is_no_flag_is_refused(value: object) -> None:
     """Numbers are not flags."""
     with pytest.raises(ValueError, match="true or false"):
         parse_flag(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [
+        (1, 1),
+        ("500 GB", 500 * 10**9),
+        ("1.5TB", 1500 * 10**9),
+        ("64 GiB", 64 << 30),
+        ("1e3 kB", 10**6),
+        ("10 MB ", 10**7),
+        ("10mb", 10**7),
+        ("10 KB", 10**4),
+        ("12 B", 12),
+        ("12", 12),
+        ("2 G", 2 * 10**9),
+    ],
+)
+def test_a_size_is_bytes_or_has_a_unit(value: object, nbytes: int) -> None:
+    """`GB` is a power of 1000 and `GiB` of 1024."""
+    assert parse_bytes(value) == nbytes
+
+
+@pytest.mark.parametrize(
+    "value", ["", "GB", "10 Gb", "10 XB", "10%", "1 GB 2 MB", None, True, [1], "nan", -1, 0, "0 GB"]
+)
+def test_what_is_no_size_is_refused(value: object) -> None:
+    """`Gb` would be bits, and nothing is no size."""
+    with pytest.raises(ValueError, match="must be a size"):
+        parse_bytes(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "rate"), [("200 MB/s", 2e8), (5e7, 5e7), ("1 GiB / s", 1 << 30), ("100", 100), ("3 MB/sec", 3e6)]
+)
+def test_a_rate_is_bytes_per_second(value: object, rate: float) -> None:
+    """A size per second, or a plain number."""
+    assert parse_bytes_per_second(value) == rate
+
+
+@pytest.mark.parametrize("value", ["200 MB", "200 Mb/s", "/s", "fast", 0, None, "200 MB/min"])
+def test_what_is_no_rate_is_refused(value: object) -> None:
+    """A size alone is no rate."""
+    with pytest.raises(ValueError, match="must be a rate such as '200 MB/s'"):
+        parse_bytes_per_second(value)

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ckpt_engine.store.repository import Repository
 from tests.crash.life import check
 from tests.crash.powerloss import RecordingDisk, Tree, build, crash_states, marks
 
@@ -16,12 +15,12 @@ class Explorer:
 
     Args:
         scratch: a folder to build them in.
-        check_whole: as of `life.check`.
+        sound: fails unless the state in a folder is sound, given the marks made before the power loss.
     """
 
-    def __init__(self, scratch: Path, check_whole: Callable[[Repository, set[str]], None] | None = None) -> None:
+    def __init__(self, scratch: Path, sound: Callable[[Path, list[str]], None] = check) -> None:
         self._scratch = scratch
-        self._check_whole = check_whole
+        self._sound = sound
         self._seen: set[object] = set()
         self.checked = 0
         self.bad: list[str] = []
@@ -44,7 +43,7 @@ class Explorer:
         base.mkdir()
         try:
             build(tree, base)
-            check(base / "run", labels, self._check_whole)
+            self._sound(base / "run", labels)
         except Exception as err:  # noqa: BLE001 - whatever goes wrong makes this a bad state
             self.bad.append(f"after operation {upto}: {type(err).__name__}: {err}")
         finally:

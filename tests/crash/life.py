@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.errors import StorageFullError
-from ckpt_engine.store import layout
+from ckpt_engine.store import layout, pins
 from ckpt_engine.store.collect import collect, plan_prune, prune
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.lease import Lease, acquire
@@ -106,15 +106,24 @@ class Run:
             self.mark(f"forgetting {snapshot}")
         self.prune(count, lease)
 
+    def pin(self, snapshot: str, note: str = "") -> None:
+        pins.pin(self.repository, snapshot, note, created=1.0)
+        self.mark(f"pinned {snapshot}")
+
+    def unpin(self, snapshot: str) -> None:
+        self.mark(f"unpinning {snapshot}")
+        pins.unpin(self.repository, snapshot)
+
     def prune(self, count: int, lease: Lease) -> None:
         prune(self.repository, lease, KeepLast(count))
 
 
 def live(run: Run, add_foreign: Callable[[], None]) -> None:
-    """The life: five snapshots, one shared data file, a full disk, retention, foreign files."""
+    """The life: five snapshots, one shared data file, pins, a full disk, retention, foreign files."""
     with acquire(run.storage) as lease:
         run.repository.create_if_absent()
-        run.save(10)
+        pinned = run.save(10)
+        run.pin(pinned)
         add_foreign()
         run.keep_last(2, lease)
         shared = run.save(20)
@@ -127,7 +136,9 @@ def live(run: Run, add_foreign: Callable[[], None]) -> None:
                 run.save(35)
             run.disk.full = False
         run.save(40)
+        run.pin(pinned, "again")
         run.keep_last(2, lease)
+        run.unpin(pinned)
         run.save(50)
         run.keep_last(2, lease)
 
@@ -148,8 +159,8 @@ def check(root: Path, labels: list[str], check_whole: Callable[[Repository, set[
         labels: what the writer knew.
         check_whole: fails unless these snapshots are what was saved; by default, those of `Run`.
 
-    Sound: every listed snapshot is whole, nothing acknowledged is missing. Clean: after one more snapshot and a
-    collection there is nothing but what the snapshots need and what is foreign.
+    Sound: every listed snapshot is whole, nothing acknowledged or pinned is missing. Clean: after one more snapshot and
+    a collection there is nothing but what the snapshots need and what is foreign.
     """
     storage = LocalStorage(root, disk=QuietDisk())
     repository = Repository(storage)
@@ -161,6 +172,11 @@ def check(root: Path, labels: list[str], check_whole: Callable[[Repository, set[
     saved = {label.removeprefix("saved ") for label in labels if label.startswith("saved ")}
     forgotten = {label.removeprefix("forgetting ") for label in labels if label.startswith("forgetting ")}
     assert saved - forgotten <= listed, f"acknowledged and lost: {saved - forgotten - listed}"
+    pinned = {label.removeprefix("pinned ") for label in labels if label.startswith("pinned ")}
+    pinned -= {label.removeprefix("unpinning ") for label in labels if label.startswith("unpinning ")}
+    pin_files = {layout.pin_name(snapshot) for snapshot in pins.pinned_ids(storage)}
+    assert pinned <= listed, f"pinned and lost: {pinned - listed}"
+    assert pinned <= pins.pinned_ids(storage), "a pin is lost"
 
     run = Run(storage, lambda label: None, QuietDisk())
     with acquire(storage) as lease:
@@ -172,10 +188,15 @@ def check(root: Path, labels: list[str], check_whole: Callable[[Repository, set[
     manifests = [repository.read(snapshot) for snapshot in (*listed, extra)]
     needed = {layout.RECORD, layout.LEASE} | {layout.manifest_name(manifest.info.id) for manifest in manifests}
     needed |= {file.name for manifest in manifests for file in manifest.files}
+    needed |= pin_files
     assert left == needed | set(foreign), f"garbage {left - needed - set(foreign)}, missing {needed - left}"
     assert _foreign(root) == foreign, "a foreign file was changed"
     with acquire(storage) as lease:
         assert collect(repository, lease).removed == ()
+        prune(repository, lease, KeepLast(1))
+    kept = {info.id for info in repository.list()}
+    assert kept == (pins.pinned_ids(storage) & listed) | {extra}, "retention did not keep the newest and what is pinned"
+    _check_whole(repository, kept - {extra})
 
 
 def _check_whole(repository: Repository, snapshots: set[str]) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.store import layout
-from ckpt_engine.store.collect import plan_prune
+from ckpt_engine.store.collect import collect, plan_prune
 from ckpt_engine.store.lease import Lease
 from ckpt_engine.store.manifest import Manifest
-from ckpt_engine.store.retention import KeepLast
+from ckpt_engine.store.retention import KeepLast, plan
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.crash.explorer import Explorer
 from tests.crash.life import FOREIGN, FailingDisk, Run, live, recover
@@ -128,6 +130,8 @@ class _InPlace(LocalStorage):
         path = self.path(name)
         self.make_folder(path.rpartition("/")[0])
         made: list[str] = []
+        if not exclusive:
+            self.delete(name)
         try:
             self._write(path, blocks, made)
             self._disk.sync_folder(path.rpartition("/")[0])
@@ -154,6 +158,23 @@ class _DataFirst(Run):
         self.repository.forget(removed)
 
 
+class _NoPins(Run):
+    def pin(self, snapshot: str, note: str = "") -> None:
+        with suppress(StorageMissingError):  # it was removed although it is pinned
+            super().pin(snapshot, note)
+
+    def prune(self, count: int, lease: Lease) -> None:
+        infos = self.repository.list()
+        self.repository.forget(plan(infos, KeepLast(count)).remove)
+        collect(self.repository, lease)
+
+
+class _LoosePins(Run):
+    def pin(self, snapshot: str, note: str = "") -> None:
+        self.mark(f"pinned {snapshot}")
+        super().pin(snapshot, note)
+
+
 class _NoReachability(Run):
     def prune(self, count: int, lease: Lease) -> None:
         removed = plan_prune(self.repository, KeepLast(count)).remove
@@ -172,6 +193,8 @@ class _NoReachability(Run):
         {"make_run": _ManifestFirst},
         {"make_run": _DataFirst},
         {"make_run": _NoReachability},
+        {"make_run": _NoPins},
+        {"make_run": _LoosePins},
     ],
     ids=lambda broken: next(iter(broken.values())).__name__.strip("_"),
 )
@@ -191,12 +214,13 @@ def test_an_unsynced_forget_of_a_killed_process_is_noticed(
     forgets = [i for i, op in enumerate(whole) if isinstance(op, Change) and _removes_a_manifest(op)]
     monkeypatch.setattr("ckpt_engine.store.collect._settle", lambda repository, garbage: None)
     explorer = Explorer(scratch)
-    _killed_then_power_loss(tmp_path, explorer, forgets[0] + 1)
+    for forgot in forgets:
+        _killed_then_power_loss(tmp_path, explorer, forgot + 1)
     assert explorer.bad
 
 
 def _removes_a_manifest(change: Change) -> bool:
-    return any(inode is None and layout.parse_id(Path(path).stem) for path, inode in change.names.items())
+    return any(inode is None and layout.manifest_id(path.partition("/")[2]) for path, inode in change.names.items())
 
 
 def test_the_scenario_writes_around_the_page_cache_where_it_can(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from ckpt_engine.persist.writer import Writer
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.crash.explorer import Explorer
+from tests.crash.life import check
 from tests.crash.powerloss import Killed, RecordingDisk
 from tests.persist.staged import NONE, Stage, check_one
 
@@ -99,7 +101,7 @@ def test_a_power_loss_during_any_operation_of_the_writer_is_survived(
     session = _Session(tmp_path / "disk" / "run", disk, stage, monkeypatch)
     assert session.run(range(4))
     assert session.failed == []
-    explorer = Explorer(scratch, _whole)
+    explorer = Explorer(scratch, partial(check, check_whole=_whole))
     explorer.explore(disk)
     assert explorer.bad == []
     assert explorer.checked > 80
@@ -109,7 +111,7 @@ def test_a_writer_that_continues_after_a_killed_one_survives_a_power_loss(
     tmp_path: Path, scratch: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed at several points; the next writer of the run takes over, and then the power fails."""
-    explorer = Explorer(scratch, _whole)
+    explorer = Explorer(scratch, partial(check, check_whole=_whole))
     for die_before in (3, 21, 33, 47, 60, 72):
         disk = _recorded(tmp_path, die_before)
         session = _Session(tmp_path / "disk" / "run", disk, stage, monkeypatch)
@@ -130,6 +132,6 @@ def test_a_writer_that_does_not_sync_is_noticed(
     monkeypatch.setattr(RecordingDisk, "sync", lambda self, fd: None)
     disk = _recorded(tmp_path)
     _Session(tmp_path / "disk" / "run", disk, stage, monkeypatch).run(range(2))
-    explorer = Explorer(scratch, _whole)
+    explorer = Explorer(scratch, partial(check, check_whole=_whole))
     explorer.explore(disk, stop_at_bad=True)
     assert explorer.bad

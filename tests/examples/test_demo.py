@@ -121,3 +121,17 @@ def test_overhead_is_measured_in_pairs(tmp_path: Path) -> None:
     assert [pair["without"]["own_percent"] for pair in overhead["pairs"]] == [None, None]
     assert all(pair["with_callback"]["seconds"] > 0.0 for pair in overhead["pairs"])
     assert overhead["snapshots"] > 0
+
+
+@pytest.mark.slow
+def test_a_lost_disk_is_made_good_by_the_tier_on_s3(tmp_path: Path) -> None:
+    """Trainer and writer are killed and the snapshot folder is removed: the run goes on from S3, bit for bit."""
+    ran = run_demo(tmp_path / "out", "--tier", "s3", "--kills", "2")
+    assert ran.status == 0, ran.screen
+    assert ran.result["identical"] is True
+    first, last = ran.result["restarts"]
+    assert (first["disk_lost"], last["disk_lost"]) == (False, True)
+    assert last["victims"] == "trainer and writer"
+    assert last["resumed_step"] > 0
+    assert last["resumed_from"].startswith("restored from s3://demo/run")
+    assert "bitwise identical to the uninterrupted run: yes" in ran.screen

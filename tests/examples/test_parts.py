@@ -11,8 +11,10 @@ from demo.folder import SnapshotFolder
 from demo.main import options
 from demo.overhead import Block, Overhead, Pair, pair_up, read_blocks
 from demo.record import Start, Step, Validation, read_record
-from demo.settings import MARK, claim
+from demo.s3 import Remote
+from demo.settings import MARK, Settings, claim
 
+from ckpt_engine.config import load_config
 from ckpt_engine.store.layout import data_name, manifest_name, snapshot_id
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
@@ -115,6 +117,20 @@ def test_blocks_are_read_while_they_are_written(tmp_path: Path) -> None:
     assert read_blocks(path) == []
     path.write_text('{"seconds": 1.5, "cpu_seconds": 1.4, "snapshots": 0, "own_percent": null}\n{"seconds": 2')
     assert read_blocks(path) == [Block(1.5, 1.4, 0, None)]
+
+
+def test_the_options_of_the_demo_are_a_configuration_with_and_without_s3(tmp_path: Path) -> None:
+    """One folder, or a folder and then a bucket; a space in a path is no problem."""
+    settings = Settings(tmp_path / "a b", 0, 1, 48, 16, 128, 1, "1%", "5 s", 0, 12, None, "s3")
+    settings.out.mkdir()
+    options = {"key": "demo", "secret": "demo", "client_kwargs": {"endpoint_url": "http://127.0.0.1:1"}}
+    for remote in (None, Remote("s3://demo/run", options)):
+        settings.yaml.write_text(settings.yaml_text(remote))
+        tiers = load_config(settings.yaml).tiers
+        assert tiers[0].url == str(settings.snapshots)
+        assert [(tier.url, tier.storage_options) for tier in tiers[1:]] == (
+            [] if remote is None else [(remote.url, remote.options)]
+        )
 
 
 def test_only_what_a_demo_made_is_removed_from_its_output_folder(tmp_path: Path) -> None:

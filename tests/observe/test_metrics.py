@@ -4,8 +4,11 @@ from ckpt_engine.observe.events import (
     IntervalChanged,
     SnapshotCommitted,
     SnapshotFailed,
+    SnapshotReplicated,
     SnapshotSkipped,
     SnapshotStaged,
+    TierDegraded,
+    TierRecovered,
 )
 from ckpt_engine.observe.metrics import RunMetrics
 
@@ -55,3 +58,16 @@ def test_unknown_interval_is_left_out() -> None:
         "skipped",
         "failed",
     }
+
+
+def test_tiers_are_counted_once_one_was_heard_of() -> None:
+    """Copies, their bytes, and how many tiers are away now."""
+    metrics = RunMetrics()
+    assert "tiers_away" not in metrics.numbers()
+    metrics.emit(SnapshotReplicated("a", 1, "s3://b/r", 100, 1.0, 2.0, 3.0))
+    metrics.emit(TierDegraded("s3://b/r", "CKPT300", "down"))
+    metrics.emit(TierDegraded("/nfs", "CKPT300", "down"))
+    numbers = metrics.numbers()
+    assert (numbers["replicated"], numbers["sent_bytes"], numbers["tiers_away"]) == (1.0, 100.0, 2.0)
+    metrics.emit(TierRecovered("/nfs", 5.0))
+    assert metrics.numbers()["tiers_away"] == 1.0

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.persist import fleet, writer
 from ckpt_engine.persist.client import WriterClient, completed
 from ckpt_engine.persist.job import WriterConfig
+from ckpt_engine.persist.replicate import Backoff
 from ckpt_engine.persist.spawn import ProcessWriter
 from ckpt_engine.persist.thread import ThreadWriter
 from tests.persist.staged import WAIT_SECONDS, Stage
+from tests.persist.tiered import Run
 
 
 class Writers:
@@ -56,6 +59,19 @@ def stage() -> Iterator[Stage]:
     found = Stage()
     yield found
     found.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    """A run that tries a failing tier again at once."""
+    made = Run(tmp_path, stage)
+    monkeypatch.setattr(fleet, "open_storage", made.open_storage)
+    monkeypatch.setattr(writer, "open_storage", made.open_storage)
+    monkeypatch.setattr(fleet, "BACKOFF", Backoff(0.01, 0.02))
+    yield made
+    for weather in made.weather.values():
+        weather.up()
+    made.close()
 
 
 @pytest.fixture(autouse=True)

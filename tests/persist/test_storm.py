@@ -30,15 +30,21 @@ def kill(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def storm(folder: Path, kills: int, seed: int) -> None:
-    """Kill the trainer, the writer, or both, at random moments, and check the run each time nobody writes it."""
+def storm(folder: Path, kills: int, seed: int, *, far: Path | None = None) -> None:
+    """Kill the trainer, the writer, or both, at random moments, and check the run each time nobody writes it.
+
+    Args:
+        far: root of a further tier.
+    """
+    plan = ["storm"] if far is None else ["storm-tiers", str(far)]
+    copied = set()
     chance = random.Random(seed)
     root, log = folder / "run", folder / "log"
     done = acknowledged = 0
     while done < kills:
         begun = len(rows(log))
         with (folder / "stderr").open("w") as stderr:
-            command = [sys.executable, "-m", "tests.persist.trainer", str(root), str(log), "storm"]
+            command = [sys.executable, "-m", "tests.persist.trainer", str(root), str(log), *plan]
             trainer = subprocess.Popen(command, cwd=REPOSITORY, stdout=stderr, stderr=stderr)
         try:
             while trainer.poll() is None and done < kills:
@@ -68,12 +74,26 @@ def storm(folder: Path, kills: int, seed: int) -> None:
             newer = sum(1 for other in ids if other > snapshot)
             assert snapshot in ids or newer >= STORM_KEEP, f"{snapshot} was acknowledged and is lost: {ids}"
         acknowledged = len(acks)
+        copied |= {info.id for info in check_all(far)} if far else set()
+    assert far is None or len(copied) > kills / 4
     assert acknowledged > kills / 4  # else the storm never let anything happen
 
 
 def test_ten_kills(tmp_path: Path) -> None:
     """A short storm."""
     storm(tmp_path, kills=10, seed=1)
+
+
+def test_ten_kills_with_a_further_tier(tmp_path: Path) -> None:
+    """Copies that are interrupted leave whole snapshots only, on each tier."""
+    storm(tmp_path, kills=10, seed=3, far=tmp_path / "far")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_hundred_kills_with_a_further_tier(tmp_path: Path) -> None:
+    """A long storm over two tiers."""
+    storm(tmp_path, kills=240, seed=4, far=tmp_path / "far")
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ It logs one JSON line per thing that a test must know, each with a single write,
 
 Plans:
     storm: snapshots without end; a lost writer is replaced.
+    storm-tiers FAR: as storm, with a further tier.
     die-after N: submits N jobs on N slots and kills itself, without waiting for anything.
     die-holding: submits one job and kills itself, with a forked child that keeps every descriptor open.
     die-behind-a-gate FILE N SECONDS: as die-after, with storage that hangs until FILE exists, and `drain_seconds`.
@@ -21,7 +22,7 @@ from typing import Any
 
 from ckpt_engine.persist import spawn
 from ckpt_engine.persist.client import WriterClient, completed, open_client
-from ckpt_engine.persist.job import JobDone, WriterConfig
+from ckpt_engine.persist.job import JobDone, TierConfig, WriterConfig
 from tests.persist.staged import Stage
 
 STORM_KEEP = 5
@@ -44,10 +45,10 @@ def start(root: str, log: Log, **changes: Any) -> spawn.ProcessWriter:
     return client
 
 
-def storm(root: str, log: Log) -> None:
+def storm(root: str, log: Log, *tiers: TierConfig) -> None:
     """Two slots, a snapshot whenever one is free, until killed."""
-    keep = {"last": STORM_KEEP}
-    client = start(root, log, keep=keep)
+    changes: dict[str, Any] = {"keep": {"last": STORM_KEEP}, "tiers": tiers}
+    client = start(root, log, **changes)
     stages = [Stage(1 << 20, slot) for slot in (0, 1)]
     for stage in stages:
         stage.share(client)
@@ -68,7 +69,7 @@ def storm(root: str, log: Log) -> None:
         if not client.alive:
             client.close(60.0)
             free, busy = list(stages), {}
-            client = start(root, log, keep=keep)
+            client = start(root, log, **changes)
             for stage in stages:
                 stage.share(client)
 
@@ -101,6 +102,8 @@ def main(root: str, path: str, plan: str, *rest: str) -> None:
     log = Log(path)
     if plan == "storm":
         storm(root, log)
+    elif plan == "storm-tiers":
+        storm(root, log, TierConfig(rest[0], keep={"last": 2}))
     elif plan == "die-after":
         die_after(root, log, int(rest[0]))
     elif plan == "die-holding":

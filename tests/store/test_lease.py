@@ -15,7 +15,6 @@ from ckpt_engine.errors import (
     ForeignError,
     LeaseHeldError,
     NotAFolderError,
-    StorageError,
     StorageReadOnlyError,
 )
 from ckpt_engine.store import lease as lease_module
@@ -283,16 +282,6 @@ def test_a_shorter_holder_replaces_a_longer_one(tmp_path: Path) -> None:
     acquire(storage, Holder(1, "h", 0.0, "long " * 1000)).release()
     with acquire(storage, Holder(2, "h", 0.0, "short")):
         assert read_holder(storage) == Holder(2, "h", 0.0, "short")
-
-
-def test_a_storage_without_leases_says_so() -> None:
-    """Rather than pretending to protect."""
-
-    class Elsewhere:
-        url = "s3://bucket"
-
-    with pytest.raises(StorageError, match="s3://bucket"):
-        acquire(Elsewhere())  # type: ignore[arg-type]
 
 
 def test_no_descriptor_leaks(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from ckpt_engine.errors import StorageError
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.objects_s3 import S3Storage
 from ckpt_engine.store.storage.open import open_storage
 
 
@@ -38,11 +39,19 @@ def test_a_relative_path_is_resolved_when_opened(tmp_path: Path, monkeypatch: py
     assert isinstance(storage, LocalStorage)
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://b", "file://server/share", "file:///a?b", "", "file://a"])
+@pytest.mark.parametrize("url", ["s3://", "gs://b", "file://server/share", "file:///a?b", "", "file://a"])
 def test_a_url_nobody_serves_is_refused_with_what_is_possible(url: str) -> None:
     """The message names the URL and what to write instead."""
     with pytest.raises(StorageError, match="→"):
         open_storage(url)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "S3://bucket/run/", "s3a://bucket/run"])
+def test_s3_urls_open_s3_storage(url: str) -> None:
+    """Without asking anybody: no credentials and no network are needed for that."""
+    storage = open_storage(url)
+    assert isinstance(storage, S3Storage)
+    assert storage.url in ("s3://bucket/run", "s3a://bucket/run")
 
 
 def test_options_that_nobody_reads_are_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from typing import Any
@@ -11,19 +12,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.retention import KeepAll, KeepBest, KeepEveryNSteps, KeepLast, Plan, plan, policy_from
+from ckpt_engine.store.retention import (
+    KeepAge,
+    KeepAll,
+    KeepBest,
+    KeepEveryNSteps,
+    KeepLast,
+    KeepPeriods,
+    Plan,
+    Retention,
+    plan,
+    policy_from,
+)
 from tests.store.samples import info
 
 _law = settings(max_examples=80, deadline=None)  # a busy machine is no failure
 _metrics = st.dictionaries(st.sampled_from(["loss", "acc"]), st.floats() | st.sampled_from([0.0, 1.0, math.nan]))
+_times = st.floats(0, 40 * 86_400).map(lambda s: 1_700_000_000 + s) | st.floats(allow_nan=True)
+"""Wall clocks: mostly of one month in no order, some broken."""
 
 
 @st.composite
-def _runs(draw: st.DrawFn) -> list[SnapshotInfo]:
+def runs(draw: st.DrawFn) -> list[SnapshotInfo]:
     steps = draw(st.lists(st.integers(0, 60), max_size=12))
     seqs = sorted(draw(st.sets(st.integers(1, 99), min_size=len(steps), max_size=len(steps))))
     made = [
-        info(seq, step, draw(_metrics), f"{seq:08d}-s{step:010d}-{seq:08x}")
+        dataclasses.replace(
+            info(seq, step, draw(_metrics), f"{seq:08d}-s{step:010d}-{seq:08x}"),
+            created=draw(_times),
+            components=dict.fromkeys(draw(st.sets(st.sampled_from(["model", "optimizer", "loop"]))), 4),
+        )
         for seq, step in zip(seqs, steps, strict=True)
     ]
     return draw(st.permutations(made))
@@ -32,8 +50,17 @@ def _runs(draw: st.DrawFn) -> list[SnapshotInfo]:
 _best = st.fixed_dictionaries(
     {"monitor": st.sampled_from(["loss", "acc"]), "mode": st.sampled_from(["min", "max"]), "k": st.integers(1, 4)}
 )
-_keeps = st.fixed_dictionaries(
-    {}, optional={"last": st.integers(1, 5), "every_n_steps": st.integers(1, 20), "best": _best}
+keeps = st.fixed_dictionaries(
+    {},
+    optional={
+        "last": st.integers(1, 5),
+        "every_n_steps": st.integers(1, 20),
+        "hourly": st.integers(1, 5),
+        "daily": st.integers(1, 5),
+        "weekly": st.integers(1, 3),
+        "age": st.floats(1, 20 * 86_400),
+        "best": _best | st.lists(_best, max_size=2),
+    },
 )
 
 
@@ -42,7 +69,7 @@ def _after(infos: list[SnapshotInfo], done: Plan) -> list[SnapshotInfo]:
 
 
 @_law
-@given(_runs(), _keeps)
+@given(runs(), keeps)
 def test_planning_again_after_execution_removes_nothing(infos: list[SnapshotInfo], keep: dict[str, Any]) -> None:
     """Retention is idempotent: what was kept is kept again."""
     policy = policy_from(keep)
@@ -51,7 +78,7 @@ def test_planning_again_after_execution_removes_nothing(infos: list[SnapshotInfo
 
 
 @_law
-@given(_runs(), _keeps, st.randoms(use_true_random=False))
+@given(runs(), keeps, st.randoms(use_true_random=False))
 def test_the_order_of_a_listing_does_not_matter(
     infos: list[SnapshotInfo], keep: dict[str, Any], rng: random.Random
 ) -> None:
@@ -62,7 +89,7 @@ def test_the_order_of_a_listing_does_not_matter(
 
 
 @_law
-@given(_runs().filter(bool), _keeps)
+@given(runs().filter(bool), keeps)
 def test_the_newest_snapshot_always_stays(infos: list[SnapshotInfo], keep: dict[str, Any]) -> None:
     """Whatever the policy says, the snapshot with the highest number is kept."""
     newest = max(infos, key=lambda one: one.seq)
@@ -70,7 +97,7 @@ def test_the_newest_snapshot_always_stays(infos: list[SnapshotInfo], keep: dict[
 
 
 @_law
-@given(_runs(), _keeps)
+@given(runs(), keeps)
 def test_a_plan_decides_on_every_snapshot_once_and_with_a_reason(
     infos: list[SnapshotInfo], keep: dict[str, Any]
 ) -> None:
@@ -82,7 +109,7 @@ def test_a_plan_decides_on_every_snapshot_once_and_with_a_reason(
 
 
 @_law
-@given(_runs(), _keeps, st.data())
+@given(runs(), keeps, st.data())
 def test_protection_only_ever_keeps_more(infos: list[SnapshotInfo], keep: dict[str, Any], data: st.DataObject) -> None:
     """Protecting a snapshot keeps it and loses no other."""
     chosen = data.draw(st.sets(st.sampled_from([one.id for one in infos])) if infos else st.just(set()))
@@ -92,7 +119,7 @@ def test_protection_only_ever_keeps_more(infos: list[SnapshotInfo], keep: dict[s
 
 
 @_law
-@given(_runs(), st.integers(1, 5))
+@given(runs(), st.integers(1, 5))
 def test_last_keeps_the_newest_n(infos: list[SnapshotInfo], count: int) -> None:
     """Exactly the n highest numbers, or all if there are fewer."""
     kept = plan(infos, KeepLast(count)).keep
@@ -100,7 +127,7 @@ def test_last_keeps_the_newest_n(infos: list[SnapshotInfo], count: int) -> None:
 
 
 @_law
-@given(_runs(), _best)
+@given(runs(), _best)
 def test_best_keeps_the_k_finite_extremes_and_never_a_nan(infos: list[SnapshotInfo], best: dict[str, Any]) -> None:
     """A missing, NaN or infinite value never counts as best; nothing better than a kept one is removed."""
     kept = KeepBest(**best).keep(infos)
@@ -114,7 +141,7 @@ def test_best_keeps_the_k_finite_extremes_and_never_a_nan(infos: list[SnapshotIn
 
 
 @_law
-@given(_runs(), st.integers(1, 20))
+@given(runs(), st.integers(1, 20))
 def test_every_n_steps_keeps_the_first_of_each_stretch(infos: list[SnapshotInfo], n: int) -> None:
     """For each of n, 2n, ... the earliest snapshot at or after it and before the next; the newer of equals."""
     kept = KeepEveryNSteps(n).keep(infos)
@@ -126,7 +153,7 @@ def test_every_n_steps_keeps_the_first_of_each_stretch(infos: list[SnapshotInfo]
 
 
 @_law
-@given(_runs())
+@given(runs())
 def test_no_setting_keeps_everything(infos: list[SnapshotInfo]) -> None:
     """Nothing is ever removed unless asked for."""
     assert policy_from({}) == KeepAll()
@@ -166,3 +193,62 @@ def test_impossible_settings_are_refused_by_name(keep: dict[str, Any], named: st
     """The error names the setting."""
     with pytest.raises(ValueError, match=named):
         policy_from(keep)
+
+
+def _taken(*hours: float) -> list[SnapshotInfo]:
+    """Snapshots at these hours after Monday, 2024-01-01 00:00 UTC, the newest last."""
+    return [
+        dataclasses.replace(
+            info(seq, seq, snapshot=f"{seq:08d}-s{seq:010d}-00000000"), created=1_704_067_200 + h * 3600
+        )
+        for seq, h in enumerate(hours, 1)
+    ]
+
+
+def test_the_ladder_keeps_the_newest_of_each_period_that_has_one() -> None:
+    """Hours, days and weeks are UTC; empty ones do not count; weeks begin on Mondays."""
+    infos = _taken(0.1, 0.9, 1.5, 30, 30.2, 24 * 6.9, 24 * 7.1)
+    ids = [one.id for one in infos]
+    hours = KeepPeriods("hour", 3).keep(infos)
+    assert list(hours) == [ids[6], ids[5], ids[4]]
+    assert hours[ids[6]] == "hour of 2024-01-08 02:00 (1 of 3)"
+    assert set(KeepPeriods("day", 9).keep(infos)) == {ids[2], ids[4], ids[5], ids[6]}
+    weeks = KeepPeriods("week", 9).keep(infos)
+    assert weeks == {ids[6]: "week of 2024-01-08 (1 of 9)", ids[5]: "week of 2024-01-01 (2 of 9)"}
+
+
+def test_age_counts_from_the_newest_snapshot_not_from_now() -> None:
+    """A run that was stopped for a year loses nothing; a broken clock does not either."""
+    infos = _taken(0, 5, 10)
+    assert set(KeepAge(5 * 3600.0).keep(infos)) == {infos[1].id, infos[2].id}
+    broken = [*infos, dataclasses.replace(info(9), created=math.inf)]
+    assert len(KeepAge(3600.0).keep(broken)) == 4
+    assert KeepPeriods("day", 3).keep([broken[-1]]) == {}
+
+
+def test_components_go_from_old_snapshots_only() -> None:
+    """The newest that have the component keep it; the newest snapshot, and pinned ones, stay as they are."""
+    infos = [dataclasses.replace(one, components={"model": 4, "optimizer": 8}) for one in _taken(1, 2, 3, 4)]
+    ids = [one.id for one in infos]
+    policy = policy_from({"last": 4, "components": {"optimizer": {"last": 2}}})
+    assert plan(infos, policy).slim == {ids[0]: ("optimizer",), ids[1]: ("optimizer",)}
+    assert plan(infos, policy, {ids[0]: "pinned"}).slim == {ids[1]: ("optimizer",)}
+    slimmed = [dataclasses.replace(one, components={"model": 4}) for one in infos[:2]] + infos[2:]
+    assert plan(slimmed, policy).slim == {}
+    both = policy_from({"last": 4, "components": {"optimizer": {"last": 1}, "model": {"last": 1}}})
+    assert plan(infos, both).slim == {}
+
+
+@given(runs(), keeps, keeps)
+def test_slimming_again_changes_nothing(infos: list[SnapshotInfo], keep: dict[str, Any], rules: dict[str, Any]) -> None:
+    """Idempotent by component too; a component is never taken from the newest snapshot or from all of them."""
+    policy = Retention(policy_from(keep), components={"optimizer": policy_from(rules)})
+    first = plan(infos, policy)
+    lost = first.slim
+    after = [
+        dataclasses.replace(one, components={c: n for c, n in one.components.items() if c not in lost.get(one.id, ())})
+        for one in _after(infos, first)
+    ]
+    assert plan(after, policy).slim == {}
+    assert all(one.components for one in after if one.id in lost)
+    assert max((one.id for one in infos), default=None) not in lost

@@ -6,16 +6,21 @@ What a file system and an object store can both promise, and no more: there is n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """An object of a listing and its size in bytes."""
+    """An object of a listing and its size in bytes.
+
+    Args:
+        version: another text once an object of that name has other bytes; empty where the listing does not tell.
+    """
 
     name: str
     nbytes: int
+    version: str = field(default="", compare=False)
 
 
 class Storage(Protocol):

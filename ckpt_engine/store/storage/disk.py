@@ -17,6 +17,10 @@ class Disk:
         """A new file, opened for writing; it must not exist."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
+    def open(self, path: str) -> int:
+        """A file, opened for writing, with what it has; a new one if there is none."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
     def bypass_cache(self, fd: int, *, on: bool) -> None:
         """Whether writes go around the page cache (`O_DIRECT`); `OSError` (EINVAL) where the file system cannot."""
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)

@@ -10,7 +10,7 @@ import errno
 import fcntl
 import os
 import re
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import suppress
 from pathlib import Path
 from stat import S_ISDIR
@@ -21,6 +21,7 @@ from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.blockio import DIRECT_MIN_BYTES, SLICE_BYTES, read_into, write_blocks
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.oserrors import translated, translating
+from ckpt_engine.store.storage.partial import Partial, reserve
 
 TEMP = ".tmp-"
 """Begins the name of every file that is not yet an object."""
@@ -72,10 +73,52 @@ class LocalStorage:
                 raise translated(err, "write", path) from err
             raise
 
+    def receive(self, name: str, nbytes: int, token: str, fill: Callable[[Partial], None]) -> None:
+        """Store an object that arrives in parts: as `put`, but an interrupted one is continued by the next attempt.
+
+        Args:
+            token: 16 hexadecimal digits that stand for these very bytes: attempts with the same token go on with
+                what there is.
+            fill: writes what is missing. What it raises is raised, and what has arrived stays until it is swept.
+
+        Raises:
+            StorageExistsError, StorageFullError, StorageReadOnlyError, NotAFolderError
+        """
+        path = self.path(name)
+        folder, _, file = path.rpartition("/")
+        temp = f"{folder}/{TEMP}{token}-{file}"
+        with translating("write", path):
+            self.make_folder(folder)
+            if Path(path).exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+            has_begun = Path(temp).exists()
+            fd = self._disk.open(temp)
+            try:
+                # As of a put: `sweep` leaves it alone while the lock is held.
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try:
+                    reserve(fd, nbytes)
+                except OSError:
+                    self._disk.remove(temp)
+                    raise
+                fill(Partial(self._disk, fd, temp, has_begun=has_begun))
+                self._disk.sync(fd)
+            finally:
+                os.close(fd)
+            if self._link(temp, path):
+                self._disk.remove(temp)
+            else:
+                self._disk.rename(temp, path)
+            self._disk.sync_folder(folder)
+
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         path = self.path(name)
         with translating("read", path):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                self._look_afresh(path.rpartition("/")[0])
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 if nbytes is None:
                     nbytes = max(0, os.fstat(fd).st_size - start)
@@ -98,6 +141,7 @@ class LocalStorage:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
         with translating("list", self.root):
+            self._look_afresh(self.root)
             try:
                 mode = Path(self.root).stat().st_mode
             except FileNotFoundError:
@@ -166,6 +210,17 @@ class LocalStorage:
         for path in dict.fromkeys([*missing, *ours]):
             self._sync_parent(path, must=path in missing or path != Path(self.root))
         self._durable_folders.add(folder)
+
+    def _look_afresh(self, folder: str) -> None:
+        """Ask for what is in these folders.
+
+        An NFS client remembers for up to a minute that a file or folder is missing. Opening the folder that it is
+        missing in makes it ask the server.
+        """
+        inside = [str(path) for path in Path(folder).parents if path.is_relative_to(self.root)]
+        for path in (self.root.rpartition("/")[0] or "/", *reversed(inside), folder):
+            with suppress(OSError):
+                os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def _sync_parent(self, path: Path, *, must: bool) -> None:
         try:
@@ -244,6 +299,7 @@ class LocalStorage:
                         yield from self._walk(name, prefix)
                 elif name.startswith(prefix) and not entry.name.startswith(TEMP):
                     try:
-                        yield ObjectInfo(name, entry.stat().st_size)
+                        stat = entry.stat()
+                        yield ObjectInfo(name, stat.st_size, f"{stat.st_mtime_ns:x}")
                     except FileNotFoundError:
                         continue

@@ -15,21 +15,22 @@ _NONE: Mapping[str, object] = MappingProxyType({})
 
 
 def open_storage(url: str | os.PathLike[str], options: Mapping[str, object] = _NONE) -> Storage:
-    """The storage at `url`: a path, or `file:///absolute/path`. Touches nothing yet.
+    """The storage at `url`: a path, `file:///absolute/path`, `s3://bucket/folder` or another URL that fsspec knows.
+
+    Touches nothing yet.
 
     Args:
         options: for the storage; the local one has none.
 
     Raises:
-        StorageError: a scheme or an option that is not supported.
+        StorageError: a scheme or an option that is not supported, or a library that is not installed.
     """
     text = os.fspath(url)
     scheme = text.partition("://")[0].lower() if "://" in text else "file"
     if scheme != "file":
-        raise StorageError(
-            f"no storage for {scheme}:// URLs: {text}",
-            hint="use a path or file:///absolute/path on a local or mounted disk",
-        )
+        from ckpt_engine.store.storage.objects import open_objects  # slow to import, and local runs need none of it
+
+        return open_objects(text, options)
     if options:
         raise StorageError(
             f"local storage takes no storage_options, got {', '.join(sorted(options))}", hint="remove storage_options"

@@ -1,0 +1,283 @@
+"""The ways to upload one image to an S3 endpoint, each in a process of its own: none inherits another's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import mmap
+import multiprocessing
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from benchmarks.measure import CpuMeter, PeakMemory
+
+WAIT_SECONDS = 120.0
+BUCKET = "bucket"
+_FILL_BYTES = 1 << 20
+_KEYS = {"key": "benchmark", "secret": "benchmark-secret"}
+_TRUSTED = {
+    "request_checksum_calculation": "when_required",
+    "response_checksum_validation": "when_required",
+    "s3": {"addressing_style": "path", "payload_signing_enabled": False},
+}
+_DEFAULTS = {"s3": {"addressing_style": "path"}}
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """What one upload took.
+
+    Args:
+        extra_bytes: the most memory that the process held during it, beyond what it held before the first one.
+    """
+
+    seconds: float
+    cpu_seconds: float
+    extra_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every way uploads, and to where.
+
+    Args:
+        image: path of the shared memory.
+        concurrency: parts under way at once.
+    """
+
+    url: str
+    image: str
+    nbytes: int
+    part_bytes: int
+    concurrency: int
+
+
+class Image:
+    """Shared memory of the same kind as the engine's arena (a memfd), filled with what does not compress.
+
+    Args:
+        nbytes: of it.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._fd = os.memfd_create("image", os.MFD_CLOEXEC)
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        block = os.urandom(_FILL_BYTES)
+        for start in range(0, nbytes, len(block)):
+            os.pwrite(self._fd, block[: nbytes - start], start)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+
+
+Put = Callable[[str], object]
+"""Uploads the image under this name."""
+Way = Callable[[Job, memoryview], AbstractContextManager[Put]]
+
+
+def obstore_is_installed() -> bool:
+    """Whether that optional peer can take part."""
+    return importlib.util.find_spec("obstore") is not None
+
+
+class Uploader:
+    """A process that uploads when told to.
+
+    Args:
+        way: one of `WAYS`.
+    """
+
+    def __init__(self, way: str, job: Job) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_work, args=(way, job, theirs), name=f"uploader {way}", daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._pipe.close()
+        self._process.join(WAIT_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+
+    def upload(self) -> Upload:
+        """Upload once more.
+
+        Raises:
+            RuntimeError: it failed.
+            TimeoutError
+        """
+        with suppress(BrokenPipeError):  # it has failed before, and said why
+            self._pipe.send(f"data/{uuid.uuid4().hex}")
+        if not self._pipe.poll(WAIT_SECONDS):
+            raise TimeoutError(f"{self._process.name} did not end in {WAIT_SECONDS:.0f} s")
+        try:
+            answer = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"{self._process.name} is gone") from None
+        if not isinstance(answer, Upload):
+            raise RuntimeError(f"{self._process.name}: {answer}")
+        return answer
+
+
+def _work(way: str, job: Job, pipe: Connection) -> None:
+    with open(job.image, "r+b") as file:  # noqa: PTH123 - no file system path
+        image = memoryview(mmap.mmap(file.fileno(), job.nbytes))
+    sum(image[:: mmap.PAGESIZE])  # every page is mapped now, so that none of them counts as growth
+    try:
+        with WAYS[way](job, image) as put:
+            meter, memory, own = CpuMeter(), PeakMemory(), psutil.Process()
+            at_first = own.memory_info().rss
+            while True:
+                name = pipe.recv()
+                memory.restart()
+                kept = own.memory_info().rss - at_first  # what an allocator keeps for reuse is no less used
+                used, began = meter.read(), time.perf_counter()
+                put(name)
+                seconds = time.perf_counter() - began
+                pipe.send(Upload(seconds, meter.read() - used, kept + memory.extra_bytes()))
+    except EOFError:
+        return
+    except Exception as err:  # noqa: BLE001 - raised again in the process that asked
+        pipe.send(f"{type(err).__name__}: {err}")
+
+
+def _engine(verify: str) -> Way:
+    @contextmanager
+    def way(job: Job, image: memoryview) -> Iterator[Put]:
+        from ckpt_engine.store.storage.open import open_storage
+
+        storage = open_storage(
+            f"s3://{BUCKET}/run",
+            {
+                **_KEYS,
+                "endpoint_url": job.url,
+                "config_kwargs": {"s3": {"addressing_style": "path"}},
+                "part_bytes": job.part_bytes,
+                "concurrency": job.concurrency,
+                "verify": verify,
+            },
+        )
+        yield lambda name: storage.put(name, [image])
+
+    return way
+
+
+def _raw(config: Mapping[str, Any]) -> Way:
+    """Nothing but the requests of a multipart upload; the bytes of each part lie ready."""
+
+    @contextmanager
+    def way(job: Job, image: memoryview) -> Iterator[Put]:
+        from aiobotocore.session import get_session
+        from botocore.config import Config
+
+        parts = [bytes(image[start : start + job.part_bytes]) for start in range(0, job.nbytes, job.part_bytes)]
+        loop = asyncio.new_event_loop()
+        client = loop.run_until_complete(
+            get_session()
+            .create_client(
+                "s3",
+                region_name="us-east-1",
+                endpoint_url=job.url,
+                aws_access_key_id=_KEYS["key"],
+                aws_secret_access_key=_KEYS["secret"],
+                config=Config(**config, max_pool_connections=64, retries={"total_max_attempts": 1}),
+            )
+            .__aenter__()
+        )
+
+        async def put(name: str) -> None:
+            at = {"Bucket": BUCKET, "Key": f"raw/{name}"}
+            upload = (await client.create_multipart_upload(**at))["UploadId"]
+            lanes = asyncio.Semaphore(job.concurrency)
+
+            async def send(number: int, part: bytes) -> dict[str, Any]:
+                async with lanes:
+                    answer = await client.upload_part(**at, UploadId=upload, PartNumber=number, Body=part)
+                return {"PartNumber": number, "ETag": answer["ETag"]}
+
+            sent = await asyncio.gather(*(send(number, part) for number, part in enumerate(parts, 1)))
+            await client.complete_multipart_upload(**at, UploadId=upload, MultipartUpload={"Parts": sent})
+
+        try:
+            yield lambda name: loop.run_until_complete(put(name))
+        finally:
+            loop.run_until_complete(client.close())
+            loop.close()
+
+    return way
+
+
+@contextmanager
+def _s3fs(job: Job, image: memoryview) -> Iterator[Put]:
+    from s3fs import S3FileSystem
+
+    system = S3FileSystem(**_KEYS, endpoint_url=job.url, config_kwargs=dict(_TRUSTED))
+    data = bytes(image)
+    yield lambda name: system.pipe_file(
+        f"{BUCKET}/s3fs/{name}", data, chunksize=job.part_bytes, max_concurrency=job.concurrency
+    )
+
+
+@contextmanager
+def _obstore(job: Job, image: memoryview) -> Iterator[Put]:
+    from obstore.store import S3Store
+
+    store = S3Store(BUCKET, **_obstore_options(job))
+    yield lambda name: store.put(
+        f"obstore/{name}", image, use_multipart=True, chunk_size=job.part_bytes, max_concurrency=job.concurrency
+    )
+
+
+@contextmanager
+def _obstore_fsspec(job: Job, image: memoryview) -> Iterator[Put]:
+    """Its adapter takes neither the size of parts nor their number: they are 5 MiB, 12 at once."""
+    from obstore.fsspec import FsspecStore
+
+    system = FsspecStore("s3", **_obstore_options(job))
+    yield lambda name: system.pipe_file(f"{BUCKET}/obstore-fsspec/{name}", image)
+
+
+def _obstore_options(job: Job) -> dict[str, Any]:
+    return {
+        "config": {
+            "access_key_id": _KEYS["key"],
+            "secret_access_key": _KEYS["secret"],
+            "endpoint": job.url,
+            "region": "us-east-1",
+            "unsigned_payload": True,
+        },
+        "client_options": {"allow_http": True},
+    }
+
+
+WAYS: Mapping[str, Way] = {
+    "engine": _engine("never"),
+    "engine, verifying": _engine("auto"),
+    "raw": _raw(_TRUSTED),
+    "raw, defaults": _raw(_DEFAULTS),
+    "s3fs": _s3fs,
+    "obstore": _obstore,
+    "obstore, fsspec": _obstore_fsspec,
+}

@@ -1,0 +1,172 @@
+"""`ckpt cp`: copy a run, or some of its snapshots, to another place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+
+import click
+
+from ckpt_engine.cli.output import count, json_option, print_away, print_json, progress
+from ckpt_engine.cli.root import Run, open_run
+from ckpt_engine.config import load_config
+from ckpt_engine.errors import CkptError, FormatError, StorageMissingError
+from ckpt_engine.observe import units
+from ckpt_engine.store import layout, pins
+from ckpt_engine.store.collect import catalogue
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.throttle import paced
+from ckpt_engine.store.transfer import RunText, SourceError, adopt_run, copy_snapshot, scratch_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """A snapshot that could not be copied: it is damaged where it comes from."""
+
+    id: str
+    code: str
+    why: str
+
+
+@dataclass(slots=True)
+class _Done:
+    """What has been copied so far; `present` counts what TARGET had already."""
+
+    source: str
+    target: str
+    copied: list[str] = field(default_factory=list)
+    present: int = 0
+    sent_bytes: int = 0
+    failed: list[_Failed] = field(default_factory=list)
+
+
+@click.command("cp", short_help="Copy a run, or some of its snapshots.")
+@click.argument("source")
+@click.argument("target")
+@click.option(
+    "--snapshot", "wanted", multiple=True, metavar="SNAPSHOT", help="Only this one; repeatable. Default: all of them."
+)
+@json_option
+def command(source: str, target: str, wanted: tuple[str, ...], as_json: bool) -> None:
+    """Copy the run at SOURCE to TARGET: a folder, a storage URL, or a ckpt.yaml that names one.
+
+    Newest first, byte for byte, verified on the way. Of a ckpt.yaml with several tiers each snapshot comes from the
+    nearest that has it whole. What TARGET has already stays as it is, so that an interrupted copy goes on with the same
+    command. TARGET must be empty or hold the same run. Ends with exit code 1 if a snapshot was damaged at SOURCE.
+    """
+    run = open_run(source)
+    tier = load_config(target).tiers[0]
+    storage = open_storage(tier.url, tier.for_storage())
+    ids = [run.find(one)[0] for one in wanted] or [parsed.id for parsed in run.holders]
+    with acquire(storage):
+        far = adopt_run(_record_of(run), storage)
+        there = {parsed.id for parsed in far.ids()}
+        missing = [one for one in sorted(set(ids), reverse=True) if one not in there]
+        done = _Done(run.tiers[0], storage.url, present=len(set(ids)) - len(missing))
+        with progress(hidden=as_json) as bar:
+            task = bar.add_task("copying", total=_data_bytes(run, missing))
+            advance = partial(bar.advance, task)
+            sink = paced(open_storage(tier.url, tier.for_storage()), _counting(advance))
+            holders = {parsed.id: places for parsed, places in run.holders.items()}
+            for snapshot in missing:
+                _copy(holders[snapshot], far, snapshot, sink, done, advance)
+        for place in run.places:
+            _copy_pins(place, far)
+        if done.failed:
+            storage.sweep()  # what it has of them is of no use
+        catalogue(far)
+    _print(done, run, as_json=as_json)
+    if done.failed:
+        sys.exit(1)
+
+
+def _record_of(run: Run) -> RunText:
+    """The run's record, from the nearest place that has it."""
+    for place in run.places:
+        with suppress(CkptError):
+            return RunText.of(place)
+    return RunText.of(run.places[0])
+
+
+def _copy(
+    holders: Sequence[Repository],
+    far: Repository,
+    snapshot: str,
+    sink: Storage,
+    done: _Done,
+    advance: Callable[[int], None],
+) -> None:
+    """Copy one snapshot from the nearest place that has it whole, and note in `done` how that went.
+
+    Raises:
+        CkptError: from the target; or the only places that may have it whole do not answer any more.
+    """
+    error: CkptError | None = None
+    away = False
+    for near in holders:
+        scratch = scratch_of(near.storage) or scratch_of(far.storage)
+        try:
+            copied = copy_snapshot(near, far, snapshot, sink=sink, scratch=scratch)
+        except SourceError as err:
+            gone = isinstance(err.error, StorageMissingError) and snapshot not in {one.id for one in near.ids()}
+            if not gone:  # by retention, meanwhile
+                error = error or err.error
+                away = away or not (
+                    isinstance(err.error, FormatError | StorageMissingError) or isinstance(near.storage, LocalStorage)
+                )
+            continue
+        done.copied.append(snapshot)
+        done.sent_bytes += copied.sent_bytes
+        advance(copied.present_bytes)
+        return
+    if error is not None and away:
+        raise error  # what has arrived stays for the next attempt; other snapshots would fail alike
+    if error is not None:
+        done.failed.append(_Failed(snapshot, error.code, error.message))
+
+
+def _counting(advance: Callable[[int], None]) -> Callable[[int], float]:
+    def pace(nbytes: int) -> float:
+        advance(nbytes)
+        return 0.0
+
+    return pace
+
+
+def _data_bytes(run: Run, ids: Sequence[str]) -> int:
+    wanted = set(ids)
+    sizes: dict[str, int] = {}
+    for place in run.places:
+        for item in place.storage.list(layout.DATA):
+            owner = layout.data_owner(item.name)
+            if owner is not None and owner.id in wanted:
+                sizes[item.name] = item.nbytes
+    return sum(sizes.values())
+
+
+def _copy_pins(near: Repository, far: Repository) -> None:
+    """What is kept on purpose stays so at the copy."""
+    pinned = pins.pinned_ids(far.storage)
+    there = {parsed.id for parsed in far.ids()}
+    for pin in pins.pins(near.storage):
+        if pin.id in there and pin.id not in pinned:
+            pins.pin(far, pin.id, pin.note, created=pin.created)
+
+
+def _print(done: _Done, run: Run, *, as_json: bool) -> None:
+    if as_json:
+        print_json({**asdict(done), "away": [asdict(one) for one in run.away]})
+        return
+    for one in done.failed:
+        click.secho(f"{one.id}  not copied: [{one.code}] {one.why}", fg="red")
+    before = f", {done.present:,} there already" if done.present else ""
+    copied = count(len(done.copied), "snapshot")
+    click.echo(f"{copied} copied to {done.target}, {units.size(done.sent_bytes)} sent{before}")
+    print_away(run.away)

@@ -1,0 +1,301 @@
+"""`ckpt doctor`: what a storage can do, tried out, and what that means for a run there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import click
+
+from ckpt_engine.cli.output import json_option, print_json, print_table
+from ckpt_engine.config import load_config
+from ckpt_engine.config.quantities import parse_bytes
+from ckpt_engine.errors import CkptError, ConfigError, StorageExistsError
+from ckpt_engine.observe import units
+from ckpt_engine.store.lease_objects import Versioned
+from ckpt_engine.store.mounts import locks_are_shared
+from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.open import open_storage
+
+WRITERS = 8
+SAMPLES = 5
+SKEW_SECONDS = 5.0
+READ_BYTES = 16 << 20
+TEXT_COLUMN = 30
+"""Where the texts begin."""
+
+
+class Mark(StrEnum):
+    """What a finding means: fine, worth knowing, or no run should be put there."""
+
+    OK = "ok"
+    NOTE = "note"
+    BAD = "BAD"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was tried."""
+
+    check: str
+    mark: Mark
+    text: str
+
+
+@runtime_checkable
+class _ServerClock(Protocol):
+    def server_seconds(self) -> float | None: ...
+
+
+@runtime_checkable
+class _Channel(Protocol):
+    def encrypted(self) -> bool: ...
+
+
+@click.command("doctor", short_help="Try out a storage and say what is safe there.")
+@click.argument("url", metavar="ROOT")
+@click.option("--size", default="64 MB", show_default=True, help="How much is written and read to measure throughput.")
+@json_option
+def command(url: str, size: str, as_json: bool) -> None:
+    """Try out the storage at ROOT (every tier if it is a ckpt.yaml) and say what is safe there.
+
+    Writes a few objects below ROOT and removes them again; what is there is not touched. Ends with exit code 1 if a run
+    should not be put there.
+    """
+    nbytes = _parsed_size(size)
+    places = [(tier.url, dict(tier.storage_options)) for tier in load_config(url).tiers]
+    reports = [(place, list(_examine(place, options, nbytes))) for place, options in places]
+    bad = any(finding.mark is Mark.BAD for _, findings in reports for finding in findings)
+    if as_json:
+        print_json([{"root": place, "findings": [asdict(one) for one in findings]} for place, findings in reports])
+    else:
+        for place, findings in reports:
+            click.secho(place, bold=True)
+            print_table(("", "", ""), [row for one in findings for row in _rows(one)])
+            if any(one.mark is Mark.BAD for one in findings):
+                click.secho("  no run should be put here", fg="red")
+            else:
+                click.secho("  a run is safe here", fg="green")
+    if bad:
+        sys.exit(1)
+
+
+def _rows(finding: Finding) -> list[tuple[str, str, str]]:
+    """A finding, on as many lines as the terminal needs."""
+    width = max(20, shutil.get_terminal_size().columns - TEXT_COLUMN)
+    lines = textwrap.wrap(finding.text, width) if sys.stdout.isatty() else [finding.text]
+    first, *more = lines or [""]
+    return [(f"  {finding.check}", str(finding.mark), first), *(("", "", line) for line in more)]
+
+
+def _parsed_size(text: str) -> int:
+    try:
+        return max(1, int(parse_bytes(text)))
+    except ValueError as err:
+        raise ConfigError(f"--size: {err}") from err
+
+
+def _examine(url: str, options: dict[str, object], nbytes: int) -> Iterator[Finding]:
+    base = open_storage(url, options)
+    folder = f".ckpt-doctor-{os.urandom(6).hex()}"
+    above = _nearest_folder(base.root) if isinstance(base, LocalStorage) else base.url.rstrip("/")
+    storage = open_storage(f"{above}/{folder}", options)
+    try:
+        yield from _findings(storage, nbytes)
+    finally:
+        _clean(storage)
+
+
+def _nearest_folder(root: str) -> str:
+    """Where a folder that does not exist yet would be made."""
+    path = Path(root)
+    while not path.is_dir() and path != path.parent:
+        path = path.parent
+    return str(path)
+
+
+def _clean(storage: Storage) -> None:
+    """Remove what was tried out; a storage that is away has nothing of it, or keeps it."""
+    with suppress(CkptError):
+        storage.delete(*(item.name for item in storage.list("")))
+    if isinstance(storage, LocalStorage) and Path(storage.root).is_dir():
+        for folder, _, _ in os.walk(storage.root, topdown=False):
+            Path(folder).rmdir()
+
+
+def _findings(storage: Storage, nbytes: int) -> Iterator[Finding]:
+    basic = _tried("write and read", lambda: _round_trip(storage))
+    yield basic
+    if basic.mark is Mark.BAD:
+        return
+    yield _tried("create only", lambda: _exclusive(storage))
+    yield _tried("create at once", lambda: _race(storage))
+    yield _tried("replace if unchanged", lambda: _conditional(storage))
+    yield _tried("list and delete", lambda: _listing(storage))
+    yield _lease(storage)
+    yield _tried("latency", lambda: _latency(storage))
+    yield _tried("throughput", lambda: _throughput(storage, nbytes))
+    yield _tried("clock", lambda: _clock(storage))
+    yield _tried("free space", lambda: _space(storage))
+    if isinstance(storage, _Channel):
+        yield _channel(storage)
+
+
+def _tried(check: str, work: Callable[[], tuple[Mark, str]]) -> Finding:
+    try:
+        return Finding(check, *work())
+    except CkptError as err:
+        return Finding(check, Mark.BAD, str(err))
+
+
+def _put(storage: Storage, name: str, data: bytes, *, exclusive: bool = True) -> None:
+    storage.put(name, [memoryview(data)], exclusive=exclusive)
+
+
+def _round_trip(storage: Storage) -> tuple[Mark, str]:
+    data = os.urandom(100_003)
+    _put(storage, "whole", data)
+    if storage.get("whole") != data or storage.get("whole", 70_001, 9) != data[70_001:70_010]:
+        return Mark.BAD, "what is read is not what was written"
+    return Mark.OK, "bytes come back, whole and in ranges"
+
+
+def _exclusive(storage: Storage) -> tuple[Mark, str]:
+    _put(storage, "once", b"first")
+    try:
+        _put(storage, "once", b"second")
+    except StorageExistsError:
+        if storage.get("once") == b"first":
+            return Mark.OK, "an object is not replaced by accident"
+    return Mark.BAD, "an object was replaced although only its creation was asked for"
+
+
+def _race(storage: Storage) -> tuple[Mark, str]:
+    def write(number: int) -> bool:
+        try:
+            _put(storage, "race", bytes([number]) * 1000)
+        except StorageExistsError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(WRITERS) as pool:
+        won = sum(pool.map(write, range(WRITERS)))
+    if won == 1:
+        return Mark.OK, f"of {WRITERS} creators of one object one succeeds"
+    return Mark.NOTE, f"of {WRITERS} creators of one object {won} succeed: the lease waits and reads back instead"
+
+
+def _conditional(storage: Storage) -> tuple[Mark, str]:
+    if isinstance(storage, LocalStorage) and locks_are_shared(storage.root):
+        return Mark.OK, "not needed: the lease is a file lock"
+    if not isinstance(storage, Versioned):
+        return Mark.NOTE, "not offered here: the lease waits and reads back instead"
+    _put(storage, "versioned", b"1")
+    there = storage.read_versioned("versioned")
+    assert there is not None
+    storage.replace("versioned", b"2", there[1])
+    try:
+        storage.replace("versioned", b"3", there[1])
+    except StorageExistsError:
+        return Mark.OK, "a lease is never overwritten unseen"
+    return Mark.NOTE, "ignored here: the lease waits and reads back instead"
+
+
+def _listing(storage: Storage) -> tuple[Mark, str]:
+    names = [f"many/{number}" for number in range(12)]
+    with ThreadPoolExecutor(WRITERS) as pool:
+        list(pool.map(lambda name: _put(storage, name, b"x"), names))
+    if sorted(item.name for item in storage.list("many/")) != sorted(names):
+        return Mark.BAD, "a listing misses what was just written"
+    storage.delete(*names)
+    if list(storage.list("many/")):
+        return Mark.BAD, "a listing shows what was just deleted"
+    return Mark.OK, "seen at once"
+
+
+def _lease(storage: Storage) -> Finding:
+    if isinstance(storage, LocalStorage) and locks_are_shared(storage.root):
+        return Finding("lease", Mark.OK, "a file lock, free at once when its holder dies")
+    return Finding(
+        "lease", Mark.OK, "an object with a heartbeat; a holder that died on another machine expires in 30 s"
+    )
+
+
+def _latency(storage: Storage) -> tuple[Mark, str]:
+    writes, reads = [], []
+    for number in range(SAMPLES):
+        began = time.perf_counter()
+        _put(storage, f"small{number}", b"x" * 1000)
+        written = time.perf_counter()
+        storage.get(f"small{number}")
+        writes.append(written - began)
+        reads.append(time.perf_counter() - written)
+    shown = [_milliseconds(statistics.median(values)) for values in (writes, reads)]
+    return Mark.OK, f"1 kB written in {shown[0]}, read in {shown[1]}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f} ms" if seconds >= 0.00995 else f"{max(seconds, 1e-6) * 1e3:.2g} ms"
+
+
+def _throughput(storage: Storage, nbytes: int) -> tuple[Mark, str]:
+    random = os.urandom(1 << 20)
+    data = memoryview(bytearray(nbytes))
+    for start in range(0, nbytes, len(random)):
+        data[start : start + len(random)] = random[: min(len(random), nbytes - start)]
+    began = time.perf_counter()
+    storage.put("big", [data])
+    written = time.perf_counter()
+    back = memoryview(bytearray(nbytes))
+    ranges = [(start, back[start : start + READ_BYTES]) for start in range(0, nbytes, READ_BYTES)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda one: storage.get_into("big", *one), ranges))
+    read = time.perf_counter()
+    if back != data:
+        return Mark.BAD, f"{units.size(nbytes)} do not come back as they were written"
+    rates = [units.size(nbytes / seconds) for seconds in (written - began, read - written)]
+    cached = ", perhaps from memory" if isinstance(storage, LocalStorage) else ""
+    return Mark.OK, f"{units.size(nbytes)} written at {rates[0]}/s, read at {rates[1]}/s{cached}"
+
+
+def _clock(storage: Storage) -> tuple[Mark, str]:
+    before = time.time()
+    there: float | None = None
+    if isinstance(storage, _ServerClock):
+        there = storage.server_seconds()
+    elif isinstance(storage, LocalStorage):
+        _put(storage, "clock", b"x")
+        there = Path(storage.path("clock")).stat().st_mtime
+    after = time.time()
+    if there is None:
+        return Mark.NOTE, "the storage does not tell its time"
+    skew = max(there - after, before - there - 1.0, 0.0)  # whole seconds are told
+    if skew <= SKEW_SECONDS:
+        return Mark.OK, "the same as here"
+    ahead = "ahead" if there > after else "behind"
+    return Mark.NOTE, f"{units.duration(skew)} {ahead}: ages are shown wrongly; nothing else depends on it"
+
+
+def _space(storage: Storage) -> tuple[Mark, str]:
+    free_bytes = storage.free_bytes()
+    return Mark.OK, "not limited, or not known" if free_bytes is None else f"{units.size(free_bytes)} free"
+
+
+def _channel(storage: _Channel) -> Finding:
+    if storage.encrypted():
+        return Finding("channel", Mark.OK, "encrypted")
+    return Finding(
+        "channel", Mark.NOTE, "not encrypted: uploads are compared with digests of the store; that costs CPU"
+    )

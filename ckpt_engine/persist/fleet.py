@@ -1,0 +1,282 @@
+"""All further tiers of one writer: their threads, what they need of the nearest tier, and their status."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ckpt_engine.errors import CkptError, FormatError, StorageMissingError, StorageStalledError, WriterError
+from ckpt_engine.observe.events import Event, TierDegraded, TierRecovered
+from ckpt_engine.persist.job import ErrorRecord, WriterConfig
+from ckpt_engine.persist.replicate import BACKOFF, Gate, Replicator
+from ckpt_engine.persist.stall import Lane, Progress
+from ckpt_engine.persist.status import AWAY, HANGS, WORKING, StatusWriter, TierStatus, Unfinished
+from ckpt_engine.persist.tier import Places, Tier
+from ckpt_engine.persist.watched import Source, watched
+from ckpt_engine.store.lease import Holder
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.throttle import Throttle, paced
+from ckpt_engine.store.transfer import RunText, adopt_run
+
+SURVEY_SECONDS = 20.0
+"""How long a writer waits at its start to hear what further tiers have."""
+UNKNOWN_SEQ_GAP = 100_000
+"""Numbers left out for the snapshots that a tier may have which does not answer at the start."""
+_END_SECONDS = 2.0
+_REMEMBERED = 1000
+
+
+class Fleet:
+    """The further tiers. Every method returns at once unless it says otherwise; none lets a tier's failure out.
+
+    Args:
+        config: of the writer; with tiers.
+        nearest: the storage of `config.url`.
+        emit: takes events; called from several threads.
+
+    Raises:
+        StorageError: a URL that no storage serves. Nothing is touched yet.
+        WriterError: a retention that is impossible.
+    """
+
+    run: RunText
+    """Of the run, from `join_run` on."""
+
+    def __init__(
+        self,
+        config: WriterConfig,
+        nearest: Storage,
+        holder: Holder,
+        emit: Callable[[Event], object],
+    ) -> None:
+        self._emit = emit
+        self._nearest = nearest
+        self._config = config
+        self._holder = holder
+        self._storages = [open_storage(tier.url, tier.storage_options) for tier in config.tiers]
+        self._changed = threading.Condition()
+        self._primary = TierStatus(nearest.url, WORKING, since=time.time())
+        self._primary_away_from = 0.0
+        self._primary_lacks: list[str] = []
+        self._status = StatusWriter(nearest, holder, self.status, emit)
+        self._started = self._stopping = False
+        self._surveys: list[Survey] = []
+        self._replicators = [self._replicator(number) for number in range(len(config.tiers))]
+
+    def _replicator(self, number: int) -> Replicator:
+        config = self._config.tiers[number]
+        limit = config.bandwidth_bytes_per_second
+        throttle = Throttle(limit) if limit is not None else None
+        url = self._storages[number].url
+        copies = Lane(url, keeps=False)
+        direct = Lane(url, told=lambda: replicator.wake())
+        gate = Gate(throttle, copies.progress)
+        # Storages of their own: what a copy is told to do, direct writes are not.
+        places = Places(
+            self._storages[number],
+            watched(self._open(number), copies.progress),
+            watched(paced(self._open(number), gate, gate.pause), copies.progress),
+            watched(_slowed(self._open(number), throttle, direct.progress), direct.progress),
+        )
+        nearest = open_storage(self._config.url, self._config.storage_options)
+        nearer = [Source(one, copies.progress) for one in (nearest, *map(self._open, range(number)))]
+        try:
+            tier = Tier(config, places, self._holder, nearer, lambda event: replicator.take(event), copies, direct)
+        except (ValueError, TypeError) as err:
+            raise WriterError(f"cannot apply the retention {dict(config.keep)}: {err}") from err
+        replicator = Replicator(tier, gate, self._emit, self._note, BACKOFF)
+        return replicator
+
+    def _open(self, number: int) -> Storage:
+        tier = self._config.tiers[number]
+        return open_storage(tier.url, tier.storage_options)
+
+    def join_run(self, repository: Repository, timeout: float = SURVEY_SECONDS) -> Repository:
+        """Before anything is written: make the nearest tier a place of the run that further tiers hold.
+
+        Where it has snapshots already it is one. Otherwise this waits at most `timeout` seconds for tiers to answer.
+        Needs the lease of the nearest tier.
+
+        Raises:
+            ForeignError, CorruptError, NewerFormatError, StorageError: of the nearest tier.
+        """
+        if not repository.ids():
+            self._surveys = survey(self._storages, timeout)
+            held = next((one.run for one in self._surveys if one.run is not None and one.next_seq > 1), None)
+            if held is not None:
+                repository = adopt_run(held, repository.storage)
+        repository.create_if_absent()
+        self.run = RunText.of(repository)
+        for replicator in self._replicators:
+            replicator.tier.run = self.run
+        return repository
+
+    def next_seq(self, timeout: float = SURVEY_SECONDS) -> int:
+        """A number that no snapshot of a further tier reaches. Waits at most `timeout` seconds for them to answer."""
+        found = self._surveys or survey(self._storages, timeout)
+        self._surveys = []
+        seq = max(one.next_seq for one in found)
+        return seq if all(one.answered for one in found) else seq + UNKNOWN_SEQ_GAP
+
+    def start(self) -> None:
+        """Begin to copy; after `join_run`."""
+        self._started = True
+        for replicator in self._replicators:
+            replicator.start()
+
+    def committed(self, snapshot: str) -> None:
+        """The nearest tier has a new snapshot."""
+        self._primary_worked(snapshot)
+        self._wake()
+
+    def committed_elsewhere(self, snapshot: str) -> None:
+        """A further tier has a new snapshot, which the nearest one does not have."""
+        self._primary_lacks.append(snapshot)
+        del self._primary_lacks[:-_REMEMBERED]
+        self._wake()
+
+    def _wake(self) -> None:
+        for replicator in self._replicators:
+            replicator.wake()
+        self._note()
+
+    def protected(self) -> Mapping[str, str]:
+        """Snapshots that retention of the nearest tier leaves alone for a moment: they are being copied."""
+        copying = [(one.tier.copying, one.tier.url) for one in self._replicators]
+        return {info.id: f"being copied to {url}" for info, url in copying if info is not None}
+
+    def gone(self, snapshots: Sequence[str]) -> None:
+        """The nearest tier had to make room: copies from what was removed stop."""
+        for replicator in self._replicators:
+            replicator.drop(snapshots)
+
+    def primary_failed(self, error: BaseException) -> None:
+        """The nearest tier did not take a snapshot."""
+        record = ErrorRecord.of(error)
+        if self._primary.state == WORKING:
+            self._primary_away_from = time.monotonic()
+        if self._primary.code != record.code:
+            self._emit(TierDegraded(self._nearest.url, record.code, record.message))
+        self._primary = TierStatus(
+            self._nearest.url,
+            HANGS if isinstance(error, StorageStalledError) else AWAY,
+            newest=self._primary.newest,
+            code=record.code,
+            message=record.message,
+            since=time.time() if self._primary.state == WORKING else self._primary.since,
+        )
+        self._note()
+
+    def _primary_worked(self, snapshot: str) -> None:
+        was_away = self._primary.state != WORKING
+        since = time.time() if was_away else self._primary.since
+        self._primary = TierStatus(self._nearest.url, WORKING, newest=snapshot, since=since)
+        self._primary_lacks.clear()
+        if was_away:
+            self._emit(TierRecovered(self._nearest.url, time.monotonic() - self._primary_away_from))
+
+    def working(self) -> Iterator[Replicator]:
+        """The further tiers that may take a snapshot instead of the nearest one: the nearest first, but those that
+        seem to hang last.
+        """
+        for hanging in (False, True):
+            for replicator in self._replicators:
+                if replicator.works and replicator.hangs == hanging:
+                    yield replicator
+
+    def drain(self, timeout: float, nearest_hangs: bool, settled: Callable[[Sequence[Unfinished]], object]) -> None:
+        """Wait at most `timeout` seconds until every tier has what it wants, then end. Idempotent.
+
+        Args:
+            nearest_hangs: whether the nearest tier is one that does not have everything.
+            settled: called once, as soon as every tier has what it wants, has failed in its last attempt, or hangs;
+                told the latter two.
+        """
+        deadline = time.monotonic() + timeout
+        if self._started:
+            for replicator in self._replicators:
+                replicator.finish()
+            self._wait(lambda: all(one.settled for one in self._replicators), deadline)
+        left = [one.unfinished() for one in self._replicators if not one.idle]
+        if nearest_hangs:
+            left.insert(0, Unfinished(self._nearest.url, tuple(self._primary_lacks), "it hangs"))
+        settled(left)
+        if self._started:
+            self._wait(lambda: all(one.idle or one.ended or one.hopeless for one in self._replicators), deadline)
+        self.stop()
+        end = time.monotonic() + _END_SECONDS
+        for replicator in self._replicators if self._started else ():
+            replicator.join(max(0.0, end - time.monotonic()))
+        self._status.end(_END_SECONDS)
+
+    def stop(self) -> None:
+        """End all copies, as they are."""
+        self._stopping = True
+        for replicator in self._replicators:
+            replicator.stop()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _wait(self, done: Callable[[], bool], deadline: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or done(), max(0.0, deadline - time.monotonic()))
+
+    def status(self) -> list[TierStatus]:
+        """All tiers, nearest first."""
+        return [self._primary, *(replicator.status() for replicator in self._replicators)]
+
+    def _note(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+        self._status.note()
+
+
+def _slowed(storage: Storage, throttle: Throttle | None, progress: Progress) -> Storage:
+    """`storage` at the tier's bandwidth, for direct writes."""
+    if throttle is None:
+        return storage
+
+    def pause(seconds: float) -> None:
+        progress.moved(seconds)
+        time.sleep(seconds)
+
+    return paced(storage, throttle, pause)
+
+
+@dataclass(slots=True)
+class Survey:
+    """What a tier had to say at the start. `answered` is False until it has said everything."""
+
+    storage: Storage
+    run: RunText | None = None
+    next_seq: int = 1
+    answered: bool = False
+
+
+def survey(storages: Sequence[Storage], timeout: float) -> list[Survey]:
+    """Ask all storages at once which run and which snapshots they have; wait at most `timeout` seconds for them."""
+    found = [Survey(storage) for storage in storages]
+    threads = [threading.Thread(target=_ask, args=(one,), name="ckpt-survey", daemon=True) for one in found]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return found
+
+
+def _ask(one: Survey) -> None:
+    repository = Repository(one.storage)
+    run: RunText | None = None
+    try:
+        with suppress(FormatError, StorageMissingError):  # such a tier is complained about when it is opened
+            run = RunText.of(repository)
+        next_seq = repository.next_seq()
+    except CkptError:
+        return  # as above
+    one.run, one.next_seq, one.answered = run, next_seq, True

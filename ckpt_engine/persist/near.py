@@ -1,0 +1,159 @@
+"""The nearest tier as one writer works on it: its lease, its room, its retention. Runs in the tier's lane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from ckpt_engine.errors import CkptError, LeaseHeldError
+from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotsForgotten
+from ckpt_engine.persist.job import ErrorRecord
+from ckpt_engine.persist.room import Room
+from ckpt_engine.persist.snapshots import Staged, write_snapshot
+from ckpt_engine.persist.stall import AbandonedError, Progress
+from ckpt_engine.store.collect import Collected, Pruned, collect, prune
+from ckpt_engine.store.lease import Lease
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.retention import KeepAll, RetentionPolicy
+from ckpt_engine.store.transfer import RunText, adopt_run
+
+LEASE_SECONDS = 60.0
+"""How long it may take to see whether the holder of a lease lives, without a sign of progress."""
+
+
+class Near:
+    """The nearest tier, its lease taken. Methods are called one at a time; each may be left behind by its caller.
+
+    Args:
+        url: how it is called in events.
+        acquire: takes the lease anew.
+        run: says which run it is, to take its place again if it was removed; None with one tier.
+        progress: of the lane that the methods run in.
+        emit: takes events.
+        made_room: told the snapshots that had to go for the next one.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        repository: Repository,
+        lease: Lease,
+        acquire: Callable[[], Lease],
+        policy: RetentionPolicy,
+        run: RunText | None,
+        progress: Progress,
+        emit: Callable[[Event], object],
+        made_room: Callable[[Sequence[str]], object],
+    ) -> None:
+        self._url = url
+        self._repository = repository
+        self._lease = lease
+        self._acquire = acquire
+        self._policy = policy
+        self._run = run
+        self._progress = progress
+        self._emit = emit
+        self._made_room = made_room
+        self._room = Room(repository, lease, policy, self._notice)
+        self._swept = False
+
+    def write(self, staged: Staged) -> SnapshotCommitted:
+        """Make a snapshot durable, making room before.
+
+        Raises:
+            CkptError: it is not.
+        """
+        self.sweep()
+        self._check_lease()
+        self._progress.moved()
+        if isinstance(self._policy, KeepAll):  # else it comes with retention
+            self._repository.write_catalog_if_due()
+        self._progress.check()
+        # Digests are not known yet; any will do to see how much will be written.
+        room = self._room.before(staged.data.nbytes, lambda: staged.foresee(self._repository.run_id))
+        if room is not None:
+            self._made_room(room.plan.remove)
+        self._told(room)
+        committed = write_snapshot(staged, self._repository, self._url, self._progress, self._not_undone(staged))
+        self._room.committed(staged.snapshot)
+        return committed
+
+    def sweep(self) -> None:
+        """Remove what writers that died have left behind; once, and again only after `sweep_again`. Never raises."""
+        if self._swept:
+            return
+        self._swept = True
+        try:
+            self._report(collect(self._repository, self._lease))
+        except AbandonedError:
+            self._swept = False
+        except Exception as err:  # noqa: BLE001 - reported; garbage harms nobody
+            self._notice(f"cannot remove what earlier writers left behind: {err}")
+
+    def sweep_again(self) -> None:
+        """The disk is full: garbage goes before the next snapshot."""
+        self._swept = False
+
+    def prune(self, newest: str, protected: Mapping[str, str]) -> None:
+        """Retention after a commit. The snapshot is durable: nothing that goes wrong here is its failure."""
+        if isinstance(self._policy, KeepAll):
+            return
+        try:
+            pruned = prune(self._repository, self._lease, self._policy, protected=protected, verified=(newest,))
+        except AbandonedError:
+            return
+        except Exception as err:  # noqa: BLE001 - reported; tried again after the next snapshot
+            self._notice(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
+            return
+        self._told(pruned)
+
+    def release(self) -> None:
+        """Give back the lease.
+
+        Raises:
+            CkptError, OSError: the tier cannot be told.
+        """
+        self._lease.release()
+
+    def _check_lease(self) -> None:
+        """Raises `LeaseHeldError` if the tier is not ours. One of several is taken again if it is free."""
+        self._progress.moved(LEASE_SECONDS)
+        try:
+            self._lease.check()
+        except LeaseHeldError:
+            if self._run is None:
+                raise
+            storage = self._repository.storage
+            with suppress(CkptError, OSError):  # whatever it was, it is lost
+                self._lease.release()
+            self._progress.moved(LEASE_SECONDS)
+            self._lease = self._acquire()
+            self._repository = adopt_run(self._run, storage)
+            self._room = Room(self._repository, self._lease, self._policy, self._notice)
+
+    def _not_undone(self, staged: Staged) -> Callable[[CkptError], None]:
+        def told(err: CkptError) -> None:
+            self._swept = False
+            self._notice(f"cannot remove the data of the failed snapshot {staged.snapshot} yet: {err}")
+
+        return told
+
+    def _told(self, pruned: Pruned | None) -> None:
+        """Tell the trainer what retention did."""
+        if pruned is None:
+            return
+        if pruned.forgotten:
+            self._emit(SnapshotsForgotten(pruned.forgotten, pruned.collected.freed_bytes))
+        for snapshot, why in pruned.not_slimmed.items():
+            self._notice(f"snapshot {snapshot} keeps all its components: {why}")
+        self._report(pruned.collected)
+
+    def _report(self, collected: Collected) -> None:
+        if collected.withheld_bytes:
+            damaged = ", ".join(bad.id for bad in collected.damaged)
+            self._notice(
+                f"{collected.withheld_bytes} bytes of old data stay because damaged manifests may need them: {damaged}"
+            )
+
+    def _notice(self, message: str) -> None:
+        self._emit(Notice("WARNING", message))

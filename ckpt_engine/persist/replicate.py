@@ -1,0 +1,343 @@
+"""One thread per further tier: copies what the tier wants, backs off when it fails, and catches up."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ckpt_engine.errors import CkptError, ForeignError, LeaseHeldError, NewerFormatError, StorageStalledError
+from ckpt_engine.observe.events import Event, Notice, SnapshotReplicated, TierDegraded, TierRecovered
+from ckpt_engine.persist.job import ErrorRecord
+from ckpt_engine.persist.stall import AbandonedError, Progress
+from ckpt_engine.persist.status import AWAY, HANGS, WORKING, TierStatus, Unfinished
+from ckpt_engine.persist.tier import Tier
+from ckpt_engine.store.throttle import Pace
+from ckpt_engine.store.transfer import SourceError
+
+
+class CopyStoppedError(Exception):
+    """The copy under way is not wanted any more."""
+
+
+class Gate:
+    """Where the bytes of one tier pass: at its bandwidth, and not after `stop` or `drop`.
+
+    Args:
+        pace: the tier's limit; None: none.
+        progress: told how long bytes wait for their turn.
+    """
+
+    def __init__(self, pace: Pace | None, progress: Progress | None = None) -> None:
+        self._pace = pace
+        self._progress = progress
+        self._shut = threading.Event()
+        self._stopped = False
+
+    @property
+    def is_shut(self) -> bool:
+        """Whether the copy under way is to end."""
+        return self._shut.is_set()
+
+    def __call__(self, nbytes: int) -> float:
+        """See `Pace`.
+
+        Raises:
+            CopyStoppedError
+        """
+        self.pause(0.0)
+        return self._pace(nbytes) if self._pace is not None else 0.0
+
+    def pause(self, seconds: float) -> None:
+        """Wait.
+
+        Raises:
+            CopyStoppedError
+        """
+        if self._progress is not None:
+            self._progress.moved(seconds)
+        if self._shut.wait(seconds):
+            raise CopyStoppedError
+
+    def drop(self) -> None:
+        """Stop the copy under way."""
+        self._shut.set()
+
+    def stop(self) -> None:
+        """Stop all copies, now and later."""
+        self._stopped = True
+        self._shut.set()
+
+    def reopen(self) -> None:
+        """Before a new copy: forget `drop`."""
+        self._shut.clear()
+        if self._stopped:
+            self._shut.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Seconds between attempts at a tier that fails: twice as long each time, with a random part."""
+
+    first_seconds: float = 1.0
+    most_seconds: float = 60.0
+
+    def seconds(self, failures: int, share: float) -> float:
+        """Before the next attempt after `failures` in a row; `share` is random between 0 and 1."""
+        longest = min(self.most_seconds, self.first_seconds * 2.0 ** min(failures - 1, 30))
+        return longest * (0.5 + 0.5 * share)
+
+
+BACKOFF = Backoff()
+
+
+class Replicator:
+    """Works on one tier until it is stopped. All methods may be called from any thread and return at once.
+
+    What it asks of storages runs on another thread, which it watches: a tier that hangs is told as failed, and waited
+    for; a nearer tier that hangs is gone without.
+
+    Args:
+        emit: takes events; called on several threads.
+        changed: called whenever `status` has changed.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        gate: Gate,
+        emit: Callable[[Event], object],
+        changed: Callable[[], object],
+        backoff: Backoff = BACKOFF,
+    ) -> None:
+        self.tier = tier
+        self._gate = gate
+        self._emit = emit
+        self._tell = changed
+        self._backoff = backoff
+        # Never the program's own random stream: this may run in the trainer's process.
+        self._random = random.SystemRandom()
+        self._state = threading.Condition()
+        self._woken = self._hurried = self._finishing = self._stopping = False
+        self._failures = 0
+        self._error: ErrorRecord | None = None
+        self._since = time.time()
+        self._away_from = 0.0
+        self._swept = False
+        self._hung_in: str | None = None
+        """The nearer tier in which the last attempt hung."""
+        self._lingers = False
+        """An attempt was left behind at the end."""
+        self.idle = False
+        """Nothing is wanted."""
+        self.settled = False
+        """Since `finish`: nothing is wanted, or an attempt has failed."""
+        self.ended = False
+        self.sent_bytes = 0
+        self._thread = threading.Thread(target=self._run, name="ckpt-replicate", daemon=True)
+
+    def start(self) -> None:
+        """Start, at once with whatever nearer tiers have."""
+        self._thread.start()
+
+    def wake(self) -> None:
+        """A nearer tier has something new."""
+        with self._state:
+            self._woken = True
+            self.idle = False
+            self._state.notify_all()
+
+    def finish(self) -> None:
+        """Nothing new will come: try at once what is still wanted."""
+        with self._state:
+            self._finishing = self._hurried = True
+            self._state.notify_all()
+        self.tier.copies.look()
+
+    def stop(self) -> None:
+        """End, leaving a copy under way unfinished."""
+        with self._state:
+            self._stopping = self._hurried = True
+            self._state.notify_all()
+        self._gate.stop()
+        self.tier.copies.look()
+
+    def drop(self, snapshots: Collection[str]) -> None:
+        """These snapshots are gone where they were copied from: stop, so that their memory and disk are freed."""
+        copying = self.tier.copying
+        if copying is not None and copying.id in snapshots:
+            self._gate.drop()
+
+    def join(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds for the end of the thread; whether it has ended."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    @property
+    def works(self) -> bool:
+        """Whether the tier is open, and did not fail last time or hangs only in what is copied there."""
+        return self.tier.is_open and not self.tier.direct.stuck and (self._error is None or self.hangs)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether what was asked of the tier last has not come back."""
+        return self._error is not None and self._error.code == StorageStalledError.code
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it fails in a way that waiting does not mend: the place is not one of this run."""
+        return self._error is not None and self._error.code in (ForeignError.code, NewerFormatError.code)
+
+    def failed(self, error: BaseException) -> None:
+        """Note that the tier failed."""
+        record = ErrorRecord.of(error)
+        with self._state:
+            self._failures += 1
+            known = self._error is not None and self._error.code == record.code
+            if self._error is None:
+                self._away_from, self._since = time.monotonic(), time.time()
+            self._error = record
+        if not known:
+            self._emit(TierDegraded(self.tier.url, record.code, record.message, self.tier.config.fatal))
+        self._tell()
+
+    def status(self) -> TierStatus:
+        """How the tier is."""
+        tier, error = self.tier, self._error
+        waiting, newest, copying = tier.waiting, tier.newest, tier.copying
+        return TierStatus(
+            url=tier.url,
+            state=WORKING if error is None else HANGS if self.hangs else AWAY,
+            newest=newest.id if newest else None,
+            copying=copying.id if copying else None,
+            waiting=len(waiting),
+            waiting_bytes=sum(info.nbytes for info in waiting),
+            sent_bytes=self.sent_bytes,
+            code=error.code if error else None,
+            message=error.message if error else None,
+            since=self._since,
+        )
+
+    def unfinished(self) -> Unfinished:
+        """What the tier is left without."""
+        error = self._error
+        lacks = tuple(info.id for info in self.tier.waiting)
+        return Unfinished(self.tier.url, lacks, None if error is None else f"[{error.code}] {error.message}")
+
+    def take(self, event: Event) -> None:
+        """What the tier says on its way out."""
+        if isinstance(event, SnapshotReplicated):
+            self.sent_bytes += event.sent_bytes
+        self._emit(event)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._sleep(self._turn())
+        finally:
+            self._release()
+            with self._state:
+                self.ended = self.settled = True
+            self._tell()
+
+    def _turn(self) -> float | None:
+        """One attempt. Seconds to the next one; None: when there is something new."""
+        finishing = self._finishing
+        self._hung_in = None
+        self._gate.reopen()
+        try:
+            more = self.tier.copies.call(self._advance, left=self._came_back, give_up=self._give_up)
+        except (CopyStoppedError, AbandonedError):
+            return 0.0
+        except StorageStalledError as err:
+            if self._left_a_source(err):
+                return 0.0  # other nearer tiers may do
+            self.failed(err)
+            delay: float | None = self._backoff.seconds(self._failures, self._random.random())
+        except SourceError as err:
+            self._source_failed(err)
+            delay = self._backoff.seconds(self._failures, self._random.random())
+        except Exception as err:  # noqa: BLE001 - whatever it is, it is this tier's alone, and it is told
+            if self._gate.is_shut:
+                return 0.0  # libraries wrap what they were stopped with
+            self.failed(err)
+            if isinstance(err, LeaseHeldError):
+                self._release()
+            delay = self._backoff.seconds(self._failures, self._random.random())
+        else:
+            self._worked()
+            if more:
+                self._tell()
+                return 0.0
+            delay = None
+        with self._state:
+            self.idle = delay is None and not self._woken
+            self.settled = self.settled or finishing
+        self._tell()
+        return delay
+
+    def _advance(self) -> bool:
+        more = self.tier.advance()
+        if not self._swept:
+            self._swept = True
+            self.tier.sweep()
+        return more
+
+    def _give_up(self, error: StorageStalledError) -> bool:
+        """The attempt hangs: whether to leave it behind."""
+        self._hung_in = self.tier.leave_source()
+        if self._hung_in is not None:
+            return True
+        finishing = self._finishing
+        if not self.hangs:
+            self.failed(error)
+        with self._state:
+            self._lingers = self._stopping
+            self.settled = self.settled or finishing
+        self._tell()
+        return self._lingers
+
+    def _left_a_source(self, err: StorageStalledError) -> bool:
+        """Whether it was a nearer tier in which the attempt hung; that is told."""
+        if self._hung_in is None:
+            return False
+        self._source_failed(SourceError(StorageStalledError(f"{self._hung_in} hangs", hint=err.hint)))
+        return True
+
+    def _came_back(self, _: BaseException | None) -> None:
+        """An attempt that was left behind has ended."""
+        if self._lingers:
+            self.tier.release()
+        else:
+            self.wake()
+
+    def _release(self) -> None:
+        """Give back the lease, unless the tier hangs: then that is done when it has ended."""
+        if not self._lingers:
+            with suppress(StorageStalledError):  # it was told as hanging, or is in no hurry
+                self.tier.copies.call(self.tier.release, give_up=lambda _: True)
+
+    def _sleep(self, seconds: float | None) -> None:
+        with self._state:
+            self._state.wait_for(lambda: self._hurried or (seconds is None and self._woken), seconds)
+            self._woken = self._hurried = False
+
+    def _worked(self) -> None:
+        with self._state:
+            was_away, self._error, self._failures = self._error is not None, None, 0
+            if was_away:
+                self._since = time.time()
+        if was_away:
+            self._emit(TierRecovered(self.tier.url, time.monotonic() - self._away_from))
+
+    def _source_failed(self, err: SourceError) -> None:
+        """No nearer tier can be read: not this tier's fault."""
+        with self._state:
+            self._failures += 1
+            first = self._failures == 1
+        if first:
+            error: CkptError = err.error
+            self._emit(Notice("WARNING", f"nothing can be copied to {self.tier.url} now: {error.message}"))

@@ -1,0 +1,128 @@
+"""Writes one staged snapshot from the arena into one repository: data, digests, manifest."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpt_engine.errors import CkptError
+from ckpt_engine.observe.events import SnapshotCommitted
+from ckpt_engine.persist.job import PersistJob
+from ckpt_engine.persist.pieces import CutLayout, Digesting
+from ckpt_engine.persist.skeleton import Skeleton
+from ckpt_engine.persist.slots import ArenaSlot
+from ckpt_engine.persist.stall import Progress
+from ckpt_engine.store import layout as names
+from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo
+from ckpt_engine.store.repository import Repository
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A job with what its numbers stand for, and the id that the snapshot gets."""
+
+    job: PersistJob
+    snapshot: str
+    slot: ArenaSlot
+    cut_layout: CutLayout
+    skeletons: dict[str, Skeleton]
+
+    @property
+    def data(self) -> DataFile:
+        """Its data file."""
+        return DataFile(names.data_name(self.snapshot), self.cut_layout.layout.nbytes)
+
+    def manifest(self, run: str, digests: list[str]) -> Manifest:
+        """Its manifest in `run`, given the digests of all pieces."""
+        job, cut_layout = self.job, self.cut_layout
+        parsed = names.parse_id(self.snapshot)
+        assert parsed is not None
+        sizes = cut_layout.entry_bytes
+        info = SnapshotInfo(
+            id=self.snapshot,
+            seq=parsed.seq,
+            step=job.step,
+            epoch=job.epoch,
+            reason=job.reason,
+            created=job.created,
+            nbytes=cut_layout.nbytes,
+            metrics=job.metrics,
+            parent=job.parent,
+            components={key: sum(sizes[name] for name in one.entries) for key, one in self.skeletons.items()},
+        )
+        return Manifest(
+            info=info,
+            run=run,
+            world={"size": 1},
+            software=job.software,
+            files=(self.data,),
+            entries=cut_layout.entries(digests),
+            tree={key: skeleton.fill(job.values.get(key, [])) for key, skeleton in self.skeletons.items()},
+            notes=job.notes,
+        )
+
+    def foresee(self, run: str) -> Manifest:
+        """Its manifest before the digests are known: as long as it will be."""
+        return self.manifest(run, self.cut_layout.blank_digests())
+
+
+def write_snapshot(
+    staged: Staged, repository: Repository, tier: str, progress: Progress, undo_failed: Callable[[CkptError], object]
+) -> SnapshotCommitted:
+    """Make `staged` durable in `repository`. Needs its lease.
+
+    The arena slot is read until this returns, left behind or not.
+
+    Args:
+        tier: how the place is called in the event.
+        progress: of the call that this is part of: a snapshot that nobody waits for any more is not committed.
+        undo_failed: told if data of a snapshot that was not committed stays.
+
+    Raises:
+        CkptError: it does not exist there.
+        AbandonedError: as before; nobody waits for it.
+    """
+    job = staged.job
+    cpu_before = time.thread_time()
+    progress.check()
+    data = staged.data
+    with staged.slot.image(data.nbytes) as image:
+        digesting = Digesting(image, staged.cut_layout)
+        began = time.monotonic()
+        try:
+            repository.storage.put(data.name, [image])
+        except BaseException:
+            digesting.abandon()
+            raise
+        write_seconds = time.monotonic() - began
+        digests = digesting.result()
+    try:
+        progress.check()
+        repository.commit(staged.manifest(repository.run_id, digests))
+    except BaseException:
+        _undo(staged, repository, undo_failed)
+        raise
+    return SnapshotCommitted(
+        snapshot=staged.snapshot,
+        step=job.step,
+        tier=tier,
+        nbytes=staged.cut_layout.nbytes,
+        written_bytes=data.nbytes,
+        latency_seconds=time.monotonic() - job.instant_monotonic,
+        write_seconds=write_seconds,
+        cpu_seconds=time.thread_time() - cpu_before + digesting.cpu_seconds,
+        time=time.time(),
+    )
+
+
+def _undo(staged: Staged, repository: Repository, failed: Callable[[CkptError], object]) -> None:
+    """Free the data of a snapshot that could not be committed.
+
+    The manifest goes first: a commit may have landed although it reported an error.
+    """
+    try:
+        repository.forget([staged.snapshot])
+        repository.storage.delete(names.data_name(staged.snapshot))
+    except CkptError as err:
+        failed(err)

@@ -1,0 +1,196 @@
+"""What a writer says about its tiers: values, and the file that `ckpt status` reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_engine.errors import CorruptError, StorageMissingError
+from ckpt_engine.observe.events import Event, Notice
+from ckpt_engine.store import layout
+from ckpt_engine.store.lease import Holder
+from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.local import LocalStorage
+
+WORKING = "working"
+AWAY = "away"
+HANGS = "hangs"
+
+
+@dataclass(frozen=True, slots=True)
+class TierStatus:
+    """One tier at one moment.
+
+    Args:
+        state: `working`, `away` since it failed, or `hangs`: away, and what was asked of it never came back.
+        newest: id of the newest snapshot there, as far as is known.
+        copying: id of the snapshot on its way.
+        waiting: snapshots that it still wants.
+        waiting_bytes: their bytes.
+        sent_bytes: since the writer started.
+        code, message: of the error that made it away.
+        since: wall-clock seconds at which `state` began.
+    """
+
+    url: str
+    state: str
+    newest: str | None = None
+    copying: str | None = None
+    waiting: int = 0
+    waiting_bytes: int = 0
+    sent_bytes: int = 0
+    code: str | None = None
+    message: str | None = None
+    since: float = 0.0
+
+
+_NAMED = 3
+_IDLE_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A tier that a writer leaves without all it should have.
+
+    Args:
+        lacks: ids of the snapshots that are not there, as far as is known.
+        why: what is wrong with it.
+    """
+
+    url: str
+    lacks: tuple[str, ...]
+    why: str | None
+
+    def text(self) -> str:
+        """For people."""
+        named = ", ".join(self.lacks[:_NAMED]) + (f" and {len(self.lacks) - _NAMED} more" * (len(self.lacks) > _NAMED))
+        said = [f"lacks {named}" if named else "", self.why or ""]
+        about = "; ".join(part for part in said if part)
+        return f"{self.url} ({about})" if about else self.url
+
+
+@dataclass(frozen=True, slots=True)
+class WriterStatus:
+    """A writer and its tiers, nearest first. `written` is wall-clock seconds; `ended`: it is no longer there."""
+
+    pid: int
+    host: str
+    written: float
+    ended: bool
+    tiers: tuple[TierStatus, ...]
+
+
+class StatusFile:
+    """Replaces a status file in one step, so that readers never see half of one.
+
+    It is for people: not synced, and written only on a local disk. Not thread safe.
+
+    Args:
+        root: folder of the nearest tier.
+    """
+
+    def __init__(self, root: str, pid: int, host: str) -> None:
+        self._path = Path(root) / layout.STATUS
+        self._temporary = Path(root) / f".tmp-{os.urandom(8).hex()}-{layout.STATUS}"
+        self._pid = pid
+        self._host = host
+
+    def write(self, tiers: Sequence[TierStatus], *, ended: bool = False) -> None:
+        """Say how things are.
+
+        Raises:
+            OSError: from the disk; the earlier status stays.
+        """
+        status = WriterStatus(self._pid, self._host, time.time(), ended, tuple(tiers))
+        try:
+            self._temporary.write_text(json.dumps(dataclasses.asdict(status)) + "\n", encoding="utf-8")
+            self._temporary.replace(self._path)
+        except OSError:
+            self._temporary.unlink(missing_ok=True)
+            raise
+
+
+class StatusWriter:
+    """Writes the status on a thread of its own whenever something has changed: its disk may hang like any other.
+
+    Args:
+        nearest: where it is written, if that is a local disk.
+        now: the status of all tiers.
+        emit: told once if it cannot be written.
+    """
+
+    def __init__(
+        self,
+        nearest: Storage,
+        holder: Holder,
+        now: Callable[[], Sequence[TierStatus]],
+        emit: Callable[[Event], object],
+    ) -> None:
+        self._file = StatusFile(nearest.root, holder.pid, holder.host) if isinstance(nearest, LocalStorage) else None
+        self._now = now
+        self._emit = emit
+        self._changed = threading.Condition()
+        self._news = self._ending = self._failed = False
+        self._thread: threading.Thread | None = None
+
+    def note(self) -> None:
+        """Something has changed. Any thread; never waits."""
+        if self._file is None:
+            return
+        with self._changed:
+            self._news = True
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="ckpt-status", daemon=True)
+                self._thread.start()
+
+    def end(self, timeout: float) -> None:
+        """Say that the writer has ended; waits at most `timeout` seconds until that is written. Idempotent."""
+        self._ending = True
+        self.note()
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            with self._changed:
+                self._changed.wait_for(lambda: self._news, _IDLE_SECONDS)
+                self._news, ended = False, self._ending
+            self._write(ended)
+
+    def _write(self, ended: bool) -> None:
+        assert self._file is not None
+        try:
+            self._file.write(self._now(), ended=ended)
+            self._failed = False
+        except OSError as err:
+            if not self._failed:
+                self._failed = True
+                self._emit(Notice("WARNING", f"the status for `ckpt status` cannot be written: {err}"))
+
+
+def read_status(storage: Storage) -> WriterStatus | None:
+    """The last status written at a run's root, or None.
+
+    Raises:
+        CorruptError: it is no status.
+        StorageError
+    """
+    try:
+        text = storage.get(layout.STATUS)
+    except StorageMissingError:
+        return None
+    try:
+        row: dict[str, Any] = json.loads(text)
+        tiers = tuple(TierStatus(**tier) for tier in row.pop("tiers"))
+        return WriterStatus(**row, tiers=tiers)
+    except (ValueError, LookupError, TypeError, AttributeError) as err:
+        raise CorruptError(f"{storage.url}/{layout.STATUS} is damaged: {err}", hint="remove it") from err

@@ -1,0 +1,341 @@
+"""A further tier as one writer works on it: takes its lease, copies one snapshot at a time, keeps its retention."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from ckpt_engine.errors import (
+    CkptError,
+    FormatError,
+    StorageFullError,
+    StorageMissingError,
+    StorageStalledError,
+    WaitTimeoutError,
+)
+from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotReplicated, SnapshotsForgotten
+from ckpt_engine.persist.job import ErrorRecord, TierConfig
+from ckpt_engine.persist.near import LEASE_SECONDS
+from ckpt_engine.persist.rhythm import Rhythm
+from ckpt_engine.persist.snapshots import Staged, write_snapshot
+from ckpt_engine.persist.stall import Lane
+from ckpt_engine.persist.watched import Source
+from ckpt_engine.store import layout
+from ckpt_engine.store.collect import collect, make_room, prune
+from ckpt_engine.store.lease import Holder, Lease, acquire
+from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.retention import KeepAll, policy_from
+from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.transfer import RunText, SourceError, adopt_run, copy_snapshot, scratch_of
+
+GUARD_SECONDS = 60.0
+"""How long a snapshot written straight to the tier waits for a collection there."""
+_LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A snapshot to copy, and the nearest place that has it."""
+
+    info: SnapshotInfo
+    source: Repository
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The storages of one tier, which are all at the same place.
+
+    Args:
+        plain: for its lease, which is renewed whatever hangs.
+        watched: for everything else that copying needs; watched by the lane `copies`.
+        sink: what copies are put into, at the tier's bandwidth; watched as `watched`.
+        direct: what snapshots are written to that no nearer tier takes; watched by the lane `direct`.
+    """
+
+    plain: Storage
+    watched: Storage
+    sink: Storage
+    direct: Storage
+
+
+class Tier:
+    """One further tier. `advance`, `release` and `sweep` run in `copies` and `write` in `direct`, the rest anywhere.
+
+    Args:
+        config: where and how.
+        places: at `config.url`.
+        holder: who asks for its lease.
+        nearer: all nearer tiers, the nearest first; watched by `copies`.
+        emit: takes events.
+        copies, direct: the lanes that it works in.
+
+    `run` MUST be set before the first `advance`.
+    """
+
+    run: RunText
+
+    def __init__(
+        self,
+        config: TierConfig,
+        places: Places,
+        holder: Holder,
+        nearer: Sequence[Source],
+        emit: Callable[[Event], object],
+        copies: Lane,
+        direct: Lane,
+    ) -> None:
+        self.config = config
+        self.url = places.plain.url
+        self.copies = copies
+        self.direct = direct
+        self._places = places
+        self._holder = holder
+        self._nearer = nearer
+        self._emit = emit
+        self._direct = Repository(places.direct)
+        self._policy = policy_from(config.keep)
+        self._rhythm = Rhythm(config.every_seconds, config.every_n_steps, self._policy)
+        self._lease: Lease | None = None
+        self._repository: Repository | None = None
+        self._damaged: set[tuple[str, str]] = set()
+        self._unpruned = False
+        self._done: set[str] = set()
+        """What was sent, or did not fit: it is not sent again when a limit removes it."""
+        self._guard = threading.Lock()
+        self.copying: SnapshotInfo | None = None
+        self.newest: SnapshotInfo | None = None
+        self.waiting: tuple[SnapshotInfo, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its lease is ours."""
+        return self._repository is not None
+
+    def advance(self) -> bool:
+        """Copy the snapshot that is wanted most; False if none is.
+
+        Raises:
+            CkptError: of the tier. What was begun is not visible there; calling again continues.
+            SourceError: no nearer tier can be read now.
+        """
+        self.direct.refuse_if_stuck()
+        repository = self._open()
+        assert self._lease is not None
+        self.copies.progress.moved(LEASE_SECONDS)
+        self._lease.check()
+        there = repository.list()
+        self.newest = there[-1] if there else None
+        if self._unpruned and self.newest is not None:
+            self._unpruned = False
+            self._prune(repository, self.newest.id)
+        near = self._near()
+        wanted = self._rhythm.wanted([found.info for found in near.values() if found.info.id not in self._done], there)
+        self.waiting = tuple(wanted)
+        if not wanted:
+            return False
+        self.copying = copying = wanted[0]
+        try:
+            self._copy(near[copying.id], repository, there)
+        except StorageFullError:
+            if self.newest is None or copying.seq > self.newest.seq:
+                raise
+            self._done.add(copying.id)  # older ones are a luxury
+        finally:
+            if self.copying is copying:  # else it was left behind in its source, and another copy is under way
+                self.copying = None
+        return True
+
+    def leave_source(self) -> str | None:
+        """If `advance` hangs in a nearer tier: make it end there, and go without that one; its URL."""
+        for source in self._nearer:
+            if source.leave():
+                self.copying = None
+                return source.storage.url
+        return None
+
+    def write(self, staged: Staged) -> SnapshotCommitted:
+        """Make a snapshot durable here that no nearer tier takes.
+
+        Raises:
+            CkptError: it is not.
+        """
+        with self.writing(staged.cut_layout.layout.nbytes) as repository:
+            return write_snapshot(staged, repository, self.url, self.direct.progress, self._not_undone(staged))
+
+    @contextmanager
+    def writing(self, nbytes: int) -> Iterator[Repository]:
+        """The tier's repository, to write a snapshot of `nbytes` bytes into it that no nearer tier takes.
+
+        Raises:
+            WaitTimeoutError: it is not open, or busy for too long.
+            StorageFullError: it does not fit within the limits of the tier.
+            LeaseHeldError: the lease is lost.
+        """
+        lease = self._lease
+        self.direct.progress.moved(GUARD_SECONDS)
+        if self._repository is None or lease is None or not self._guard.acquire(timeout=GUARD_SECONDS):
+            raise WaitTimeoutError(f"{self.url} is not ready")
+        try:
+            self.direct.progress.moved(LEASE_SECONDS)
+            lease.check()
+            self.direct.progress.moved()
+            if not isinstance(self._policy, KeepAll):
+                make_room(self._direct, lease, self._policy, nbytes, in_flight=[info.id for info in self.waiting])
+            yield self._direct
+            self._unpruned = True
+        finally:
+            self._guard.release()
+
+    def sweep(self) -> None:
+        """Remove what interrupted writes left, once the tier is open. Raises as `advance`."""
+        if self._repository is not None and self._lease is not None:
+            collect(self._repository, self._lease, in_flight=[info.id for info in self.waiting])
+
+    def release(self) -> None:
+        """Give back the lease; `advance` takes it again. Never raises: a tier that is away cannot be told."""
+        lease, self._lease, self._repository = self._lease, None, None
+        self._done.clear()
+        if lease is not None:
+            try:
+                lease.release()
+            except (CkptError, OSError) as err:
+                self._say(f"the lease of {self.url} could not be given back: {ErrorRecord.of(err).message}")
+
+    def _near(self) -> dict[str, Found]:
+        """All snapshots that a nearer tier has, each from the nearest that can be read."""
+        found: dict[str, Found] = {}
+        error: CkptError | None = None
+        readable = False
+        for source in self._nearer:
+            repository = source.repository
+            if not source.usable():
+                error = error or StorageStalledError(f"{repository.storage.url} hangs")
+                continue
+            try:
+                infos = repository.list()
+            except CkptError as err:
+                error = err
+                continue
+            readable = True
+            for info in infos:
+                if (repository.storage.url, info.id) not in self._damaged:
+                    found.setdefault(info.id, Found(info, repository))
+        if not readable and error is not None:
+            raise SourceError(error)
+        return found
+
+    def _open(self) -> Repository:
+        if self._repository is None:
+            self.copies.progress.moved(LEASE_SECONDS)
+            lease = acquire(self._places.plain, self._holder)
+            try:
+                self._repository = adopt_run(self.run, self._places.watched)
+            except BaseException:
+                lease.release()
+                raise
+            self._lease = lease
+        return self._repository
+
+    def _copy(self, found: Found, repository: Repository, there: Sequence[SnapshotInfo]) -> None:
+        began = time.monotonic()
+        info = found.info
+        try:
+            self._make_room(found, repository, [one.id for one in there])
+            copied = copy_snapshot(found.source, repository, info.id, sink=self._places.sink, scratch=self._scratch())
+        except SourceError as err:
+            self._not_readable(found, err)
+            return
+        self._done.add(info.id)
+        self.newest = max((*there, info), key=lambda one: (one.seq, one.id))
+        now = time.time()
+        self._emit(
+            SnapshotReplicated(
+                snapshot=info.id,
+                step=info.step,
+                tier=self.url,
+                sent_bytes=copied.sent_bytes,
+                copy_seconds=time.monotonic() - began,
+                latency_seconds=max(0.0, now - info.created),
+                time=now,
+            )
+        )
+        self._prune(repository, info.id)
+
+    def _not_readable(self, found: Found, err: SourceError) -> None:
+        """A snapshot that is gone was forgotten meanwhile; a damaged one is not asked for again there."""
+        if isinstance(err.error, StorageMissingError):
+            return
+        if not isinstance(err.error, FormatError):
+            raise err
+        url = found.source.storage.url
+        self._damaged.add((url, found.info.id))
+        self._say(f"snapshot {found.info.id} is damaged at {url} and is not copied from there: {err.error.message}")
+
+    def _make_room(self, found: Found, repository: Repository, there: Sequence[str]) -> None:
+        """Nothing that is there goes for something older."""
+        if isinstance(self._policy, KeepAll):
+            return
+        assert self._lease is not None
+        try:
+            manifest = found.source.read(found.info.id)
+            text = found.source.storage.get(layout.manifest_name(found.info.id))
+            nbytes = sum(file.nbytes for file in manifest.files) + len(text)
+        except CkptError as err:
+            raise SourceError(err) from err
+        with self._guarded():
+            keeping = [info.id for info in self.waiting]
+            newest = self.newest is None or found.info.seq > self.newest.seq
+            done = make_room(
+                repository,
+                self._lease,
+                self._policy,
+                nbytes,
+                incoming=found.info,
+                protected={} if newest else dict.fromkeys(there, "there before"),
+                in_flight=keeping,
+            )
+        if done is not None and done.plan.remove:
+            self._emit(SnapshotsForgotten(done.plan.remove, done.collected.freed_bytes))
+
+    def _prune(self, repository: Repository, newest: str) -> None:
+        """Retention after a copy, which is done: what goes wrong here is not its failure."""
+        if isinstance(self._policy, KeepAll):
+            repository.write_catalog_if_due()
+            return
+        assert self._lease is not None
+        keeping = [info.id for info in self.waiting]
+        try:
+            with self._guarded():
+                pruned = prune(repository, self._lease, self._policy, verified=(newest,), in_flight=keeping)
+        except CkptError as err:
+            self._say(f"retention failed on {self.url}, older snapshots stay there: {err.message}")
+            return
+        if pruned.plan.remove:
+            self._emit(SnapshotsForgotten(pruned.plan.remove, pruned.collected.freed_bytes))
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """While nothing is written straight to the tier: that may take long, and is no stall of this."""
+        while not self._guard.acquire(timeout=_LOOK_SECONDS):
+            self.direct.refuse_if_stuck()
+            self.copies.progress.moved()
+        try:
+            yield
+        finally:
+            self._guard.release()
+
+    def _scratch(self) -> str | None:
+        return next((path for one in self._nearer if one.usable() and (path := scratch_of(one.storage))), None)
+
+    def _not_undone(self, staged: Staged) -> Callable[[CkptError], None]:
+        def told(err: CkptError) -> None:
+            self._say(f"the data of the failed snapshot {staged.snapshot} stay at {self.url} for now: {err}")
+
+        return told
+
+    def _say(self, message: str) -> None:
+        self._emit(Notice("WARNING", message))

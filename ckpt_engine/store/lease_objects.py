@@ -1,0 +1,327 @@
+"""The lease where no kernel keeps it: an object that its holder goes on rewriting, and that expires when it does not.
+
+Nobody's wall clock is trusted: whoever wants the lease watches the object, and takes it when it has seen no change for
+the holder's own `ttl_seconds` by its own clock. To take it is to write a token, wait, and read it back; where the store
+has conditional writes they decide, but not all stores that accept them are atomic about them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, runtime_checkable
+
+from ckpt_engine.errors import CkptError, LeaseHeldError, StorageExistsError, StorageMissingError
+from ckpt_engine.store import layout
+from ckpt_engine.store.storage.base import Storage
+
+TTL_SECONDS = 30.0
+BEATS = 4
+"""Renewals within `ttl_seconds`."""
+SETTLE_SECONDS = 1.0
+"""How long another taker's write may be under way unseen, at least."""
+LOOK_SECONDS = 1.0
+JOIN_SECONDS = 5.0
+_FREE = b"{}\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A process as only its own machine knows it: a new process of the same number is another one."""
+
+    boot: str
+    namespace: str
+    pid: int
+    ticks: int
+
+    @classmethod
+    def current(cls) -> Self | None:
+        """This process; None where the system does not tell."""
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            return cls(boot, str(Path("/proc/self/ns/pid").readlink()), os.getpid(), _started_ticks(os.getpid()))
+        except OSError:
+            return None
+
+    def is_dead(self) -> bool:
+        """Whether the process has ended; False where that cannot be known from here."""
+        here = Place.current()
+        if here is None or (here.boot, here.namespace) != (self.boot, self.namespace):
+            return False
+        try:
+            return _started_ticks(self.pid) != self.ticks
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What the lease object says. `holder` is for people; `token` and `beat` decide."""
+
+    holder: dict[str, Any]
+    token: str
+    beat: int
+    ttl_seconds: float
+    place: Place | None
+
+    def encode(self) -> bytes:
+        lease = {"token": self.token, "beat": self.beat, "ttl_seconds": self.ttl_seconds}
+        place = asdict(self.place) if self.place else None
+        return json.dumps({**self.holder, "lease": {**lease, "place": place}}).encode() + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self | None:
+        """The record, or None if these bytes are none."""
+        try:
+            row = json.loads(data)
+            lease = row.pop("lease")
+            place = lease.get("place")
+            known = {field.name for field in fields(Place)}
+            there = Place(**place) if isinstance(place, dict) and set(place) == known else None
+            return cls(row, str(lease["token"]), int(lease["beat"]), float(lease["ttl_seconds"]), there)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return None
+
+
+class Slot(Protocol):
+    """Where a lease is written."""
+
+    url: str
+
+    def read(self) -> tuple[bytes, str] | None:
+        """What is there and its version, None if there is nothing."""
+        ...
+
+    def write(self, data: bytes, version: str | None) -> None:
+        """Replace that version (None: nothing). Raises `StorageExistsError` where it is known to be another by now."""
+        ...
+
+
+@runtime_checkable
+class Versioned(Protocol):
+    """A storage with conditional writes."""
+
+    def read_versioned(self, name: str) -> tuple[bytes, str] | None: ...
+
+    def replace(self, name: str, data: bytes, version: str | None) -> None: ...
+
+
+class _VersionedSlot:
+    def __init__(self, storage: Storage, versioned: Versioned) -> None:
+        self.url = storage.url
+        self._storage = versioned
+
+    def read(self) -> tuple[bytes, str] | None:
+        return self._storage.read_versioned(layout.LEASE)
+
+    def write(self, data: bytes, version: str | None) -> None:
+        self._storage.replace(layout.LEASE, data, version)
+
+
+class _PlainSlot:
+    """Creation is exclusive, replacing is not."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.url = storage.url
+        self._storage = storage
+
+    def read(self) -> tuple[bytes, str] | None:
+        try:
+            data = self._storage.get(layout.LEASE)
+        except StorageMissingError:
+            return None
+        return data, hashlib.sha256(data).hexdigest()
+
+    def write(self, data: bytes, version: str | None) -> None:
+        self._storage.put(layout.LEASE, [memoryview(data)], exclusive=version is None)
+
+
+def slot_of(storage: Storage) -> Slot:
+    """The slot of a run's lease."""
+    return _VersionedSlot(storage, storage) if isinstance(storage, Versioned) else _PlainSlot(storage)
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """When things happen, in seconds of a monotonic clock; tests make it faster."""
+
+    ttl_seconds: float = TTL_SECONDS
+    settle_seconds: float = SETTLE_SECONDS
+    look_seconds: float = LOOK_SECONDS
+    clock: Callable[[], float] = time.monotonic
+    pause: Callable[[float], None] = time.sleep
+
+
+class _Watch:
+    """How long an observer has seen the same bytes."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seen: bytes | None = None
+        self._since = clock()
+        self.changes = 0
+
+    def unchanged_seconds(self, data: bytes) -> float:
+        now = self._clock()
+        if data != self._seen:
+            self.changes += self._seen is not None
+            self._seen = data
+            self._since = now
+        return now - self._since
+
+
+def take(slot: Slot, holder: dict[str, Any], wait_seconds: float, timing: Timing) -> ObjectLease:
+    """Take the lease, waiting at most `wait_seconds` for a holder that lives.
+
+    It takes up to the holder's `ttl_seconds` to see whether it does.
+
+    Raises:
+        LeaseHeldError: the lease is renewed by its holder. `args[0]` has no name: the caller reads it.
+        StorageError: from the store.
+    """
+    watch = _Watch(timing.clock)
+    deadline = timing.clock() + wait_seconds
+    while True:
+        seen = slot.read()
+        if _is_free(seen, watch) or _is_abandoned(seen, watch):
+            lease = _try_to_take(slot, holder, seen, timing)
+            if lease is not None:
+                return lease
+            watch.changes += 1  # somebody else was faster, and so is alive
+        if watch.changes and timing.clock() >= deadline:
+            raise LeaseHeldError(f"the lease of {slot.url} is renewed by its holder")
+        timing.pause(timing.look_seconds)
+
+
+def _is_free(seen: tuple[bytes, str] | None, watch: _Watch) -> bool:
+    if seen is None or not seen[0].strip(b"{} \n"):
+        return True
+    watch.unchanged_seconds(seen[0])
+    record = Record.decode(seen[0])
+    return record is not None and record.place is not None and record.place.is_dead()
+
+
+def _is_abandoned(seen: tuple[bytes, str] | None, watch: _Watch) -> bool:
+    if seen is None:
+        return True
+    record = Record.decode(seen[0])
+    return watch.unchanged_seconds(seen[0]) >= (record.ttl_seconds if record else TTL_SECONDS)
+
+
+def _try_to_take(
+    slot: Slot, holder: dict[str, Any], seen: tuple[bytes, str] | None, timing: Timing
+) -> ObjectLease | None:
+    record = Record(holder, os.urandom(16).hex(), 0, timing.ttl_seconds, Place.current())
+    began = timing.clock()
+    try:
+        slot.write(record.encode(), seen[1] if seen else None)
+    except StorageExistsError:
+        return None
+    written = timing.clock()
+    timing.pause(max(timing.settle_seconds, 3 * (written - began)))
+    back = slot.read()
+    found = Record.decode(back[0]) if back else None
+    if found is None or found.token != record.token:
+        return None
+    return ObjectLease(slot, record, began, timing)
+
+
+class ObjectLease:
+    """A lease that a thread goes on renewing. `check` asks the store."""
+
+    def __init__(self, slot: Slot, record: Record, written: float, timing: Timing) -> None:
+        self._slot = slot
+        self._record = record
+        self._written = written
+        self._timing = timing
+        self._lost: str | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="ckpt-lease", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Ask the store whether the lease is still ours, and renew it if that is due.
+
+        Raises:
+            LeaseHeldError: it was given back, or somebody else took it.
+            StorageError: the store does not say.
+        """
+        self._renew(due_seconds=self._timing.ttl_seconds / BEATS)
+
+    def renew(self) -> None:
+        """Write the next beat now. Raises as `check` does."""
+        self._renew(due_seconds=0.0)
+
+    def release(self) -> None:
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(JOIN_SECONDS)
+        with self._lock:
+            if self._lost is not None:
+                return
+            self._lost = "given back"
+            there = self._read_own()
+            if there is not None:
+                self._slot.write(_FREE, there)
+
+    def _renew(self, *, due_seconds: float) -> None:
+        with self._lock:
+            if self._lost is not None:
+                raise LeaseHeldError(f"the lease of {self._slot.url} was {self._lost}")
+            version = self._read_own()
+            if version is None:
+                raise self._taken()
+            now = self._timing.clock()
+            if now - self._written < due_seconds:
+                return
+            following = replace(self._record, beat=self._record.beat + 1)
+            try:
+                self._slot.write(following.encode(), version)
+            except StorageExistsError as err:
+                raise self._taken() from err
+            self._record, self._written = following, now
+
+    def _taken(self) -> LeaseHeldError:
+        self._lost = "taken by another process"
+        return LeaseHeldError(
+            f"the lease of {self._slot.url} was {self._lost}", hint="stop all writers of this run but one"
+        )
+
+    def _read_own(self) -> str | None:
+        """The version of our record, None if it is not ours any more."""
+        there = self._slot.read()
+        record = Record.decode(there[0]) if there else None
+        return there[1] if there and record and record.token == self._record.token else None
+
+    def _beat(self) -> None:
+        while not self._stop.wait(self._timing.ttl_seconds / BEATS):
+            try:
+                self.renew()
+            except LeaseHeldError:
+                return  # told by the next `check`
+            except CkptError:
+                continue  # the store is away; whether somebody took the lease meanwhile shows at the next beat
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def _started_ticks(pid: int) -> int:
+    """When a process began, in clock ticks since boot."""
+    text = Path(f"/proc/{pid}/stat").read_text()
+    return int(text.rpartition(")")[2].split()[19])

@@ -1,0 +1,159 @@
+"""Pins: objects `pins/<id>.json` that keep a snapshot whatever retention says.
+
+```
+{"note":<text>,"created":<seconds>}\n
+<the snapshot's manifest>
+```
+No lease is needed, because a run that is being written can be pinned too. Once `pin` has returned, the snapshot stays,
+whatever retention does at the same time and wherever it is killed: a pin is written before its snapshot is looked for
+once more, and retention looks for pins after manifests are removed and before data is. It spares what a pin needs, and
+puts its manifest back from the pin (`orphans`, `put_back`), whoever removed it: itself, or one that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ckpt_engine.errors import FormatError, StorageExistsError, StorageMissingError
+from ckpt_engine.store import layout, manifest_codec
+from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.base import Storage
+
+_HEAD_BYTES = 4096
+"""Enough of a pin for its note, unless that is very long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A pinned snapshot.
+
+    Args:
+        id: of the snapshot.
+        note: for people; may be empty.
+        created: wall-clock seconds since 1970; 0 where the pin's text is damaged.
+    """
+
+    id: str
+    note: str
+    created: float
+
+    def __str__(self) -> str:
+        return f"pinned: {self.note}" if self.note else "pinned"
+
+
+def pin(repository: Repository, snapshot: str, note: str = "", *, created: float | None = None) -> Pin:
+    """Keep `snapshot` until it is unpinned. Pinning it again replaces the note.
+
+    Args:
+        created: wall-clock seconds, instead of now.
+
+    Raises:
+        StorageMissingError: there is no such snapshot, or retention removed it at this moment.
+        StorageError: it is not pinned, as before.
+    """
+    storage, name = repository.storage, layout.pin_name(snapshot)
+    try:
+        manifest = storage.get(layout.manifest_name(snapshot))
+    except StorageMissingError as err:
+        raise _missing(repository, snapshot) from err
+    made = Pin(snapshot, note, time.time() if created is None else created)
+    head = json.dumps({"note": made.note, "created": made.created}, ensure_ascii=False)
+    blocks = [memoryview(head.encode() + b"\n"), memoryview(manifest)]
+    try:
+        storage.put(name, blocks)
+        is_new = True
+    except StorageExistsError:
+        storage.put(name, blocks, exclusive=False)
+        is_new = False
+    if all(parsed.id != snapshot for parsed in repository.ids()):
+        if is_new:
+            storage.delete(name)
+        raise _missing(repository, snapshot)
+    return made
+
+
+def unpin(repository: Repository, snapshot: str) -> bool:
+    """Leave `snapshot` to retention again; whether it was pinned."""
+    was_pinned = snapshot in pinned_ids(repository.storage)
+    repository.storage.delete(layout.pin_name(snapshot))
+    return was_pinned
+
+
+def pinned_ids(storage: Storage) -> frozenset[str]:
+    """The snapshots that have a pin: one listing, no reads."""
+    found = (layout.pin_id(item.name) for item in storage.list(layout.PINS))
+    return frozenset(parsed.id for parsed in found if parsed)
+
+
+def pins(storage: Storage) -> list[Pin]:
+    """All pins, by the age of their snapshots. A damaged pin still pins."""
+    return sorted((pin for one in pinned_ids(storage) if (pin := _read(storage, one))), key=lambda pin: pin.id)
+
+
+def protection(storage: Storage) -> dict[str, str]:
+    """Id → reason of every pinned snapshot, for `plan`."""
+    return {pin.id: str(pin) for pin in pins(storage)}
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """A pinned snapshot whose manifest was removed and whose data is all there."""
+
+    manifest: Manifest
+    text: bytes
+
+
+def orphans(repository: Repository) -> list[Orphan]:
+    """Those there are now: one listing where nothing is pinned."""
+    storage = repository.storage
+    pinned = pinned_ids(storage)
+    missing = sorted(pinned - {parsed.id for parsed in repository.ids()}) if pinned else []
+    found = [orphan for snapshot in missing if (orphan := _orphan(storage, snapshot))]
+    if not found:
+        return []
+    there = {item.name: item.nbytes for item in storage.list(layout.DATA)}
+    return [one for one in found if all(there.get(file.name) == file.nbytes for file in one.manifest.files)]
+
+
+def put_back(repository: Repository, found: Sequence[Orphan]) -> frozenset[str]:
+    """Make them snapshots again; returns their ids. Needs the lease."""
+    for orphan in found:
+        with suppress(StorageExistsError):
+            repository.storage.put(layout.manifest_name(orphan.manifest.info.id), [memoryview(orphan.text)])
+        repository.remember(orphan.manifest)
+    return frozenset(orphan.manifest.info.id for orphan in found)
+
+
+def _orphan(storage: Storage, snapshot: str) -> Orphan | None:
+    """What the pin says of its snapshot; None if that is damaged or the pin is gone."""
+    try:
+        text = storage.get(layout.pin_name(snapshot)).partition(b"\n")[2]
+        manifest = manifest_codec.decode(text)
+    except (StorageMissingError, FormatError):
+        return None
+    return Orphan(manifest, text) if manifest.info.id == snapshot else None
+
+
+def _read(storage: Storage, snapshot: str) -> Pin | None:
+    name = layout.pin_name(snapshot)
+    try:
+        head, newline, _ = storage.get(name, 0, _HEAD_BYTES).partition(b"\n")
+        if not newline:
+            head = storage.get(name).partition(b"\n")[0]
+    except StorageMissingError:
+        return None  # unpinned meanwhile
+    try:
+        row = json.loads(head)
+        return Pin(snapshot, str(row["note"]), float(row["created"]))
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return Pin(snapshot, "", 0.0)
+
+
+def _missing(repository: Repository, snapshot: str) -> StorageMissingError:
+    where = repository.storage.url
+    return StorageMissingError(f"no snapshot {snapshot} at {where}", hint=f"`ckpt ls {where}` lists them")

@@ -1,0 +1,156 @@
+"""Slimming: a snapshot that loses components is written again without them, and then the first one is forgotten.
+
+Data files are never changed, so this costs one copy of what stays. The slim snapshot has the same `seq` and step; its
+id follows from the first one's and from what it lacks, so that an interrupted slimming is recognised and finished. A
+crash leaves the first snapshot, or both, or the slim one. Its notes say what it lacks: it cannot resume a run alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckpt_engine.errors import StorageExistsError
+from ckpt_engine.store import container, layout, manifest_codec
+from ckpt_engine.store.digest import digest
+from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.transfer import mapped
+
+NOTE = "slimmed"
+"""The key in a manifest's notes: `{"from": <id>, "without": [<component>, ...]}`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slim:
+    """A slim snapshot to be written.
+
+    Args:
+        whole: the snapshot it is made of.
+        kept: the pieces that it takes over, in the order of the new file: (file of `whole`, piece).
+    """
+
+    whole: Manifest
+    manifest: Manifest
+    header: bytes
+    kept: tuple[tuple[int, Piece], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """What writing it stores: data file and manifest."""
+        return sum(file.nbytes for file in self.manifest.files) + len(manifest_codec.encode(self.manifest))
+
+
+def slim_id(snapshot: str, without: Collection[str]) -> str:
+    """The id of `snapshot` once it lacks these components."""
+    text = "\0".join([snapshot, *sorted(without)])
+    return f"{snapshot.rpartition('-')[0]}-{digest(text.encode()).partition(':')[2][:8]}"
+
+
+def foresee(whole: Manifest, without: Collection[str]) -> Slim | None:
+    """What `whole` is without these components. None: its data is encoded in a way that cannot be taken apart here."""
+    tree = {name: node for name, node in whole.tree.items() if name not in without}
+    wanted = set(_entries_in(tree)) & set(whole.entries)
+    entries = {name: entry for name, entry in whole.entries.items() if name in wanted}
+    if any(piece.codec != "raw" or piece.base for entry in entries.values() for piece in entry.pieces):
+        return None
+    rows = []
+    for name, entry in entries.items():
+        nbytes = sum(piece.nbytes for piece in entry.pieces)
+        code, shape = container.container_form(entry.dtype, entry.shape, nbytes)
+        if code != entry.container_dtype:
+            return None
+        rows.append((name, code, shape, nbytes))
+    header = container.build_header(rows, {"format": "pt"})
+    moved: dict[str, Entry] = {}
+    kept: list[tuple[int, Piece]] = []
+    offset = len(header)
+    for name, entry in entries.items():
+        pieces = []
+        for piece in entry.pieces:
+            pieces.append(replace(piece, file=0, offset=offset))
+            kept.append((piece.file, piece))
+            offset += piece.nbytes
+        moved[name] = replace(entry, pieces=tuple(pieces))
+    snapshot = slim_id(whole.info.id, without)
+    made = Manifest(
+        _info(whole.info, snapshot, offset - len(header), without),
+        whole.run,
+        whole.world,
+        whole.software,
+        (DataFile(layout.data_name(snapshot), offset),),
+        moved,
+        tree,
+        {**whole.notes, NOTE: {"from": whole.info.id, "without": sorted(without)}},
+    )
+    return Slim(whole, made, header, tuple(kept))
+
+
+def write(repository: Repository, slim: Slim) -> None:
+    """Write and commit a slim snapshot; its bytes are verified on the way. Needs the lease.
+
+    Raises:
+        CkptError: the whole snapshot is damaged or cannot be read; nothing was committed.
+        StorageError: it was not committed.
+    """
+    storage, file = repository.storage, slim.manifest.files[0]
+    with ExitStack() as open_files:
+        images = {
+            index: open_files.enter_context(
+                mapped(storage, slim.whole.files[index], [piece for f, piece in slim.kept if f == index])
+            )
+            for index in {index for index, _ in slim.kept}
+        }
+        blocks = [memoryview(slim.header)]
+        blocks += [images[index][piece.offset : piece.offset + piece.nbytes] for index, piece in slim.kept]
+        try:
+            try:
+                storage.put(file.name, blocks)
+            except StorageExistsError:
+                # Of an attempt that died before its commit; whatever it is, no manifest needs it.
+                storage.delete(file.name)
+                storage.put(file.name, blocks)
+        finally:
+            for block in blocks:
+                block.release()
+    repository.commit(slim.manifest)
+
+
+def lacks(manifest: Manifest) -> tuple[str, ...]:
+    """The components that slimming took from a snapshot."""
+    note = manifest.notes.get(NOTE)
+    return tuple(note["without"]) if isinstance(note, Mapping) else ()
+
+
+def twins(infos: Sequence[SnapshotInfo]) -> dict[str, str]:
+    """Slim snapshots beside the one they were made of, slim → whole: what an interrupted slimming leaves."""
+    of_seq: dict[tuple[int, int], list[SnapshotInfo]] = {}
+    for info in infos:
+        of_seq.setdefault((info.seq, info.step), []).append(info)
+    found = {}
+    for same in of_seq.values():
+        for slim in same if len(same) > 1 else ():
+            for whole in same:
+                lost = set(whole.components) - set(slim.components)
+                if lost and slim.id == slim_id(whole.id, lost):
+                    found[slim.id] = whole.id
+    return found
+
+
+def _info(info: SnapshotInfo, snapshot: str, nbytes: int, without: Collection[str]) -> SnapshotInfo:
+    components = {name: size for name, size in info.components.items() if name not in without}
+    return replace(info, id=snapshot, nbytes=nbytes, components=components)
+
+
+def _entries_in(node: Any) -> Iterator[str]:
+    """The entries that a tree refers to."""
+    if isinstance(node, Mapping):
+        if "$" in node and isinstance(node.get("entry"), str):
+            yield node["entry"]
+        for value in node.values():
+            yield from _entries_in(value)
+    elif isinstance(node, list | tuple):
+        for value in node:
+            yield from _entries_in(value)

@@ -1,0 +1,269 @@
+"""Objects in any store that fsspec reaches: `memory://`, `gs://`, `az://`, `sftp://` and the like.
+
+Where closing a file publishes it whole (object stores) it is written under its name; everywhere else under a temporary
+one, and then renamed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import fsspec
+
+from ckpt_engine.errors import (
+    CorruptError,
+    StorageError,
+    StorageExistsError,
+    StorageFullError,
+    StorageMissingError,
+    StorageReadOnlyError,
+)
+from ckpt_engine.store.storage import ownrandom, redaction
+from ckpt_engine.store.storage.base import ObjectInfo
+from ckpt_engine.store.storage.objectnames import checked, split_url
+from ckpt_engine.store.storage.objectoptions import ObjectOptions
+from ckpt_engine.store.storage.oserrors import translated
+from ckpt_engine.store.storage.retries import Backoff
+
+WHOLE_AT_CLOSE = frozenset({"gs", "gcs", "az", "abfs", "abfss", "oci", "ocilake", "oss", "s3", "s3a"})
+"""Schemes of stores that show an object only when its upload is complete."""
+_TEMP = re.compile(r"(.*/)?\.tmp-[0-9a-f]{16}-[^/]+")
+_SLICE_BYTES = 8 << 20
+_VERSIONS = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "updated", "modified", "created")
+_TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+
+_T = TypeVar("_T")
+_Rows = list[tuple[str, int, str]]  # inside FsspecStorage, `list` is its method
+
+_publishing = threading.Lock()
+"""Makes looking and renaming one step, at least within this process."""
+
+
+class FsspecStorage:
+    """`Storage` on an fsspec file system, by what all of them have in common.
+
+    An exclusive put asks for creation where the file system offers that, and looks before in any case. Timeouts of
+    single requests are the library's own.
+
+    Args:
+        url: of the root.
+        options: those of `ObjectOptions` and of the file system.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, object]) -> None:
+        self.options, library_options = ObjectOptions.split(options)
+        scheme, path = split_url(url)
+        self.url = f"{scheme}://{path}"
+        self._secrets = redaction.secrets_of(library_options)
+        try:
+            filesystem, root = fsspec.core.url_to_fs(
+                self.url, **library_options, skip_instance_cache=bool(library_options), use_listings_cache=False
+            )
+        except (ValueError, TypeError, KeyError) as err:
+            reason = redaction.redacted(str(err), self._secrets)
+            told = StorageError(f"no storage for {scheme}:// URLs: {reason}", hint="use a path, s3:// or file://")
+            raise told from self._shown(err)
+        ownrandom.shield()
+        self._fs: Any = filesystem
+        self._root = root.rstrip("/")
+        self._whole_at_close = scheme in WHOLE_AT_CLOSE
+        self._begun = set[str]()
+
+    def __repr__(self) -> str:
+        return f"FsspecStorage({self.url!r})"
+
+    def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
+        path = self._path(name)
+        self._trying(lambda: self._put(path, blocks, exclusive=exclusive), "write", name)
+
+    def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        path = self._path(name)
+        return self._trying(lambda: self._read(path, start, nbytes), "read", name)
+
+    def get_into(self, name: str, start: int, out: memoryview) -> None:
+        target = out.cast("B")
+        done = 0
+        while done < len(target):
+            data = self.get(name, start + done, min(len(target) - done, _SLICE_BYTES * 2))
+            if not data:
+                raise CorruptError(f"{self.url}/{name} ends at byte {start + done}, needed up to {start + len(target)}")
+            target[done : done + len(data)] = data
+            done += len(data)
+        if not target:
+            self._path(name)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        folder = prefix.rpartition("/")[0]
+        for name, nbytes, version in self._found(folder):
+            if name.startswith(prefix) and not _TEMP.fullmatch(name):
+                yield ObjectInfo(name, nbytes, version)
+
+    def delete(self, *names: str) -> None:
+        for name, path in [(name, self._path(name)) for name in names]:
+            self._trying(partial(self._remove, path), "delete", name)
+
+    def sweep(self) -> int:
+        freed = 0
+        for name, nbytes, _ in self._found(""):
+            path = f"{self._root}/{name}"
+            if _TEMP.fullmatch(name) and path not in self._begun and self._is_stale(path):
+                self._trying(partial(self._remove, path), "clear", name)
+                freed += nbytes
+        return freed
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{checked(name)}"
+
+    def _put(self, path: str, blocks: Sequence[memoryview], *, exclusive: bool) -> None:
+        if exclusive and self._fs.exists(path):
+            raise FileExistsError(17, "File exists", path)
+        if self._whole_at_close:
+            self._write(path, blocks, "xb" if exclusive else "wb")
+            return
+        folder, _, file = path.rpartition("/")
+        self._fs.makedirs(folder, exist_ok=True)
+        temp = f"{folder}/.tmp-{os.urandom(8).hex()}-{file}"
+        self._begun.add(temp)
+        try:
+            self._write(temp, blocks, "wb")
+            with _publishing:
+                if exclusive and self._fs.exists(path):
+                    raise FileExistsError(17, "File exists", path)
+                self._fs.mv(temp, path)
+        except BaseException:
+            self._remove(temp)
+            raise
+        finally:
+            self._begun.discard(temp)
+
+    def _write(self, path: str, blocks: Sequence[memoryview], mode: str) -> None:
+        file = self._open(path, mode)
+        try:
+            for block in blocks:
+                data = block.cast("B")
+                for start in range(0, len(data), _SLICE_BYTES):
+                    file.write(bytes(data[start : start + _SLICE_BYTES]))
+        except BaseException:
+            # Closing would publish what has been written so far.
+            if hasattr(file, "discard"):
+                file.discard()
+            file.closed = True
+            raise
+        file.close()
+
+    def _open(self, path: str, mode: str) -> Any:
+        sized = {"block_size": self.options.part_bytes} if self._whole_at_close else {}
+        if mode == "xb":
+            try:
+                return self._fs.open(path, "xb", **sized)
+            except (ValueError, NotImplementedError):
+                mode = "wb"  # this library has no exclusive mode; we have looked
+        return self._fs.open(path, mode, **sized)
+
+    def _read(self, path: str, start: int, nbytes: int | None) -> bytes:
+        size = int(self._fs.info(path)["size"])
+        stop = size if nbytes is None else min(start + nbytes, size)
+        if start >= stop:
+            return b""
+        data: bytes = self._fs.cat_file(path, start=start, end=stop)
+        if len(data) != stop - start:
+            raise ConnectionError(f"{len(data)} bytes came instead of {stop - start}")
+        return data
+
+    def _found(self, folder: str) -> _Rows:
+        top = f"{self._root}/{folder}" if folder else self._root
+
+        def find() -> _Rows:
+            try:
+                if not self._fs.exists(top):
+                    return []
+                if not self._fs.isdir(top):
+                    raise NotADirectoryError(20, "Not a directory", top)
+                rows: Mapping[str, Mapping[str, Any]] = self._fs.find(top, detail=True)
+            except FileNotFoundError:
+                return []
+            skip = len(self._root) + 1
+            files = [(path[skip:], row) for path, row in rows.items() if row["type"] == "file"]
+            return [(name, int(row["size"]), _version(row)) for name, row in files]
+
+        return self._trying(find, "list", folder)
+
+    def _remove(self, path: str) -> None:
+        try:
+            self._fs.rm_file(path)
+        except (FileNotFoundError, KeyError):
+            return
+
+    def _is_stale(self, path: str) -> bool:
+        try:
+            age = time.time() - self._fs.modified(path).timestamp()
+        except FileNotFoundError:
+            return False
+        except NotImplementedError:
+            return False
+        return bool(age >= self.options.stale_upload_seconds)
+
+    def _shown(self, error: Exception) -> Exception | None:
+        """`error`, if a traceback may show it."""
+        return None if redaction.shows(error, self._secrets) else error
+
+    def _trying(self, work: Callable[[], _T], what: str, name: str) -> _T:
+        backoff = Backoff(self.options.retry_seconds)
+        where = f"{self.url}/{name}"
+        while True:
+            try:
+                return work()
+            except StorageError:
+                raise
+            except FileNotFoundError as err:
+                raise StorageMissingError(f"cannot {what} {where}: it does not exist") from err
+            except FileExistsError as err:
+                raise StorageExistsError(f"cannot {what} {where}: it exists") from err
+            except Exception as err:  # noqa: BLE001 - raised again, translated, or tried again
+                wait = backoff.next_wait() if _is_transient(err) else None
+                if wait is None:
+                    raise _explained(err, what, where) from self._shown(err)
+            time.sleep(wait)
+
+
+def _version(row: Mapping[str, Any]) -> str:
+    """What tells in a listing that an object was written anew, under whatever name the library has it."""
+    return str(next((row[key] for key in _VERSIONS if row.get(key)), ""))
+
+
+def _status(error: BaseException) -> int:
+    for name in ("status", "status_code", "code"):
+        value = getattr(error, name, None)
+        if isinstance(value, int | str) and str(value).isdigit():
+            return int(value)
+    return 0
+
+
+def _is_transient(error: Exception) -> bool:
+    if _status(error) in _TRANSIENT_STATUS:
+        return True
+    return isinstance(error, ConnectionError | TimeoutError | asyncio.TimeoutError)
+
+
+def _explained(error: Exception, what: str, where: str) -> StorageError:
+    status = _status(error)
+    # Only the kind of a library's error is shown: its text may carry a signed URL or a key.
+    kind = type(error).__name__ + (f" ({status})" if status else "")
+    if status in (401, 403) or isinstance(error, PermissionError):
+        refused = StorageReadOnlyError if what in ("write", "delete") else StorageError
+        return refused(f"cannot {what} {where}: {kind}", hint="check the credentials and what they permit")
+    if status == 507:
+        return StorageFullError(f"cannot {what} {where}: {kind}", hint="free space or keep fewer snapshots")
+    if isinstance(error, OSError) and error.errno:
+        return translated(OSError(error.errno, os.strerror(error.errno)), what, where)
+    return StorageError(f"cannot {what} {where}: {kind}")

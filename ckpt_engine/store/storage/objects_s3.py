@@ -1,0 +1,365 @@
+"""Objects in an S3 store: streamed from memory, published whole, never renamed; no bucket is ever made."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from botocore.exceptions import ClientError  # type: ignore[import-untyped]
+
+from ckpt_engine.errors import CorruptError, StorageError, StorageExistsError, StorageMissingError
+from ckpt_engine.store import layout
+from ckpt_engine.store.storage.base import ObjectInfo
+from ckpt_engine.store.storage.objectnames import checked, split_url
+from ckpt_engine.store.storage.objectoptions import ObjectOptions
+from ckpt_engine.store.storage.parts import Blocks, Part, plan_parts
+from ckpt_engine.store.storage.s3body import Pace
+from ckpt_engine.store.storage.s3calls import S3Calls
+from ckpt_engine.store.storage.s3errors import DamagedInTransitError, OthersError, code_of, status_of
+from ckpt_engine.store.storage.s3multipart import TOKEN, Multipart, arrived_whole, digest_of, plain_etag, server_time
+
+_SMALL_BYTES = 1 << 20
+_LOOKS = 8
+_DELETES = 16
+_Rows = tuple[tuple[str, int, str], ...]
+"""Objects of a listing: key, size, ETag."""
+
+
+class S3Storage:
+    """`Storage` on a bucket, or below a prefix of one.
+
+    An exclusive put asks the store not to replace anything. A store that ignores this, or is not atomic
+    about it, is looked at before, which leaves a gap: names are unique and one process writes a run.
+
+    Args:
+        url: `s3://bucket/prefix`.
+        options: those of `ObjectOptions` and of `s3fs.S3FileSystem`.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, object]) -> None:
+        scheme, path = split_url(url)
+        self._bucket, _, prefix = path.partition("/")
+        if not self._bucket:
+            raise StorageError(f"no bucket in {scheme}://", hint="give s3://bucket/folder")
+        self._prefix = f"{prefix}/" if prefix else ""
+        self.url = f"{scheme}://{path}"
+        self.options, library_options = ObjectOptions.split(options)
+        extra: Any = library_options.pop("s3_additional_kwargs", {})
+        payer: dict[str, Any] = {"RequestPayer": "requester"} if library_options.get("requester_pays") else {}
+        self._put_extra = {**extra, **payer}
+        self._extra = payer
+        self._calls = S3Calls(self.url, self.options, library_options)
+        self._multipart = Multipart(self._calls, self._bucket, payer, self._put_extra)
+        self._conditional = True
+
+    def __repr__(self) -> str:
+        return f"S3Storage({self.url!r})"
+
+    @property
+    def pace(self) -> Pace | None:
+        """What limits the bandwidth of uploads."""
+        return self._calls.pace
+
+    @pace.setter
+    def pace(self, pace: Pace | None) -> None:
+        self._calls.pace = pace
+
+    def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
+        key = self._key(name)
+        whole = Blocks(blocks)
+        try:
+            self._calls.run(self._put(name, key, whole, exclusive=exclusive), "write", name)
+        finally:
+            whole.release()
+
+    def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        key = self._key(name)
+        if nbytes is not None and nbytes <= 0:
+            return b""
+        try:
+            return self._calls.run(self._get(key, start, nbytes), "read", name)
+        except StorageMissingError as err:
+            raise StorageMissingError(f"no object {self.url}/{name}", hint=err.hint) from err
+
+    def get_into(self, name: str, start: int, out: memoryview) -> None:
+        key = self._key(name)
+        done = self._calls.run(self._get_into(key, start, out.cast("B")), "read", name)
+        if done < out.nbytes:
+            raise CorruptError(f"{self.url}/{name} ends at byte {start + done}, needed up to {start + out.nbytes}")
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        after: str | None = None
+        while True:
+            page, after = self._calls.run(self._page(self._prefix + prefix, after), "list", prefix)
+            for key, nbytes, version in page:
+                yield ObjectInfo(key[len(self._prefix) :], nbytes, version)
+            if after is None:
+                return
+
+    def delete(self, *names: str) -> None:
+        keys = [self._key(name) for name in names]
+        if keys:
+            self._calls.run(self._delete(keys), "delete", names[0])
+
+    def sweep(self) -> int:
+        return self._calls.run(self._sweep(), "clear", "")
+
+    def free_bytes(self) -> int | None:
+        return None
+
+    def server_seconds(self) -> float | None:
+        """The server's wall clock, in whole seconds; None if it does not tell."""
+
+        async def ask() -> float | None:
+            answer = await self._calls.call("list_objects_v2", Bucket=self._bucket, MaxKeys=1, **self._extra)
+            now = server_time(answer)
+            return now.timestamp() if now else None
+
+        return self._calls.run(ask(), "read", "")
+
+    def encrypted(self) -> bool:
+        """Whether the channel protects the bytes."""
+        return self._calls.encrypted
+
+    def read_versioned(self, name: str) -> tuple[bytes, str] | None:
+        """A small object and its version, None if there is none. For `replace`."""
+        return self._calls.run(self._read_versioned(self._key(name)), "read", name)
+
+    def replace(self, name: str, data: bytes, version: str | None) -> None:
+        """Write a small object if it still has this version (None: if there is none), where the store can do that.
+
+        Where it cannot the object is replaced in any case: read it back after a while.
+
+        Raises:
+            StorageExistsError: it has another version.
+        """
+        self._calls.run(self._replace(self._key(name), data, version), "write", name)
+
+    def _key(self, name: str) -> str:
+        return self._prefix + checked(name)
+
+    # Writing
+
+    async def _put(self, name: str, key: str, blocks: Blocks, *, exclusive: bool) -> None:
+        # Look before sending gigabytes, and because some stores ignore the condition.
+        if exclusive and await self._multipart.head(key) is not None:
+            raise StorageExistsError(f"cannot write {self.url}/{name}: it exists")
+        token = os.urandom(16).hex()
+        try:
+            if blocks.nbytes <= self.options.part_bytes:
+                await self._put_small(key, blocks, token, exclusive=exclusive)
+            else:
+                await self._put_big(key, blocks, token, exclusive=exclusive)
+        except OthersError as err:
+            raise StorageExistsError(f"cannot write {self.url}/{name}: it exists") from err
+        except Exception as err:
+            if exclusive:
+                await self._withdraw(key, token, err)
+            raise
+
+    async def _withdraw(self, key: str, token: str, cause: Exception) -> None:
+        """Remove what a put that failed may have made visible. The store may be gone: a single try."""
+        at: dict[str, Any] = {"Bucket": self._bucket, "Key": key, "backoff": self._calls.impatient(), **self._extra}
+        try:
+            there = await self._calls.call("head_object", **at)
+            if there.get("Metadata", {}).get(TOKEN) == token:
+                await self._calls.call("delete_object", **at)
+        except Exception as err:  # noqa: BLE001 - the cause is raised
+            if status_of(err) != 404:
+                cause.add_note(f"it may have become visible all the same: {err}")
+
+    async def _put_small(self, key: str, blocks: Blocks, token: str, *, exclusive: bool) -> None:
+        whole = Part(1, 0, blocks.nbytes)
+        digest = await digest_of(blocks, whole) if self._calls.verifying else None
+        backoff = self._calls.backoff()
+        while True:
+            condition: dict[str, Any] = {"IfNoneMatch": "*"} if exclusive and self._conditional else {}
+            try:
+                answer = await self._calls.send(
+                    "put_object",
+                    blocks,
+                    0,
+                    blocks.nbytes,
+                    backoff=backoff,
+                    Bucket=self._bucket,
+                    Key=key,
+                    Metadata={TOKEN: token},
+                    **condition,
+                    **self._put_extra,
+                )
+            except ClientError as err:
+                if self._refuses_condition(err, condition):
+                    continue
+                if status_of(err) != 412:
+                    raise
+                # Also the answer to our own request, sent again after its first answer was lost.
+                answer = await self._multipart.head(key) or {}
+                if answer.get("Metadata", {}).get(TOKEN) != token:
+                    raise OthersError from err
+            if digest is None or arrived_whole(answer, digest):
+                return
+            exclusive = False  # the damaged object is ours: replace it
+            wait = backoff.next_wait()
+            if wait is None:
+                await self._delete([key])
+                raise DamagedInTransitError(f"{key} arrives with other bytes than were sent")
+            await asyncio.sleep(wait)
+
+    async def _put_big(self, key: str, blocks: Blocks, token: str, *, exclusive: bool) -> None:
+        parts = plan_parts(blocks.nbytes, self.options.part_bytes)
+        condition: dict[str, Any] = {"IfNoneMatch": "*"} if exclusive and self._conditional else {}
+        try:
+            await self._multipart.upload(key, blocks, parts, token, condition)
+        except ClientError as err:
+            if not self._refuses_condition(err, condition):
+                raise
+            await self._multipart.upload(key, blocks, parts, token, {})
+
+    def _refuses_condition(self, error: ClientError, condition: Mapping[str, str]) -> bool:
+        """Whether the store cannot do conditional writes; it is not asked again then."""
+        if condition and (status_of(error) == 501 or code_of(error) in ("NotImplemented", "InvalidArgument")):
+            self._conditional = False
+            return True
+        return False
+
+    async def _replace(self, key: str, data: bytes, version: str | None) -> None:
+        condition: dict[str, Any] = {"IfNoneMatch": "*"} if version is None else {"IfMatch": f'"{version}"'}
+        token = os.urandom(16).hex()
+        blocks = Blocks([memoryview(data)])
+        for wanted in (condition, {}) if self._conditional else ({},):
+            try:
+                await self._calls.send(
+                    "put_object",
+                    blocks,
+                    0,
+                    len(data),
+                    Bucket=self._bucket,
+                    Key=key,
+                    Metadata={TOKEN: token},
+                    **wanted,
+                    **self._put_extra,
+                )
+                return
+            except ClientError as err:
+                if status_of(err) in (404, 412):
+                    there = await self._multipart.head(key)
+                    if there is not None and there.get("Metadata", {}).get(TOKEN) == token:
+                        return
+                    if (plain_etag(there["ETag"]) if there else None) != version:
+                        raise StorageExistsError(f"{self.url}: {key} was replaced meanwhile") from err
+                    # It is the version we asked for, and yet refused: this store compares ETags in a way of its own.
+                elif not self._refuses_condition(err, wanted):
+                    raise
+
+    # Reading
+
+    async def _get(self, key: str, start: int, nbytes: int | None) -> bytes:
+        if not self._calls.verifying:
+            return await self._read(key, start, nbytes)
+        return await self._get_verified(key, start, nbytes)
+
+    async def _get_verified(self, key: str, start: int, nbytes: int | None) -> bytes:
+        """Small objects steer what is kept and what is deleted: they have to match the store's own digest.
+
+        Of the others (which have digests of ours) a small part has to be answered twice alike.
+        """
+        head = await self._multipart.head(key)
+        if head is None:
+            raise StorageMissingError(f"no object {key}")
+        size = int(head["ContentLength"])
+        if size > _SMALL_BYTES and (nbytes is None or nbytes > _SMALL_BYTES):
+            return await self._read(key, start, nbytes)
+        if size <= _SMALL_BYTES:
+            return (await self._get_small(key))[0][start:][:nbytes]
+        before = await self._read(key, start, nbytes)
+        for _ in range(_LOOKS):
+            again = await self._read(key, start, nbytes)
+            if again == before:
+                return again
+            before = again
+        raise DamagedInTransitError(f"{key} reads differently each time")
+
+    async def _get_small(self, key: str) -> tuple[bytes, str]:
+        """A small object and its ETag, which has to match where it is a digest of the bytes."""
+        for _ in range(_LOOKS):
+            data, answer = await self._calls.receive_all(Bucket=self._bucket, Key=key, **self._extra)
+            digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
+            etag = plain_etag(answer["ETag"])
+            if not self._calls.verifying or "-" in etag or arrived_whole(answer, digest):
+                return data, etag
+        raise DamagedInTransitError(f"{key} does not arrive as it is")
+
+    async def _read(self, key: str, start: int, nbytes: int | None) -> bytes:
+        if nbytes is None:
+            data, _ = await self._calls.receive_all(Bucket=self._bucket, Key=key, **self._extra)
+            return data[start:] if start else data
+        out = bytearray(nbytes)
+        done = await self._get_into(key, start, memoryview(out))
+        return bytes(memoryview(out)[:done])
+
+    async def _get_into(self, key: str, start: int, out: memoryview) -> int:
+        try:
+            return await self._calls.receive(out, start, Bucket=self._bucket, Key=key, **self._extra)
+        except ClientError as err:
+            if status_of(err) == 416:
+                return 0
+            raise
+
+    async def _read_versioned(self, key: str) -> tuple[bytes, str] | None:
+        try:
+            return await self._get_small(key)
+        except ClientError as err:
+            if status_of(err) == 404 and code_of(err) != "NoSuchBucket":
+                return None
+            raise
+
+    async def _page(self, prefix: str, after: str | None) -> tuple[_Rows, str | None]:
+        first = await self._page_once(prefix, after)
+        if not self._calls.verifying:
+            return first
+        # One flipped bit in a name, and what belongs to that snapshot would look like garbage.
+        for _ in range(_LOOKS):
+            second = await self._page_once(prefix, after)
+            if second[0] == first[0] and (second[1] is None) == (first[1] is None):
+                return second
+            first = second
+        raise DamagedInTransitError("the listing is different each time")
+
+    async def _page_once(self, prefix: str, after: str | None) -> tuple[_Rows, str | None]:
+        more: dict[str, Any] = {"ContinuationToken": after} if after else {}
+        answer = await self._calls.call("list_objects_v2", Bucket=self._bucket, Prefix=prefix, **more, **self._extra)
+        rows = answer.get("Contents") or ()
+        found = tuple((str(row["Key"]), int(row["Size"]), plain_etag(row.get("ETag", ""))) for row in rows)
+        return found, answer.get("NextContinuationToken") if answer.get("IsTruncated") else None
+
+    # Removing
+
+    async def _delete(self, keys: Sequence[str]) -> None:
+        lanes = asyncio.Semaphore(_DELETES)
+
+        async def remove(key: str) -> None:
+            async with lanes:
+                await self._multipart.abort_left(key)
+                try:
+                    await self._calls.call("delete_object", Bucket=self._bucket, Key=key, **self._extra)
+                except ClientError as err:
+                    if status_of(err) != 404 or code_of(err) == "NoSuchBucket":
+                        raise
+
+        outcomes = await asyncio.gather(*(remove(key) for key in keys), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _sweep(self) -> int:
+        freed = 0
+        for stale in await self._multipart.unfinished(self._prefix):
+            ours = layout.is_ours(stale.key[len(self._prefix) :])
+            if ours and stale.age_seconds >= self.options.stale_upload_seconds:
+                sizes = (await self._multipart.parts_of(stale.key, stale.id)).values()
+                await self._multipart.abort(stale.key, stale.id)
+                freed += sum(size for size, _ in sizes)
+        return freed

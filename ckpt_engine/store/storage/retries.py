@@ -1,0 +1,57 @@
+"""When to try again: exponential backoff with full jitter, bounded in time.
+
+"Full jitter" is what spreads many clients best (Brooker, "Exponential Backoff and Jitter", AWS Architecture Blog 2015).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+BASE_SECONDS = 0.1
+CAP_SECONDS = 8.0
+
+# Never the global stream of `random`: training draws from it, and a server that dies must not change a training run.
+_uniform = random.SystemRandom().uniform
+
+
+class Backoff:
+    """The waits of one operation, until it has failed for `retry_seconds`.
+
+    Args:
+        retry_seconds: no new attempt begins later than this after the first failure.
+        clock: monotonic seconds.
+        uniform: a random number between its two arguments.
+    """
+
+    def __init__(
+        self,
+        retry_seconds: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        uniform: Callable[[float, float], float] = _uniform,
+    ) -> None:
+        self._retry_seconds = retry_seconds
+        self._clock = clock
+        self._uniform = uniform
+        self._failed_since: float | None = None
+        self.failures = 0
+
+    def progressed(self) -> None:
+        """Part of the work was done: the time starts anew."""
+        self._failed_since = None
+        self.failures = 0
+
+    def next_wait(self, told_seconds: float = 0.0) -> float | None:
+        """After a failure: seconds to wait before the next attempt, or None to give up.
+
+        Args:
+            told_seconds: the least wait that the server asked for.
+        """
+        now = self._clock()
+        if self._failed_since is None:
+            self._failed_since = now
+        self.failures += 1
+        wait = max(told_seconds, self._uniform(0.0, min(CAP_SECONDS, BASE_SECONDS * 2.0**self.failures)))
+        return wait if now + wait - self._failed_since <= self._retry_seconds else None

@@ -1,0 +1,281 @@
+"""Requests to an S3 store: each bounded in time, tried again while that helps, its errors translated.
+
+The client is the one of s3fs, so that credentials, endpoints and `storage_options` mean what they mean there. Its own
+retries are off: they would wait without a bound and draw jitter from the global random stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from s3fs import S3FileSystem  # type: ignore[import-untyped]
+
+from ckpt_engine.errors import StorageError
+from ckpt_engine.store.storage import ownrandom, redaction, s3errors
+from ckpt_engine.store.storage.objectoptions import ObjectOptions
+from ckpt_engine.store.storage.parts import Blocks
+from ckpt_engine.store.storage.retries import Backoff
+from ckpt_engine.store.storage.s3body import Body, Pace, PaceStoppedError, wait_of
+from ckpt_engine.store.storage.s3errors import DamagedInTransitError
+
+READ_BYTES = 256 << 10
+SLOWEST_BYTES_PER_SECOND = 50_000
+"""A request slower than this has failed, even if it moves."""
+_CLIENTS = 8
+_CONNECTIONS = 64
+_REQUESTS = 48
+"""Fewer than connections: aiohttp shuffles those that wait for a connection with the global random stream."""
+_LOOK_SECONDS = 5.0
+
+_T = TypeVar("_T")
+Answer = dict[str, Any]
+
+
+class S3Calls:
+    """One client and its event loop. `run` may be called from any thread, everything else on the loop.
+
+    Args:
+        url: of the storage, for messages.
+        library_options: for `s3fs.S3FileSystem`.
+    """
+
+    def __init__(self, url: str, options: ObjectOptions, library_options: Mapping[str, Any]) -> None:
+        self.url = url
+        self.options = options
+        self.pace: Pace | None = None
+        self._fs = _shared(_complete(library_options, options))
+        ownrandom.shield()
+        self._secrets = redaction.secrets_of(library_options)
+        self._requests: asyncio.Semaphore | None = None
+        self._prepared: object = None
+
+    def run(self, work: Coroutine[Any, Any, _T], what: str, name: str) -> _T:
+        """The result of `work`. When this returns or raises, nothing of it goes on in the background.
+
+        Raises:
+            StorageError: saying what could not be done to which object.
+        """
+        ended = threading.Event()
+
+        async def watched() -> _T:
+            try:
+                return await work
+            finally:
+                ended.set()
+
+        future = asyncio.run_coroutine_threadsafe(watched(), self._fs.loop)
+        try:
+            while True:
+                try:
+                    return future.result(_LOOK_SECONDS)
+                except concurrent.futures.TimeoutError:
+                    if not future.done() and not self._fs.loop.is_running():
+                        raise StorageError(f"cannot {what} {self.url}: the program is ending") from None
+                    if future.done():
+                        return future.result()
+        except (StorageError, KeyboardInterrupt, SystemExit):
+            raise
+        except PaceStoppedError as err:
+            raise err.cause from None
+        except Exception as err:  # noqa: BLE001 - raised again, translated
+            told = s3errors.translated(err, what, f"{self.url}/{name}", self._secrets)
+            raise told from (None if redaction.shows(err, self._secrets) else err)
+        finally:
+            if not future.done():
+                future.cancel()
+                ended.wait(self.options.timeout_seconds)
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether the channel protects the bytes."""
+        endpoint = self._fs.endpoint_url or self._fs.client_kwargs.get("endpoint_url")
+        if endpoint is None and self._fs._s3 is not None:
+            endpoint = self._fs._s3.meta.endpoint_url
+        return not str(endpoint or "https:").startswith("http:")
+
+    @property
+    def verifying(self) -> bool:
+        """Whether bytes have to be checked beyond what the protocol does."""
+        return self.options.verifying(encrypted=self.encrypted)
+
+    async def call(self, method: str, *, backoff: Backoff | None = None, **arguments: Any) -> Answer:
+        """The answer to a request without much of a body."""
+
+        async def once(client: Any, _moved: Callable[[], None]) -> Answer:
+            answer: Answer = await getattr(client, method)(**arguments)
+            return answer
+
+        return await self.trying(once, backoff=backoff)
+
+    async def send(
+        self,
+        method: str,
+        blocks: Blocks,
+        start: int,
+        nbytes: int,
+        *,
+        check: Callable[[Answer], Awaitable[None]] | None = None,
+        backoff: Backoff | None = None,
+        **arguments: Any,
+    ) -> Answer:
+        """The answer to a request that uploads a range of `blocks`.
+
+        Args:
+            check: raises `DamagedInTransitError` if the answer says that other bytes arrived.
+        """
+
+        async def once(client: Any, moved: Callable[[], None]) -> Answer:
+            body = Body(blocks, start, nbytes, moved=moved, pace=self.pace) if nbytes else b""
+            try:
+                answer: Answer = await getattr(client, method)(Body=body, **arguments)
+            except Exception:
+                if isinstance(body, Body) and body.stopped is not None:
+                    raise body.stopped from None
+                raise
+            if check is not None:
+                await check(answer)
+            return answer
+
+        return await self.trying(once, nbytes=nbytes, backoff=backoff)
+
+    async def receive(self, out: memoryview, start: int, **arguments: Any) -> int:
+        """Fill `out` with an object's bytes from `start` on; returns how many there were.
+
+        Interrupted, it goes on where it was.
+        """
+        done = 0
+        backoff = self.backoff()
+
+        async def once(client: Any, moved: Callable[[], None]) -> None:
+            nonlocal done
+            span = f"bytes={start + done}-{start + len(out) - 1}"
+            answer = await client.get_object(Range=span, **arguments)
+            expected = done + int(answer["ContentLength"])
+            async with answer["Body"] as body:
+                while done < len(out) and (data := await body.read(min(READ_BYTES, len(out) - done))):
+                    out[done : done + len(data)] = data
+                    done += len(data)
+                    moved()
+                    backoff.progressed()
+            if done < min(expected, len(out)):
+                raise DamagedInTransitError(f"the answer ended {expected - done} bytes early")
+
+        if len(out):
+            await self.trying(once, nbytes=len(out), backoff=backoff)
+        return done
+
+    async def receive_all(self, **arguments: Any) -> tuple[bytes, Answer]:
+        """A whole object of moderate size, and what the store says of it."""
+
+        async def once(client: Any, moved: Callable[[], None]) -> tuple[bytes, Answer]:
+            answer = await client.get_object(**arguments)
+            found = bytearray()
+            async with answer["Body"] as body:
+                while data := await body.read(READ_BYTES):
+                    found += data
+                    moved()
+            if len(found) != int(answer["ContentLength"]):
+                raise DamagedInTransitError(f"{len(found)} bytes came instead of {answer['ContentLength']}")
+            return bytes(found), answer
+
+        return await self.trying(once, nbytes=1 << 30)
+
+    def backoff(self) -> Backoff:
+        """The patience of one operation."""
+        return Backoff(self.options.retry_seconds)
+
+    def impatient(self) -> Backoff:
+        """A single attempt."""
+        return Backoff(-1.0)
+
+    async def trying(
+        self,
+        once: Callable[[Any, Callable[[], None]], Awaitable[_T]],
+        *,
+        nbytes: int = 0,
+        backoff: Backoff | None = None,
+    ) -> _T:
+        """Do `once` until it succeeds, fails for good, or has failed for too long.
+
+        Args:
+            once: gets the client and what to call whenever bytes have moved.
+            nbytes: about how many bytes it moves.
+        """
+        backoff = backoff or self.backoff()
+        while True:
+            try:
+                return await self._bounded(once, nbytes)
+            except Exception as err:
+                if not s3errors.is_transient(err):
+                    raise
+                wait = backoff.next_wait(s3errors.told_wait_seconds(err))
+                if wait is None:
+                    err.add_note(f"gave up after {backoff.failures} attempts")
+                    raise
+                wait_of(self.pace, 0)
+                await asyncio.sleep(wait)
+
+    async def _bounded(self, once: Callable[[Any, Callable[[], None]], Awaitable[_T]], nbytes: int) -> _T:
+        """One attempt. It may take long as long as it moves, but not for ever."""
+        loop = asyncio.get_running_loop()
+        patience = self.options.timeout_seconds
+        async with self._slot():
+            latest = loop.time() + patience + nbytes / SLOWEST_BYTES_PER_SECOND
+            async with asyncio.timeout(patience) as limit:
+                return await once(await self._client(), lambda: limit.reschedule(min(loop.time() + patience, latest)))
+
+    def _slot(self) -> asyncio.Semaphore:
+        if self._requests is None:
+            self._requests = asyncio.Semaphore(_REQUESTS)
+        return self._requests
+
+    async def _client(self) -> Any:
+        client = await self._fs.set_session()
+        if client is not self._prepared:
+            # Not every server answers "Expect: 100-continue", and aiohttp would wait for that.
+            client.meta.events.register_last("before-sign.s3", _drop_expect)
+            ownrandom.shield()
+            self._prepared = client
+        return client
+
+
+_clients: OrderedDict[tuple[object, ...], Any] = OrderedDict()
+_clients_lock = threading.Lock()
+
+
+def _shared(complete: Mapping[str, Any]) -> Any:
+    """One client for all storages of the same options in the same environment, so that connections are shared."""
+    environment = tuple(sorted((name, text) for name, text in os.environ.items() if name.startswith("AWS_")))
+    key = (os.getpid(), repr(sorted(complete.items())), environment)
+    with _clients_lock:
+        if key not in _clients:
+            _clients[key] = S3FileSystem(**complete, skip_instance_cache=True)
+            if len(_clients) > _CLIENTS:
+                _clients.popitem(last=False)
+        _clients.move_to_end(key)
+        return _clients[key]
+
+
+def _drop_expect(request: Any, **_: Any) -> None:
+    if "Expect" in request.headers:
+        del request.headers["Expect"]
+
+
+def _complete(given: Mapping[str, Any], options: ObjectOptions) -> dict[str, Any]:
+    """What the user gave, over what we need."""
+    config = dict(given.get("config_kwargs") or {})
+    s3 = {"payload_signing_enabled": False, **(config.pop("s3", None) or {})}
+    defaults = {
+        "connect_timeout": options.timeout_seconds,
+        "read_timeout": options.timeout_seconds,
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+    }
+    forced = {"retries": {"total_max_attempts": 1, "mode": "standard"}, "max_pool_connections": _CONNECTIONS}
+    return {**given, "config_kwargs": {**defaults, **config, **forced, "s3": s3}, "use_listings_cache": False}

@@ -1,0 +1,106 @@
+"""`ckpt status`: the tiers of a run and their state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_engine.persist.status import AWAY, WORKING, StatusFile, TierStatus, read_status
+from ckpt_engine.store import layout
+from ckpt_engine.store.storage.local import LocalStorage
+
+Ckpt = Callable[..., Any]
+
+
+@pytest.fixture
+def config(run_folder: Any, arrays: Any, tmp_path: Path, ckpt: Ckpt) -> Path:
+    """A run on two tiers, of which the further one is a snapshot behind and said to be away."""
+    run_folder.add(10, arrays)
+    assert ckpt("cp", run_folder.path, tmp_path / "far").code == 0
+    newest = run_folder.add(20, arrays)
+    near, far = f"file://{run_folder.path}", f"file://{tmp_path / 'far'}"
+    StatusFile(str(run_folder.path), 4711, "node7").write(
+        [
+            TierStatus(near, WORKING, newest=newest),
+            TierStatus(far, AWAY, waiting=1, waiting_bytes=1_500_000, code="CKPT300", message="the cable is out"),
+        ]
+    )
+    path = tmp_path / "ckpt.yaml"
+    path.write_text(f"tiers: [{run_folder.path}, {tmp_path / 'far'}]\n")
+    return path
+
+
+def test_each_tier_is_asked_and_its_trouble_is_told(ckpt: Ckpt, config: Path, tmp_path: Path) -> None:
+    """What is there now, and what the writer said last."""
+    done = ckpt("status", config)
+    assert done.code == 0
+    lines = done.out.splitlines()
+    assert lines[0].split() == ["tier", "state", "snapshots", "newest", "taken", "waiting"]
+    assert lines[1].split()[1:3] == ["working", "2"]
+    assert lines[2].split()[1:3] == ["away", "1"]
+    assert "s0000000010" in lines[2] and "1 snapshot, 1.5 MB" in lines[2]
+    assert "failed" in lines[3] and "[CKPT300] the cable is out" in lines[3]
+    assert "nobody writes it now" in done.out and "the writer was heard of" in done.out
+    rows = ckpt("status", config, "--json").json
+    assert [tier["snapshots"] for tier in rows["tiers"]] == [2, 1]
+    assert rows["tiers"][1]["writer"]["message"] == "the cable is out"
+    assert rows["writer"]["pid"] == 4711
+
+
+def test_a_folder_tells_what_its_writer_said_of_the_others(ckpt: Ckpt, config: Path, run_folder: Any) -> None:
+    """Without the configuration only the folder itself can be asked."""
+    rows = ckpt("status", run_folder.path, "--json").json["tiers"]
+    assert [(row["snapshots"], row["writer"]["state"]) for row in rows] == [(2, WORKING), (None, AWAY)]
+
+
+def test_a_tier_that_does_not_answer_is_said(ckpt: Ckpt, config: Path, tmp_path: Path) -> None:
+    """The others are shown all the same."""
+    for path in sorted((tmp_path / "far").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (tmp_path / "far").rmdir()
+    (tmp_path / "far").write_text("a file")
+    done = ckpt("status", config)
+    assert done.code == 0
+    assert f"file://{tmp_path / 'far'} does not answer: [CKPT305]" in done.out
+
+
+def test_a_run_on_one_tier_has_a_status_too(ckpt: Ckpt, run_folder: Any, arrays: Any) -> None:
+    """No writer of several tiers ever said anything there."""
+    run_folder.add(10, arrays)
+    done = ckpt("status", run_folder.path)
+    assert done.code == 0
+    assert len(done.out.splitlines()) == 3
+
+
+def test_no_run_is_an_error(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Exit code 2 and one line."""
+    done = ckpt("status", tmp_path / "nothing")
+    assert (done.code, done.out) == (2, "")
+    assert "[CKPT303] no run at" in done.err
+
+
+def test_a_damaged_status_is_told_and_the_rest_shown(ckpt: Ckpt, config: Path, run_folder: Any) -> None:
+    """The file is for people: what is wrong with it stops nothing."""
+    (run_folder.path / layout.STATUS).write_text("{")
+    done = ckpt("status", config)
+    assert done.code == 0
+    assert "status.json is damaged" in done.out
+
+
+def test_a_status_that_cannot_be_written_leaves_the_old_one(run_folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers see one status or the next, and no rest of a failed one stays behind."""
+    file = StatusFile(str(run_folder.path), 1, "a")
+    file.write([TierStatus("x", WORKING)])
+
+    def fail(self: Path, target: Path) -> Path:
+        raise OSError("full")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="full"):
+        file.write([TierStatus("y", WORKING)])
+    status = read_status(LocalStorage(run_folder.path))
+    assert status is not None and [tier.url for tier in status.tiers] == ["x"]
+    assert [path.name for path in run_folder.path.iterdir() if path.name.startswith(".tmp")] == []

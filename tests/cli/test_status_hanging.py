@@ -1,0 +1,70 @@
+"""`ckpt status` where a tier hangs: it says so, and does not hang itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_engine.cli import status
+from ckpt_engine.persist.status import HANGS, WORKING, StatusFile, TierStatus
+from ckpt_engine.store.storage.base import ObjectInfo
+from ckpt_engine.store.storage.local import LocalStorage
+
+Ckpt = Callable[..., Any]
+
+WAIT_SECONDS = 60.0
+
+
+@pytest.fixture
+def config(tmp_path: Path, run_folder: Any, arrays: Any) -> Path:
+    """A run on two tiers."""
+    run_folder.add(10, arrays)
+    path = tmp_path / "ckpt.yaml"
+    path.write_text(f"tiers: [{run_folder.path}, {tmp_path / 'far'}]\n")
+    return path
+
+
+def test_a_tier_that_hangs_is_shown_as_such(ckpt: Ckpt, config: Path, run_folder: Any, tmp_path: Path) -> None:
+    """Its state, since when, and why."""
+    far = TierStatus(f"file://{tmp_path / 'far'}", HANGS, code="CKPT306", message="has not got on for 30 s", since=1.0)
+    StatusFile(str(run_folder.path), 1, "a").write([TierStatus(f"file://{run_folder.path}", WORKING), far])
+    done = ckpt("status", config)
+    assert done.code == 0
+    assert "hangs" in done.out
+    assert "[CKPT306] has not got on for 30 s" in done.out
+
+
+@pytest.fixture
+def hanging(run_folder: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Listings and reads of the nearest tier hang."""
+    end, real_list, real_get = threading.Event(), LocalStorage.list, LocalStorage.get
+    monkeypatch.setattr(status, "ANSWER_SECONDS", 0.3)
+
+    def listed(self: LocalStorage, prefix: str) -> Iterator[ObjectInfo]:
+        assert self.root != str(run_folder.path) or end.wait(WAIT_SECONDS)
+        return real_list(self, prefix)
+
+    def get(self: LocalStorage, *rest: Any) -> bytes:
+        assert self.root != str(run_folder.path) or end.wait(WAIT_SECONDS)
+        return real_get(self, *rest)
+
+    monkeypatch.setattr(LocalStorage, "list", listed)
+    monkeypatch.setattr(LocalStorage, "get", get)
+    yield
+    end.set()
+
+
+def test_a_nearest_tier_that_hangs_does_not_hold_it_up(
+    ckpt: Ckpt, config: Path, run_folder: Any, tmp_path: Path, hanging: None
+) -> None:
+    """The others are shown; the nearest one is not asked a second time for what its writer said."""
+    (tmp_path / "far").mkdir()
+    StatusFile(str(run_folder.path), 1, "a").write([TierStatus(f"file://{run_folder.path}", WORKING)])
+    done = ckpt("status", config, "--json")
+    near, far = done.json["tiers"]
+    assert near["error"] is not None and far["error"] is None
+    assert done.json["writer"] is None

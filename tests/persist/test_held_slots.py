@@ -1,0 +1,115 @@
+"""A slot of the arena under a call that hangs: the trainer does not get it back, and is not held up by that."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.observe.events import Event, SnapshotSkipped
+from ckpt_engine.persist import stall
+from ckpt_engine.store.storage.disk import Disk
+from tests.persist.staged import WAIT_SECONDS
+
+
+class Frozen(Disk):
+    """One kind of call below a folder hangs while it is frozen.
+
+    Args:
+        call: `write` or `sync`.
+    """
+
+    def __init__(self, folder: Path, call: str) -> None:
+        self._folder = str(folder)
+        self._real = getattr(Disk, call)
+        self.thawed = threading.Event()
+        self.thawed.set()
+
+    def call(self, fd: int, *rest: Any) -> Any:
+        if not self.thawed.is_set() and Path(f"/proc/self/fd/{fd}").readlink().is_relative_to(self._folder):
+            assert self.thawed.wait(WAIT_SECONDS)
+        return self._real(self, fd, *rest)
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+
+@pytest.fixture(params=["write", "sync"])
+def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Frozen]:
+    """The near disk, which hangs after half a second."""
+    monkeypatch.setattr(stall, "STALL_SECONDS", 0.5)
+    made = Frozen(tmp_path / "near", request.param)
+    monkeypatch.setattr(Disk, request.param, lambda _, *rest: made.call(*rest))
+    yield made
+    made.thawed.set()
+
+
+def start(root: Path, slots: int) -> tuple[Checkpointer, Sink]:
+    tiers: Sequence[dict[str, str]] = [{"url": str(root / "near")}, {"url": str(root / "far")}]
+    ckpt = Checkpointer({"tiers": tiers, "writer": "thread", "slots": slots, "keep": {"last": 9}})
+    sink = Sink()
+    ckpt.events = sink
+    return ckpt, sink
+
+
+def state(step: int) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((1 << 20,), step, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_slot_is_not_filled_again_while_a_call_may_read_it(tmp_path: Path, frozen: Frozen, slots: int) -> None:
+    """With one slot snapshots are skipped meanwhile, with two they go on in the other one; nothing is torn."""
+    ckpt, sink = start(tmp_path, slots)
+    ckpt.save(state(1), step=1).wait(WAIT_SECONDS)
+    frozen.thawed.clear()
+    ckpt.save(state(2), step=2).wait(WAIT_SECONDS)
+    third = ckpt.save(state(3), step=3)
+    if slots == 1:
+        assert not ckpt.ready()
+        assert third.skipped is not None
+        assert SnapshotSkipped(3, "busy") in sink.events
+    else:
+        third.wait(WAIT_SECONDS)
+    frozen.thawed.set()
+    for _ in range(int(WAIT_SECONDS * 20)):
+        ckpt.poll()
+        if not ckpt._pipeline._held:
+            break
+        threading.Event().wait(0.05)
+    ckpt.save(state(4), step=4).wait(WAIT_SECONDS)
+    ckpt.close(WAIT_SECONDS)
+    kept = [1, 2, 4] if slots == 1 else [1, 2, 3, 4]
+    found = Checkpointer({"tiers": [{"url": str(tmp_path / "near")}, {"url": str(tmp_path / "far")}]})
+    assert sorted({info.step for info in found.snapshots()}) == kept
+    for step in kept:
+        assert torch.equal(found.load(step)["weight"], state(step)["weight"])
+    assert sorted(info.step for info in Checkpointer(str(tmp_path / "near")).snapshots()) == [1, 4]
+
+
+def test_a_held_slot_is_given_up_with_its_writer(tmp_path: Path, frozen: Frozen) -> None:
+    """Nobody says any more when it is free: another one takes its place, and the run goes on."""
+    ckpt, _ = start(tmp_path, 1)
+    ckpt.save(state(1), step=1).wait(WAIT_SECONDS)
+    frozen.thawed.clear()
+    ckpt.save(state(2), step=2).wait(WAIT_SECONDS)
+    assert not ckpt.ready()
+    assert ckpt._pipeline._writer is not None
+    client = ckpt._pipeline._writer.client
+    ckpt._pipeline._lose_writer()
+    assert ckpt.ready()
+    frozen.thawed.set()
+    assert client.close(WAIT_SECONDS)
+    ckpt.close(WAIT_SECONDS)
+    for thread in threading.enumerate():
+        if thread.name.startswith("ckpt-"):
+            thread.join(WAIT_SECONDS)

@@ -1,0 +1,62 @@
+"""The parts of a replicator: when it tries again, and the gate that bytes pass."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from ckpt_engine.persist.replicate import Backoff, CopyStoppedError, Gate
+from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.throttle import Throttle, paced
+
+
+def test_attempts_become_rarer_up_to_a_limit() -> None:
+    """Twice as long each time, between half and all of it, and no overflow after weeks."""
+    backoff = Backoff(1.0, 60.0)
+    assert [backoff.seconds(n, 1.0) for n in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert [backoff.seconds(n, 0.0) for n in range(1, 4)] == [0.5, 1, 2]
+    assert backoff.seconds(10**9, 1.0) == 60.0
+
+
+def test_an_open_gate_asks_the_pace() -> None:
+    """Every byte that passes is counted against the bandwidth."""
+    now = [0.0]
+    gate = Gate(Throttle(100.0, lambda: now[0]))
+    assert [gate(50), gate(50), gate(50)] == [0.0, 0.5, 1.0]
+    assert Gate(None)(10**9) == 0.0
+
+
+def test_a_dropped_copy_ends_at_its_next_slice(tmp_path: Path) -> None:
+    """`drop` holds for one copy, `stop` for all."""
+    gate = Gate(None)
+    sink = paced(LocalStorage(tmp_path), gate, gate.pause)
+    gate.drop()
+    with pytest.raises(CopyStoppedError):
+        sink.put("a", [memoryview(b"1")])
+    gate.reopen()
+    sink.put("a", [memoryview(b"1")])
+    gate.stop()
+    gate.reopen()
+    with pytest.raises(CopyStoppedError):
+        sink.put("b", [memoryview(b"1")])
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_copy_that_waits_for_its_turn_can_be_stopped() -> None:
+    """A low bandwidth must not hold up the end."""
+    gate = Gate(Throttle(1.0))
+    gate(1000)
+    ended = threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(CopyStoppedError):
+            gate.pause(gate(1))
+        ended.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    gate.stop()
+    assert ended.wait(30)
+    thread.join(30)

@@ -1,0 +1,168 @@
+"""Calls that hang are told from slow ones, and left behind one at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from ckpt_engine.errors import StorageStalledError
+from ckpt_engine.persist import stall
+from ckpt_engine.persist.holds import Holds
+from ckpt_engine.persist.stall import AbandonedError, Lane, Progress
+from tests.persist.staged import WAIT_SECONDS
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for half a minute."""
+    monkeypatch.setattr(stall, "STALL_SECONDS", 0.1)
+
+
+def hanging(end: threading.Event) -> Callable[[], str]:
+    def work() -> str:
+        assert end.wait(WAIT_SECONDS)
+        return "late"
+
+    return work
+
+
+def test_a_call_returns_what_its_work_does() -> None:
+    """Values, errors and even what ends a program pass; its lane is free again at once."""
+    lane = Lane("file:///x")
+    assert lane.call(lambda: 7) == 7
+    for kind in (ValueError, SystemExit):
+
+        def fail(kind: type[BaseException] = kind) -> None:
+            raise kind("no")
+
+        with pytest.raises(kind, match="no"):
+            lane.call(fail)
+    assert not lane.stuck
+    assert lane.call(lambda: 8) == 8
+
+
+def test_a_call_that_hangs_is_left_behind_alone() -> None:
+    """The caller goes on with an error that names the tier; while it hangs no other one is begun."""
+    end, told, left = threading.Event(), threading.Event(), []
+    lane = Lane("file:///x", told=told.set)
+    before = threading.active_count()
+    with pytest.raises(StorageStalledError, match="file:///x has not got on"):
+        lane.call(hanging(end), left=left.append)
+    assert lane.stuck
+    begun = []
+    for _ in range(5):
+        with pytest.raises(StorageStalledError):
+            lane.call(lambda: begun.append(1))
+        with pytest.raises(StorageStalledError):
+            lane.refuse_if_stuck()
+    assert begun == []
+    assert threading.active_count() == before + 1
+    assert left == []
+    end.set()
+    assert told.wait(WAIT_SECONDS)
+    assert left == [None]
+    assert not lane.stuck
+    assert lane.call(lambda: 8) == 8
+
+
+def test_a_call_that_gets_on_may_take_as_long_as_it_likes() -> None:
+    """Only the time since the last sign of progress counts."""
+    lane = Lane("file:///x")
+    steps = threading.Event()
+
+    def work() -> int:
+        for _ in range(20):
+            steps.wait(0.02)
+            lane.progress.moved()
+        return 3
+
+    assert lane.call(work) == 3
+
+
+def test_a_rest_that_was_announced_is_no_stall() -> None:
+    """What waits for its turn at a bandwidth, or for a big object that nobody sees move, has time for it."""
+    now = [0.0]
+    progress = Progress(lambda: now[0])
+    progress.moved(50.0)
+    now[0] = 50.0
+    assert progress.left() > 0
+    now[0] = 50.2
+    assert progress.left() < 0
+
+
+def test_what_was_left_behind_does_not_go_on() -> None:
+    """Its next look at the progress ends it; the next call may."""
+    lane, end, found = Lane("file:///x"), threading.Event(), []
+    done = threading.Event()
+
+    def work() -> None:
+        end.wait(WAIT_SECONDS)
+        lane.progress.check()
+
+    def left(error: BaseException | None) -> None:
+        found.append(type(error))
+        done.set()
+
+    with pytest.raises(StorageStalledError):
+        lane.call(work, left=left)
+    end.set()
+    assert done.wait(WAIT_SECONDS)
+    assert found == [AbandonedError]
+    while lane.stuck:
+        done.wait(0.01)
+    lane.call(lane.progress.check)
+
+
+def test_a_caller_may_go_on_waiting() -> None:
+    """`give_up` decides, and is asked again; a call that comes back is then like any other."""
+    lane, end, asked = Lane("file:///x"), threading.Event(), []
+
+    def no(error: StorageStalledError) -> bool:
+        asked.append(error)
+        if len(asked) == 2:
+            end.set()
+        return False
+
+    assert lane.call(hanging(end), give_up=no) == "late"
+    assert len(asked) >= 2
+
+
+def test_a_lane_that_does_not_keep_its_calls_is_free_at_once() -> None:
+    """Where the call hangs in another place, others are not held up."""
+    lane, end = Lane("file:///x", keeps=False), threading.Event()
+    with pytest.raises(StorageStalledError):
+        lane.call(hanging(end))
+    assert not lane.stuck
+    assert lane.call(lambda: 8) == 8
+    end.set()
+
+
+def test_the_last_thing_is_done_when_the_call_has_ended() -> None:
+    """At the end there is nothing to wait for: a free lane says so."""
+    lane, end, done = Lane("file:///x"), threading.Event(), threading.Event()
+    assert not lane.last(done.set)
+    with pytest.raises(StorageStalledError):
+        lane.call(hanging(end))
+    assert lane.last(done.set)
+    assert not done.is_set()
+    end.set()
+    assert done.wait(WAIT_SECONDS)
+
+
+def test_a_slot_is_freed_by_its_last_reader() -> None:
+    """Two calls may hang on one snapshot; a job that was settled before they ended is told later, and only once."""
+    freed: list[int] = []
+    holds = Holds(freed.append)
+    one, two = holds.take(3), holds.take(3)
+    one()
+    said: list[bool] = []
+    holds.settle(3, said.append)
+    assert (said, freed) == ([True], [])
+    two()
+    assert freed == [3]
+    again = holds.take(3)
+    again()
+    holds.settle(3, said.append)
+    assert (said, freed) == ([True, False], [3])

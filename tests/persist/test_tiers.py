@@ -1,0 +1,212 @@
+"""Further tiers of a writer: what they get, and when."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from ckpt_engine.observe.events import (
+    Notice,
+    SnapshotFailed,
+    SnapshotReplicated,
+    SnapshotsForgotten,
+    TierDegraded,
+)
+from ckpt_engine.persist.client import completed
+from ckpt_engine.persist.job import TierConfig, WriterConfig
+from ckpt_engine.persist.thread import ThreadWriter
+from ckpt_engine.store import layout
+from tests.persist.staged import WAIT_SECONDS, check_all
+from tests.persist.tiered import Run, same_files, sent, steps
+
+
+def test_snapshots_reach_every_tier_byte_for_byte(run: Run) -> None:
+    """Data and manifests are the same files in each place of the run, and each copy is an event."""
+    run.start(run.tier(), run.tier(run.third))
+    for step in (1, 2, 3):
+        name = run.save(step)
+        event = run.until_copied(step)
+        run.until_copied(step, run.third)
+        assert event.snapshot == name
+        assert event.sent_bytes > 64 << 10
+        assert event.copy_seconds > 0 and event.latency_seconds >= 0
+    run.close()
+    for path in (run.far, run.third):
+        assert steps(path) == [1, 2, 3]
+        files = [layout.manifest_name(i.id) for i in check_all(path)] + [
+            layout.data_name(i.id) for i in check_all(path)
+        ]
+        assert same_files(run.near, path, [*files, layout.RECORD])
+    assert run.weather[run.far].puts.index(files[0]) > run.weather[run.far].puts.index(files[3])
+
+
+def test_each_tier_has_its_own_retention(run: Run) -> None:
+    """`keep` of a tier holds there, and only there."""
+    run.start(run.tier(keep={"last": 1}), run.tier(run.third, keep={"every_n_steps": 2}), keep={"last": 2})
+    for step in range(1, 6):
+        run.save(step)
+        run.until_copied(step)
+        if step % 2 == 0:
+            run.until_copied(step, run.third)
+    run.close()
+    assert steps(run.near) == [4, 5]
+    assert steps(run.far) == [5]
+    assert [step for step in steps(run.third) if step % 2 == 0] == [2, 4]
+    assert len(list((run.far / "data").iterdir())) == 1
+    assert {name for event in run.all(SnapshotsForgotten) for name in event.snapshots}
+
+
+def test_a_tier_has_its_own_rhythm(run: Run) -> None:
+    """`every_n_steps` leaves out what is too close, without ever sending it."""
+    run.start(run.tier(every_n_steps=10))
+    for step in (1, 5, 12, 15, 23):
+        run.save(step)
+        if step in (1, 12, 23):
+            run.until_copied(step)
+    run.close()
+    assert steps(run.far) == [1, 12, 23]
+    assert len([name for name in run.weather[run.far].puts if name.startswith("data/")]) == 3
+
+
+def test_a_quota_of_a_tier_holds_and_nothing_newer_goes_for_something_older(run: Run) -> None:
+    """Where `keep` asks for more than fits, the newest are there, and nothing comes and goes."""
+    quota = 2 * 70_000 + 100_000
+    run.start(run.tier(keep={"last": 5, "quota": quota}), keep={"last": 5})
+    run.weather[run.far].down("list")
+    for step in range(1, 5):
+        run.save(step)
+    run.weather[run.far].up()
+    run.until_copied(4)
+    run.until_copied(3)
+    for step in (5, 6):
+        run.save(step)
+        run.until_copied(step)
+    run.close()
+    assert steps(run.far) == [5, 6]
+    assert sent(run) == [4, 3, 5, 6]
+    assert sum(p.stat().st_size for p in run.far.rglob("*") if p.is_file()) <= quota
+    assert run.all(SnapshotFailed) == []
+
+
+def test_what_a_limit_removed_is_not_sent_again(run: Run) -> None:
+    """A disk that others fill takes a copy and has to give it up: that is not tried over and over."""
+    weather = run.weather[run.far]
+    weather.free_bytes = plenty = 10**12
+    run.start(run.tier(keep={"last": 5, "min_free": 10**9}), keep={"last": 5})
+    weather.down("list")
+    for step in (1, 2):
+        run.save(step)
+
+    def fill(name: str) -> None:
+        weather.free_bytes = 10**9 - 1000 if "s0000000001" in name and name.startswith("snapshots/") else plenty
+
+    def relieve() -> None:
+        weather.free_bytes = plenty
+
+    weather.after_put, weather.after_delete = fill, relieve
+    weather.up()
+    run.until_copied(2)
+    run.until_copied(1)
+    run.save(3)
+    run.until_copied(3)
+    run.close()
+    assert sent(run) == [2, 1, 3]
+
+
+def test_what_is_being_copied_is_kept_near_for_so_long(run: Run) -> None:
+    """Retention spares the source of a copy, and removes it afterwards."""
+    weather = run.weather[run.far]
+    run.start(keep={"last": 1})
+    weather.gate.clear()
+    run.save(1)
+    assert weather.reached.wait(WAIT_SECONDS)
+    run.save(2)
+    run.save(3)
+    assert steps(run.near) == [1, 3]
+    weather.gate.set()
+    run.until_copied(1)
+    run.until_copied(3)
+    run.save(4)
+    run.until_copied(4)
+    run.close()
+    assert steps(run.near) == [4]
+
+
+def test_a_quota_near_is_kept_even_against_a_copy(run: Run) -> None:
+    """Room for the next snapshot comes first: the copy of what has to go is dropped, and the tier gets a newer one."""
+    weather = run.weather[run.far]
+    run.start(run.tier(keep={"last": 1}), keep={"last": 2, "quota": 3 * 70_000 + 70_000})
+    weather.gate.clear()
+    run.save(1)
+    assert weather.reached.wait(WAIT_SECONDS)
+    for step in range(2, 7):
+        run.save(step)
+    assert 1 not in steps(run.near)
+    weather.gate.set()
+    run.until_copied(6)
+    run.close()
+    assert steps(run.far) == [6]
+    assert 1 not in [event.step for event in run.all(SnapshotReplicated)]
+    assert run.all(SnapshotFailed) == []
+
+
+def test_damage_is_not_copied(run: Run) -> None:
+    """A snapshot whose bytes have rotted near is told and left out; the next one is copied."""
+    weather = run.weather[run.far]
+    run.start(run.tier(keep={"last": 5}))
+    weather.down("list")
+    name = run.save(1)
+    run.until(lambda m: isinstance(m, TierDegraded))
+    assert name is not None
+    path = run.near / layout.data_name(name)
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 4
+    path.write_bytes(data)
+    weather.up()
+    run.until(lambda m: isinstance(m, Notice) and "damaged" in m.message and name in m.message)
+    run.save(2)
+    run.until_copied(2)
+    run.close()
+    assert steps(run.far) == [2]
+    assert len([event for event in run.all(Notice) if "damaged" in event.message]) == 1
+
+
+def test_a_new_machine_continues_the_run_of_the_far_tier(run: Run) -> None:
+    """With an empty near folder the record is taken over and numbers go on: new snapshots are newer."""
+    run.start()
+    for step in (1, 2):
+        run.save(step)
+        run.until_copied(step)
+    run.close()
+    record = (run.near / layout.RECORD).read_bytes()
+    for path in sorted(run.near.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    run.heard.clear()
+    run.start()
+    run.save(3)
+    run.until_copied(3)
+    run.close()
+    assert (run.near / layout.RECORD).read_bytes() == record == (run.far / layout.RECORD).read_bytes()
+    assert [(i.seq, i.step) for i in check_all(run.far)] == [(1, 1), (2, 2), (3, 3)]
+
+
+def test_one_tier_means_no_thread_and_no_message_more(run: Run) -> None:
+    """Without further tiers the writer is as it was: one thread, and per job what the protocol says."""
+    config = completed(WriterConfig(str(run.near), keep={"last": 2}))
+    before = set(threading.enumerate())
+    run.client = client = ThreadWriter.start(config)
+    run.stage.share(client)
+    run.save(1)
+    assert {thread.name for thread in set(threading.enumerate()) - before} == {"ckpt-writer"}
+    assert [type(message).__name__ for message in run.heard] == ["SnapshotCommitted", "JobDone"]
+    run.close()
+    assert [type(message).__name__ for message in run.heard] == ["SnapshotCommitted", "JobDone"]
+    assert not (run.near / layout.STATUS).exists()
+
+
+def test_no_secret_is_written_or_told(run: Run) -> None:
+    """What a tier's storage needs to know is in no repr and in no file."""
+    tier = TierConfig("s3://b/r", storage_options={"secret": "hunter2"})
+    config = WriterConfig("/x", storage_options={"secret": "hunter2"}, tiers=(tier,))
+    assert "hunter2" not in repr(config)
+    assert os.fspath(run.near) not in repr(config)

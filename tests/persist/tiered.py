@@ -1,0 +1,99 @@
+"""A run with several tiers, each of which a test can make fail, hang or slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ckpt_engine.observe.events import (
+    SnapshotReplicated,
+)
+from ckpt_engine.persist.client import completed
+from ckpt_engine.persist.job import TierConfig, WriterConfig
+from ckpt_engine.persist.mailbox import Message
+from ckpt_engine.persist.thread import ThreadWriter
+from ckpt_engine.store import layout
+from ckpt_engine.store.storage.open import open_storage
+from tests.persist.faulty import Faulty, Weather
+from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
+
+
+class Run:
+    """A writer thread on a near folder and a far one, each under its own weather."""
+
+    def __init__(self, root: Path, stage: Stage) -> None:
+        self.near, self.far, self.third = root / "near", root / "far", root / "third"
+        self.weather = {path: Weather() for path in (self.near, self.far, self.third)}
+        self.stage = stage
+        self.heard: list[Message] = []
+        self.client: ThreadWriter | None = None
+
+    def open_storage(self, url: Any, options: Any = None) -> Any:
+        path = Path(str(url).removeprefix("file://"))
+        return Faulty(path, self.weather[path]) if path in self.weather else open_storage(url, options or {})
+
+    def start(self, *tiers: TierConfig, **changes: Any) -> ThreadWriter:
+        fields: dict[str, Any] = {"url": str(self.near), "drain_seconds": 30.0, "tiers": tiers or (self.tier(),)}
+        self.client = ThreadWriter.start(completed(WriterConfig(**{**fields, **changes})))
+        self.stage.share(self.client)
+        return self.client
+
+    def tier(self, path: Path | None = None, **changes: Any) -> TierConfig:
+        return TierConfig(str(path or self.far), **changes)
+
+    def save(self, step: int, *, ok: bool = True, **changes: Any) -> str | None:
+        assert self.client is not None
+        job = self.stage.job(step, **changes)
+        self.client.submit(job)
+        done = outcome(self.client, job.job, self.heard)
+        assert done.ok is ok, done
+        assert self.client.drain(WAIT_SECONDS)  # retention too
+        return done.snapshot_id
+
+    def until(self, found: Callable[[Message], bool]) -> Message:
+        """Wait until something like this was heard since the start or the last `forget`."""
+        assert self.client is not None
+        seen = 0
+        for _ in range(int(WAIT_SECONDS)):
+            for message in self.heard[seen:]:
+                if found(message):
+                    return message
+            seen = len(self.heard)
+            self.client.wait(1.0)
+            self.heard += self.client.poll()
+        raise AssertionError(f"never heard; only {self.heard}")
+
+    def until_copied(self, step: int, path: Path | None = None) -> SnapshotReplicated:
+        url = f"file://{path or self.far}"
+        found = self.until(lambda m: isinstance(m, SnapshotReplicated) and m.step == step and m.tier == url)
+        assert isinstance(found, SnapshotReplicated)
+        return found
+
+    def all(self, kind: type) -> list[Any]:
+        if self.client is not None:
+            self.heard += self.client.poll()
+        return [message for message in self.heard if isinstance(message, kind)]
+
+    def close(self) -> None:
+        if self.client is not None:
+            for weather in self.weather.values():
+                weather.gate.set()
+            assert self.client.close(WAIT_SECONDS)
+            self.heard += self.client.poll()
+            assert self.client._worker.join(WAIT_SECONDS)
+            self.client = None
+
+
+def steps(root: Path) -> list[int]:
+    return [info.step for info in check_all(root)]
+
+
+def same_files(one: Path, other: Path, names: list[str]) -> bool:
+    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+
+
+def sent(run: Run) -> list[int]:
+    """The steps of all manifests put to the far tier, in order."""
+    parsed = [layout.manifest_id(name) for name in run.weather[run.far].puts]
+    return [one.step for one in parsed if one]

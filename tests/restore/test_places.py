@@ -1,0 +1,300 @@
+"""Restoring from several places: nearest whole copy first, damage mended from the next, older snapshots last."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_engine import Checkpointer
+from ckpt_engine.errors import NoUsableSnapshotError, SnapshotFailedError, StorageError
+from ckpt_engine.observe.events import TierDegraded
+from ckpt_engine.restore import load as restore
+from ckpt_engine.restore import places
+from ckpt_engine.store import layout
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.base import ObjectInfo
+from ckpt_engine.store.storage.local import LocalStorage
+from tests.snapshot.passage import same
+
+N = 30_000
+
+
+def state(step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    return {"model": {name: torch.randn(N, generator=generator) for name in "abc"}, "step": step}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three snapshots on two tiers, made once."""
+    root = tmp_path_factory.mktemp("written")
+    tiers = [str(root / "near"), {"url": str(root / "far"), "keep": {"last": 9}}]
+    with Checkpointer(tiers=tiers, keep={"last": 9}) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(state(step), step=step).wait(30)
+            assert ckpt.wait(30)
+    for path in (root / "near", root / "far"):
+        for step in {1, 2, 3} - {info.step for info in Repository(LocalStorage(path)).list()}:
+            raise AssertionError(f"step {step} is not on {path}")
+    return root
+
+
+@pytest.fixture
+def run(written: Path, tmp_path: Path) -> Path:
+    """A copy of that run to break."""
+    return Path(shutil.copytree(written, tmp_path / "run"))
+
+
+def where(run: Path) -> list[Repository]:
+    return [Repository(LocalStorage(run / name)) for name in ("near", "far")]
+
+
+def ids(run: Path, place: str = "near") -> list[str]:
+    return [parsed.id for parsed in Repository(LocalStorage(run / place)).ids()]
+
+
+def flip(run: Path, place: str, snapshot: str, entry: str) -> None:
+    """Change one bit in the middle of an entry."""
+    piece = Repository(LocalStorage(run / "far")).read(snapshot).entries[entry].pieces[0]
+    path = run / place / layout.data_name(snapshot)
+    data = bytearray(path.read_bytes())
+    data[piece.offset + piece.nbytes // 2] ^= 8
+    path.write_bytes(data)
+
+
+def loaded(run: Path, **options: Any) -> restore.Loaded:
+    found = restore.load(where(run), **options)
+    assert found is not None
+    assert same(found.state, state(found.info.step))
+    return found
+
+
+def test_nothing_is_said_when_all_is_well(run: Path) -> None:
+    """No notes, no repairs, nothing away."""
+    found = loaded(run)
+    assert (found.notes, found.repairs, found.away, found.rejected) == ((), (), (), ())
+
+
+@pytest.mark.parametrize("gone", ["", "data", "snapshots", "ckpt.json"])
+def test_a_near_place_that_lost_something_is_served_from_far(run: Path, gone: str) -> None:
+    """The whole folder, its data, its manifests or its record: the newest snapshot comes back, and whence."""
+    path = run / "near" / gone
+    path.unlink() if path.is_file() else shutil.rmtree(path)
+    found = loaded(run)
+    assert found.info.step == 3
+    if gone == "ckpt.json":
+        assert found.place == f"file://{run / 'near'}"
+    else:
+        assert found.place == f"file://{run / 'far'}"
+        assert f"restored from file://{run / 'far'}" in found.notes[0]
+    assert found.rejected == ()
+
+
+def test_damaged_tensors_are_mended_from_the_other_copy(run: Path) -> None:
+    """Each copy has another tensor damaged: together they are whole, bit for bit, and every repair is reported."""
+    newest = ids(run)[-1]
+    flip(run, "near", newest, "model/a")
+    flip(run, "far", newest, "model/b")
+    found = loaded(run)
+    assert found.info.step == 3
+    assert [(r.entry, r.bad, r.good) for r in found.repairs] == [
+        ("model/a", f"file://{run / 'near'}", f"file://{run / 'far'}")
+    ]
+    assert found.repairs[0].nbytes == 4 * N
+    assert any("'model/a'" in note and "do not match their digest" in note for note in found.notes)
+
+
+def test_a_tensor_that_is_damaged_everywhere_costs_the_snapshot(run: Path) -> None:
+    """Then the next older one is taken, and the entry is named."""
+    newest = ids(run)[-1]
+    for place in ("near", "far"):
+        flip(run, place, newest, "model/a")
+    found = loaded(run)
+    assert found.info.step == 2
+    assert [(r.snapshot, r.code) for r in found.rejected] == [(newest, "CKPT401")]
+    assert "model/a" in found.rejected[0].reason
+
+
+def test_a_damaged_manifest_is_taken_from_the_other_place(run: Path) -> None:
+    """The manifest of any place will do for the data of all."""
+    newest = ids(run)[-1]
+    (run / "near" / layout.manifest_name(newest)).write_bytes(b"{}")
+    found = loaded(run)
+    assert (found.info.step, found.place) == (3, f"file://{run / 'far'}")
+    assert any("CKPT40" in note for note in found.notes)
+
+
+def test_two_halves_make_a_whole(run: Path) -> None:
+    """A truncated near copy still serves what the far one has damaged."""
+    newest = ids(run)[-1]
+    flip(run, "far", newest, "model/a")
+    near = run / "near" / layout.data_name(newest)
+    near.write_bytes(near.read_bytes()[: -N // 2])
+    found = loaded(run)
+    assert found.info.step == 3
+    assert {r.good for r in found.repairs} == {f"file://{run / 'near'}"}
+
+
+def test_the_newest_of_all_places_wins(run: Path) -> None:
+    """A near place that is behind is not preferred for being near."""
+    repository = where(run)[0]
+    repository.forget(ids(run)[1:])
+    found = loaded(run)
+    assert (found.info.step, found.place) == (3, f"file://{run / 'far'}")
+    assert restore.choose(where(run), 1).sources[0].storage.url == f"file://{run / 'near'}"  # type: ignore[union-attr]
+    assert [info.step for info in places.snapshots(where(run))] == [1, 2, 3]
+
+
+class Broken(LocalStorage):
+    """A place that fails from the n-th read of data on, or cannot be listed at all."""
+
+    def __init__(self, root: Path, *, reads: int = 0, lists: bool = True) -> None:
+        super().__init__(root)
+        self.reads, self.lists, self.asked = reads, lists, 0
+
+    def get_into(self, name: str, start: int, out: memoryview) -> None:
+        self.asked += 1
+        if self.asked > self.reads:
+            raise StorageError("the cable is out")
+        super().get_into(name, start, out)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        if not self.lists:
+            raise StorageError("the cable is out")
+        return super().list(prefix)
+
+
+def test_a_place_that_dies_while_it_is_read_is_left_for_the_next(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was read stays, the rest comes from the next place, and the dead one is not asked again and again."""
+    monkeypatch.setattr("ckpt_engine.restore.read.READ_BYTES", 4096)
+    monkeypatch.setattr("ckpt_engine.restore.sources.READ_THREADS", 1)
+    near = Broken(run / "near", reads=5)
+    found = restore.load([Repository(near), where(run)[1]])
+    assert found is not None
+    assert same(found.state, state(3))
+    assert near.asked == 6
+    assert found.repairs
+    assert "the cable is out" in found.repairs[0].why
+
+
+def test_a_place_that_does_not_answer_is_said(run: Path) -> None:
+    """Training resumes from what there is; that something newer may exist is in the notes."""
+    found = restore.load([Repository(Broken(run / "near", lists=False)), where(run)[1]])
+    assert found is not None and found.info.step == 3
+    assert [away.url for away in found.away] == [f"file://{run / 'near'}"]
+    assert any("may have something newer" in note for note in found.notes)
+
+
+def test_nothing_here_and_a_place_away_is_no_fresh_start(run: Path, tmp_path: Path) -> None:
+    """A run must not start anew because its far tier was away for a moment."""
+    empty = Repository(LocalStorage(tmp_path / "new machine"))
+    with pytest.raises(NoUsableSnapshotError, match="not every place answers"):
+        restore.load([empty, Repository(Broken(run / "far", lists=False))])
+    with pytest.raises(NoUsableSnapshotError, match="the cable is out"):
+        restore.choose([empty, Repository(Broken(run / "far", lists=False))])
+    assert restore.load([empty, Repository(LocalStorage(tmp_path / "also new"))]) is None
+    with pytest.raises(StorageError, match="the cable is out"):
+        restore.load([Repository(Broken(run / place, lists=False)) for place in ("near", "far")])
+
+
+def test_a_place_that_hangs_is_not_waited_for_forever(run: Path) -> None:
+    """Each place is asked on a thread of its own, for a limited time."""
+    release = threading.Event()
+
+    def question(place: Repository) -> int:
+        if place.storage.url.endswith("near"):
+            assert release.wait(60)
+        return len(place.ids())
+
+    try:
+        near, far = places.ask(where(run), question, timeout=0.05)
+        assert near.error is not None and "did not answer" in near.error.message
+        assert far.value == 3
+    finally:
+        release.set()
+
+
+def test_a_lone_place_is_asked_without_a_thread(run: Path) -> None:
+    """The single-tier path starts nothing."""
+    main = threading.get_ident()
+    (answer,) = places.ask(where(run)[:1], lambda place: threading.get_ident())
+    assert answer.value == main
+
+
+def test_the_run_goes_on_when_the_near_folder_is_gone(run: Path) -> None:
+    """A new machine: state, run and numbers come from far, and the next snapshot is the newest everywhere."""
+    shutil.rmtree(run / "near")
+    tiers = [str(run / "near"), str(run / "far")]
+    with Checkpointer(tiers=tiers) as ckpt:
+        assert same(ckpt.load(), state(3))
+        ckpt.save(state(4), step=4).wait(30)
+    for place in ("near", "far"):
+        newest = Repository(LocalStorage(run / place)).list()[-1]
+        assert (newest.seq, newest.step) == (4, 4)
+        assert newest.parent is not None
+    assert (run / "near/ckpt.json").read_bytes() == (run / "far/ckpt.json").read_bytes()
+
+
+def test_a_tier_that_must_not_fail_stops_training(tmp_path: Path) -> None:
+    """`on_failure: fail` raises at a later step, once; the snapshot is durable near all the same."""
+    (tmp_path / "far").write_text("not a folder")
+    tiers = [str(tmp_path / "near"), {"url": str(tmp_path / "far"), "on_failure": "fail"}]
+    degraded = threading.Event()
+
+    class Sink:
+        def emit(self, event: Any) -> None:
+            if isinstance(event, TierDegraded):
+                degraded.set()
+
+    def until_raised(ckpt: Checkpointer) -> None:
+        step = 1
+        while not degraded.is_set():
+            step += 1
+            ckpt.save(state(step), step=step).wait(30)
+        ckpt.poll()
+
+    with Checkpointer(tiers=tiers, writer="thread") as ckpt:
+        ckpt.events = Sink()
+        with pytest.raises(SnapshotFailedError, match="on_failure is fail"):
+            until_raised(ckpt)
+        ckpt.save(state(99), step=99).wait(30)
+    assert Repository(LocalStorage(tmp_path / "near")).list()[-1].step == 99
+
+
+def test_a_snapshot_without_its_optimizer_does_not_resume_a_run(tmp_path: Path) -> None:
+    """What component retention has slimmed is passed over, with the reason; asked for by its step it is loaded."""
+    keep = {"last": 2, "components": {"extra": {"last": 1}}}
+    with Checkpointer(tmp_path / "run", keep=keep) as ckpt:
+        for step in (1, 2):
+            ckpt.save({**state(step), "extra": torch.ones(1000)}, step=step).wait(30)
+    repository = Repository(LocalStorage(tmp_path / "run"))
+    assert [("extra" in info.components) for info in repository.list()] == [False, True]
+    (tmp_path / "run" / layout.data_name(repository.ids()[-1].id)).unlink()
+    with pytest.raises(NoUsableSnapshotError, match="retention took extra from it"):
+        restore.load([repository])
+    found = restore.load([repository], 1)
+    assert found is not None and same(found.state, state(1))
+
+
+def test_a_whole_copy_comes_before_a_slimmed_one(tmp_path: Path) -> None:
+    """Near has lost a component of a step that far still has whole: far serves it."""
+    keep = {"last": 2, "components": {"extra": {"last": 1}}}
+    tiers = [str(tmp_path / "near"), {"url": str(tmp_path / "far"), "keep": {"last": 9}}]
+    states = {step: {**state(step), "extra": torch.full((1000,), step)} for step in (1, 2)}
+    for step, value in states.items():
+        with Checkpointer(tiers=tiers, keep=keep) as ckpt:
+            ckpt.save(value, step=step).wait(30)
+    where = [Repository(LocalStorage(tmp_path / name)) for name in ("near", "far")]
+    assert ["extra" in info.components for info in where[0].list()] == [False, True]
+    assert len(where[1].list()) == 2
+    found = restore.load(where, 1)
+    assert found is not None and same(found.state, states[1])
+    where[1].forget([where[1].list()[0].id])
+    found = restore.load(where, 1)
+    assert found is not None and same(found.state, state(1))

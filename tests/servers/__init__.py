@@ -1,0 +1,1 @@
+"""Servers and bad networks for tests: started on free ports, torn down whatever happens."""

@@ -1,0 +1,384 @@
+"""The lease without a kernel that keeps it: one at a time writes, the dead expire, the ousted notice."""
+
+# ruff: noqa: F811 - fixtures are imported
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_engine.errors import LeaseHeldError, StorageError, StorageExistsError
+from ckpt_engine.store import lease_objects
+from ckpt_engine.store.lease import acquire, read_holder
+from ckpt_engine.store.lease_objects import ObjectLease, Place, Record, Slot, Timing, slot_of, take
+from ckpt_engine.store.mounts import locks_are_shared
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.objects_s3 import S3Storage
+from ckpt_engine.store.storage.open import open_storage
+from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401 - fixtures
+from tests.servers.s3 import S3Server
+from tests.servers.wire import Wire
+from tests.store.samples import save
+
+ME = {"pid": 1, "host": "a", "started": 0.0, "command": "train.py"}
+ELSEWHERE = Place("another boot", "ns", 1, 1)
+
+
+class Cell:
+    """A slot in memory. `conditional` False: a store that ignores conditions."""
+
+    url = "cell://"
+
+    def __init__(self, *, conditional: bool = True) -> None:
+        self.data: bytes | None = None
+        self.version = 0
+        self.conditional = conditional
+        self.broken = False
+
+    def read(self) -> tuple[bytes, str] | None:
+        if self.broken:
+            raise StorageError("away")
+        return None if self.data is None else (self.data, str(self.version))
+
+    def write(self, data: bytes, version: str | None) -> None:
+        there = self.read()
+        if self.conditional and (there[1] if there else None) != version:
+            raise StorageExistsError("changed")
+        self.data = data
+        self.version += 1
+
+
+class Clock:
+    """Time that passes in `pause` only; whoever is in `meanwhile` acts then."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.meanwhile: Callable[[], object] = lambda: None
+
+    def pause(self, seconds: float) -> None:
+        self.now += seconds
+        self.meanwhile()
+
+    def timing(self) -> Timing:
+        return Timing(ttl_seconds=30.0, clock=lambda: self.now, pause=self.pause)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture(autouse=True)
+def no_threads_stay() -> Iterator[None]:
+    """Every lease of a test has ended."""
+    yield
+    assert "ckpt-lease" not in [thread.name for thread in threading.enumerate()]
+
+
+def written_elsewhere(cell: Cell, beat: int = 0) -> None:
+    """The lease of a process on another machine."""
+    cell.data = Record(dict(ME), "theirs", beat, 30.0, ELSEWHERE).encode()
+    cell.version += 1
+
+
+def test_a_free_lease_is_taken_and_given_back(clock: Clock) -> None:
+    """Absent and given back are both free."""
+    cell = Cell()
+    for _ in range(2):
+        with take(cell, ME, 0, clock.timing()) as lease:
+            lease.check()
+            assert cell.data is not None
+            assert json.loads(cell.data)["command"] == "train.py"
+        assert cell.data == b"{}\n"
+        with pytest.raises(LeaseHeldError, match="given back"):
+            lease.check()
+    assert clock.now < 5
+
+
+def test_a_holder_that_beats_is_not_ousted(clock: Clock) -> None:
+    """Refused as soon as a beat is seen, after `wait_seconds`."""
+    cell, beats = Cell(), itertools.count(1)
+    written_elsewhere(cell)
+    clock.meanwhile = lambda: written_elsewhere(cell, next(beats)) if clock.now % 7 == 0 else None
+    with pytest.raises(LeaseHeldError):
+        take(cell, ME, 0, clock.timing())
+    assert clock.now == 7
+    with pytest.raises(LeaseHeldError):
+        take(cell, ME, 100, clock.timing())
+    assert clock.now == 107
+
+
+def test_a_holder_that_stopped_expires_by_the_observers_clock(clock: Clock) -> None:
+    """After its own ttl without a change, whatever the wall clocks say."""
+    cell = Cell()
+    written_elsewhere(cell)
+    with take(cell, ME, 0, clock.timing()) as lease:
+        assert 30 <= clock.now < 35
+        lease.check()
+
+
+@pytest.mark.parametrize("junk", [b"not json", b'{"lease": 1}', b'{"lease": {"token": "x"}}'])
+def test_an_unreadable_lease_is_waited_for_too(clock: Clock, junk: bytes) -> None:
+    """It may be of a later version."""
+    cell = Cell()
+    cell.data = junk
+    take(cell, ME, 0, clock.timing()).release()
+    assert clock.now >= lease_objects.TTL_SECONDS
+
+
+def test_a_dead_process_of_this_machine_does_not_have_to_expire(clock: Clock) -> None:
+    """The same boot, the same process namespace, no such process: taken at once."""
+    here = Place.current()
+    assert here is not None
+    assert not here.is_dead()
+    cell = Cell()
+    for dead in (replace(here, pid=2**22 + 1), replace(here, ticks=here.ticks + 1)):
+        cell.data = Record(dict(ME), "theirs", 3, 30.0, dead).encode()
+        take(cell, ME, 0, clock.timing()).release()
+    assert clock.now < 5
+    assert not replace(here, boot="other", ticks=0).is_dead()
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+def test_of_two_takers_at_once_one_gets_it(clock: Clock, conditional: bool) -> None:
+    """Also where the store ignores conditions: the last to write wins, and the other reads that."""
+    cell = Cell(conditional=conditional)
+    written_elsewhere(cell)
+    seen = cell.read()
+    other = Record(dict(ME), "faster", 0, 30.0, ELSEWHERE)
+
+    def faster() -> None:
+        if clock.now == 31:
+            cell.data = other.encode()
+            cell.version += 1
+
+    clock.meanwhile = faster
+    with pytest.raises(LeaseHeldError):
+        take(cell, ME, 0, clock.timing())
+    assert seen is not None
+    assert cell.data == other.encode()
+
+
+def test_a_write_between_our_look_and_our_write_wins(clock: Clock) -> None:
+    """With conditional writes nobody is overwritten."""
+    cell = Cell()
+    read = cell.read
+
+    def late() -> tuple[bytes, str] | None:
+        found = read()
+        cell.read = read  # type: ignore[method-assign]
+        written_elsewhere(cell)
+        return found
+
+    cell.read = late  # type: ignore[method-assign]
+    with pytest.raises(LeaseHeldError):
+        take(cell, ME, 0, clock.timing())
+    assert Record.decode(cell.data or b"") == Record(dict(ME), "theirs", 0, 30.0, ELSEWHERE)
+
+
+def test_the_ousted_notice_before_they_delete(clock: Clock) -> None:
+    """`check` asks the store each time, and stays with its answer; release leaves the other's lease alone."""
+    cell = Cell()
+    lease = take(cell, ME, 0, clock.timing())
+    written_elsewhere(cell)
+    theirs = cell.data
+    with pytest.raises(LeaseHeldError, match="another process"):
+        lease.check()
+    with pytest.raises(LeaseHeldError, match="another process"):
+        lease.renew()
+    lease.release()
+    assert cell.data == theirs
+
+
+def test_a_store_that_is_away_does_not_prove_the_lease(clock: Clock) -> None:
+    """`check` fails while the store does not answer, and works again when it does."""
+    cell = Cell()
+    with take(cell, ME, 0, clock.timing()) as lease:
+        cell.broken = True
+        with pytest.raises(StorageError, match="away"):
+            lease.check()
+        cell.broken = False
+        lease.check()
+
+
+def test_checks_renew_when_that_is_due(clock: Clock) -> None:
+    """A thread that was stopped for long is made up for."""
+    cell = Cell()
+    with take(cell, ME, 0, clock.timing()) as lease:
+        before = cell.version
+        lease.check()
+        assert cell.version == before
+        clock.now += 20
+        lease.check()
+        assert cell.version == before + 1
+
+
+def test_the_thread_beats() -> None:
+    """Without anybody calling anything, until released."""
+    cell = Cell()
+    beaten = threading.Event()
+    write = cell.write
+
+    def watched(data: bytes, version: str | None) -> None:
+        write(data, version)
+        record = Record.decode(data)
+        if record and record.beat >= 2:
+            beaten.set()
+
+    cell.write = watched  # type: ignore[method-assign]
+    with take(cell, ME, 0, Timing(ttl_seconds=0.2, settle_seconds=0.0)):
+        assert beaten.wait(30)
+
+
+# On real storages
+
+
+@pytest.fixture(params=["s3", "memory", "folder"])
+def slot(request: pytest.FixtureRequest, tmp_path: Path) -> Slot:
+    """The slots of all kinds of storage."""
+    if request.param == "s3":
+        server, name = request.getfixturevalue("moto"), request.getfixturevalue("bucket")
+        return slot_of(S3Storage(f"s3://{name}/run", server.options()))
+    if request.param == "memory":
+        return slot_of(open_storage(f"memory://{tmp_path.name}/{os.urandom(4).hex()}"))
+    return slot_of(LocalStorage(tmp_path / "run"))
+
+
+def test_many_takers_on_a_real_storage_get_it_one_after_another(slot: Slot) -> None:
+    """Threads stand for machines; nobody ever holds it beside another."""
+    timing = Timing(ttl_seconds=20.0, settle_seconds=0.2, look_seconds=0.02)
+    holding: list[int] = []
+    most: list[int] = []
+    failed: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            with take(slot, ME, 60, timing) as lease:
+                holding.append(number)
+                most.append(len(holding))
+                lease.check()
+                holding.remove(number)
+        except BaseException as err:  # noqa: BLE001 - handed to the test's thread
+            failed.append(err)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(100)
+    assert not failed, failed
+    assert most == [1, 1, 1]
+
+
+_HOLD = """
+import json, sys
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.storage.open import open_storage
+acquire(open_storage(sys.argv[1], json.loads(sys.argv[2])))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other(moto: S3Server, bucket: str) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the lease of the bucket's run."""
+    command = [sys.executable, "-c", _HOLD, f"s3://{bucket}/run", json.dumps(moto.options())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_process_holds_a_bucket_until_it_is_killed(
+    moto: S3Server, bucket: str, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is refused naming the first; after `kill -9` it gets it at once, on the same machine."""
+    storage = S3Storage(f"s3://{bucket}/run", moto.options())
+    holder = read_holder(storage)
+    assert holder is not None
+    assert holder.pid == other.pid
+    with pytest.raises(LeaseHeldError, match=f"process {other.pid} on ") as caught:
+        acquire(storage)
+    assert "hunter2" not in str(caught.value)
+    snapshot = save(Repository(storage))
+    assert [info.id for info in Repository(storage).list()] == [snapshot]
+    other.send_signal(signal.SIGKILL)
+    other.wait(30)
+    with acquire(storage) as lease:
+        lease.check()
+        mine = read_holder(storage)
+        assert mine is not None
+        assert mine.pid == os.getpid()
+    assert read_holder(storage) is None
+
+
+def test_a_lease_survives_a_bad_network(moto: S3Server, bucket: str, wire: Wire) -> None:
+    """A renewal whose answer was lost is ours, not somebody else's."""
+    options = moto.options(wire.url, timeout_seconds=0.5)
+    slot = slot_of(S3Storage(f"s3://{bucket}/run", options))
+    with take(slot, ME, 0, Timing(settle_seconds=0.0)) as lease:
+        for fault in ("lost", "503", "refuse", "midbody", "lost"):
+            wire.rule(fault, "PUT", times=1)
+            lease.renew()
+            lease.check()
+        wire.rule("corrupt", "GET", times=3)
+        lease.check()
+
+
+def test_a_folder_whose_locks_others_do_not_see_gets_a_heartbeat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sshfs, CIFS and the like: a lock there would keep out nobody but this machine."""
+    monkeypatch.setattr("ckpt_engine.store.lease.locks_are_shared", lambda _: False)
+    storage = LocalStorage(tmp_path)
+    with acquire(storage, pause=lambda _: None) as lease:
+        assert isinstance(lease._lease, ObjectLease)  # type: ignore[attr-defined]
+        lease.check()
+        assert read_holder(storage) == lease.holder
+    assert read_holder(storage) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "shared"),
+    [
+        ("/data/run", True),
+        ("/data/remote/run", False),
+        ("/data/remotely/run", True),
+        ("/nfs/run", True),
+        ("/nfs/local locks/run", False),
+        ("/mnt/windows", False),
+    ],
+)
+def test_mounts_tell_whose_locks_are_shared(path: str, shared: bool) -> None:
+    """The innermost mount decides, by type and options."""
+    mounts = """\
+1 0 8:1 / / rw - ext4 /dev/sda1 rw
+2 1 8:2 / /data rw - xfs /dev/sdb rw
+3 2 0:5 / /data/remote rw,nosuid - fuse.sshfs host:/x rw
+4 1 0:6 / /nfs rw - nfs4 host:/y rw,vers=4.2,local_lock=none
+5 4 0:7 / /nfs/local\\040locks rw - nfs host:/z rw,vers=3,local_lock=all
+6 1 0:8 / /mnt/windows rw - cifs //host/w rw
+"""
+    assert locks_are_shared(path, mounts) is shared
+
+
+def test_records_survive_the_trip() -> None:
+    """And what is none is none."""
+    record = Record(dict(ME), "token", 7, 30.0, Place.current())
+    assert Record.decode(record.encode()) == record
+    bad: list[Any] = [b"", b"[]", b"{}", b"1", b'{"lease": {"token": 1, "beat": "x", "ttl_seconds": 1}}']
+    assert [Record.decode(data) for data in bad] == [None] * len(bad)

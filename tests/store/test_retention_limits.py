@@ -1,0 +1,288 @@
+"""The laws of limits: what a plan removes so that quota and free space hold, after a write and before one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.retention import (
+    SLACK_BYTES,
+    KeepAll,
+    KeepLast,
+    Limits,
+    Plan,
+    Retention,
+    Usage,
+    plan,
+    plan_before_write,
+    policy_from,
+)
+from tests.store.samples import info
+from tests.store.test_retention import keeps, runs
+
+UNIT = 1 << 20
+"""Snapshots of these tests are a few of it, so that the slack is small beside them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Disk:
+    """A run's snapshots and the disk they are on. Shared files exist once."""
+
+    infos: list[SnapshotInfo]
+    files: dict[str, dict[str, int]]
+    other_bytes: int
+    free_bytes: int
+
+    @property
+    def usage(self) -> Usage:
+        return Usage({info.id: self.files[info.id] for info in self.infos}, self.other_bytes)
+
+    def after(self, done: Plan) -> Disk:
+        left = [info for info in self.infos if info.id not in done.remove]
+        smaller = dataclasses.replace(self, infos=left)
+        freed_bytes = self.usage.used_bytes - smaller.usage.used_bytes
+        return dataclasses.replace(smaller, free_bytes=self.free_bytes + freed_bytes)
+
+
+@st.composite
+def disks(draw: st.DrawFn) -> Disk:
+    infos = draw(runs())
+    files: dict[str, dict[str, int]] = {}
+    shared = [(f"shared{i}", draw(st.integers(1, 5)) * UNIT) for i in range(3)]
+    for one in infos:
+        own = {f"{one.id}.data": draw(st.integers(1, 8)) * UNIT}
+        files[one.id] = own | dict(draw(st.lists(st.sampled_from(shared), max_size=2)))
+    return Disk(infos, files, draw(st.integers(0, 3)) * UNIT, draw(st.integers(0, 60)) * UNIT)
+
+
+limits = st.builds(
+    Limits,
+    quota_bytes=st.none() | st.integers(1, 80).map(lambda n: n * UNIT),
+    min_free_bytes=st.none() | st.integers(1, 40).map(lambda n: n * UNIT),
+)
+policies = st.builds(lambda keep, limit: Retention(policy_from(keep), limit), keeps, limits)
+
+
+def _chosen(data: st.DataObject, disk: Disk) -> set[str]:
+    return data.draw(st.sets(st.sampled_from([one.id for one in disk.infos]))) if disk.infos else set()
+
+
+def _planned(disk: Disk, policy: Retention, pinned: set[str], verified: str | None = None) -> Plan:
+    protected = dict.fromkeys(pinned & {one.id for one in disk.infos}, "pinned")
+    return plan(disk.infos, policy, protected, verified=verified, usage=disk.usage, free_bytes=disk.free_bytes)
+
+
+def _verified(data: st.DataObject, disk: Disk) -> str | None:
+    return data.draw(st.none() | st.sampled_from([one.id for one in disk.infos])) if disk.infos else None
+
+
+@given(disks(), policies, st.data())
+def test_planning_again_after_execution_removes_nothing(disk: Disk, policy: Retention, data: st.DataObject) -> None:
+    """Idempotent, with limits, pins and a damaged newest snapshot too."""
+    pinned, verified = _chosen(data, disk), _verified(data, disk)
+    first = _planned(disk, policy, pinned, verified)
+    second = _planned(disk.after(first), policy, pinned, verified)
+    assert second.remove == ()
+    assert set(second.keep) == set(first.keep)
+
+
+@given(disks(), policies, st.data())
+def test_the_order_of_a_listing_does_not_matter(disk: Disk, policy: Retention, data: st.DataObject) -> None:
+    """Any order of the same snapshots leads to the same plan, before a write as well."""
+    shuffled = data.draw(st.permutations(disk.infos))
+    other = dataclasses.replace(disk, infos=list(shuffled))
+    assert _planned(disk, policy, set()) == _planned(other, policy, set())
+    for one, two in ((disk, other),):
+        assert plan_before_write(one.infos, policy, 5 * UNIT, one.free_bytes, usage=one.usage) == plan_before_write(
+            two.infos, policy, 5 * UNIT, two.free_bytes, usage=two.usage
+        )
+
+
+@given(disks(), policies, st.data())
+def test_what_is_pinned_or_newest_whole_always_stays(disk: Disk, policy: Retention, data: st.DataObject) -> None:
+    """No rule and no limit removes them, after a write or before one."""
+    pinned, verified = _chosen(data, disk), _verified(data, disk)
+    immune = pinned | ({verified} if verified else {one.id for one in disk.infos if one.seq == _last(disk)})
+    assert immune <= set(_planned(disk, policy, pinned, verified).keep)
+    protected = dict.fromkeys(pinned, "pinned")
+    before = plan_before_write(
+        disk.infos, policy, 9 * UNIT, disk.free_bytes, protected=protected, verified=verified, usage=disk.usage
+    )
+    assert not immune & set(before.remove)
+
+
+def _last(disk: Disk) -> int:
+    return max((one.seq for one in disk.infos), default=0)
+
+
+@given(disks(), policies, st.data())
+def test_pins_only_ever_keep_more_of_what_rules_keep(disk: Disk, policy: Retention, data: st.DataObject) -> None:
+    """Monotone: with more pins, no snapshot goes for lack of a rule that stayed with fewer."""
+    few = _chosen(data, disk)
+    many = few | _chosen(data, disk)
+    rules = Retention(policy.rule)
+    assert set(_planned(disk, rules, few).keep) <= set(_planned(disk, rules, many).keep)
+
+
+@given(disks(), policies, st.data())
+def test_after_a_plan_the_limits_hold_or_it_says_what_is_missing(
+    disk: Disk, policy: Retention, data: st.DataObject
+) -> None:
+    """Quota and free space hold once it is executed; short only if what must stay is too much by itself."""
+    pinned = _chosen(data, disk)
+    done = _planned(disk, policy, pinned)
+    after = disk.after(done)
+    quota, floor = policy.limits.quota_bytes, policy.limits.min_free_bytes
+    over_bytes = max(
+        0 if quota is None else after.usage.used_bytes - quota, 0 if floor is None else floor - after.free_bytes
+    )
+    assert done.short_bytes >= 0
+    if done.short_bytes == 0:
+        assert over_bytes <= 0
+        return
+    immune = [one for one in disk.infos if one.id in pinned or one.seq == _last(disk)]
+    least = disk.after(Plan({}, tuple(one.id for one in disk.infos if one not in immune)))
+    assert (quota is not None and least.usage.used_bytes > quota) or (floor is not None and least.free_bytes < floor)
+
+
+@given(disks(), policies, st.integers(1, 30), st.data())
+def test_before_a_write_room_is_made_or_nothing_goes(
+    disk: Disk, policy: Retention, units: int, data: st.DataObject
+) -> None:
+    """With the new snapshot beside what is left, the limits hold; if they cannot, nothing is removed."""
+    pinned = _chosen(data, disk)
+    protected = dict.fromkeys(pinned, "pinned")
+    done = plan_before_write(disk.infos, policy, units * UNIT, disk.free_bytes, protected=protected, usage=disk.usage)
+    after = disk.after(done)
+    quota, floor = policy.limits.quota_bytes, policy.limits.min_free_bytes
+    if done.short_bytes:
+        assert done.remove == ()
+        return
+    if quota is not None:
+        assert after.usage.used_bytes + units * UNIT + SLACK_BYTES <= quota
+    if floor is not None:
+        assert after.free_bytes - units * UNIT >= floor
+    assert sorted([*done.keep, *done.remove]) == sorted(one.id for one in disk.infos)
+
+
+@given(disks(), policies, st.integers(1, 30))
+def test_no_more_goes_than_is_needed(disk: Disk, policy: Retention, units: int) -> None:
+    """Without the last removal before a write, some limit, or the disk, would not hold."""
+    incoming_bytes = units * UNIT
+    done = plan_before_write(disk.infos, policy, incoming_bytes, disk.free_bytes, usage=disk.usage)
+    fits = policy.limits == Limits() and disk.free_bytes >= incoming_bytes + SLACK_BYTES
+    if fits:
+        assert done.remove == ()
+    nothing = disk.after(Plan({}, ()))
+    quota, floor = policy.limits.quota_bytes, policy.limits.min_free_bytes
+    had_room = (
+        (quota is None or nothing.usage.used_bytes + incoming_bytes + SLACK_BYTES <= quota)
+        and (floor is None or nothing.free_bytes - incoming_bytes >= floor)
+        and nothing.free_bytes >= incoming_bytes + SLACK_BYTES
+    )
+    if had_room:
+        assert done.remove == ()
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=25), keeps, st.integers(1, 60), st.data())
+def test_the_quota_is_never_exceeded_at_any_instant(
+    sizes: list[int], keep: dict[str, Any], quota: int, data: st.DataObject
+) -> None:
+    """A run of many writes, planned before and after each: used bytes, the one being written included, stay below."""
+    policy = Retention(policy_from(keep), Limits(quota_bytes=quota * UNIT))
+    disk = Disk([], {}, 0, 1 << 60)
+    for seq, size in enumerate(sizes, 1):
+        before = plan_before_write(disk.infos, policy, size * UNIT, disk.free_bytes, usage=disk.usage)
+        if before.short_bytes:
+            assert before.remove == ()
+            continue
+        disk = disk.after(before)
+        assert disk.usage.used_bytes + size * UNIT <= quota * UNIT
+        new = info(seq, seq * 10, {"loss": data.draw(st.floats(0, 1))})
+        disk = dataclasses.replace(
+            disk, infos=[*disk.infos, new], files={**disk.files, new.id: {f"{new.id}.data": size * UNIT}}
+        )
+        disk = disk.after(plan(disk.infos, policy, usage=disk.usage, free_bytes=disk.free_bytes))
+        assert disk.usage.used_bytes <= quota * UNIT
+        assert new in disk.infos
+
+
+def _run(*seqs: int, nbytes: int = UNIT) -> list[SnapshotInfo]:
+    return [dataclasses.replace(info(seq, seq * 10, {"loss": float(seq)}), nbytes=nbytes) for seq in seqs]
+
+
+def test_the_oldest_go_first_and_the_best_last() -> None:
+    """Under a quota of three, of five kept ones the two oldest go, except the best."""
+    infos = _run(1, 2, 3, 4, 5)
+    policy = Retention(policy_from({"last": 5, "best": {"monitor": "loss"}}), Limits(quota_bytes=3 * UNIT))
+    done = plan(infos, policy)
+    assert done.remove == (infos[1].id, infos[2].id)
+    assert done.why[infos[1].id] == "over the quota of 3.1 MB"
+    tighter = plan(infos, Retention(policy.rule, Limits(quota_bytes=UNIT)))
+    assert set(tighter.keep) == {infos[4].id}
+
+
+def test_a_limit_takes_a_damaged_newest_before_the_newest_whole_one() -> None:
+    """There is room for one: it is the one that can be resumed from, after a write and before the next."""
+    infos = _run(1, 2, 3)
+    policy = Retention(KeepLast(3), Limits(quota_bytes=UNIT))
+    assert plan(infos, policy, verified=infos[1].id).remove == (infos[0].id, infos[2].id)
+    assert plan(infos, policy).remove == (infos[0].id, infos[1].id)
+    roomy = Retention(KeepLast(3), Limits(quota_bytes=2 * UNIT + SLACK_BYTES))
+    before = plan_before_write(infos, roomy, UNIT, None, verified=infos[1].id)
+    assert before.remove == (infos[0].id, infos[2].id)
+    assert plan_before_write(infos, roomy, UNIT, None).remove == (infos[0].id, infos[1].id)
+
+
+def test_a_limit_that_fails_without_snapshots_is_told() -> None:
+    """Nothing to remove is no reason to call a full disk fine."""
+    assert plan([], Retention(KeepAll(), Limits(min_free_bytes=UNIT)), free_bytes=1).short_bytes == UNIT - 1
+
+
+def test_room_comes_first_from_what_would_go_anyway() -> None:
+    """Before a write that pushes one out of `last`, that one goes, not an older one that another rule keeps."""
+    infos = _run(1, 2, 3)
+    policy = Retention(policy_from({"last": 2, "every_n_steps": 10}), Limits(quota_bytes=4 * UNIT))
+    done = plan_before_write(infos, policy, UNIT // 2, None)
+    assert done.remove == ()
+    lasting = Retention(policy_from({"last": 2, "best": {"monitor": "loss", "k": 1}}), Limits(quota_bytes=4 * UNIT))
+    assert plan_before_write(infos, lasting, UNIT, None).remove == (infos[1].id,)
+
+
+def test_a_disk_without_room_costs_only_what_the_rules_drop_anyway() -> None:
+    """No limit is set: the snapshot that the new one pushes out goes early, and nothing else for lack of space."""
+    infos = _run(1, 2, 3)
+    assert plan_before_write(infos, KeepLast(3), UNIT, UNIT // 2).remove == (infos[0].id,)
+    assert plan_before_write(infos, KeepLast(3), 9 * UNIT, UNIT // 2).remove == ()
+    assert plan_before_write(infos, KeepAll(), UNIT, UNIT // 2).remove == ()
+    assert plan_before_write(infos, KeepLast(2), UNIT, 9 * UNIT).remove == ()
+
+
+def test_a_limit_that_cannot_hold_removes_nothing_and_says_so() -> None:
+    """A quota below the newest snapshot: history is not sacrificed for nothing."""
+    infos = _run(1, 2, 3)
+    done = plan(infos, Retention(KeepAll(), Limits(quota_bytes=UNIT // 2)))
+    assert (done.remove, done.short_bytes) == ((), UNIT // 2)
+    before = plan_before_write(infos, Retention(KeepAll(), Limits(quota_bytes=UNIT)), UNIT, None)
+    assert (before.remove, before.short_bytes) == ((), UNIT + SLACK_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("keep", "named"),
+    [
+        ({"quota": 0}, "quota"),
+        ({"quota": "1 GB"}, "quota"),
+        ({"min_free": True}, "min_free"),
+        ({"components": {"optimizer": {"quota": 5}}}, "keep.components.optimizer"),
+        ({"components": {"optimizer": {"last": 0}}}, "last"),
+    ],
+)
+def test_impossible_limits_are_refused_by_name(keep: dict[str, Any], named: str) -> None:
+    """The error names the setting."""
+    with pytest.raises(ValueError, match=named):
+        policy_from(keep)

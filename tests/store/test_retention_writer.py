@@ -1,0 +1,72 @@
+"""The writer makes room before it writes, and the page about retention is true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ckpt_engine.config import load_config
+from ckpt_engine.observe.events import Notice, SnapshotFailed, SnapshotsForgotten
+from ckpt_engine.persist.client import completed
+from ckpt_engine.persist.job import WriterConfig
+from ckpt_engine.persist.thread import ThreadWriter
+from ckpt_engine.store.preflight import preflight
+from ckpt_engine.store.retention import policy_from
+from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
+
+PAGE = (Path(__file__).parents[2] / "docs/retention.md").read_text()
+SIZE = 1 << 20
+
+
+def _written(root: Path, keep: dict[str, Any], jobs: int) -> tuple[list[Any], list[Any]]:
+    """The outcomes of `jobs` snapshots, and everything that was said."""
+    stage = Stage(SIZE)
+    heard: list[Any] = []
+    outcomes: list[Any] = []
+    client = ThreadWriter.start(completed(WriterConfig(url=str(root), keep=keep, drain_seconds=WAIT_SECONDS)))
+    try:
+        stage.share(client)
+        for step in range(1, jobs + 1):
+            job = stage.job(step)
+            client.submit(job)
+            outcomes.append(outcome(client, job.job, heard))
+    finally:
+        assert client.close(WAIT_SECONDS)
+        heard += client.poll()
+        stage.close()
+    return outcomes, heard
+
+
+def _most_bytes(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+
+def test_a_writer_keeps_its_quota_by_forgetting_first(tmp_path: Path) -> None:
+    """More snapshots than fit: each is written, and the oldest go before, not after."""
+    outcomes, heard = _written(tmp_path / "run", {"last": 9, "quota": 3 * SIZE + 300_000}, 6)
+    assert all(done.snapshot_id for done in outcomes)
+    assert [info.step for info in check_all(tmp_path / "run")] == [4, 5, 6]
+    assert _most_bytes(tmp_path / "run") <= 3 * SIZE + 300_000
+    assert sum(len(event.snapshots) for event in heard if isinstance(event, SnapshotsForgotten)) == 3
+
+
+def test_a_writer_refuses_what_cannot_fit_and_says_it_early(tmp_path: Path) -> None:
+    """A quota for one and a half: the first is kept, the second refused, and the first already told so."""
+    outcomes, heard = _written(tmp_path / "run", {"last": 2, "quota": SIZE + SIZE // 2}, 2)
+    assert [done.snapshot_id is not None for done in outcomes] == [True, False]
+    (failed,) = [event for event in heard if isinstance(event, SnapshotFailed)]
+    assert failed.code == "CKPT301"
+    assert any("not even two snapshots fit" in event.message for event in heard if isinstance(event, Notice))
+    assert [info.step for info in check_all(tmp_path / "run")] == [1]
+    assert _most_bytes(tmp_path / "run") <= SIZE + SIZE // 2
+
+
+def test_the_yaml_and_the_warning_on_the_page_are_real() -> None:
+    """Examples work and say what the program says."""
+    example = re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
+    assert example is not None
+    policy_from(load_config(yaml.safe_load(example[1])).root_keep_rules())
+    assert preflight(policy_from({"last": 6}), 35_700_000_000, free_bytes=180 * 10**9).text in PAGE

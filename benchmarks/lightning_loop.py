@@ -104,9 +104,14 @@ class Fit:
         self._returned = time.perf_counter()
 
     @property
+    def starting_seconds(self) -> float:
+        """From the start of training to its first step."""
+        return self._stopwatch.starts[0] - self._stopwatch.started
+
+    @property
     def training_seconds(self) -> float:
-        """From the start of training to the end of its last step."""
-        return self._stopwatch.ended - self._stopwatch.started
+        """From the start of the first step to the end of the last."""
+        return self._stopwatch.ended - self._stopwatch.starts[0]
 
     @property
     def share_beyond_typical_steps(self) -> float:

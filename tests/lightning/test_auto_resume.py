@@ -265,7 +265,7 @@ def test_files_of_model_checkpoint_load_without_us(tmp_path: Path) -> None:
     assert "ckpt_engine" not in content
     assert not any("AdaptiveCheckpoint" in key or "FenceGuard" in key for key in content["callbacks"])
     assert "combined_loader" not in content["loops"]["fit_loop"]["state_dict"]
-    plain = fit(case, ckpt_path=str(last))
+    plain = fit(case, [model_checkpoint(tmp_path / "plain")], ckpt_path=str(last))
     assert plain.trainer.global_step == 18
 
 

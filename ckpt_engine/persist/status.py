@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -98,7 +97,8 @@ class StatusFile:
 
     def __init__(self, root: str, pid: int, host: str) -> None:
         self._path = Path(root) / layout.STATUS
-        self._temporary = Path(root) / f".tmp-{os.urandom(8).hex()}-{layout.STATUS}"
+        # One name for all writers, the next replaces it: what looks like an interrupted put is swept while it is written.
+        self._temporary = Path(root) / f".tmp-{layout.STATUS}"
         self._pid = pid
         self._host = host
 

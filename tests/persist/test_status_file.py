@@ -1,0 +1,30 @@
+"""The status file is replaced whatever else goes on in its folder."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from ckpt_engine.persist.status import StatusFile, read_status
+from ckpt_engine.store.storage.local import LocalStorage
+
+
+def test_a_sweep_of_the_folder_does_not_take_the_status_that_is_being_written(tmp_path: Path) -> None:
+    """The writer removes what interrupted puts left while another of its threads says how things are."""
+    storage, over = LocalStorage(tmp_path), threading.Event()
+
+    def sweep() -> None:
+        while not over.is_set():
+            storage.sweep()
+
+    thread = threading.Thread(target=sweep)
+    thread.start()
+    try:
+        file = StatusFile(str(tmp_path), 1, "host")
+        for _ in range(1000):
+            file.write([])
+    finally:
+        over.set()
+        thread.join(60)
+    assert read_status(storage) is not None
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]

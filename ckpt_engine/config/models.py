@@ -28,6 +28,7 @@ from ckpt_engine.config.fields import (
 )
 from ckpt_engine.config.keep import Keep
 from ckpt_engine.config.quantities import parse_bytes_per_second, parse_duration_seconds
+from ckpt_engine.observe.secrets import LOGIN
 
 MEMORY = "memory"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -39,7 +40,7 @@ def _location(value: object) -> str:
     scheme = _SCHEME.match(text)
     if scheme is None:
         return str(Path(os.path.abspath(Path(text).expanduser())))  # noqa: PTH100 - `..` is folded, links are not followed
-    if re.match(r"[^/@]*:[^/@]*@", text[scheme.end() :]):
+    if LOGIN.match(text[scheme.end() :]):
         # Not with the value: it is logged, and it names the place in reports.
         raise ValueError("must not contain a password; put credentials in storage_options or in the environment")
     if scheme[1].lower() == "file" and not text[scheme.end() :].startswith("/"):

@@ -97,7 +97,7 @@ class StatusFile:
 
     def __init__(self, root: str, pid: int, host: str) -> None:
         self._path = Path(root) / layout.STATUS
-        # One name for all writers, the next replaces it: what looks like an interrupted put is swept while it is written.
+        # One name for all writers, replaced by the next: what looks like an interrupted put is swept meanwhile.
         self._temporary = Path(root) / f".tmp-{layout.STATUS}"
         self._pid = pid
         self._host = host

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ckpt_engine.errors import StateError, WaitTimeoutError
 from ckpt_engine.snapshot.arena import Slot, slot_bytes
@@ -204,7 +204,8 @@ class _WarmUp:
     def _run(self, slots: tuple[Slot, ...]) -> None:
         # First touch can cost seconds of processor time per GB, and a training that uses all cores would pay for it.
         # If this thread is preempted while it holds a kernel lock, whoever waits for the lock leaves it a core.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        with suppress(OSError):  # some sandboxes forbid it; it only makes this less polite
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         began = time.monotonic()
         for slot in slots:
             try:

@@ -127,6 +127,7 @@ SECRET = {"url": "/b", "storage_options": {"secret": "hunter2"}}
     ("tiers", "text"),
     [
         ("s3://user:hunter2@bucket/run", "tiers: must not contain a password; put credentials in storage_options"),
+        ("s3://user:hun/ter2@bucket/run", "tiers: must not contain a password; put credentials in storage_options"),
         ([{**SECRET, "storage_options": "hunter2"}], "tiers.0.storage_options: must be a mapping of options"),
         (["/a", {**SECRET, "every": 60, "every_n_steps": 5}], "tiers.1: give either every or every_n_steps"),
         (

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import re
-
 from ckpt_engine.errors import StorageError
-
-_LOGIN = re.compile(r"[^/@:]*:(?!\d+/)[^@]*@")
-"""A name and a password before a host, also where the password has slashes; no port of a host."""
+from ckpt_engine.observe.secrets import LOGIN
 
 
 def checked(name: str) -> str:
@@ -30,7 +26,7 @@ def split_url(url: str) -> tuple[str, str]:
     """
     scheme, _, path = url.partition("://")
     scheme = scheme.lower()
-    if _LOGIN.match(path):
+    if LOGIN.match(path):
         raise StorageError(
             f"the {scheme}:// URL carries credentials", hint="give them in storage_options or the environment"
         )

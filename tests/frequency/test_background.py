@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.frequency.test_driver import Rig
+from tests.frequency.rig import Rig
 
 
 def _first_snapshot(background_seconds: float) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -243,6 +245,70 @@ def test_a_put_in_progress_is_not_swept(tmp_path: Path) -> None:
 
     LocalStorage(tmp_path, disk=Sweeping()).put("data/x", [BIG])
     assert other.get("data/x") == BIG
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_a_put_succeeds_whenever_another_process_sweeps(tmp_path: Path, exclusive: bool) -> None:
+    """Before and after each system call of a put: also between making the file and locking it, and once it is named."""
+    swept = LocalStorage(tmp_path)
+    calls = []
+
+    class Sweeping(Disk):
+        def create(self, path: str) -> int:
+            fd = super().create(path)
+            if not calls:
+                calls.append("create")
+                swept.sweep()
+            return fd
+
+        def sync(self, fd: int) -> None:
+            self._around("sync", super().sync, fd)
+
+        def link(self, path: str, new_path: str) -> None:
+            self._around("link", super().link, path, new_path)
+
+        def rename(self, path: str, new_path: str) -> None:
+            self._around("rename", super().rename, path, new_path)
+
+        def remove(self, path: str) -> None:
+            self._around("remove", super().remove, path)
+
+        @staticmethod
+        def _around(name: str, call: Callable[..., None], *args: object) -> None:
+            calls.append(name)
+            swept.sweep()
+            try:
+                call(*args)
+            finally:
+                swept.sweep()
+
+    LocalStorage(tmp_path, disk=Sweeping()).put("data/x", [BIG], exclusive=exclusive)
+    assert calls == ["create", "sync", *(("link", "remove") if exclusive else ("rename",))]
+    assert swept.get("data/x") == BIG
+    assert files(tmp_path) == {"data/x"}
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_a_sweep_goes_on_when_a_put_ends_under_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exclusive: bool
+) -> None:
+    """The temporary file was there when the sweep opened it, and has become an object when it is locked."""
+    storage = LocalStorage(tmp_path)
+    temp = tmp_path / ".tmp-0123456789abcdef-x"
+    temp.write_bytes(b"whole")
+    lock = fcntl.flock
+
+    def ends_first(fd: int, operation: int) -> None:
+        if exclusive:
+            (tmp_path / "x").hardlink_to(temp)
+            temp.unlink()
+        else:
+            temp.rename(tmp_path / "x")
+        lock(fd, operation)
+
+    monkeypatch.setattr("ckpt_engine.store.storage.local.fcntl.flock", ends_first)
+    assert storage.sweep() == 0
+    assert storage.get("x") == b"whole"
 
 
 def test_the_temporary_file_of_a_killed_process_is_swept(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ TEMP = ".tmp-"
 _TEMP_FILE = re.compile(r"\.tmp-[0-9a-f]{16}-.+")
 
 _LOST_AND_FOUND = "lost+found"
+_CREATE_ATTEMPTS = 20
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -52,20 +53,26 @@ class LocalStorage:
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         path = self.path(name)
         folder, _, file = path.rpartition("/")
-        temp = f"{folder}/{TEMP}{os.urandom(8).hex()}-{file}"
         made: MutableSequence[str] = []
         try:
             self.make_folder(folder)
             if exclusive and Path(path).exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
             self._refuse_if_full(folder, sum(block.nbytes for block in blocks))
-            self._write(temp, blocks, made)
-            if exclusive and self._link(temp, path):
-                made.append(path)
-                self._disk.remove(temp)
-            else:
-                self._disk.rename(temp, path)
-                made[:] = [path] if exclusive else []
+            fd, temp = self._create(folder, file)
+            made.append(temp)
+            try:
+                write_blocks(self._disk, fd, blocks)
+                self._disk.sync(fd)
+                if exclusive and self._link(temp, path):
+                    made.append(path)
+                else:
+                    self._disk.rename(temp, path)
+                    made[:] = [path] if exclusive else []
+            finally:
+                os.close(fd)
+            if temp in made:
+                self._remove_named(temp)
             self._disk.sync_folder(folder)
         except BaseException as err:
             self._undo(made, err)
@@ -94,8 +101,8 @@ class LocalStorage:
             has_begun = Path(temp).exists()
             fd = self._disk.open(temp)
             try:
-                # As of a put: `sweep` leaves it alone while the lock is held.
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not _lock(fd):
+                    raise BlockingIOError(errno.EAGAIN, "another process is receiving or clearing it")
                 try:
                     reserve(fd, nbytes)
                 except OSError:
@@ -103,12 +110,13 @@ class LocalStorage:
                     raise
                 fill(Partial(self._disk, fd, temp, has_begun=has_begun))
                 self._disk.sync(fd)
+                has_link = self._link(temp, path)
+                if not has_link:
+                    self._disk.rename(temp, path)
             finally:
                 os.close(fd)
-            if self._link(temp, path):
-                self._disk.remove(temp)
-            else:
-                self._disk.rename(temp, path)
+            if has_link:
+                self._remove_named(temp)
             self._disk.sync_folder(folder)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
@@ -230,16 +238,25 @@ class LocalStorage:
             if must:
                 raise
 
-    def _write(self, temp: str, blocks: Sequence[memoryview], made: MutableSequence[str]) -> None:
-        fd = self._disk.create(temp)
-        made.append(temp)
-        try:
-            # The lock tells `sweep` in any process that this put is alive; it ends with the process.
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            write_blocks(self._disk, fd, blocks)
-            self._disk.sync(fd)
-        finally:
-            os.close(fd)
+    def _create(self, folder: str, file: str) -> tuple[int, str]:
+        """A new temporary file for `file`, opened and locked, and its path."""
+        for _ in range(_CREATE_ATTEMPTS):
+            temp = f"{folder}/{TEMP}{os.urandom(8).hex()}-{file}"
+            fd = self._disk.create(temp)
+            try:
+                if _lock(fd):
+                    return fd, temp
+            except BaseException as err:
+                os.close(fd)
+                self._undo([temp], err)
+                raise
+            os.close(fd)  # a sweep came between the two calls and takes it
+        raise BlockingIOError(errno.EAGAIN, "another process clears each file before it can be locked")
+
+    def _remove_named(self, temp: str) -> None:
+        """Remove the temporary name of an object that has its own; a sweep may have been faster."""
+        with suppress(FileNotFoundError):
+            self._disk.remove(temp)
 
     def _link(self, temp: str, path: str) -> bool:
         """Give the object its name; False where the file system has no links (FAT, some network and FUSE ones).
@@ -277,10 +294,12 @@ class LocalStorage:
         except FileNotFoundError:
             return 0
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever put it may have named or removed it since it was opened, and closed it, which frees the lock.
+            if not _lock(fd) or not _is_at(fd, path):
+                return 0
             nbytes = os.fstat(fd).st_size
             self._disk.remove(path)
-        except BlockingIOError:
+        except FileNotFoundError:
             return 0
         finally:
             os.close(fd)
@@ -303,3 +322,22 @@ class LocalStorage:
                         yield ObjectInfo(name, stat.st_size, f"{stat.st_mtime_ns:x}")
                     except FileNotFoundError:
                         continue
+
+
+def _lock(fd: int) -> bool:
+    """Take the lock that tells any process's `sweep` that a put is alive; it ends with the descriptor, or the process.
+
+    Returns:
+        False where another has it, or where the file has no name any more.
+    """
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return os.fstat(fd).st_nlink > 0
+
+
+def _is_at(fd: int, path: str) -> bool:
+    """Whether this open file is the one that has the name `path` now."""
+    there, here = Path(path).stat(follow_symlinks=False), os.fstat(fd)
+    return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)

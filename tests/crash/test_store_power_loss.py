@@ -15,7 +15,9 @@ from ckpt_engine.store.collect import collect, plan_prune
 from ckpt_engine.store.lease import Lease
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.retention import KeepLast, plan
+from ckpt_engine.store.storage.blockio import write_blocks
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.oserrors import translating
 from tests.crash.explorer import Explorer
 from tests.crash.life import FOREIGN, FailingDisk, Run, live, recover
 from tests.crash.powerloss import Change, Killed, RecordingDisk
@@ -129,17 +131,19 @@ class _InPlace(LocalStorage):
     def put(self, name: str, blocks, *, exclusive: bool = True) -> None:  # type: ignore[no-untyped-def]
         path = self.path(name)
         self.make_folder(path.rpartition("/")[0])
-        made: list[str] = []
         if not exclusive:
             self.delete(name)
-        try:
-            self._write(path, blocks, made)
+        with translating("write", path):
+            fd = self._disk.create(path)
+            try:
+                write_blocks(self._disk, fd, blocks)
+                self._disk.sync(fd)
+            except OSError:
+                self._disk.remove(path)
+                raise
+            finally:
+                os.close(fd)
             self._disk.sync_folder(path.rpartition("/")[0])
-        except OSError as err:
-            self._undo(made, err)
-            from ckpt_engine.store.storage.oserrors import translated
-
-            raise translated(err, "write", path) from err
 
 
 class _ManifestFirst(Run):

@@ -160,7 +160,8 @@ def check(root: Path, labels: list[str], check_whole: Callable[[Repository, set[
         check_whole: fails unless these snapshots are what was saved; by default, those of `Run`.
 
     Sound: every listed snapshot is whole, nothing acknowledged or pinned is missing. Clean: after one more snapshot and
-    a collection there is nothing but what the snapshots need and what is foreign.
+    a collection there is nothing but what the snapshots need and what is foreign. A pin whose removal was never synced
+    may bring its snapshot back, if all of it is still there.
     """
     storage = LocalStorage(root, disk=QuietDisk())
     repository = Repository(storage)
@@ -184,6 +185,10 @@ def check(root: Path, labels: list[str], check_whole: Callable[[Repository, set[
         extra = run.save(99)
         prune(repository, lease, KeepAll())
         assert prune(repository, lease, KeepAll()).collected.freed_bytes == 0, "collected twice"
+    back = {info.id for info in repository.list()} - listed - {extra}
+    assert back <= pins.pinned_ids(storage), f"came back without a pin: {back - pins.pinned_ids(storage)}"
+    (check_whole or _check_whole)(repository, back)
+    listed |= back
     left = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
     manifests = [repository.read(snapshot) for snapshot in (*listed, extra)]
     needed = {layout.RECORD, layout.LEASE} | {layout.manifest_name(manifest.info.id) for manifest in manifests}

@@ -378,10 +378,12 @@ def _watch_growth(processes: Writers, stage: Stage, jobs: int) -> None:
     pids = (os.getpid(), client.pid)
     for number in range(20 + jobs):
         if number == 20:
+            assert client.drain(WAIT_SECONDS)
             before = [(_open_files(pid), _anonymous_bytes(pid)) for pid in pids]
         job = stage.job(number)
         client.submit(job)
         assert outcome(client, job.job).ok
+    assert client.drain(WAIT_SECONDS)
     for pid, (files, memory) in zip(pids, before, strict=True):
         assert _open_files(pid) == files
         assert _anonymous_bytes(pid) - memory < 2 << 20
@@ -389,7 +391,7 @@ def _watch_growth(processes: Writers, stage: Stage, jobs: int) -> None:
 
 
 def _open_files(pid: int) -> int:
-    """Descriptors, without those of the run's files: retention may still be at work."""
+    """Descriptors, without those of the run's files."""
     return sum(1 for fd in Path(f"/proc/{pid}/fd").iterdir() if "/run/" not in _target(fd))
 
 

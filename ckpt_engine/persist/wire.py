@@ -91,6 +91,15 @@ class Channel:
         """Whether `flush` has something to send."""
         return bool(self._outgoing)
 
+    @property
+    def flushed(self) -> bool:
+        """Whether everything sent so far is with the kernel: the peer reads it even if this process dies now. Any thread.
+
+        True as well if the peer is gone, which reads nothing any more.
+        """
+        with self._lock:
+            return not self._outgoing
+
     def send(self, body: Mapping[str, Any], fds: Sequence[int] = ()) -> bool:
         """Send a message in order, at once or later; `fds` are duplicated and stay the caller's.
 

@@ -178,6 +178,10 @@ class Writer:
                     self._layouts.pop(layout_id, None)
                 for skeleton_id in body["skeletons"]:
                     self._skeletons.pop(skeleton_id, None)
+            case protocol.HOLD:
+                pass
+            case protocol.PULSE:
+                os.close(fds[0])
             case kind:
                 raise WriterError(f"the writer does not know the message {kind!r}")
 

@@ -84,12 +84,13 @@ class FrequencySettings:
         at_end: bool = True,
         slots: int = 1,
         bandwidth_bytes_per_second: float | None = None,
-        memory: MemoryRhythm | None = None,
+        memory: tuple[int | None, float | None] | None = None,
     ) -> FrequencySettings:
         """The settings a user means who gave only some of the options (None: not given).
 
         A fixed interval (`every_n_steps`, `every_seconds`) without an `overhead` or a `max_lost_work` switches the
-        adaptive trigger off; everything else leaves it on, with the default budget where none was given.
+        adaptive trigger off; everything else leaves it on, with the default budget where none was given. `memory` is
+        the rhythm of the memory tier in steps and seconds.
         """
         fixed = every_n_steps is not None or every_seconds is not None
         if overhead is None and not (fixed and max_lost_work_seconds is None):
@@ -104,5 +105,5 @@ class FrequencySettings:
             at_end=at_end,
             slots=slots,
             bandwidth_bytes_per_second=bandwidth_bytes_per_second,
-            memory=memory,
+            memory=None if memory is None else MemoryRhythm(*memory),
         )

@@ -18,8 +18,8 @@ Message = JobDone | SlotFreed | Event
 class Mailbox:
     """Collects messages on whatever thread hears them; the training thread takes them in order. Thread safe.
 
-    It never holds more than a few messages per open job, and jobs are bounded by the arena's slots. A request that waits
-    to be taken in is not kept twice.
+    It never holds more than a few messages per open job, and jobs are bounded by the arena's slots. A request that
+    waits to be taken in is not kept twice.
     """
 
     def __init__(self, tier: str) -> None:

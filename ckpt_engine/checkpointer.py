@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ckpt_engine.config import Config, Tier, load_config
-from ckpt_engine.errors import SnapshotFailedError
+from ckpt_engine.errors import ConfigError, SnapshotFailedError
 from ckpt_engine.observe.events import Event, EventSink, TierDegraded
 from ckpt_engine.observe.log import LogSink
 from ckpt_engine.persist.client import WriterClient, open_client
@@ -56,8 +56,9 @@ class Checkpointer:
         self.loaded: restore.Loaded | None = None
         self._pipeline = Pipeline(
             self._open_writer,
-            self.config.slots,
+            self.config.arena_slots,
             self._emit,
+            memory=self.config.memory is not None,
             pickle_paths=self.config.pickle,
             check_lazy=self.config.debug,
         )
@@ -97,9 +98,21 @@ class Checkpointer:
         """Processor time that `prepare` has taken in the background so far."""
         return self._pipeline.prepare_seconds
 
-    def ready(self) -> bool:
+    @property
+    def memory(self) -> bool:
+        """Whether there is a memory tier: not where host memory is too short for it, or the writer is a thread."""
+        return self._pipeline.memory
+
+    def begin_step(self, step: int) -> None:
+        """Training is about to begin `step`, right after what a snapshot of `step - 1` holds; for the memory tier.
+
+        After a crash this tells how many steps were lost. A loop that calls `save` at every step need not call it.
+        """
+        self._pipeline.begin_step(step)
+
+    def ready(self, *, durable: bool = True) -> bool:
         """Whether `save` would take a snapshot now instead of skipping it. Never blocks."""
-        return self._pipeline.ready()
+        return self._pipeline.ready(durable)
 
     def save(
         self,
@@ -111,6 +124,7 @@ class Checkpointer:
         reason: str = "manual",
         lazy: LazyPredicate | None = None,
         notes: Mapping[str, Any] | None = None,
+        durable: bool = True,
     ) -> SaveHandle:
         """Take a snapshot of this instant; returns when training may go on.
 
@@ -122,19 +136,31 @@ class Checkpointer:
             lazy: True for paths of tensors that do not change before the next `before_update`; they are copied while
                 training goes on. Pass the same function object every time.
             notes: JSON kept in the manifest.
+            durable: False: it only stays in memory, until a newer one takes its place; if this process dies first, the
+                writer makes it durable. Needs the memory tier.
 
         Returns:
-            A handle; `handle.wait()` returns once the snapshot is durable. If earlier snapshots still fill the arena
-            this one is skipped (`handle.skipped`): training never waits for storage.
+            A handle; `handle.wait()` returns once the snapshot is durable, or held in memory. If earlier snapshots
+            still fill the arena this one is skipped (`handle.skipped`): training never waits for storage.
 
         Raises:
             UnstorableLeafError: a leaf would need pickle; names it. Nothing was saved.
             SnapshotFailedError: an earlier snapshot failed in the background (only with `on_error: raise`, once).
             LeaseHeldError, StorageError, WriterError: as `start`.
+            ConfigError: not `durable`, and no memory tier among `tiers`.
         """
+        if not durable and self.config.memory is None:
+            raise ConfigError("durable=False needs the memory tier", hint="put `memory` first in `tiers`")
         self._surface()
         return self._pipeline.save(
-            state, step=step, metrics=metrics or {}, epoch=epoch, reason=reason, lazy=lazy, notes=notes or {}
+            state,
+            step=step,
+            metrics=metrics or {},
+            epoch=epoch,
+            reason=reason,
+            lazy=lazy,
+            notes=notes or {},
+            durable=durable,
         )
 
     def before_update(self) -> float:
@@ -227,7 +253,7 @@ class Checkpointer:
     ) -> None:
         self.close()
 
-    def _open_writer(self) -> WriterClient:
+    def _open_writer(self, memory: bool) -> WriterClient:
         nearest, *further = self.config.tiers
         config = WriterConfig(
             url=nearest.url,
@@ -236,6 +262,8 @@ class Checkpointer:
             lease_wait_seconds=LEASE_WAIT_SECONDS,
             tiers=tuple(self._tier(tier) for tier in further),
             fatal=nearest.on_failure == "fail",
+            memory=memory,
+            linger_seconds=self.config.linger,
         )
         return open_client(config, thread=self.config.writer == "thread", emit=self._emit)
 

@@ -12,27 +12,35 @@ from typing import Any
 
 import torch
 
-from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError
-from ckpt_engine.observe.events import Event, SnapshotSkipped, SnapshotStaged, WriterLost
+from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError, WriterError
+from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, SnapshotStaged, WriterLost
 from ckpt_engine.persist.client import WriterClient
 from ckpt_engine.persist.job import JobDone, PersistJob, SlotFreed
-from ckpt_engine.snapshot.arena import Slot
+from ckpt_engine.persist.pulse import Pulse
+from ckpt_engine.snapshot import headroom
+from ckpt_engine.snapshot.arena import Slot, slot_bytes
 from ckpt_engine.snapshot.flatten import Flattener, LazyPredicate
 from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.snapshot.newest import Newest
 from ckpt_engine.snapshot.plan import Plan, Planner
 from ckpt_engine.snapshot.slots import Slots
 from ckpt_engine.snapshot.stage import Copier, Staging
 
 WAIT_SECONDS = 3600.0
+WRITER_CLOSE_SECONDS = 60.0
+_FLUSH_SECONDS = 0.01
 
 
 class Pipeline:
     """The trainer's side of all snapshots of one run.
 
     Args:
-        open_writer: starts a writer and returns its client; called again after a writer died.
+        open_writer: starts a writer, with a memory tier or without, and returns its client; called again after a writer
+            died.
         slots: snapshots in host memory at once.
         emit: takes events, on the training thread.
+        memory: with a memory tier: the writer keeps the newest snapshot, and makes it durable if this process dies.
+        room: how much host memory is left; see `headroom`.
         pickle_paths: see `Flattener`.
         check_lazy: debug mode, see `Staging`.
 
@@ -41,10 +49,12 @@ class Pipeline:
 
     def __init__(
         self,
-        open_writer: Callable[[], WriterClient],
+        open_writer: Callable[[bool], WriterClient],
         slots: int,
         emit: Callable[[Event], None],
         *,
+        memory: bool = False,
+        room: Callable[[], headroom.Room | None] = headroom.look,
         pickle_paths: tuple[str, ...] = (),
         check_lazy: bool = False,
     ) -> None:
@@ -53,13 +63,18 @@ class Pipeline:
         self._check_lazy = check_lazy
         self._planner = Planner(Flattener(pickle_paths))
         self._slots = Slots(slots)
+        self._room = room
+        self._fitted_bytes = 0
+        self.memory = memory
+        self._newest = Newest(self._slots.release)
+        self._pulse: Pulse | None = None
         self._copier = Copier()
         self._writer: _Writer | None = None
         self._staging: Staging | None = None
         self._jobs = 0
         self._pending: dict[int, tuple[SaveHandle, int]] = {}
         self._held: set[int] = set()
-        self._unsent: dict[int, CkptError] = {}
+        self._unsent: dict[int, tuple[PersistJob, SaveHandle, CkptError]] = {}
         self._failures: list[CkptError] = []
         self.parent: str | None = None
 
@@ -69,23 +84,45 @@ class Pipeline:
         Raises:
             LeaseHeldError, StorageError, WriterError
         """
-        if self._writer is None:
-            self._writer = _Writer(self._open_writer())
+        if self._writer is not None:
+            return
+        client = self._open_writer(self.memory)
+        self._writer = _Writer(client)
+        if self.memory:
+            from ckpt_engine.persist.thread import ThreadWriter
+
+            if isinstance(client, ThreadWriter):
+                self.memory = False
+                self._emit(Notice("WARNING", "there is no memory tier: a writer thread ends with the trainer"))
+                return
+            self._pulse = self._pulse or Pulse()
+            client.attach_pulse(self._pulse.fd)
+
+    def begin_step(self, step: int) -> None:
+        """Training is about to begin `step`; the writer tells by it how much was lost."""
+        if self._pulse is not None:
+            self._pulse.beat(step)
 
     def prepare(self, state: Any, lazy: LazyPredicate | None = None, share: float | None = None) -> None:
         """Plan for `state` and make the arena ready in the background, so that the first snapshot is as fast as any."""
+        plan = self._planner.capture(state, lazy).plan
+        self._fit(plan)
         self.start()
-        self._slots.warm_up(self._planner.capture(state, lazy).plan, share)
+        self._slots.warm_up(plan, share)
 
     @property
     def prepare_seconds(self) -> float:
         """Processor time that making the arena ready has taken."""
         return self._slots.touched_seconds
 
-    def ready(self) -> bool:
+    def ready(self, durable: bool = True) -> bool:
         """Whether `save` would take a snapshot now."""
         self.poll()
-        return self._staging is None and self._slots.ready()
+        return self._staging is None and self._slots.ready() and (not durable or self._writer_has_time())
+
+    def _writer_has_time(self) -> bool:
+        """Whether one more durable snapshot leaves slots for those that only stay in memory: one kept, one filled."""
+        return not self.memory or len(self._pending) < max(1, self._slots.count - 2)
 
     def save(
         self,
@@ -97,18 +134,23 @@ class Pipeline:
         reason: str,
         lazy: LazyPredicate | None,
         notes: Mapping[str, Any],
+        durable: bool = True,
     ) -> SaveHandle:
         """Take a snapshot of this instant; see `Checkpointer.save`."""
         began = time.perf_counter()
         created, instant = time.time(), time.monotonic()
         self.before_update()
-        self.start()
         self.poll()
         capture = self._planner.capture(state, lazy)
-        slot = self._slots.take(capture.plan)
+        self._fit(capture.plan)
+        self.start()
+        self.begin_step(step + 1)
+        if not durable and not self.memory:
+            return SaveHandle(self, step, durable=False, skipped="there is no memory tier")
+        slot = self._slots.take(capture.plan) if not durable or self._writer_has_time() else None
         if slot is None:
             self._emit(SnapshotSkipped(step, "busy"))
-            return SaveHandle(self, step, skipped="busy: earlier snapshots are still being written")
+            return SaveHandle(self, step, durable=durable, skipped="busy: earlier snapshots are still being written")
         assert self._writer is not None
         self._writer.announce(slot, self._slots.known(), capture.plan)
         self._jobs += 1
@@ -128,9 +170,12 @@ class Pipeline:
             notes=notes,
             software=software(),
         )
-        handle = SaveHandle(self, step)
-        self._pending[job.job] = (handle, slot.index)
-        submit = self._submitter(job, self._writer)
+        handle = SaveHandle(self, step, durable=durable)
+        if durable:
+            self._pending[job.job] = (handle, slot.index)
+            if self.memory:
+                self._slots.retain(slot.index)
+        submit = self._submitter(job, self._writer, handle)
         staging = Staging(capture, slot.views(capture.plan), submit, check=self._check_lazy)
         with self._slots.undisturbed():
             staging.begin(self._copier)
@@ -150,12 +195,19 @@ class Pipeline:
 
     def poll(self) -> None:
         """Take in what the writer has to say. Never blocks."""
-        for job, error in list(self._unsent.items()):
-            del self._unsent[job]
-            self._settle(JobDone(job, None), error)
+        for number, (job, handle, error) in list(self._unsent.items()):
+            del self._unsent[number]
+            if self.memory:
+                self._slots.release(job.slot)  # the writer does not know of it
+            if handle.durable:
+                self._settle(JobDone(job.job, None), error)
+            else:
+                self._fail(handle, error)
         if self._writer is None:
             return
-        for message in self._writer.client.poll():
+        client = self._writer.client
+        self._newest.settle(lambda: client.alive and client.flushed)
+        for message in client.poll():
             if isinstance(message, JobDone):
                 self._settle(message, message.error.exception() if message.error else None)
             elif isinstance(message, SlotFreed):
@@ -172,6 +224,29 @@ class Pipeline:
         for slot in self._held:
             self._slots.discard(slot)
         self._held.clear()
+        self._newest.lose(WriterError("the writer was lost before it knew of the snapshot"))
+
+    def _fit(self, plan: Plan) -> None:
+        """Where the host has too little memory for the arena: fewer slots, or no memory tier."""
+        nbytes = slot_bytes(plan)
+        if nbytes <= self._fitted_bytes:
+            return
+        self._fitted_bytes = nbytes
+        fit = headroom.plan_arena(
+            nbytes, self._slots.count, memory=self.memory, room=self._room(), held_bytes=self._slots.nbytes()
+        )
+        if fit.warning is None:
+            return
+        self._emit(Notice("WARNING", fit.warning))
+        self._slots.limit(fit.slots)
+        if self.memory == fit.memory:
+            return
+        if self._writer is not None:
+            # It would go on keeping a slot for a rescue: another one takes its place.
+            self._writer.client.close(WRITER_CLOSE_SECONDS)
+            self.poll()
+            self._lose_writer()
+        self.memory = fit.memory
 
     def take_failure(self) -> CkptError | None:
         """The oldest background error that has not been shown yet."""
@@ -183,7 +258,9 @@ class Pipeline:
             raise SnapshotSkippedError(f"the snapshot of step {handle.step} was skipped ({handle.skipped})")
         self.before_update()
         if not self._wait(lambda: handle.done(), timeout):
-            raise WaitTimeoutError(f"the snapshot of step {handle.step} is not durable yet")
+            raise WaitTimeoutError(
+                f"the snapshot of step {handle.step} is not {'durable' if handle.durable else 'with the writer'} yet"
+            )
         if handle.error is not None:
             if handle.error in self._failures:
                 self._failures.remove(handle.error)
@@ -191,8 +268,7 @@ class Pipeline:
                 f"the snapshot of step {handle.step} did not become durable: {handle.error.message}",
                 hint=handle.error.hint,
             ) from handle.error
-        assert handle.snapshot is not None
-        return handle.snapshot
+        return handle.snapshot or ""
 
     def drain(self, timeout: float | None) -> bool:
         """Wait until no snapshot is in flight; False if the time was not enough."""
@@ -215,6 +291,9 @@ class Pipeline:
             self._writer.client.close(timeout)
             self.poll()  # what further tiers had to say until the end
             self._writer = None
+        if self._pulse is not None:
+            self._pulse.close()
+            self._pulse = None
         self._slots.close()
         if not drained:
             raise WaitTimeoutError(f"snapshots were still being written after {timeout:.0f} s")
@@ -227,20 +306,28 @@ class Pipeline:
             if left <= 0:
                 return False
             if self._writer is not None:
-                self._writer.client.wait(min(left, 1.0))
+                # Nobody says when what was sent is with the kernel: look again soon.
+                self._writer.client.wait(min(left, 1.0 if self._writer.client.flushed else _FLUSH_SECONDS))
             self.poll()
         return True
 
-    def _submitter(self, job: PersistJob, writer: _Writer) -> Callable[[BaseException | None], None]:
+    def _submitter(
+        self, job: PersistJob, writer: _Writer, handle: SaveHandle
+    ) -> Callable[[BaseException | None], None]:
+        memory = self.memory
+
         def submit(error: BaseException | None) -> None:
             """Any thread; never raises, so that the fence always opens."""
-            if error is None:
-                try:
-                    writer.submit(job)
-                except CkptError as err:
-                    self._unsent[job.job] = err
+            if error is not None:
+                self._unsent[job.job] = (job, handle, SnapshotFailedError(f"staging failed: {error}"))
+                return
+            try:
+                writer.send(job, durable=handle.durable)
+            except CkptError as err:
+                self._unsent[job.job] = (job, handle, err)
             else:
-                self._unsent[job.job] = SnapshotFailedError(f"staging failed: {error}")
+                if memory:
+                    self._newest.tell(job.slot, None if handle.durable else handle)
 
         return submit
 
@@ -253,9 +340,13 @@ class Pipeline:
             self._held.add(slot)  # a call that hangs may still read it: `SlotFreed` gives it back
         else:
             self._slots.release(slot)
-        handle.snapshot, handle.error = done.snapshot_id, error
         if error is not None:
-            self._failures.append(error)
+            self._fail(handle, error)
+        handle.snapshot = done.snapshot_id
+
+    def _fail(self, handle: SaveHandle, error: CkptError) -> None:
+        handle.error = error
+        self._failures.append(error)
 
 
 class _Writer:
@@ -293,9 +384,17 @@ class _Writer:
             if gone or layouts or skeletons:
                 self.client.forget(slots=sorted(gone), layouts=layouts, skeletons=skeletons)
 
-    def submit(self, job: PersistJob) -> None:
+    def send(self, job: PersistJob, *, durable: bool) -> None:
+        """Hand over a staged snapshot.
+
+        Raises:
+            WriterError: see `WriterClient.submit`.
+        """
         with self._lock:
-            self.client.submit(job)
+            if durable:
+                self.client.submit(job)
+            else:
+                self.client.hold(job)
 
 
 @cache

@@ -7,7 +7,8 @@ a message of `wire` with `what`, and the reply is one, perhaps with file descrip
 |---|---|
 | `snapshot`     | `snapshot`: its id, or None and `why`; `step`, `manifest`, `run`, `record`, `file`, `nbytes`, \
 `durable`, `beat`, and a descriptor of the memory |
-| `bye`          | `ok`: the writer gives up its name, and ends after what is in flight; not while its trainer lives |
+| `bye`          | `ok`: the writer gives up its name, and ends after what is in flight; not while its trainer lives, \
+nor if `snapshot` is given and it holds another one |
 | `save`, `stop` | `trainer`: whether there is one that was told; takes `who`, text for people |
 | `status`       | `pid`, `trainer`, `held` (None, or `step` and `durable`), `beat` |
 
@@ -80,26 +81,22 @@ def ask(root_url: str, request: Mapping[str, Any], timeout: float) -> Received |
         WriterError: it says something else than a reply.
     """
     deadline = time.monotonic() + timeout
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
         try:
             sock.connect(address(root_url))
-        except (ConnectionRefusedError, FileNotFoundError):
-            return None
+        except ConnectionRefusedError:
+            return None  # nobody has the name
         except BlockingIOError as err:
             raise _silent(root_url, timeout) from err
         if peer_uid(sock) != os.geteuid():
             return None
         channel = Channel(sock)
-    except BaseException:
-        sock.close()
-        raise
-    try:
-        channel.send(request)
-        return _reply(channel, root_url, deadline, timeout)
-    finally:
-        channel.close()
+        try:
+            channel.send(request)
+            return _reply(channel, root_url, deadline, timeout)
+        finally:
+            channel.close()
 
 
 def _reply(channel: Channel, root_url: str, deadline: float, timeout: float) -> Received:
@@ -163,6 +160,7 @@ class Control:
         self._listener: socket.socket | None = None
         self._clients: list[_Client] = []
         self._stopping = False
+        self._lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="ckpt-control", daemon=True)
 
@@ -188,7 +186,9 @@ class Control:
 
     def poke(self) -> None:
         """Ask again for the replies that were not known. Any thread."""
-        os.eventfd_write(self._wake_fd, 1)
+        with self._lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
 
     def hang_up(self) -> None:
         """Give up the name: nobody new gets in. On the control thread, from `answer`."""
@@ -197,11 +197,15 @@ class Control:
             self._listener = None
 
     def close(self, timeout: float) -> None:
-        """End; waits at most `timeout` seconds for the thread."""
+        """End, after what is just being said; waits at most `timeout` seconds for the thread. Idempotent."""
         self._stopping = True
         self.poke()
         if self._thread.is_alive():
             self._thread.join(timeout)
+        with self._lock:
+            if not self._thread.is_alive() and self._wake_fd >= 0:
+                os.close(self._wake_fd)
+                self._wake_fd = -1
 
     def _bind(self) -> socket.socket | None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)

@@ -54,7 +54,7 @@ class Desk:
             case control.SNAPSHOT:
                 return self._snapshot()
             case control.BYE:
-                return self._take_leave()
+                return self._take_leave(request.get("snapshot"))
             case control.SAVE | control.STOP as what:
                 who = str(request.get("who", "somebody"))[:_WHO_LETTERS]
                 return Reply({"trainer": self._attended and self._trainer_lives() and self._forward(what, who)})
@@ -89,9 +89,12 @@ class Desk:
         }
         return Reply(body, (offer.fd,))
 
-    def _take_leave(self) -> Reply | None:
+    def _take_leave(self, snapshot: object) -> Reply | None:
         if self._attended:
             return Reply({"ok": False}) if self._trainer_lives() else None
+        newest = self._held.newest
+        if snapshot is not None and newest is not None and newest.snapshot != snapshot:
+            return Reply({"ok": False})  # somebody else's snapshot: it was attached to another writer
         self._said_bye.set()
         self._held.let_go()
         self._bye()

@@ -164,7 +164,7 @@ class MemoryPlace:
         self._released = True
         self._storage.close()
         with suppress(WriterError, OSError):  # it lingers a little longer then
-            reply = control.ask(self._root_url, {"what": control.BYE}, BYE_SECONDS)
+            reply = control.ask(self._root_url, {"what": control.BYE, "snapshot": self.snapshot}, BYE_SECONDS)
             for fd in reply.fds if reply is not None else ():
                 os.close(fd)
 

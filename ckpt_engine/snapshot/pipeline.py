@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import platform
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -18,15 +17,18 @@ from ckpt_engine.persist.client import WriterClient
 from ckpt_engine.persist.job import JobDone, PersistJob, SlotFreed
 from ckpt_engine.persist.pulse import Pulse
 from ckpt_engine.snapshot import headroom
-from ckpt_engine.snapshot.arena import Slot, slot_bytes
+from ckpt_engine.snapshot.arena import slot_bytes
 from ckpt_engine.snapshot.flatten import Flattener, LazyPredicate
 from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.snapshot.handover import Handover
 from ckpt_engine.snapshot.newest import Newest
 from ckpt_engine.snapshot.plan import Plan, Planner
 from ckpt_engine.snapshot.slots import Slots
 from ckpt_engine.snapshot.stage import Copier, Staging
+from ckpt_engine.snapshot.starting import OpenWriter, Starting
 
 WAIT_SECONDS = 3600.0
+START_SECONDS = 150.0
 WRITER_CLOSE_SECONDS = 60.0
 _FLUSH_SECONDS = 0.01
 
@@ -35,8 +37,7 @@ class Pipeline:
     """The trainer's side of all snapshots of one run.
 
     Args:
-        open_writer: starts a writer, with a memory tier or without, and returns its client; called again after a writer
-            died.
+        open_writer: starts a writer; called again after a writer died.
         slots: snapshots in host memory at once.
         emit: takes events, on the training thread.
         memory: with a memory tier: the writer keeps the newest snapshot, and makes it durable if this process dies.
@@ -49,7 +50,7 @@ class Pipeline:
 
     def __init__(
         self,
-        open_writer: Callable[[bool], WriterClient],
+        open_writer: OpenWriter,
         slots: int,
         emit: Callable[[Event], None],
         *,
@@ -69,7 +70,8 @@ class Pipeline:
         self._newest = Newest(self._slots.release)
         self._pulse: Pulse | None = None
         self._copier = Copier()
-        self._writer: _Writer | None = None
+        self._writer: Handover | None = None
+        self._starting: Starting | None = None
         self._staging: Staging | None = None
         self._jobs = 0
         self._pending: dict[int, tuple[SaveHandle, int]] = {}
@@ -86,17 +88,40 @@ class Pipeline:
         """
         if self._writer is not None:
             return
-        client = self._open_writer(self.memory)
-        self._writer = _Writer(client)
+        starting, self._starting = self._starting, None
+        if starting is None:
+            client = self._open_writer(self.memory, self._emit)
+        else:
+            client = starting.result(START_SECONDS)
+            for event in starting.events:
+                self._emit(event)
+        self._writer = Handover(client)
         if self.memory:
-            from ckpt_engine.persist.thread import ThreadWriter
+            self._begin_memory(client)
 
-            if isinstance(client, ThreadWriter):
-                self.memory = False
-                self._emit(Notice("WARNING", "there is no memory tier: a writer thread ends with the trainer"))
-                return
-            self._pulse = self._pulse or Pulse()
-            client.attach_pulse(self._pulse.fd)
+    def start_soon(self) -> None:
+        """Start the writer in the background; snapshots are skipped as busy until it has started."""
+        if self._writer is None and self._starting is None:
+            self._starting = Starting(self._open_writer, self.memory)
+
+    def _begin_memory(self, client: WriterClient) -> None:
+        from ckpt_engine.persist.thread import ThreadWriter
+
+        if isinstance(client, ThreadWriter):
+            self.memory = False
+            self._emit(Notice("WARNING", "there is no memory tier: a writer thread ends with the trainer"))
+            return
+        self._pulse = self._pulse or Pulse()
+        client.attach_pulse(self._pulse.fd)
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a writer, or one is being started."""
+        return self._writer is not None or self._starting is not None
+
+    @property
+    def _still_starting(self) -> bool:
+        return self._starting is not None and not self._starting.done
 
     def begin_step(self, step: int) -> None:
         """Training is about to begin `step`; the writer tells by it how much was lost."""
@@ -107,7 +132,8 @@ class Pipeline:
         """Plan for `state` and make the arena ready in the background, so that the first snapshot is as fast as any."""
         plan = self._planner.capture(state, lazy).plan
         self._fit(plan)
-        self.start()
+        if not self._still_starting:
+            self.start()
         self._slots.warm_up(plan, share)
 
     @property
@@ -118,6 +144,8 @@ class Pipeline:
     def ready(self, durable: bool = True) -> bool:
         """Whether `save` would take a snapshot now."""
         self.poll()
+        if self._still_starting:
+            return False
         return self._staging is None and self._slots.ready() and (not durable or self._writer_has_time())
 
     def _writer_has_time(self) -> bool:
@@ -143,6 +171,9 @@ class Pipeline:
         self.poll()
         capture = self._planner.capture(state, lazy)
         self._fit(capture.plan)
+        if self._still_starting:
+            self._emit(SnapshotSkipped(step, "busy"))
+            return SaveHandle(self, step, durable=durable, skipped="busy: the writer waits for the one before it")
         self.start()
         self.begin_step(step + 1)
         if not durable and not self.memory:
@@ -273,11 +304,18 @@ class Pipeline:
     def drain(self, timeout: float | None) -> bool:
         """Wait until no snapshot is in flight; False if the time was not enough."""
         self.before_update()
+        if self._starting is not None:
+            self.start()
         return self._wait(lambda: not self._pending, timeout)
 
     def arena_bytes(self) -> int:
         """Host memory held by the arena."""
         return self._slots.nbytes()
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Host memory that one snapshot takes; 0 before the first state was seen."""
+        return self._fitted_bytes
 
     def close(self, timeout: float) -> None:
         """Finish what is in flight, stop the writer, free the arena.
@@ -285,7 +323,7 @@ class Pipeline:
         Raises:
             WaitTimeoutError: snapshots are still in flight; the writer goes on with them by itself.
         """
-        drained = self.drain(timeout) if self._pending or self._staging else True
+        drained = self.drain(timeout) if self._pending or self._staging or self._starting else True
         self._copier.close(timeout)
         if self._writer is not None:
             self._writer.client.close(timeout)
@@ -312,7 +350,7 @@ class Pipeline:
         return True
 
     def _submitter(
-        self, job: PersistJob, writer: _Writer, handle: SaveHandle
+        self, job: PersistJob, writer: Handover, handle: SaveHandle
     ) -> Callable[[BaseException | None], None]:
         memory = self.memory
 
@@ -347,54 +385,6 @@ class Pipeline:
     def _fail(self, handle: SaveHandle, error: CkptError) -> None:
         handle.error = error
         self._failures.append(error)
-
-
-class _Writer:
-    """A running writer and what it has been told."""
-
-    def __init__(self, client: WriterClient) -> None:
-        self.client = client
-        self._slots: set[int] = set()
-        self._layout: int | None = None
-        self._skeletons: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    def announce(self, slot: Slot, known: Iterable[Slot], plan: Plan) -> None:
-        """Send what the next job refers to, unless the writer has it, and let it free what is no longer used.
-
-        Every earlier job has been submitted by then: the fence comes before the next snapshot.
-        """
-        with self._lock:
-            gone = self._slots - {s.index for s in known}
-            self._slots -= gone
-            if slot.index not in self._slots:
-                self.client.attach_slot(slot.index, slot.fd, slot.nbytes)
-                self._slots.add(slot.index)
-            layouts = []
-            if plan.layout.id != self._layout:
-                self.client.define_layout(plan.layout)
-                layouts = [self._layout] if self._layout is not None else []
-                self._layout = plan.layout.id
-            new = {ref.key: ref.id for ref in plan.skeletons}
-            for ref in plan.skeletons:
-                if self._skeletons.get(ref.key) != ref.id:
-                    self.client.define_skeleton(ref.id, ref.tree)
-            skeletons = [number for key, number in self._skeletons.items() if new.get(key) != number]
-            self._skeletons = new
-            if gone or layouts or skeletons:
-                self.client.forget(slots=sorted(gone), layouts=layouts, skeletons=skeletons)
-
-    def send(self, job: PersistJob, *, durable: bool) -> None:
-        """Hand over a staged snapshot.
-
-        Raises:
-            WriterError: see `WriterClient.submit`.
-        """
-        with self._lock:
-            if durable:
-                self.client.submit(job)
-            else:
-                self.client.hold(job)
 
 
 @cache

@@ -117,7 +117,7 @@ class Arena:
         self.step = 0
         self.pipeline = Pipeline(self._open, slots, self.events.append, memory=True, room=lambda: room)
 
-    def _open(self, memory: bool) -> FakeWriter:
+    def _open(self, memory: bool, _emit: object) -> FakeWriter:
         self.writers.append(FakeWriter(memory))
         return self.writers[-1]
 

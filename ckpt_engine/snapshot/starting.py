@@ -1,0 +1,55 @@
+"""A writer that is being started on a thread of its own, because its lease may have to wait for another one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from ckpt_engine.errors import WaitTimeoutError
+from ckpt_engine.observe.events import Event
+from ckpt_engine.persist.client import WriterClient
+
+OpenWriter = Callable[[bool, Callable[[Event], None]], WriterClient]
+"""Starts a writer, with a memory tier or without; tells events to the second argument, on the calling thread."""
+
+
+class Starting:
+    """Begins to start a writer at once.
+
+    Args:
+        open_writer: may take as long as waiting for the lease does.
+        memory: its first argument.
+    """
+
+    def __init__(self, open_writer: OpenWriter, memory: bool) -> None:
+        self.events: list[Event] = []
+        self._client: WriterClient | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(open_writer, memory), name="ckpt-start", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether `result` returns at once."""
+        return not self._thread.is_alive()
+
+    def result(self, timeout: float) -> WriterClient:
+        """The client.
+
+        Raises:
+            WaitTimeoutError: not within `timeout` seconds.
+            CkptError: why it did not start.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise WaitTimeoutError(f"the writer has not started within {timeout:.0f} s")
+        if self._error is not None:
+            raise self._error
+        assert self._client is not None
+        return self._client
+
+    def _run(self, open_writer: OpenWriter, memory: bool) -> None:
+        try:
+            self._client = open_writer(memory, self.events.append)
+        except Exception as err:  # noqa: BLE001 - raised on the training thread
+            self._error = err

@@ -7,6 +7,8 @@ Plans:
     die-mixed: step 1 durable, step 2 held and flushed, and kills itself.
     die-in-persist GATE: submits step 1, whose storage hangs until GATE exists, and step 2 behind it; holds step 3.
     die-after-forget: holds step 1, lets the writer forget all that it refers to, and kills itself.
+    die-away NEAR: holds step 1 of a run whose nearest tier, NEAR, cannot be written; ROOT is a further one.
+    die-empty: takes nothing at all.
     close: holds step 1, closes the writer, and ends.
     storm: steps without end, each held, every tenth submitted; logs each one before its memory is touched.
     wait: holds step 1, and waits to be killed; logs what it is asked for from outside.
@@ -15,15 +17,16 @@ Plans:
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.observe.events import Requested
+from ckpt_engine.observe.events import Requested, SnapshotReplicated
 from ckpt_engine.persist import spawn
 from ckpt_engine.persist.client import WriterClient, completed
-from ckpt_engine.persist.job import JobDone, WriterConfig
+from ckpt_engine.persist.job import JobDone, TierConfig, WriterConfig
 from ckpt_engine.persist.pulse import Pulse
 from tests.persist.staged import WAIT_SECONDS, Stage
 from tests.persist.trainer import Log
@@ -87,12 +90,10 @@ class Arena:
 
 def start(root: str, log: Log, **changes: Any) -> spawn.ProcessWriter:
     fields: dict[str, Any] = {"url": root, "lease_wait_seconds": 60.0, "drain_seconds": 60.0, "memory": True}
-    client = spawn.ProcessWriter.start(completed(WriterConfig(**{**fields, "linger_seconds": LINGER_SECONDS, **changes})))
+    fields["linger_seconds"] = float(os.environ.get("TEST_LINGER", "60"))
+    client = spawn.ProcessWriter.start(completed(WriterConfig(**{**fields, **changes})))
     log.write(writer=client.pid)
     return client
-
-
-LINGER_SECONDS = float(os.environ.get("TEST_LINGER", "60"))
 
 
 def storm(root: str, log: Log) -> None:
@@ -165,6 +166,23 @@ def main(root: str, path: str, plan: str, *rest: str) -> None:
         arena.take(1)
         client.forget(slots=[0, 1, 2], layouts=[1], skeletons=[1, 2])
         settle(client)
+        die()
+    elif plan == "die-away":
+        client = start(rest[0], log, tiers=(TierConfig(root),))
+        arena = Arena(client)
+        arena.take(1, durable=True)
+        while arena.busy:
+            arena.poll(1.0)
+        heard: list[Any] = []
+        while not any(isinstance(message, SnapshotReplicated) for message in heard):
+            heard += arena.poll(1.0)
+        shutil.rmtree(Path(rest[0]) / "data")
+        (Path(rest[0]) / "data").write_text("in the way")
+        arena.take(2)
+        settle(client)
+        die()
+    elif plan == "die-empty":
+        start(root, log)
         die()
     elif plan == "close":
         client = start(root, log)

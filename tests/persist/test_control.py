@@ -1,4 +1,4 @@
-"""The control socket: one request and one reply per connection, for the same user only; nobody can hold up the writer."""
+"""The control socket: one request and one reply per connection, for one user only; no client holds up the writer."""
 
 from __future__ import annotations
 

@@ -36,6 +36,7 @@ START_SECONDS = 60.0
 _NICE = 10
 _LOOK_SECONDS = 1.0
 _NAME_SECONDS = 5.0
+_END_SECONDS = 10.0
 _UCRED = struct.Struct("3i")
 
 EXIT_OK = 0
@@ -70,15 +71,16 @@ class PeerWatch:
             except PermissionError:
                 self.gone = False
 
-    def ended(self) -> bool:
-        """Whether it has ended, asked now. Any thread; never waits."""
+    def ended(self, timeout: float = 0.0) -> bool:
+        """Whether it has ended, or does so within `timeout` seconds. Any thread; leaves `gone` as it is.
+
+        Where there is no pidfd that is only known once `gone` is true.
+        """
         if self.fd is None:
-            self.look(())
-        else:
-            poll = select.poll()
-            poll.register(self.fd, select.POLLIN)
-            self.gone = self.gone or bool(poll.poll(0))
-        return self.gone
+            return self.gone
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return bool(poll.poll(timeout * 1000))
 
 
 class Serving:
@@ -223,8 +225,10 @@ class Serving:
         self._draining = True
         if self._closing:
             worker.finish()
-        else:
+        elif self._peer.fd is None or self._peer.ended(_END_SECONDS):
             worker.abandon()
+        else:
+            worker.disown()  # it lives, speaks to us no more, and does with its memory what it wants
         assert self._desk is not None
         self._desk.leave()
         self._poke()

@@ -123,6 +123,15 @@ class Worker:
         if self._memory:
             self.held.seal(self._writer.run)
 
+    def disown(self) -> None:
+        """The trainer has hung up and lives: exit after what is queued, without what is held, which may change now."""
+        with self._changed:
+            self.held.close()
+            self._finishing = True
+            self._changed.notify()
+        if self._memory:
+            self.held.seal(self._writer.run)
+
     def skip_waiting(self) -> None:
         """Exit after the message at hand and what is held in memory, leaving further tiers as they are."""
         with self._changed:

@@ -16,6 +16,7 @@ import pytest
 
 from ckpt_engine.errors import NoUsableSnapshotError, WriterError
 from ckpt_engine.observe.events import Notice, SnapshotCommitted
+from ckpt_engine.persist import spawn
 from ckpt_engine.persist.control import BYE, SAVE, SNAPSHOT, STATUS, STOP, address, ask
 from ckpt_engine.persist.job import PersistJob
 from ckpt_engine.persist.snapshots import Digests
@@ -193,6 +194,19 @@ def test_a_snapshot_that_changes_under_its_digests_is_not_written() -> None:
     assert digests.settle(["a", "b"]) == ["a", "b"]
     with pytest.raises(WriterError, match="changed"):
         digests.settle(["a", "c"])
+
+
+def test_a_trainer_that_hangs_up_and_lives_is_not_rescued(
+    processes: Writers, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on using its memory: whatever is there by now is no snapshot."""
+    monkeypatch.setattr(spawn, "ENTRY", Path(__file__).with_name("impatient_writer.py"))
+    client = processes.start(memory=True, linger_seconds=3600.0)
+    stage.share(client)
+    client.hold(stage.job(1))
+    client._channel._sock.shutdown(socket.SHUT_RDWR)
+    assert gone(client.pid)
+    assert steps(processes.root) == []
 
 
 def test_memory_of_a_run_that_was_removed_is_left_out(tmp_path: Path) -> None:

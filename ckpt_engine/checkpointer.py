@@ -79,7 +79,8 @@ class Checkpointer:
         """Take the run's lease and start the writer, unless that is done.
 
         Waits up to a minute for a writer that is still finishing the snapshots of a crashed trainer. If that writer
-        offers the last one from memory (memory tier), the wait is in the background: `ready` is False meanwhile.
+        offers the last one from memory (memory tier), the wait goes on in the background after half a second: `ready`
+        is False until it is over, and `wait` waits for it.
 
         Raises:
             LeaseHeldError: another process writes this run; names it.
@@ -87,10 +88,7 @@ class Checkpointer:
             WriterError: the writer does not start.
         """
         self._attach()
-        if self._attached is not None:
-            self._pipeline.start_soon()
-        else:
-            self._pipeline.start()
+        self._pipeline.start()
 
     def prepare(self, state: Any, *, lazy: LazyPredicate | None = None, share: float | None = None) -> None:
         """Announce the state: the arena is made ready in the background, so that the first snapshot is as fast as any.
@@ -309,6 +307,7 @@ class Checkpointer:
         """Reach for the snapshot that the writer of a dead trainer offers, before a new writer takes its place."""
         if self._attached is None and self.config.memory is not None and not self._pipeline.started:
             self._attached = attach(self.root_url, ATTACH_SECONDS)
+            self._pipeline.behind |= self._attached is not None
 
     def _detach(self) -> None:
         """Give the memory back. The writer that offered it ends when a new one starts, or when it has lingered."""

@@ -28,7 +28,7 @@ from ckpt_engine.snapshot.stage import Copier, Staging
 from ckpt_engine.snapshot.starting import OpenWriter, Starting
 
 WAIT_SECONDS = 3600.0
-START_SECONDS = 150.0
+BEHIND_SECONDS = 0.5
 WRITER_CLOSE_SECONDS = 60.0
 _FLUSH_SECONDS = 0.01
 
@@ -44,6 +44,8 @@ class Pipeline:
         room: how much host memory is left; see `headroom`.
         pickle_paths: see `Flattener`.
         check_lazy: debug mode, see `Staging`.
+
+    `behind` is to be set where the writer of an earlier trainer may still hold the lease for a while.
 
     All methods belong to the training thread. Nothing but `wait_for`, `drain` and `close` ever waits for storage.
     """
@@ -79,30 +81,37 @@ class Pipeline:
         self._unsent: dict[int, tuple[PersistJob, SaveHandle, CkptError]] = {}
         self._failures: list[CkptError] = []
         self.parent: str | None = None
+        self.behind = False
 
     def start(self) -> None:
         """Start the writer and take the run's lease, unless that is done.
+
+        `behind` another writer it is only waited for shortly: snapshots are skipped as busy until it has started, and
+        what goes wrong is raised by the first call after that.
 
         Raises:
             LeaseHeldError, StorageError, WriterError
         """
         if self._writer is not None:
             return
-        starting, self._starting = self._starting, None
+        if self.behind and self._starting is None:
+            self._starting = Starting(self._open_writer, self.memory)
+            self._starting.wait(BEHIND_SECONDS)
+        if not self._still_starting:
+            self._adopt()
+
+    def _adopt(self) -> None:
+        """Take the writer that has started, or start one."""
+        starting, self._starting, self.behind = self._starting, None, False
         if starting is None:
             client = self._open_writer(self.memory, self._emit)
         else:
-            client = starting.result(START_SECONDS)
+            client = starting.result()
             for event in starting.events:
                 self._emit(event)
         self._writer = Handover(client)
         if self.memory:
             self._begin_memory(client)
-
-    def start_soon(self) -> None:
-        """Start the writer in the background; snapshots are skipped as busy until it has started."""
-        if self._writer is None and self._starting is None:
-            self._starting = Starting(self._open_writer, self.memory)
 
     def _begin_memory(self, client: WriterClient) -> None:
         from ckpt_engine.persist.thread import ThreadWriter
@@ -132,8 +141,7 @@ class Pipeline:
         """Plan for `state` and make the arena ready in the background, so that the first snapshot is as fast as any."""
         plan = self._planner.capture(state, lazy).plan
         self._fit(plan)
-        if not self._still_starting:
-            self.start()
+        self.start()
         self._slots.warm_up(plan, share)
 
     @property
@@ -171,10 +179,10 @@ class Pipeline:
         self.poll()
         capture = self._planner.capture(state, lazy)
         self._fit(capture.plan)
-        if self._still_starting:
+        self.start()
+        if self._writer is None:
             self._emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: the writer waits for the one before it")
-        self.start()
         self.begin_step(step + 1)
         if not durable and not self.memory:
             return SaveHandle(self, step, durable=False, skipped="there is no memory tier")
@@ -182,7 +190,6 @@ class Pipeline:
         if slot is None:
             self._emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: earlier snapshots are still being written")
-        assert self._writer is not None
         self._writer.announce(slot, self._slots.known(), capture.plan)
         self._jobs += 1
         job = PersistJob(
@@ -305,7 +312,10 @@ class Pipeline:
         """Wait until no snapshot is in flight; False if the time was not enough."""
         self.before_update()
         if self._starting is not None:
-            self.start()
+            self._starting.wait(WAIT_SECONDS if timeout is None else timeout)
+            if self._still_starting:
+                return False
+            self._adopt()
         return self._wait(lambda: not self._pending, timeout)
 
     def arena_bytes(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from ckpt_engine.errors import WaitTimeoutError
 from ckpt_engine.observe.events import Event
 from ckpt_engine.persist.client import WriterClient
 
@@ -30,19 +29,19 @@ class Starting:
 
     @property
     def done(self) -> bool:
-        """Whether `result` returns at once."""
+        """Whether there is a result."""
         return not self._thread.is_alive()
 
-    def result(self, timeout: float) -> WriterClient:
-        """The client.
+    def wait(self, timeout: float) -> None:
+        """Wait at most `timeout` seconds for it."""
+        self._thread.join(timeout)
+
+    def result(self) -> WriterClient:
+        """The client, once `done`.
 
         Raises:
-            WaitTimeoutError: not within `timeout` seconds.
             CkptError: why it did not start.
         """
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise WaitTimeoutError(f"the writer has not started within {timeout:.0f} s")
         if self._error is not None:
             raise self._error
         assert self._client is not None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ckpt_engine.errors import WriterError
+from ckpt_engine.errors import CkptError, LeaseHeldError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, WriterLost
 from ckpt_engine.persist.job import ErrorRecord, JobDone, Layout, PersistJob
 from ckpt_engine.persist.mailbox import Message
+from ckpt_engine.snapshot import pipeline
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.headroom import Room
 from ckpt_engine.snapshot.pipeline import Pipeline
@@ -115,9 +117,16 @@ class Arena:
         self.events: list[Event] = []
         self.state = {"w": torch.zeros(NUMBERS), "step": 0}
         self.step = 0
+        self.lease: threading.Event | None = None
+        self.refused: CkptError | None = None
         self.pipeline = Pipeline(self._open, slots, self.events.append, memory=True, room=lambda: room)
 
-    def _open(self, memory: bool, _emit: object) -> FakeWriter:
+    def _open(self, memory: bool, emit: Callable[[Event], None]) -> FakeWriter:
+        if self.lease is not None:
+            assert self.lease.wait(10.0)
+            emit(Notice("INFO", "had to wait"))
+        if self.refused is not None:
+            raise self.refused
         self.writers.append(FakeWriter(memory))
         return self.writers[-1]
 
@@ -308,3 +317,34 @@ def test_too_little_host_memory_means_fewer_slots_then_no_memory_tier(slots: int
         arena.writer.wait(0.0)
     assert len(arena.pipeline._slots.known()) <= slots
     arena.pipeline.close(10.0)
+
+
+def test_training_goes_on_while_the_writer_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease may be held by a rescue for long: snapshots are skipped, and `drain` waits."""
+    monkeypatch.setattr(pipeline, "BEHIND_SECONDS", 0.0)
+    arena = Arena()
+    arena.lease = threading.Event()
+    arena.pipeline.behind = True
+    arena.pipeline.start()
+    assert not arena.pipeline.ready()
+    assert "waits for the one before it" in str(arena.save().skipped)
+    assert not arena.pipeline.drain(0.0)
+    arena.lease.set()
+    assert arena.pipeline.drain(10.0)
+    assert [event.message for event in arena.events if isinstance(event, Notice)] == ["had to wait"]
+    assert arena.pipeline.ready()
+    assert not arena.save().skipped
+    arena.pipeline.close(10.0)
+
+
+def test_what_went_wrong_behind_a_writer_is_raised_by_the_next_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another restart of the same run was faster."""
+    monkeypatch.setattr(pipeline, "BEHIND_SECONDS", 0.0)
+    arena = Arena()
+    arena.lease, arena.refused = threading.Event(), LeaseHeldError("somebody else was faster")
+    arena.pipeline.behind = True
+    arena.pipeline.start()
+    assert arena.save().skipped
+    arena.lease.set()
+    with pytest.raises(LeaseHeldError, match="faster"):
+        arena.pipeline.drain(10.0)

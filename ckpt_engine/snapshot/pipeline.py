@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Mapping
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
-
-import torch
 
 from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, SnapshotStaged, WriterLost
@@ -24,6 +19,7 @@ from ckpt_engine.snapshot.handover import Handover
 from ckpt_engine.snapshot.newest import Newest
 from ckpt_engine.snapshot.plan import Plan, Planner
 from ckpt_engine.snapshot.slots import Slots
+from ckpt_engine.snapshot.software import software
 from ckpt_engine.snapshot.stage import Copier, Staging
 from ckpt_engine.snapshot.starting import OpenWriter, Starting
 
@@ -395,15 +391,3 @@ class Pipeline:
     def _fail(self, handle: SaveHandle, error: CkptError) -> None:
         handle.error = error
         self._failures.append(error)
-
-
-@cache
-def software() -> Mapping[str, str]:
-    """Versions that bear on whether a resumed run can be bitwise the same."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in ("ckpt-engine", "numpy", "lightning", "accelerate"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -127,7 +127,8 @@ def take(ckpt: Checkpointer, training: Training, job: dict[str, Any], predicate:
     if not durable and not (job["memory"] and ckpt.ready(durable=False)):
         ckpt.poll()
         return
-    ckpt.save(training.state(), step=step, durable=durable, lazy=predicate)
+    reason = "manual" if durable else "memory"
+    ckpt.save(training.state(), step=step, reason=reason, durable=durable, lazy=predicate)
 
 
 def warm_up() -> None:

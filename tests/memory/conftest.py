@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.lightning.conftest import one_thread  # noqa: F401 - runs are compared bit for bit here too
 from tests.memory.lives import Trainers
 
 

@@ -24,7 +24,7 @@ from ckpt_engine.persist import spawn, thread  # noqa: F401 - otherwise imported
 
 SEED = 7
 BATCH = 4
-DURABLE_EVERY = 7
+READY_SECONDS = 60.0
 
 
 class Training:
@@ -103,7 +103,12 @@ def run(job: dict[str, Any]) -> None:
     trace.tell("resumed", training.steps, f"{place} {loaded.lost_steps if loaded else None}")
     predicate = lazily if job["lazy"] else None
     ckpt.prepare(training.state(), lazy=predicate)
-    ckpt.wait()  # nothing is trained before somebody is there to keep it
+    # Nothing is trained before somebody is there to keep it, and has room for it.
+    ckpt.wait()
+    deadline = time.monotonic() + READY_SECONDS
+    while not ckpt.ready():
+        assert time.monotonic() < deadline, "the arena does not become ready"
+        time.sleep(0.001)
     while training.steps < job["steps"]:
         ckpt.begin_step(training.steps + 1)
         trace.tell("begin", training.steps + 1)

@@ -98,7 +98,7 @@ class Serving:
         self._control: Control | None = None
         self._drain_seconds = self._linger_seconds = 0.0
         self._closing = False
-        self._draining = self._hurried = self._stopped = False
+        self._stopped = False
         self._end_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._status = EXIT_OK
 
@@ -115,15 +115,6 @@ class Serving:
         if self._control is not None:
             self._control.close(_NAME_SECONDS)  # so that what it has just said is sent
         return self._status
-
-    def terminate(self) -> None:
-        """Somebody wants this process to end: it does not linger. For signal handlers.
-
-        Once its trainer is gone it does only what would be lost otherwise.
-        """
-        self._stopped = True
-        self._hurried = self._draining
-        os.eventfd_write(self._end_fd, 1)
 
     def _attend(self) -> None:
         """Receive until the trainer is gone, or the worker has ended and everything is said.
@@ -218,11 +209,10 @@ class Serving:
         self._channel.wake()
 
     def _drain(self, worker: Worker) -> int:
-        """The trainer is gone: finish what it left, bounded in time; `terminate` limits that to what would be lost."""
+        """The trainer is gone: finish what it left, bounded in time. SIGTERM limits that to what would be lost."""
         if not worker.opened:
             return self._status  # still waiting for the lease: there is nothing to finish
         _silence()
-        self._draining = True
         if self._closing:
             worker.finish()
         elif self._peer.fd is None or self._peer.ended(_END_SECONDS):
@@ -232,17 +222,30 @@ class Serving:
         assert self._desk is not None
         self._desk.leave()
         self._poke()
+        self._heed_termination(worker)
         deadline = time.monotonic() + self._drain_seconds
         while not worker.join(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 return EXIT_DEADLINE
-            if self._hurried:
-                worker.skip_waiting()
             if self._lingering(worker) == 0.0:
                 worker.held.let_go()
         if not self._closing:
             self._linger(worker)
         return self._status
+
+    def _heed_termination(self, worker: Worker) -> None:
+        """From now on SIGTERM is for us. One that came before was for the job: nobody comes back to it here."""
+
+        def stop(_number: int, _frame: object) -> None:
+            worker.skip_waiting()
+            self._stopped = True
+            os.eventfd_write(self._end_fd, 1)
+
+        if signal.SIGTERM in signal.sigpending():
+            signal.sigwait([signal.SIGTERM])
+            self._stopped = True
+        signal.signal(signal.SIGTERM, stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 
     def _lingering(self, worker: Worker) -> float | None:
         """Seconds for which what is in memory is still to be served; None: it is not durable yet."""
@@ -268,9 +271,8 @@ def main(arguments: list[str]) -> int:
     # The trainer decides when to stop: signals to the whole job must not take the snapshot in flight with them.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    serving = Serving(socket.socket(fileno=int(arguments[0])))
-    signal.signal(signal.SIGTERM, lambda _number, _frame: serving.terminate())
-    return serving.run()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # heeded when the trainer is gone
+    return Serving(socket.socket(fileno=int(arguments[0]))).run()
 
 
 def _complain(text: str) -> None:

@@ -56,13 +56,15 @@ class MemoryStorage:
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         if name == self._file:
             stop = self._nbytes if nbytes is None else min(self._nbytes, start + nbytes)
-            return bytes(self.view(name, start, max(0, stop - start)))
+            return bytes(self.view(name, start, stop - start)) if start < stop else b""
         text = self._text(name)
         return text[start:] if nbytes is None else text[start : start + nbytes]
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         if name == self._file:
             view = self.view(name, start, out.nbytes)
+            if not out.nbytes:
+                return
             # Unlike a slice assignment this lets go of the GIL.
             ctypes.memmove(address_of(out), address_of(view), out.nbytes)
             return

@@ -4,6 +4,8 @@ It logs one JSON line per thing that a test must know, each with a single write,
 
 Plans:
     die-holding N: holds the steps 1 to N, waits until the last is with the kernel, and kills itself.
+    die-of SIGNAL: as die-holding 1, of another signal; 0: it just ends.
+    die-forked: as die-holding 1, with a forked child that keeps every descriptor open.
     die-mixed: step 1 durable, step 2 held and flushed, and kills itself.
     die-in-persist GATE: submits step 1, whose storage hangs until GATE exists, and step 2 behind it; holds step 3.
     die-after-forget: holds step 1, lets the writer forget all that it refers to, and kills itself.
@@ -17,6 +19,7 @@ Plans:
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -29,7 +32,7 @@ from ckpt_engine.persist.client import WriterClient, completed
 from ckpt_engine.persist.job import JobDone, TierConfig, WriterConfig
 from ckpt_engine.persist.pulse import Pulse
 from tests.persist.staged import WAIT_SECONDS, Stage
-from tests.persist.trainer import Log
+from tests.persist.trainer import Log, fork_holder
 
 SLOT_BYTES = 1 << 20
 DURABLE_EVERY = 10
@@ -137,6 +140,14 @@ def main(root: str, path: str, plan: str, *rest: str) -> None:
             arena.take(step)
         settle(arena.client)
         die()
+    elif plan in ("die-of", "die-forked"):
+        client = start(root, log)
+        if plan == "die-forked":
+            fork_holder(log)
+        Arena(client).take(1)
+        settle(client)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.kill(os.getpid(), int(rest[0]) if rest else signal.SIGKILL)
     elif plan == "die-mixed":
         client = start(root, log)
         pulse = Pulse()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ from ckpt_engine.persist.desk import Desk
 from ckpt_engine.persist.held import Held, Offer
 from ckpt_engine.persist.ids import Ids
 from ckpt_engine.persist.intake import Intake, Order, Told
-from ckpt_engine.persist.job import job_to_json, layout_to_json
+from ckpt_engine.persist.job import WriterConfig, job_to_json, layout_to_json
 from ckpt_engine.persist.mailbox import Mailbox
 from ckpt_engine.persist.pulse import Pulse, read_pulse
+from ckpt_engine.persist.worker import Worker
+from ckpt_engine.persist.writer import Writer
 from ckpt_engine.store import manifest_codec
 from ckpt_engine.store.layout import parse_id
 from ckpt_engine.store.transfer import RunText
-from tests.persist.staged import NONE, WAIT_SECONDS, Stage, weight_bytes
+from tests.persist.staged import NONE, WAIT_SECONDS, Stage, check_all, weight_bytes
 
 RUN = RunText("0" * 32, b"{}")
 
@@ -324,3 +327,39 @@ def test_a_new_pulse_replaces_the_old_one(held: Held) -> None:
     assert held.beat is not None and held.beat.step == 1
     for pulse in pulses:
         pulse.close()
+
+
+def test_the_newest_has_the_highest_number_though_it_overtakes(
+    tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is offered before the job at hand, an older one, has got anywhere."""
+    at_hand, go_on = threading.Event(), threading.Event()
+    persist = Writer.persist
+
+    def late(self: Writer, order: Order) -> None:
+        at_hand.set()
+        assert go_on.wait(WAIT_SECONDS)
+        persist(self, order)
+
+    monkeypatch.setattr(Writer, "persist", late)
+    worker = Worker(WriterConfig(str(tmp_path / "run"), memory=True), lambda body: None, lambda broken: None)
+    worker.start()
+    second = Stage(slot=1)
+    for each in (stage, second):
+        worker.put({"kind": protocol.SLOT, "slot": each.slot, "nbytes": each.nbytes}, [os.dup(each.fd)])
+    worker.put({"kind": protocol.LAYOUT, "layout": layout_to_json(stage.layout)})
+    worker.put({"kind": protocol.SKELETON, "id": 1, "tree": {"a": NONE}})
+    worker.put({"kind": protocol.SKELETON, "id": 2, "tree": {"epoch": {"$": "v", "i": 0}}})
+    worker.put({"kind": protocol.PERSIST, "job": job_to_json(stage.job(1))})
+    assert at_hand.wait(WAIT_SECONDS)
+    worker.put({"kind": protocol.HOLD, "job": job_to_json(second.job(2))})
+    worker.abandon()
+    offer = offered(worker.held)
+    os.close(offer.fd)
+    go_on.set()
+    assert worker.join(WAIT_SECONDS)
+    worker.held.close()
+    second.close()
+    infos = check_all(tmp_path / "run")
+    assert [(info.step, info.seq) for info in infos] == [(1, 1), (2, 2)]
+    assert infos[-1].id == offer.snapshot

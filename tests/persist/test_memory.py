@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ckpt_engine.restore.load import load
 from ckpt_engine.restore.memory import MemoryPlace, attach
 from ckpt_engine.store.repository import Repository
@@ -83,6 +85,32 @@ def test_a_hold_that_was_flushed_just_before_the_kill_is_not_lost(tmp_path: Path
     assert step_in_memory(place) == 1
     place.release()
     assert gone(told["writer"])
+    assert steps(root) == [1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, 0], ids=["crash", "exit"])
+def test_it_does_not_matter_how_the_trainer_ends(tmp_path: Path, number: int) -> None:
+    """By an error of its own, or because its script just ends without closing anything."""
+    root = tmp_path / "run"
+    told = run_trainer(root, "die-of", str(int(number)), status=-number)
+    place = attached(root)
+    assert step_in_memory(place) == 1
+    place.release()
+    assert gone(told["writer"])
+    assert steps(root) == [1]
+
+
+def test_a_forked_child_does_not_hide_the_end_of_the_trainer(tmp_path: Path) -> None:
+    """Like a loader worker that outlives it, with every descriptor open."""
+    root = tmp_path / "run"
+    told = run_trainer(root, "die-forked")
+    try:
+        place = attached(root)
+        assert step_in_memory(place) == 1
+        place.release()
+        assert gone(told["writer"])
+    finally:
+        os.kill(told["holder"], signal.SIGKILL)
     assert steps(root) == [1]
 
 

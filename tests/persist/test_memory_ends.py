@@ -28,6 +28,7 @@ from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all
 from tests.persist.test_memory import attached, check_state, logged, run_trainer, step_in_memory, steps, trainer
 from tests.persist.test_process import gone
+from tests.persist.tiered import Run
 
 
 def until(found: object, process: subprocess.Popen[bytes], root: Path) -> None:
@@ -256,6 +257,25 @@ def test_what_could_not_be_written_is_tried_again_at_the_end(writers: Writers, s
     data.unlink()
     assert client.close(WAIT_SECONDS)
     assert [i.step for i in check_all(writers.root)] == [1]
+
+
+def test_holds_do_not_queue_behind_a_persist(run: Run) -> None:
+    """However long it takes, and however often something is held meanwhile."""
+    client = run.start(memory=True)
+    run.weather[run.near].gate.clear()
+    client.submit(run.stage.job(1))
+    assert run.weather[run.near].reached.wait(WAIT_SECONDS)
+    other = Stage(slot=1)
+    other.share(client)
+    for step in range(2, 300):
+        client.hold(other.job(step))
+    assert not client._worker._todo
+    newest = client._worker.held.newest
+    assert newest is not None and newest.job.step == 299
+    run.weather[run.near].gate.set()
+    run.close()
+    assert steps(run.near) == [1, 299]
+    other.close()
 
 
 def test_a_hold_that_names_nothing_is_told_and_costs_nothing(writers: Writers, stage: Stage) -> None:

@@ -62,7 +62,7 @@ class Patience(Callback):
             return
         self._waited = True
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not run.checkpointer.ready():
+        while not (run.checkpointer.ready() and run.checkpointer._pipeline._slots._warm_up is None):
             if time.monotonic() > deadline:
                 raise TimeoutError("the arena does not become ready")
             time.sleep(0.001)

@@ -106,7 +106,7 @@ def run(job: dict[str, Any]) -> None:
     # Nothing is trained before somebody is there to keep it, and has room for it.
     ckpt.wait()
     deadline = time.monotonic() + READY_SECONDS
-    while not ckpt.ready():
+    while not (ckpt.ready() and ckpt._pipeline._slots._warm_up is None):
         assert time.monotonic() < deadline, "the arena does not become ready"
         time.sleep(0.001)
     while training.steps < job["steps"]:
@@ -117,7 +117,7 @@ def run(job: dict[str, Any]) -> None:
         ckpt.before_update()
         training.update()
         trace.tell("end", training.steps, loss.hex())
-        take(ckpt, training, job, predicate)
+        take(ckpt, training, job, predicate, trace)
     trace.tell("digest", training.steps, training.digest())
     if job.get("hang"):
         time.sleep(job["hang"])
@@ -125,12 +125,12 @@ def run(job: dict[str, Any]) -> None:
     trace.tell("closed", training.steps)
 
 
-def take(ckpt: Checkpointer, training: Training, job: dict[str, Any], predicate: Any) -> None:
+def take(ckpt: Checkpointer, training: Training, job: dict[str, Any], predicate: Any, trace: Trace) -> None:
     """A snapshot in memory after every step, a durable one after every seventh."""
     step = training.steps
     durable = step % job["durable_every"] == 0 and ckpt.ready()
     if not durable and not (job["memory"] and ckpt.ready(durable=False)):
-        ckpt.poll()
+        trace.tell("skipped", step)
         return
     reason = "manual" if durable else "memory"
     ckpt.save(training.state(), step=step, reason=reason, durable=durable, lazy=predicate)

@@ -32,7 +32,8 @@ class Lost:
         lost = begun - step
         place = "durable tier" if place not in ("memory", "nowhere") else place
         if trained:
-            assert lost <= most, f"{lost} steps lost from {place}: {before.log()}\n---\n{after.log()}"
+            last = before.lines()[-12:]
+            assert lost <= most, f"{lost} steps lost from {place}: {last} {before.log()}\n---\n{after.log()}"
             self.rows[place, lost] += 1
         else:
             # Killed before its first step: what it had resumed from is still there.

@@ -312,7 +312,7 @@ class Checkpointer:
     def _detach(self) -> None:
         """Give the memory back. The writer that offered it ends when a new one starts, or when it has lingered."""
         if self._attached is not None:
-            self._attached.release()
+            self._attached.release(bye=False)
             self._attached = None
 
     def _emit(self, event: Event) -> None:

@@ -159,12 +159,18 @@ class MemoryPlace:
         self._storage = MemoryStorage(texts, str(body["file"]), reply.fds[0], int(body["nbytes"]), beat)
         self.repository = Repository(self._storage)
 
-    def release(self) -> None:
-        """Tell the writer that it is not needed any more, and give up the memory. Idempotent; never raises."""
+    def release(self, *, bye: bool = True) -> None:
+        """Give up the memory. Idempotent; never raises.
+
+        Args:
+            bye: tell the writer that it is not needed any more; whoever only looks at the snapshot does not.
+        """
         if self._released:
             return
         self._released = True
         self._storage.close()
+        if not bye:
+            return
         with suppress(WriterError, OSError):  # it lingers a little longer then
             reply = control.ask(self._root_url, {"what": control.BYE, "snapshot": self.snapshot}, BYE_SECONDS)
             for fd in reply.fds if reply is not None else ():

@@ -26,6 +26,7 @@ class Trainers:
     """Starts training processes, one at a time, from a process that has the imports already."""
 
     def __init__(self) -> None:
+        self._pid: int | None = None
         self._server = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.memory.plain_trainer"],
             stdin=subprocess.PIPE,
@@ -36,13 +37,19 @@ class Trainers:
 
     def start(self, job: dict[str, Any]) -> int:
         """The process id of the new trainer."""
+        if self._pid is not None:  # of a test that has failed
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            self.join()
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(job) + "\n")
         self._server.stdin.flush()
-        return int(self._answer()["pid"])
+        self._pid = int(self._answer()["pid"])
+        return self._pid
 
     def join(self) -> int:
         """The exit status of the trainer once it is gone; negative: the signal that killed it."""
+        self._pid = None
         return int(self._answer()["status"])
 
     def close(self) -> None:

@@ -128,23 +128,32 @@ def kill_writer_then_trainer(run: Run, draw: random.Random) -> Life:
 def test_with_both_killed_the_durable_tier_has_the_run(tmp_path: Path, trainers: Trainers) -> None:
     """And nothing else than what the disk has is needed: its pages are dropped from the cache before."""
     lost = Lost()
-    run = Run(trainers, tmp_path, steps=60)
-    life = kill_both(run, random.Random())
-    last = finish(run, life, lost, most=3 * run.durable_every)
+    run = Run(trainers, tmp_path, steps=200)
+    kill_both(run, random.Random(), lost)
     run.assert_exact(run.reference())
-    assert last.resumed is not None
-    assert last.resumed[1] not in ("memory", "nowhere"), last.log()
 
 
-def kill_both(run: Run, draw: random.Random) -> Life:
+def kill_both(run: Run, draw: random.Random, lost: Lost) -> None:
+    """Kill trainer and writer at once, after the first snapshot became durable; the next trainer has that, or more."""
     life = run.live()
-    life.wait_for_steps(2 * run.durable_every + draw.randint(1, 12))
+    until(lambda: _durable_steps(run) or life.over, life.log)
+    life.wait_for_steps(len(life.steps("begin")) + draw.randint(1, 12))
     _pause(draw.uniform(0.0, 0.03))
+    durable = _durable_steps(run)
     life.kill_writer()
     life.kill()
     assert run.trainers.join() in (-9, 0), life.log()
     drop_cache(Path(run.root))
-    return life
+    last = finish(run, life, lost, most=run.steps)
+    assert last.resumed is not None
+    step, place, _ = last.resumed
+    assert place not in ("memory", "nowhere"), last.log()
+    assert step >= max(durable), last.log()
+
+
+def _durable_steps(run: Run) -> list[int]:
+    """Steps of the snapshots on the disk, by the names of their manifests."""
+    return [int(path.stem.split("-")[1][1:]) for path in Path(run.root).glob("snapshots/[0-9]*.json")]
 
 
 def drop_cache(folder: Path) -> None:
@@ -170,6 +179,23 @@ def test_without_a_restart_the_writer_leaves_a_durable_snapshot_and_goes(tmp_pat
         newest = ckpt.snapshots()[-1]
     assert max(life.steps("begin")) - newest.step <= MOST_LOST
     assert newest.reason == "memory" or newest.step % run.durable_every == 0
+
+
+def test_whoever_only_loads_does_not_take_the_memory_from_the_next_trainer(tmp_path: Path, trainers: Trainers) -> None:
+    """A look at the run after the crash, from memory; then the training is restarted, from memory too."""
+    run = Run(trainers, tmp_path, steps=60)
+    life = run.live()
+    life.wait_for_steps(10)
+    life.kill()
+    trainers.join()
+    with Checkpointer(tiers=["memory", run.root]) as ckpt:
+        assert ckpt.load() is not None
+        assert ckpt.loaded is not None
+        assert ckpt.loaded.from_memory
+    last = finish(run, life, Lost())
+    assert last.resumed is not None
+    assert last.resumed[1] == "memory", last.log()
+    run.assert_no_writer_left(30.0)
 
 
 def test_the_end_of_a_run_leaves_nothing_behind(tmp_path: Path, trainers: Trainers) -> None:
@@ -202,8 +228,8 @@ def test_two_hundred_random_moments(tmp_path: Path, trainers: Trainers) -> None:
         finish(run, kill_writer_then_trainer(run, draw), writers)
         run.assert_exact(run.reference())
     for number in range(30):
-        run = Run(trainers, tmp_path / f"b{number}", steps=60, width=256, lazy=number % 2 == 1)
-        finish(run, kill_both(run, draw), both, most=3 * run.durable_every)
+        run = Run(trainers, tmp_path / f"b{number}", steps=200, width=256, lazy=number % 2 == 1)
+        kill_both(run, draw, both)
         run.assert_exact(run.reference())
     for title, lost in (("trainer killed", alone), ("writer, later its trainer", writers), ("both at once", both)):
         print(f"\n{title}:{lost.table()}")

@@ -28,7 +28,6 @@ from ckpt_engine.persist.wire import Body, Channel, Received
 if TYPE_CHECKING:
     from ckpt_engine.persist.control import Control
     from ckpt_engine.persist.desk import Desk
-    from ckpt_engine.persist.job import WriterConfig
     from ckpt_engine.persist.worker import Worker
 
 START_SECONDS = 60.0
@@ -95,6 +94,7 @@ class Serving:
         self._channel = Channel(sock)
         self._worker: Worker | None = None
         self._desk: Desk | None = None
+        self._url = ""
         self._control: Control | None = None
         self._drain_seconds = self._linger_seconds = 0.0
         self._closing = False
@@ -170,21 +170,23 @@ class Serving:
         if config.nice:
             # Linux keeps this per thread: threads started from here on inherit it. The I/O priority follows from it.
             os.nice(_NICE)
-        self._worker = Worker(config, self._channel.send, self._worker_ended, lambda: self._listen(config), self._poke)
+        self._url = config.url
+        self._worker = Worker(config, self._channel.send, self._worker_ended, self._listen, self._poke)
         self._desk = Desk(self._worker.held, self._forward, lambda: not self._peer.ended(), self._take_leave)
         self._worker.start()
 
-    def _listen(self, config: WriterConfig) -> None:
+    def _listen(self) -> None:
         """Take requests from outside from now on: the run is ours."""
         from ckpt_engine.persist.control import Control
 
         assert self._desk is not None
-        control = Control(config.url, self._desk.answer)
+        control = Control(self._url, self._desk.answer)
         try:
             control.open(_NAME_SECONDS)
         except WriterError as err:
             told = f"the writer takes no requests from outside: {err.message}"
             self._channel.send(protocol.event(Notice("WARNING", told)))
+            control.close(_NAME_SECONDS)
         else:
             self._control = control
 
@@ -221,6 +223,8 @@ class Serving:
             worker.disown()  # it lives, speaks to us no more, and does with its memory what it wants
         assert self._desk is not None
         self._desk.leave()
+        if self._control is None and not self._closing:
+            self._listen()  # whoever had the name may be gone by now
         self._poke()
         self._heed_termination(worker)
         deadline = time.monotonic() + self._drain_seconds

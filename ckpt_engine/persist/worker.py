@@ -118,6 +118,7 @@ class Worker:
             if newest is not None:
                 # They are older, and given no numbers any more: the highest number is that of the newest.
                 self._drop(lambda order: order is not newest)
+            self._intake.close()  # what no order needs is nobody's memory any more
             self._finishing = self._abandoned = True
             self._changed.notify()
         if self._memory:
@@ -165,6 +166,7 @@ class Worker:
             broken = traceback.format_exc()
         finally:
             broken = broken or self._broken
+            self._let_go()  # further tiers may take long yet, and need no memory
             try:
                 self._writer.close()
                 if broken is None:
@@ -173,12 +175,16 @@ class Worker:
                 broken = broken or traceback.format_exc()
             self._writer.stop_draining()
             with self._changed:
-                self._drop(lambda _: True)
-                self._intake.close()
-                if not self._abandoned:
-                    self.held.close()
+                self._let_go()
                 self.ended = True
             self._on_exit(broken)
+
+    def _let_go(self) -> None:
+        with self._changed:
+            self._drop(lambda _: True)
+            self._intake.close()
+            if not self._abandoned:
+                self.held.close()
 
     def _open(self) -> bool:
         try:

@@ -18,7 +18,7 @@ from ckpt_engine.restore.memory import MemoryPlace, attach
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.persist.staged import WAIT_SECONDS, check_all, weight_bytes
-from tests.persist.test_process import REPOSITORY, gone
+from tests.persist.test_process import REPOSITORY, _target, gone
 from tests.persist.test_storm import rows
 
 
@@ -115,11 +115,13 @@ def test_a_forked_child_does_not_hide_the_end_of_the_trainer(tmp_path: Path) -> 
 
 
 def test_of_many_holds_the_newest_is_kept(tmp_path: Path) -> None:
-    """Older ones are superseded, and none of them costs a write."""
+    """Older ones are superseded, and none of them costs a write; the memory of one slot is all that is kept."""
     root = tmp_path / "run"
     told = run_trainer(root, "die-holding", "50")
     place = attached(root)
     assert place.step == step_in_memory(place) == 50
+    links = [_target(fd) for fd in Path(f"/proc/{told['writer']}/fd").iterdir()]
+    assert sum("memfd:test-arena" in link for link in links) == 1
     place.release()
     assert gone(told["writer"])
     assert steps(root) == [50]

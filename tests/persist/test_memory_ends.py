@@ -131,6 +131,23 @@ def test_a_writer_whose_name_is_taken_goes_on_without(processes: Writers, stage:
     assert steps(processes.root) == [1]
 
 
+def test_a_name_that_has_become_free_is_taken_when_it_matters(tmp_path: Path) -> None:
+    """A writer that had to go on without it serves its memory all the same."""
+    root = tmp_path / "run"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.bind(address(str(root)))
+        with trainer(root, "wait") as process:
+            until("held", process, root)
+            assert ask(str(root), {"what": STATUS}, WAIT_SECONDS) is None
+            other.close()
+    deadline = time.monotonic() + WAIT_SECONDS
+    while (place := attach(str(root), WAIT_SECONDS)) is None:
+        assert time.monotonic() < deadline
+    assert step_in_memory(place) == 1
+    place.release()
+    assert gone(logged(root)["writer"])
+
+
 def test_requests_reach_the_trainer(tmp_path: Path) -> None:
     """`save` and `stop`, with who asked; its memory is nobody's while it lives, and its writer does not go."""
     root = tmp_path / "run"

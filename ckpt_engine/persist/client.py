@@ -95,6 +95,8 @@ class WriterClient(Protocol):
     def close(self, timeout: float) -> bool:
         """Let the writer finish everything and give back the lease; whether it has ended within `timeout` seconds.
 
+        Until it has, the slots of open jobs and of the newest held one MUST NOT change.
+
         If not, open jobs count as failed here, while the writer goes on for at most `drain_seconds`. Idempotent; works
         with a dead writer.
         """

@@ -21,7 +21,7 @@ from ckpt_engine.persist.control import BYE, SAVE, SNAPSHOT, STATUS, STOP, addre
 from ckpt_engine.persist.job import PersistJob
 from ckpt_engine.persist.snapshots import Digests
 from ckpt_engine.restore.load import load
-from ckpt_engine.restore.memory import MemoryPlace, MemoryStorage, attach
+from ckpt_engine.restore.memory import MemoryStorage, attach
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.persist.conftest import Writers
@@ -38,13 +38,6 @@ def until(found: object, process: subprocess.Popen[bytes], root: Path) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.02)
         assert process.poll() is None and time.monotonic() < deadline, root.with_suffix(".err").read_text()
-
-
-def give_up(place: MemoryPlace) -> None:
-    """Let go of the memory like a process that dies: without a word."""
-    storage = place.repository.storage
-    assert isinstance(storage, MemoryStorage)
-    storage.close()
 
 
 def asked(root: Path, what: str) -> dict[str, object]:
@@ -74,7 +67,7 @@ def test_a_termination_signal_ends_lingering_but_not_the_rescue(tmp_path: Path) 
     root, gate = tmp_path / "run", tmp_path / "gate"
     told = run_trainer(root, "die-in-persist", str(gate), TEST_LINGER="3600")
     place = attached(root)  # it knows that its trainer is gone
-    give_up(place)
+    place.release(bye=False)  # like a process that dies
     os.kill(told["writer"], signal.SIGTERM)
     gate.touch()
     assert gone(told["writer"])

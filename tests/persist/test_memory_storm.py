@@ -55,10 +55,7 @@ def storm(folder: Path, crashes: int, seed: int) -> None:
             found = step_in_memory(place)
             assert held <= found <= held + 1 or (held == 0 and found >= step), (held, found, step)
             from_memory += 1
-            if chance.random() < 0.5:
-                place.release()
-            else:
-                place.repository.storage.close()  # type: ignore[attr-defined]  # like a restart that is killed
+            place.release(bye=chance.random() < 0.5)  # or not, like a restart that is killed
         step = found
     assert from_memory > crashes / 3
     nothing_is_left(root, [row["writer"] for row in rows(log) if "writer" in row])

@@ -6,19 +6,21 @@ import atexit
 import dataclasses
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from ckpt_engine.config import Config, Tier, load_config
-from ckpt_engine.errors import SnapshotFailedError
-from ckpt_engine.observe.events import Event, EventSink, TierDegraded
+from ckpt_engine.errors import ConfigError, SnapshotFailedError
+from ckpt_engine.observe.events import Event, EventSink, Notice, TierDegraded
 from ckpt_engine.observe.log import LogSink
+from ckpt_engine.observe.resume_report import resumed_from_memory
 from ckpt_engine.persist.client import WriterClient, open_client
 from ckpt_engine.persist.job import TierConfig, WriterConfig
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore import places
 from ckpt_engine.restore.choose import Candidate, Check
+from ckpt_engine.restore.memory import MemoryPlace, attach
 from ckpt_engine.snapshot.flatten import LazyPredicate
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.pipeline import Pipeline
@@ -27,6 +29,7 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 
 LEASE_WAIT_SECONDS = 60.0
+ATTACH_SECONDS = 60.0
 CLOSE_TIMEOUT_SECONDS = 600.0
 
 
@@ -56,11 +59,13 @@ class Checkpointer:
         self.loaded: restore.Loaded | None = None
         self._pipeline = Pipeline(
             self._open_writer,
-            self.config.slots,
+            self.config.arena_slots,
             self._emit,
+            memory=self.config.memory is not None,
             pickle_paths=self.config.pickle,
             check_lazy=self.config.debug,
         )
+        self._attached: MemoryPlace | None = None
         self._fatal: list[TierDegraded] = []
         self._closed = False
         self._atexit = _close_at_exit(self)
@@ -73,13 +78,16 @@ class Checkpointer:
     def start(self) -> None:
         """Take the run's lease and start the writer, unless that is done.
 
-        Waits up to a minute for a writer that is still finishing the snapshots of a crashed trainer.
+        Waits up to a minute for a writer that is still finishing the snapshots of a crashed trainer. If that writer
+        offers the last one from memory (memory tier), the wait goes on in the background after half a second: `ready`
+        is False until it is over, and `wait` waits for it.
 
         Raises:
             LeaseHeldError: another process writes this run; names it.
             StorageError: the root cannot be written.
             WriterError: the writer does not start.
         """
+        self._attach()
         self._pipeline.start()
 
     def prepare(self, state: Any, *, lazy: LazyPredicate | None = None, share: float | None = None) -> None:
@@ -97,9 +105,21 @@ class Checkpointer:
         """Processor time that `prepare` has taken in the background so far."""
         return self._pipeline.prepare_seconds
 
-    def ready(self) -> bool:
+    @property
+    def memory(self) -> bool:
+        """Whether there is a memory tier: not where host memory is too short for it, or the writer is a thread."""
+        return self._pipeline.memory
+
+    def begin_step(self, step: int) -> None:
+        """Training is about to begin `step`, right after what a snapshot of `step - 1` holds; for the memory tier.
+
+        After a crash this tells how many steps were lost. A loop that calls `save` at every step need not call it.
+        """
+        self._pipeline.begin_step(step)
+
+    def ready(self, *, durable: bool = True) -> bool:
         """Whether `save` would take a snapshot now instead of skipping it. Never blocks."""
-        return self._pipeline.ready()
+        return self._pipeline.ready(durable)
 
     def save(
         self,
@@ -111,6 +131,7 @@ class Checkpointer:
         reason: str = "manual",
         lazy: LazyPredicate | None = None,
         notes: Mapping[str, Any] | None = None,
+        durable: bool = True,
     ) -> SaveHandle:
         """Take a snapshot of this instant; returns when training may go on.
 
@@ -122,19 +143,32 @@ class Checkpointer:
             lazy: True for paths of tensors that do not change before the next `before_update`; they are copied while
                 training goes on. Pass the same function object every time.
             notes: JSON kept in the manifest.
+            durable: False: it only stays in memory, until a newer one takes its place; if this process dies first, the
+                writer makes it durable. Needs the memory tier.
 
         Returns:
-            A handle; `handle.wait()` returns once the snapshot is durable. If earlier snapshots still fill the arena
-            this one is skipped (`handle.skipped`): training never waits for storage.
+            A handle; `handle.wait()` returns once the snapshot is durable, or held in memory. If earlier snapshots
+            still fill the arena this one is skipped (`handle.skipped`): training never waits for storage.
 
         Raises:
             UnstorableLeafError: a leaf would need pickle; names it. Nothing was saved.
             SnapshotFailedError: an earlier snapshot failed in the background (only with `on_error: raise`, once).
             LeaseHeldError, StorageError, WriterError: as `start`.
+            ConfigError: not `durable`, and no memory tier among `tiers`.
         """
+        if not durable and self.config.memory is None:
+            raise ConfigError("durable=False needs the memory tier", hint="put `memory` first in `tiers`")
         self._surface()
+        self._detach()
         return self._pipeline.save(
-            state, step=step, metrics=metrics or {}, epoch=epoch, reason=reason, lazy=lazy, notes=notes or {}
+            state,
+            step=step,
+            metrics=metrics or {},
+            epoch=epoch,
+            reason=reason,
+            lazy=lazy,
+            notes=notes or {},
+            durable=durable,
         )
 
     def before_update(self) -> float:
@@ -169,7 +203,8 @@ class Checkpointer:
         """The state of the newest valid snapshot (of `step`), or None if there are none at all.
 
         Every byte is checked against its digest. Of several tiers the nearest that has the snapshot whole serves it;
-        what is damaged there comes from the next one. A damaged snapshot is passed over for the next older one.
+        what is damaged there comes from the next one. With the memory tier the nearest one is the writer of a trainer
+        that died on this machine, while it lingers. A damaged snapshot is passed over for the next older one.
         `self.loaded` tells which one it was, where it came from, and why others were rejected.
 
         Args:
@@ -181,12 +216,17 @@ class Checkpointer:
             NoUsableSnapshotError, ResumeError: as `choose`.
             MismatchError: `into` has other tensors; names them. Nothing was overwritten.
         """
-        found = restore.load(self._places(), step, into=into, check=check, pickle_paths=self.config.pickle)
+        try:
+            found = restore.load(self._places(), step, into=into, check=check, pickle_paths=self.config.pickle)
+        finally:
+            self._detach()
         # The state belongs to the caller: a second reference here would hold its memory for the whole run.
         self.loaded = found and dataclasses.replace(found, state=None)
         if found is None:
             return None
         self._pipeline.parent = found.info.id
+        if found.from_memory:
+            self._emit(Notice("INFO", resumed_from_memory(found.lost_steps)))
         return found.state
 
     def snapshots(self) -> list[SnapshotInfo]:
@@ -205,6 +245,11 @@ class Checkpointer:
         """Host memory held for snapshots."""
         return self._pipeline.arena_bytes()
 
+    @property
+    def snapshot_bytes(self) -> int:
+        """Host memory that one snapshot takes; 0 before the first state was seen."""
+        return self._pipeline.snapshot_bytes
+
     def close(self, timeout: float = CLOSE_TIMEOUT_SECONDS) -> None:
         """Finish what is in flight, give back the lease and the memory. Idempotent.
 
@@ -216,6 +261,7 @@ class Checkpointer:
             return
         self._closed = True
         atexit.unregister(self._atexit)
+        self._detach()
         self._pipeline.close(timeout)
         self._surface()
 
@@ -227,7 +273,7 @@ class Checkpointer:
     ) -> None:
         self.close()
 
-    def _open_writer(self) -> WriterClient:
+    def _open_writer(self, memory: bool, emit: Callable[[Event], None]) -> WriterClient:
         nearest, *further = self.config.tiers
         config = WriterConfig(
             url=nearest.url,
@@ -236,8 +282,10 @@ class Checkpointer:
             lease_wait_seconds=LEASE_WAIT_SECONDS,
             tiers=tuple(self._tier(tier) for tier in further),
             fatal=nearest.on_failure == "fail",
+            memory=memory,
+            linger_seconds=self.config.linger,
         )
-        return open_client(config, thread=self.config.writer == "thread", emit=self._emit)
+        return open_client(config, thread=self.config.writer == "thread", emit=emit)
 
     def _tier(self, tier: Tier) -> TierConfig:
         return TierConfig(
@@ -251,7 +299,21 @@ class Checkpointer:
         )
 
     def _places(self) -> list[Repository]:
-        return [Repository(open_storage(tier.url, tier.for_storage())) for tier in self.config.tiers]
+        self._attach()
+        memory = [self._attached.repository] if self._attached is not None else []
+        return memory + [Repository(open_storage(tier.url, tier.for_storage())) for tier in self.config.tiers]
+
+    def _attach(self) -> None:
+        """Reach for the snapshot that the writer of a dead trainer offers, before a new writer takes its place."""
+        if self._attached is None and self.config.memory is not None and not self._pipeline.started:
+            self._attached = attach(self.root_url, ATTACH_SECONDS)
+            self._pipeline.behind |= self._attached is not None
+
+    def _detach(self) -> None:
+        """Give the memory back. The writer that offered it ends when a new one starts, or when it has lingered."""
+        if self._attached is not None:
+            self._attached.release(bye=False)
+            self._attached = None
 
     def _emit(self, event: Event) -> None:
         if isinstance(event, TierDegraded) and event.fatal:

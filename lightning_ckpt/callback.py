@@ -38,6 +38,7 @@ class AdaptiveCheckpoint(Callback):
         keep: retention, e.g. {"last": 2}.
         on_error: "warn" or "raise" when a snapshot fails in the background.
         writer: "process" or "thread".
+        linger: how long the memory tier waits for a restarted trainer.
         slots: snapshots in host memory at once.
         lazy: "auto", "on" or "off".
         pickle: paths in the state that may be stored with pickle.
@@ -65,6 +66,7 @@ class AdaptiveCheckpoint(Callback):
         keep: dict[str, Any] | None = None,
         on_error: str | None = None,
         writer: str | None = None,
+        linger: float | str | None = None,
         slots: int | None = None,
         lazy: str | bool | None = None,
         pickle: str | list[str] | None = None,

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_engine.observe.resume_report import NotRestored, Rejected, Restored, ResumeReport
+from ckpt_engine.observe.resume_report import NotRestored, Rejected, Restored, ResumeReport, resumed_from_memory
 from ckpt_engine.restore.load import Loaded
 
 _log = logging.getLogger("lightning_ckpt")
@@ -34,7 +34,9 @@ class ReportDraft:
 
     def finish(self) -> ResumeReport:
         """The report as a value."""
-        info = self.loaded.info
+        info, notes = self.loaded.info, self.notes
+        if self.loaded.from_memory:
+            notes = [resumed_from_memory(self.loaded.lost_steps), *notes]
         return ResumeReport(
             url=self.url,
             snapshot=info.id,
@@ -43,7 +45,7 @@ class ReportDraft:
             restored=tuple(self.restored),
             not_restored=tuple(self.not_restored),
             rejected=tuple(Rejected(r.snapshot, r.code, r.reason) for r in self.loaded.rejected),
-            notes=(*self.notes, *self.loaded.notes),
+            notes=(*notes, *self.loaded.notes),
             seconds=self.loaded.seconds,
             read_bytes=self.loaded.read_bytes,
         )

@@ -15,6 +15,7 @@ from ckpt_engine.config import Config
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.frequency.settings import FrequencySettings
+from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
 from ckpt_engine.observe.log import LogSink
@@ -200,16 +201,24 @@ class FitRun:
         if self._prepare_share is not None:
             self.cadence.background(self.checkpointer.prepare_seconds)
         step = self.step
+        self.checkpointer.begin_step(step + 1)
         reason = self.cadence.boundary(step)
         if reason is None:
             self._announce()
-            return
-        position = self._position()
-        obstacle = postponed(position) or (None if self.checkpointer.ready() else "busy")
-        if obstacle is not None:
+        else:
+            position = self._position()
+            obstacle = postponed(position) or (None if self.checkpointer.ready() else "busy")
+            if obstacle is None:
+                self._take(kind_of(position), reason, step)
+                return
             self.cadence.skipped(step, obstacle)
-            return
-        self._take(kind_of(position), reason, step)
+        if self.checkpointer.memory and self.cadence.memory_due(step):
+            self._take_into_memory(step)
+
+    def _take_into_memory(self, step: int) -> None:
+        position = self._position()
+        if postponed(position) is None and self.checkpointer.ready(durable=False):
+            self._take(kind_of(position), MEMORY, step, durable=False)
 
     def _position(self) -> Position:
         return Position(
@@ -260,7 +269,7 @@ class FitRun:
         self._take(kind, "signal", self.step)
         self.fence()
 
-    def _take(self, kind: Kind, reason: str, step: int) -> None:
+    def _take(self, kind: Kind, reason: str, step: int, *, durable: bool = True) -> None:
         began = time.perf_counter()
         try:
             handle = self.checkpointer.save(
@@ -271,6 +280,7 @@ class FitRun:
                 metrics=loop_state.numbers(self._internals),
                 lazy=self._lazy,
                 notes={"trainer": "lightning", "kind": kind.value, "batch": self._internals.batches_in_epoch},
+                durable=durable,
             )
         except (StorageError, WriterError) as err:
             if isinstance(err, LeaseHeldError) or self._config.on_error == "raise":
@@ -279,10 +289,14 @@ class FitRun:
             self.cadence.skipped(step, "error")
             return
         if handle.skipped is not None:
-            self.cadence.skipped(step, "busy")
+            if durable:
+                self.cadence.skipped(step, "busy")
             return
         stall = time.perf_counter() - began
-        self.cadence.taken(step, stall)
+        if durable:
+            self.cadence.taken(step, stall)
+        else:
+            self.cadence.held(step, stall)
         self.telemetry.took(stall)
 
     def _state(self, kind: Kind) -> dict[str, Any]:
@@ -315,7 +329,7 @@ class FitRun:
             self._announced_optimizers = has_state
             state = self._state(Kind.PLAIN)
             self.checkpointer.prepare(state, lazy=self._lazy, share=self._prepare_share)
-            self.cadence.announce(self.checkpointer.arena_bytes() // self._config.slots)
+            self.cadence.announce(self.checkpointer.snapshot_bytes)
 
 
 def _prepare_share(config: Config, trainer: pl.Trainer) -> float | None:
@@ -326,14 +340,4 @@ def _prepare_share(config: Config, trainer: pl.Trainer) -> float | None:
 
 
 def _settings(config: Config) -> FrequencySettings:
-    given = config.model_fields_set
-    return FrequencySettings.from_options(
-        overhead=config.overhead if "overhead" in given else None,
-        max_lost_work_seconds=config.max_lost_work,
-        mtbf_seconds=None if config.mtbf == "auto" else float(config.mtbf),
-        every_n_steps=config.every_n_steps,
-        every_seconds=config.every_seconds,
-        on_validation_end=config.on_validation_end,
-        at_end=config.at_end,
-        slots=config.slots,
-    )
+    return FrequencySettings.from_options(**config.frequency_options())

@@ -9,7 +9,18 @@ from typing import cast
 from benchmarks.run import Bench
 from benchmarks.values import BarResult
 
-NAMES = ("stall", "persist", "upload", "many-tensors", "overhead", "every-iteration", "restore", "memory", "listing")
+NAMES = (
+    "stall",
+    "persist",
+    "upload",
+    "many-tensors",
+    "overhead",
+    "every-iteration",
+    "memory-tier",
+    "restore",
+    "memory",
+    "listing",
+)
 """Bars in the order in which they run and are shown."""
 
 

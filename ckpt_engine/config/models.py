@@ -11,7 +11,17 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    WithJsonSchema,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import CoreSchema
 
 from ckpt_engine.config.fields import (
@@ -31,13 +41,17 @@ from ckpt_engine.config.quantities import parse_bytes_per_second, parse_duration
 from ckpt_engine.observe.secrets import LOGIN
 
 MEMORY = "memory"
+MEMORY_SLOTS = 3
+"""With a memory tier: one snapshot that is complete, one being staged, one being written."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def _location(value: object) -> str:
-    """A storage URL as given, or a folder as an absolute path (relative to the working directory, `~` expanded)."""
+    """A storage URL or `memory` as given, or a folder as an absolute path (of the working directory, `~` expanded)."""
     text = nonempty_text(value)
     scheme = _SCHEME.match(text)
+    if text == MEMORY:
+        return text
     if scheme is None:
         return str(Path(os.path.abspath(Path(text).expanduser())))  # noqa: PTH100 - `..` is folded, links are not followed
     if LOGIN.match(text[scheme.end() :]):
@@ -49,14 +63,9 @@ def _location(value: object) -> str:
 
 
 def _tier_list(value: object) -> object:
-    """One place or a list of places → a list of mappings, without the memory tier: the arena is always there."""
+    """One place or a list of places → a list of mappings."""
     places = list(value) if isinstance(value, list | tuple) else [value]
-    if MEMORY in places[1:]:
-        raise option_error("the memory tier is the nearest one: it comes first")
-    durable = places[1:] if places[:1] == [MEMORY] else places
-    if not durable:
-        raise option_error("must name a folder or storage URL")
-    return [{"url": place} if isinstance(place, str) else place for place in durable]
+    return [{"url": place} if isinstance(place, str) else place for place in places]
 
 
 def _options(value: object) -> dict[str, Any]:
@@ -96,7 +105,8 @@ class Tier(Section):
     planned = frozenset({"codec"})
 
     url: Annotated[str, checked(_location), WithJsonSchema({"type": "string", "minLength": 1})] = Field(
-        description="A folder, relative to the working directory if not absolute, or a storage URL such as s3://bucket/run."
+        description="A folder, relative to the working directory if not absolute, or a storage URL such as "
+        "s3://bucket/run, or memory."
     )
     every: Duration | None = Field(
         default=None, description="Time between snapshots on this tier; without it as often as the tier keeps up."
@@ -124,16 +134,42 @@ class Tier(Section):
         return hash(self.url)
 
     @model_validator(mode="after")
-    def _one_rhythm(self) -> Self:
+    def _fits_together(self) -> Self:
         if self.every is not None and self.every_n_steps is not None:
             raise option_error("give either every or every_n_steps")
+        if self.url == MEMORY and (more := self.model_fields_set - {"url", "every", "every_n_steps"}):
+            raise option_error(f"the memory tier takes every or every_n_steps: remove its {' and '.join(sorted(more))}")
         return self
+
+
+class Tiers(tuple[Tier, ...]):
+    """The durable tiers, nearest first; `memory` is the tier before them, if there is one."""
+
+    memory: Tier | None = None
+
+    @classmethod
+    def of(cls, listed: tuple[Tier, ...]) -> Self:
+        """The tiers as they are written, `memory` first among them or not there at all."""
+        tiers = cls(tier for tier in listed if tier.url != MEMORY)
+        tiers.memory = listed[0] if listed[0].url == MEMORY else None
+        return tiers
+
+    @property
+    def listed(self) -> tuple[Tier, ...]:
+        """As they are written."""
+        return (self.memory, *self) if self.memory is not None else tuple(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Tiers) and self.listed == other.listed
+
+    def __hash__(self) -> int:
+        return hash(self.listed)
 
 
 class Config(Section):
     """Options of a run. Durations are in seconds once loaded."""
 
-    planned = frozenset({"linger", "rollback"})
+    planned = frozenset({"rollback"})
 
     overhead: Share = Field(
         default=0.01, description="Share of training time that snapshots may cost; the frequency follows."
@@ -167,8 +203,15 @@ class Config(Section):
     writer: Annotated[Literal["process", "thread"], one_of("process", "thread")] = Field(
         default="process", description="What writes snapshots: a process that outlives the trainer, or a thread of it."
     )
+    linger: Duration = Field(
+        default=300,
+        description="How long the writer of a trainer that died keeps its last snapshot in memory for a restarted one; "
+        "only with the memory tier.",
+    )
     slots: Count = Field(
-        default=2, description="Snapshots that fit in host memory at once: one staged while one is written."
+        default=2,
+        description="Snapshots that fit in host memory at once: one staged while one is written; with the memory tier "
+        "at least 2, and 3 unless given, as one is always complete.",
     )
     lazy: Annotated[Literal["auto", "on", "off"], one_of("auto", "on", "off")] = Field(
         default="auto",
@@ -192,13 +235,47 @@ class Config(Section):
 
     @field_validator("tiers", mode="after")
     @classmethod
-    def _tiers_fit_together(cls, tiers: tuple[Tier, ...]) -> tuple[Tier, ...]:
+    def _tiers_fit_together(cls, listed: tuple[Tier, ...]) -> Tiers:
+        if any(tier.url == MEMORY for tier in listed[1:]):
+            raise option_error("the memory tier is the nearest one: it comes first, and once")
+        tiers = Tiers.of(listed) if listed else None
+        if not tiers:
+            raise option_error("must name a folder or storage URL")
         first = tiers[0]
         if given := [name for name in ("every", "every_n_steps", "bandwidth") if getattr(first, name) is not None]:
             raise option_error(f"the nearest tier takes every snapshot at full speed: remove its {' and '.join(given)}")
         if len({tier.url.rstrip("/") for tier in tiers}) < len(tiers):
             raise option_error("two tiers are the same place")
         return tiers
+
+    @field_serializer("tiers", mode="wrap")
+    def _tiers_as_written(self, tiers: tuple[Tier, ...], serialize: SerializerFunctionWrapHandler) -> Any:
+        return serialize(tiers.listed if isinstance(tiers, Tiers) else tiers)
+
+    @field_validator("writer", mode="after")
+    @classmethod
+    def _memory_needs_a_process(cls, writer: str, info: ValidationInfo) -> str:
+        if writer == "thread" and _has_memory(info):
+            raise option_error("the memory tier needs a writer that outlives the trainer: must be 'process'")
+        return writer
+
+    @field_validator("slots", mode="after")
+    @classmethod
+    def _memory_needs_two_slots(cls, slots: int, info: ValidationInfo) -> int:
+        if slots < 2 and _has_memory(info):
+            raise option_error("must be at least 2 with the memory tier: one snapshot in it is always complete")
+        return slots
+
+    @property
+    def memory(self) -> Tier | None:
+        """The memory tier; only its rhythm is of use."""
+        return self.tiers.memory if isinstance(self.tiers, Tiers) else None
+
+    @property
+    def arena_slots(self) -> int:
+        """Snapshots that are to fit in host memory at once."""
+        given = "slots" in self.model_fields_set
+        return self.slots if given or self.memory is None else max(self.slots, MEMORY_SLOTS)
 
     @property
     def root_url(self) -> str:
@@ -228,12 +305,19 @@ class Config(Section):
             "every_seconds": self.every_seconds,
             "on_validation_end": self.on_validation_end,
             "at_end": self.at_end,
-            "slots": self.slots,
+            # With a memory tier one slot is always complete, and one is there for the next one.
+            "slots": self.arena_slots if self.memory is None else max(1, self.arena_slots - 2),
+            "memory": self.memory and (self.memory.every_n_steps, self.memory.every),
         }
 
     def options(self) -> dict[str, Any]:
         """The options that were given, as JSON values; `load_config` makes an equal `Config` of them."""
         return self.model_dump(mode="json", exclude_unset=True)
+
+
+def _has_memory(info: ValidationInfo) -> bool:
+    tiers = info.data.get("tiers")
+    return isinstance(tiers, Tiers) and tiers.memory is not None
 
 
 OPTION_NAMES: tuple[str, ...] = tuple(Config.model_fields)

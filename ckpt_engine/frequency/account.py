@@ -15,14 +15,24 @@ class Account:
             at every step.
         paused_seconds: stalls, fences and waits for a slot.
         slowdown_seconds: how much longer disturbed steps were, in sum; never negative.
+        elsewhere_seconds: overhead that another account pays; only `overhead_fraction` counts it.
     """
 
-    __slots__ = ("_clean", "_credit", "_spent", "paused_seconds", "slowdown_seconds", "training_seconds")
+    __slots__ = (
+        "_clean",
+        "_credit",
+        "_spent",
+        "elsewhere_seconds",
+        "paused_seconds",
+        "slowdown_seconds",
+        "training_seconds",
+    )
 
     def __init__(self) -> None:
         self.training_seconds = 0.0
         self.paused_seconds = 0.0
         self.slowdown_seconds = 0.0
+        self.elsewhere_seconds = 0.0
         self._credit = 0.0
         self._clean = 0.0
         self._spent = 0.0
@@ -39,7 +49,7 @@ class Account:
     def overhead_fraction(self) -> float:
         """(stalls + fences + waits + slowdown) / training time without them; 0.0 before training."""
         clean = self.training_seconds - self.slowdown_seconds
-        return self.spent_seconds / clean if clean > 0.0 else 0.0
+        return (self.spent_seconds + self.elsewhere_seconds) / clean if clean > 0.0 else 0.0
 
     def credit(self, budget: float, most_seconds: float) -> float:
         """Seconds of overhead that may be spent now; negative is debt.

@@ -6,7 +6,7 @@ No clock: steps, times and costs arrive as values.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt_engine.frequency.account import Account
 from ckpt_engine.frequency.controller import AdaptivePolicy, Costs, Decision, FrequencyPolicy, settle
@@ -67,6 +67,7 @@ class AdaptiveTrigger:
         "_clean_windows",
         "_policy",
         "_rpo",
+        "_settings",
         "_windows_without_quiet",
         "calibrating",
         "decision",
@@ -75,6 +76,7 @@ class AdaptiveTrigger:
 
     def __init__(self, settings: FrequencySettings, policy: FrequencyPolicy | None = None) -> None:
         assert settings.overhead is not None
+        self._settings = settings if policy is None else None
         self._policy: FrequencyPolicy = policy or AdaptivePolicy(settings)
         self._budget = settings.overhead
         self._rpo = settings.max_lost_work_seconds
@@ -89,6 +91,12 @@ class AdaptiveTrigger:
         """Measuring starts again at `step`; the decision stays."""
         self._clean_windows = 0
         self.review_step = step + REVIEW_STEPS
+
+    def rebudget(self, budget: float) -> None:
+        """Decide and pay by another budget from now on; a policy of the caller's keeps its own."""
+        self._budget = budget
+        if self._settings is not None:
+            self._policy = AdaptivePolicy(replace(self._settings, overhead=budget))
 
     def announce(self, nbytes: int) -> None:
         """The size of the state, for an assumption about the stall of the first snapshot."""

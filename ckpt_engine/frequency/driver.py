@@ -10,10 +10,11 @@ from typing import Any
 
 from ckpt_engine.frequency.account import Account
 from ckpt_engine.frequency.adaptive import AdaptiveTrigger, Moment
-from ckpt_engine.frequency.controller import Decision, FrequencyPolicy
+from ckpt_engine.frequency.controller import Costs, Decision, FrequencyPolicy
 from ckpt_engine.frequency.failure_rate import FailureRate
 from ckpt_engine.frequency.measure import CLEAN_WINDOW, CostMeter, StepTimes
-from ckpt_engine.frequency.settings import FrequencySettings
+from ckpt_engine.frequency.memory import MemoryTrigger
+from ckpt_engine.frequency.settings import DEFAULT_OVERHEAD, FrequencySettings
 from ckpt_engine.frequency.triggers import INTERVAL, FixedTriggers
 from ckpt_engine.observe.clock import Clock
 from ckpt_engine.observe.events import (
@@ -62,6 +63,8 @@ class Cadence:
         if reason: save, then cadence.taken(step, stall) - or cadence.skipped(step, "busy") if no slot is free
         cadence.fence(seconds)                        after the fence, before the state is mutated
 
+    With a memory tier also, where none was taken: `if cadence.memory_due(step)`, save it into memory, then `held`.
+
     plus `exclude(seconds)` for time that is not training (validation) and `validation_ended()`. A due snapshot that
     is not taken stays due: `boundary` returns its reason again until `taken` is called.
 
@@ -101,6 +104,8 @@ class Cadence:
         self._now: Callable[[], float] = clock.monotonic
         self._sink = sink
         self._adaptive = AdaptiveTrigger(settings, policy) if settings.overhead is not None else None
+        budget = DEFAULT_OVERHEAD if settings.overhead is None else settings.overhead
+        self._memory = MemoryTrigger(settings.memory, budget) if settings.memory is not None else None
         self._failures = FailureRate.prior()
         self._failures_since = self._now()
         self._background_seconds = 0.0
@@ -142,6 +147,10 @@ class Cadence:
         if step < self._wake_step and now < self._wake_time:
             return None
         return self._wake(step, now)
+
+    def memory_due(self, step: int) -> bool:
+        """Whether a snapshot that only stays in memory is due; ask after `boundary`, where no durable one was taken."""
+        return self._memory is not None and self._memory.due(step, self._now(), self._account.training_seconds)
 
     def background(self, seconds: float) -> None:
         """Work for snapshots that no snapshot is charged for took `seconds` of training in all, until now."""
@@ -188,6 +197,17 @@ class Cadence:
         self._retry_time = -math.inf
         self._taken_step, self._taken_time = step, now
         self._wake_step = -1
+        if self._memory is not None:
+            self._memory.newer(step, now)
+
+    def held(self, step: int, stall_seconds: float) -> None:
+        """A snapshot that only stays in memory was taken at `step`; it blocked training for `stall_seconds`."""
+        if self._memory is None:
+            return
+        stall = _measured(stall_seconds)
+        self._paused += stall
+        self._account.elsewhere_seconds += stall
+        self._memory.took(step, self._now(), stall)
 
     def fence(self, seconds: float) -> None:
         """Training waited `seconds` for staging to finish; part of the newest snapshot's stall."""
@@ -195,6 +215,9 @@ class Cadence:
         if seconds == 0.0:
             return
         self._paused += seconds
+        if self._memory is not None and self._memory.fenced(seconds):
+            self._account.elsewhere_seconds += seconds
+            return
         self._account.paused_seconds += seconds
         if self._in_flight:
             self._in_flight[-1].stall_seconds += seconds
@@ -247,6 +270,8 @@ class Cadence:
         """The size of the state, so that the first snapshot waits until the budget has earned its likely stall."""
         if self._adaptive is not None:
             self._adaptive.announce(nbytes)
+        if self._memory is not None:
+            self._memory.announce(nbytes)
 
     @property
     def interval_steps(self) -> int | None:
@@ -322,6 +347,8 @@ class Cadence:
         self._fixed = FixedTriggers(self._settings, step=step, now=now)
         if self._adaptive is not None:
             self._adaptive.restart(step)
+        if self._memory is not None:
+            self._memory.restart(step, now)
         self._in_flight = deque()
         self._settled = []
         self._pending = None
@@ -402,15 +429,29 @@ class Cadence:
         self._held_back = False
 
     def _decide(self, step: int, now: float) -> None:
-        if self._adaptive is None or not (self._meter.known and self._steps.known):
+        if not (self._meter.known and self._steps.known):
             return
         costs = self._meter.costs(self._steps.step_seconds())
+        self._divide(costs)
+        if self._adaptive is None:
+            return
         before = self._adaptive.decision
         after = self._adaptive.decide(step, costs, self._failures_per_second(now), held_back=self._held_back)
         if before is None or after.interval_steps != before.interval_steps:
             self._sink.emit(IntervalChanged(step=step, interval_steps=after.interval_steps, why=after.why))
         if not after.bounds.feasible and (before is None or before.bounds.feasible):
             self._sink.emit(Notice("WARNING", after.why))
+
+    def _divide(self, costs: Costs) -> None:
+        """Between the snapshots in memory and the durable ones, by what both cost now."""
+        if self._memory is None:
+            return
+        fixed = self._settings.every_seconds or (self._settings.every_n_steps or 1) * costs.step_seconds
+        before = self.decision
+        least = before.bounds.unbudgeted * costs.step_seconds if before is not None else fixed
+        part = self._memory.divide(costs.step_seconds, costs.cost_seconds, least)
+        if self._adaptive is not None:
+            self._adaptive.rebudget(part)
 
     def _failures_per_second(self, now: float) -> float:
         if self._settings.mtbf_seconds is not None:

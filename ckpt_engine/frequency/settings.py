@@ -11,6 +11,24 @@ DEFAULT_OVERHEAD = 0.01
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryRhythm:
+    """When snapshots are taken into memory: at fixed distances, or as often as the budget allows (both None)."""
+
+    every_n_steps: int | None = None
+    every_seconds: float | None = None
+
+    @property
+    def fixed(self) -> bool:
+        return self.every_n_steps is not None or self.every_seconds is not None
+
+    def least_seconds(self, step_seconds: float) -> float:
+        """The shortest interval, for steps of that length."""
+        if self.every_seconds is not None:
+            return max(self.every_seconds, step_seconds)
+        return (self.every_n_steps or 1) * step_seconds
+
+
+@dataclass(frozen=True, slots=True)
 class FrequencySettings:
     """When snapshots are taken. Several triggers coexist; the fixed ones are never adapted.
 
@@ -25,6 +43,7 @@ class FrequencySettings:
         at_end: fixed trigger when training ends with work that is not in a snapshot.
         slots: arena slots, i.e. snapshots that can be in flight at the same time.
         bandwidth_bytes_per_second: what snapshots may write on average. None: no bound.
+        memory: when snapshots are taken that only stay in memory. None: never.
 
     Raises:
         ConfigError: a value out of range; the message names the field.
@@ -39,11 +58,12 @@ class FrequencySettings:
     at_end: bool = True
     slots: int = 1
     bandwidth_bytes_per_second: float | None = None
+    memory: MemoryRhythm | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None or isinstance(value, bool):
+            if value is None or isinstance(value, bool | MemoryRhythm):
                 continue
             whole = field.name in ("every_n_steps", "slots")
             if not isinstance(value, int if whole else (int, float)) or not (math.isfinite(value) and value > 0):
@@ -64,11 +84,13 @@ class FrequencySettings:
         at_end: bool = True,
         slots: int = 1,
         bandwidth_bytes_per_second: float | None = None,
+        memory: tuple[int | None, float | None] | None = None,
     ) -> FrequencySettings:
         """The settings a user means who gave only some of the options (None: not given).
 
         A fixed interval (`every_n_steps`, `every_seconds`) without an `overhead` or a `max_lost_work` switches the
-        adaptive trigger off; everything else leaves it on, with the default budget where none was given.
+        adaptive trigger off; everything else leaves it on, with the default budget where none was given. `memory` is
+        the rhythm of the memory tier in steps and seconds.
         """
         fixed = every_n_steps is not None or every_seconds is not None
         if overhead is None and not (fixed and max_lost_work_seconds is None):
@@ -83,4 +105,5 @@ class FrequencySettings:
             at_end=at_end,
             slots=slots,
             bandwidth_bytes_per_second=bandwidth_bytes_per_second,
+            memory=None if memory is None else MemoryRhythm(*memory),
         )

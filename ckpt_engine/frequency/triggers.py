@@ -19,6 +19,8 @@ EVERY_N_STEPS: Final = "every_n_steps"
 EVERY_SECONDS: Final = "every_seconds"
 INTERVAL: Final = "interval"
 END: Final = "end"
+MEMORY: Final = "memory"
+"""Of snapshots that only stay in memory; they become durable if the trainer dies."""
 
 
 @dataclass(frozen=True, slots=True)

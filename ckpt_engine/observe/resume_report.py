@@ -115,3 +115,14 @@ def _section(title: str, rows: list[tuple[str, str]]) -> list[str]:
         return []
     width = max(len(name) for name, _ in rows)
     return [f"  {title}:"] + [f"    {name:<{width}}  {detail}".rstrip() for name, detail in rows]
+
+
+def resumed_from_memory(lost_steps: int | None) -> str:
+    """The sentence about a resume from the memory of the writer of a trainer that died.
+
+    Args:
+        lost_steps: steps that had begun since that snapshot; None where nobody knows.
+    """
+    if lost_steps is None:
+        return "resumed from memory"
+    return f"resumed from memory, {lost_steps} step{'' if lost_steps == 1 else 's'} lost"

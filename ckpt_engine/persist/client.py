@@ -57,6 +57,29 @@ class WriterClient(Protocol):
         """
         ...
 
+    def hold(self, job: PersistJob) -> None:
+        """Let the writer keep a job in memory instead of the one before; no `JobDone` will come. Never waits.
+
+        With `WriterConfig.memory` every `submit` holds its job as well. The slot of the newest held job MUST NOT change
+        before a newer one is held or submitted and `flushed` is true, even if the job is durable.
+
+        Raises:
+            WriterError: as `submit`.
+        """
+        ...
+
+    @property
+    def flushed(self) -> bool:
+        """Whether the writer will read everything sent so far even if the trainer is killed now.
+
+        True as well if the writer is lost.
+        """
+        ...
+
+    def attach_pulse(self, fd: int) -> None:
+        """Share where the trainer says how far it is, see `pulse.Pulse`. Sent to a dead writer this does nothing."""
+        ...
+
     def poll(self) -> list[Message]:
         """Outcomes and events since the last call, in order. Never waits."""
         ...
@@ -71,6 +94,8 @@ class WriterClient(Protocol):
 
     def close(self, timeout: float) -> bool:
         """Let the writer finish everything and give back the lease; whether it has ended within `timeout` seconds.
+
+        Until it has, the slots of open jobs and of the newest held one MUST NOT change.
 
         If not, open jobs count as failed here, while the writer goes on for at most `drain_seconds`. Idempotent; works
         with a dead writer.
@@ -113,18 +138,23 @@ class Client(abc.ABC):
         )
 
     def submit(self, job: PersistJob) -> None:
-        if self._foreign:
-            raise WriterError("the writer belongs to the trainer, not to its forked child")
+        self._require_own()
         if not self._mailbox.expect(job):
-            lost = self._mailbox.lost
-            raise WriterError(lost.message if lost else "the writer is closed")
+            raise self._lost()
         try:
-            self._send({"kind": protocol.PERSIST, "job": job_to_json(job)})
-        except (TypeError, ValueError) as err:
+            self._send_job(protocol.PERSIST, job)
+        except WriterError:
             self._mailbox.withdraw(job)
-            raise WriterError(
-                f"the snapshot of step {job.step} has values, metrics or notes that are not JSON: {err}"
-            ) from err
+            raise
+
+    def hold(self, job: PersistJob) -> None:
+        self._require_own()
+        if self._mailbox.lost is not None:
+            raise self._lost()
+        self._send_job(protocol.HOLD, job)
+
+    def attach_pulse(self, fd: int) -> None:
+        self._tell({"kind": protocol.PULSE}, [fd])
 
     def poll(self) -> list[Message]:
         return [] if self._foreign else self._mailbox.poll()
@@ -138,6 +168,22 @@ class Client(abc.ABC):
     def _tell(self, body: Body, fds: Sequence[int] = ()) -> None:
         if self.alive:
             self._send(body, fds)
+
+    def _send_job(self, kind: str, job: PersistJob) -> None:
+        try:
+            self._send({"kind": kind, "job": job_to_json(job)})
+        except (TypeError, ValueError) as err:
+            raise WriterError(
+                f"the snapshot of step {job.step} has values, metrics or notes that are not JSON: {err}"
+            ) from err
+
+    def _require_own(self) -> None:
+        if self._foreign:
+            raise WriterError("the writer belongs to the trainer, not to its forked child")
+
+    def _lost(self) -> WriterError:
+        lost = self._mailbox.lost
+        return WriterError(lost.message if lost else "the writer is closed")
 
 
 def open_client(config: WriterConfig, *, thread: bool, emit: Callable[[Event], None]) -> WriterClient:

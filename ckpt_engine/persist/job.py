@@ -182,6 +182,9 @@ class WriterConfig:
         nice: lower the CPU and I/O priority of the writer process.
         tiers: further tiers, nearest first.
         fatal: a snapshot that `url` does not take fails, even if a further tier would.
+        memory: the writer is a tier too: it keeps the newest job it was told of, makes it durable if the trainer is
+            gone, and serves it from memory.
+        linger_seconds: how long it goes on serving that once it is durable.
     """
 
     url: str
@@ -193,6 +196,8 @@ class WriterConfig:
     nice: bool = True
     tiers: tuple[TierConfig, ...] = ()
     fatal: bool = False
+    memory: bool = False
+    linger_seconds: float = 0.0
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:

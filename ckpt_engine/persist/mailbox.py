@@ -7,7 +7,7 @@ import time
 from collections import deque
 
 from ckpt_engine.observe import events
-from ckpt_engine.observe.events import Event, SnapshotFailed, WriterLost
+from ckpt_engine.observe.events import Event, Requested, SnapshotFailed, WriterLost
 from ckpt_engine.persist import protocol
 from ckpt_engine.persist.job import ErrorRecord, JobDone, PersistJob, SlotFreed, done_from_json
 from ckpt_engine.persist.wire import Body
@@ -18,7 +18,8 @@ Message = JobDone | SlotFreed | Event
 class Mailbox:
     """Collects messages on whatever thread hears them; the training thread takes them in order. Thread safe.
 
-    It never holds more than a few messages per open job, and jobs are bounded by the arena's slots.
+    It never holds more than a few messages per open job, and jobs are bounded by the arena's slots. A request that
+    waits to be taken in is not kept twice.
     """
 
     def __init__(self, tier: str) -> None:
@@ -51,7 +52,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def hear(self, body: Body) -> None:
-        """Take in an `event`, `done`, `freed` or `settled` message."""
+        """Take in an `event`, `done`, `freed`, `settled` or `request` message."""
         with self._changed:
             match body["kind"]:
                 case protocol.EVENT:
@@ -64,6 +65,10 @@ class Mailbox:
                     self._messages.append(SlotFreed(body["slot"]))
                 case protocol.SETTLED:
                     self._unsettled.discard(body["job"])
+                case protocol.REQUEST:
+                    request = Requested(body["what"], body["who"])
+                    if request not in self._messages:
+                        self._messages.append(request)
             self._changed.notify_all()
 
     def lose(self, why: ErrorRecord, *, expected: bool) -> None:

@@ -1,7 +1,8 @@
 """The writer process: receives from the trainer, lets a worker thread write, and always ends by itself.
 
 It ends when the trainer says so, or when the trainer is gone: then it finishes the jobs it has (its descriptors keep
-the arena alive), at most `drain_seconds` long.
+the arena alive), at most `drain_seconds` long. With memory it finishes the job at hand and the newest snapshot, and
+lingers: who restarts the training gets that snapshot from memory (see `control`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import select
 import selectors
 import signal
 import socket
@@ -19,16 +21,21 @@ from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from ckpt_engine.errors import WriterError
+from ckpt_engine.observe.events import Notice
 from ckpt_engine.persist import protocol
 from ckpt_engine.persist.wire import Body, Channel, Received
 
 if TYPE_CHECKING:
+    from ckpt_engine.persist.control import Control
+    from ckpt_engine.persist.desk import Desk
     from ckpt_engine.persist.worker import Worker
 
 START_SECONDS = 60.0
 """How long the trainer may take to send `start`."""
 _NICE = 10
 _LOOK_SECONDS = 1.0
+_NAME_SECONDS = 5.0
+_END_SECONDS = 10.0
 _UCRED = struct.Struct("3i")
 
 EXIT_OK = 0
@@ -63,6 +70,17 @@ class PeerWatch:
             except PermissionError:
                 self.gone = False
 
+    def ended(self, timeout: float = 0.0) -> bool:
+        """Whether it has ended, or does so within `timeout` seconds. Any thread; leaves `gone` as it is.
+
+        Where there is no pidfd that is only known once `gone` is true.
+        """
+        if self.fd is None:
+            return self.gone
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return bool(poll.poll(timeout * 1000))
+
 
 class Serving:
     """One trainer being served.
@@ -75,7 +93,13 @@ class Serving:
         self._peer = PeerWatch(sock)
         self._channel = Channel(sock)
         self._worker: Worker | None = None
-        self._drain_seconds = 0.0
+        self._desk: Desk | None = None
+        self._url = ""
+        self._control: Control | None = None
+        self._drain_seconds = self._linger_seconds = 0.0
+        self._closing = False
+        self._stopped = False
+        self._end_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._status = EXIT_OK
 
     def run(self) -> int:
@@ -86,9 +110,11 @@ class Serving:
             _complain(str(err))
             self._status = EXIT_BROKEN
         self._channel.close()
-        if self._worker is None or self._worker.ended:
-            return self._status
-        return self._drain(self._worker)
+        if self._worker is not None and not self._worker.ended:
+            self._status = self._drain(self._worker)
+        if self._control is not None:
+            self._control.close(_NAME_SECONDS)  # so that what it has just said is sent
+        return self._status
 
     def _attend(self) -> None:
         """Receive until the trainer is gone, or the worker has ended and everything is said.
@@ -127,6 +153,7 @@ class Serving:
         elif self._worker is None:
             raise WriterError(f"the trainer sent {kind!r} before {protocol.START!r}")
         elif kind == protocol.CLOSE:
+            self._closing = True
             self._worker.finish()
         else:
             self._worker.put(item.body, item.fds)
@@ -134,16 +161,48 @@ class Serving:
     def _begin(self, body: Body) -> None:
         # Where the trainer finds packages that are not installed for this interpreter; our own folders come first.
         sys.path += [folder for folder in body["path"] if folder not in sys.path]
+        from ckpt_engine.persist.desk import Desk
         from ckpt_engine.persist.job import config_from_json
         from ckpt_engine.persist.worker import Worker
 
         config = config_from_json(body["config"])
-        self._drain_seconds = config.drain_seconds
+        self._drain_seconds, self._linger_seconds = config.drain_seconds, config.linger_seconds
         if config.nice:
             # Linux keeps this per thread: threads started from here on inherit it. The I/O priority follows from it.
             os.nice(_NICE)
-        self._worker = Worker(config, self._channel.send, self._worker_ended)
+        self._url = config.url
+        self._worker = Worker(config, self._channel.send, self._worker_ended, self._listen, self._poke)
+        self._desk = Desk(self._worker.held, self._forward, lambda: not self._peer.ended(), self._take_leave)
         self._worker.start()
+
+    def _listen(self) -> None:
+        """Take requests from outside from now on: the run is ours."""
+        from ckpt_engine.persist.control import Control
+
+        assert self._desk is not None
+        control = Control(self._url, self._desk.answer)
+        try:
+            control.open(_NAME_SECONDS)
+        except WriterError as err:
+            told = f"the writer takes no requests from outside: {err.message}"
+            self._channel.send(protocol.event(Notice("WARNING", told)))
+            control.close(_NAME_SECONDS)
+        else:
+            self._control = control
+
+    def _poke(self) -> None:
+        if self._control is not None:
+            self._control.poke()
+
+    def _forward(self, what: str, who: str) -> bool:
+        if self._channel.backlog:
+            return False  # a trainer that takes nothing in is not sent more and more
+        return self._channel.send({"kind": protocol.REQUEST, "what": what, "who": who})
+
+    def _take_leave(self) -> None:
+        if self._control is not None:
+            self._control.hang_up()
+        os.eventfd_write(self._end_fd, 1)
 
     def _worker_ended(self, broken: str | None) -> None:
         if broken:
@@ -152,21 +211,71 @@ class Serving:
         self._channel.wake()
 
     def _drain(self, worker: Worker) -> int:
-        """The trainer is gone: finish what it left, bounded in time. SIGTERM limits that to the job at hand."""
+        """The trainer is gone: finish what it left, bounded in time. SIGTERM limits that to what would be lost."""
         if not worker.opened:
             return self._status  # still waiting for the lease: there is nothing to finish
         _silence()
-        signal.signal(signal.SIGTERM, lambda _number, _frame: worker.skip_waiting())
-        worker.finish()
-        return self._status if worker.join(self._drain_seconds) else EXIT_DEADLINE
+        if self._closing:
+            worker.finish()
+        elif self._peer.fd is None or self._peer.ended(_END_SECONDS):
+            worker.abandon()
+        else:
+            worker.disown()  # it lives, speaks to us no more, and does with its memory what it wants
+        assert self._desk is not None
+        self._desk.leave()
+        if self._control is None and not self._closing:
+            self._listen()  # whoever had the name may be gone by now
+        self._poke()
+        self._heed_termination(worker)
+        deadline = time.monotonic() + self._drain_seconds
+        while not worker.join(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return EXIT_DEADLINE
+            if self._lingering(worker) == 0.0:
+                worker.held.let_go()
+        if not self._closing:
+            self._linger(worker)
+        return self._status
+
+    def _heed_termination(self, worker: Worker) -> None:
+        """From now on SIGTERM is for us. One that came before was for the job: nobody comes back to it here."""
+
+        def stop(_number: int, _frame: object) -> None:
+            worker.skip_waiting()
+            self._stopped = True
+            os.eventfd_write(self._end_fd, 1)
+
+        if signal.SIGTERM in signal.sigpending():
+            signal.sigwait([signal.SIGTERM])
+            self._stopped = True
+        signal.signal(signal.SIGTERM, stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+    def _lingering(self, worker: Worker) -> float | None:
+        """Seconds for which what is in memory is still to be served; None: it is not durable yet."""
+        if worker.rescued_at is None:
+            return None
+        return max(0.0, worker.rescued_at + self._linger_seconds - time.monotonic())
+
+    def _linger(self, worker: Worker) -> None:
+        """Serve what is in memory, until nobody can want it any more."""
+        assert self._desk is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._end_fd, selectors.EVENT_READ)
+            while not (self._stopped or self._desk.said_bye or self._control is None or worker.held.newest is None):
+                left = self._lingering(worker)
+                if not left:
+                    return
+                selector.select(left)
 
 
 def main(arguments: list[str]) -> int:
     """Serve the trainer at the other end of the socket whose descriptor number is the only argument."""
     faulthandler.enable()
     # The trainer decides when to stop: signals to the whole job must not take the snapshot in flight with them.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # heeded when the trainer is gone
     return Serving(socket.socket(fileno=int(arguments[0]))).run()
 
 

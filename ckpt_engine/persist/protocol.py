@@ -9,15 +9,20 @@ To the writer, in this order:
 | `layout`   | `layout`                                  | see `job.Layout` |
 | `skeleton` | `id`, `tree`                              | see `skeleton.Skeleton` |
 | `persist`  | `job`                                     | a job whose slot, layout and skeletons were sent before |
+| `hold`     | `job`                                     | the same, to be kept in memory until a newer job comes |
+| `pulse`    | one file descriptor                       | where the trainer says how far it is, see `pulse` |
 | `forget`   | `slots`, `layouts`, `skeletons`           | no later job names these |
 | `close`    |                                           | finish everything, then exit |
 
 To the trainer: `started`, or `refused` with `error` (the writer then exits); per job `event`s, one `done`, perhaps
 events of the retention that follows, one `settled`. Jobs are done in the order they were sent. A `done` may say that
 its slot is held by a call that hangs: then a `freed` with the `slot` follows, perhaps never. Nothing is sent after
-`refused`. With one tier that does not hang nothing but answers to jobs is sent after `started`. Otherwise events come
-at any time, and after `close` one `closed` with the `unfinished` tiers, each a text, as soon as nothing is left to wait
-for: the writer then goes on by itself.
+`refused`. A `request` with `what` and `who` may come at any time: what somebody asked the trainer for from outside.
+Else nothing but answers to jobs is sent after `started` with one tier that does not hang. Otherwise events come at any
+time, and after `close` one `closed` with the `unfinished` tiers, each a text, as soon as nothing is left to wait for:
+the writer then goes on by itself.
+
+What a job names is settled when the writer receives it, not when it does it. A `hold` is never answered.
 """
 
 from __future__ import annotations
@@ -30,6 +35,8 @@ SLOT = "slot"
 LAYOUT = "layout"
 SKELETON = "skeleton"
 PERSIST = "persist"
+HOLD = "hold"
+PULSE = "pulse"
 FORGET = "forget"
 CLOSE = "close"
 
@@ -40,6 +47,7 @@ DONE = "done"
 SETTLED = "settled"
 FREED = "freed"
 CLOSED = "closed"
+REQUEST = "request"
 
 
 def event(found: events.Event) -> Body:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ckpt_engine.errors import CkptError
+from ckpt_engine.errors import CkptError, WriterError
 from ckpt_engine.observe.events import SnapshotCommitted
 from ckpt_engine.persist.job import PersistJob
 from ckpt_engine.persist.pieces import CutLayout, Digesting
@@ -18,6 +19,31 @@ from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 
 
+class Digests:
+    """The digests of one image, once somebody has worked them out. Thread safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: list[str] | None = None
+
+    @property
+    def known(self) -> list[str] | None:
+        """Of all pieces in order; None: not worked out yet."""
+        return self._known
+
+    def settle(self, found: list[str]) -> list[str]:
+        """Note them; returns them.
+
+        Raises:
+            WriterError: they were others before: the image has changed, and is not a snapshot.
+        """
+        with self._lock:
+            if self._known is not None and self._known != found:
+                raise WriterError("an arena slot has changed while its snapshot was in use; it is not written")
+            self._known = found
+            return found
+
+
 @dataclass(frozen=True, slots=True)
 class Staged:
     """A job with what its numbers stand for, and the id that the snapshot gets."""
@@ -27,6 +53,7 @@ class Staged:
     slot: ArenaSlot
     cut_layout: CutLayout
     skeletons: dict[str, Skeleton]
+    digests: Digests = field(default_factory=Digests)
 
     @property
     def data(self) -> DataFile:
@@ -62,6 +89,17 @@ class Staged:
             notes=job.notes,
         )
 
+    def digest(self) -> list[str]:
+        """The digests of all pieces, worked out now unless they are known.
+
+        Raises:
+            WriterError: the image cannot be read.
+        """
+        if self.digests.known is not None:
+            return self.digests.known
+        with self.slot.image(self.data.nbytes) as image:
+            return self.digests.settle(Digesting(image, self.cut_layout).result())
+
     def foresee(self, run: str) -> Manifest:
         """Its manifest before the digests are known: as long as it will be."""
         return self.manifest(run, self.cut_layout.blank_digests())
@@ -88,16 +126,19 @@ def write_snapshot(
     progress.check()
     data = staged.data
     with staged.slot.image(data.nbytes) as image:
-        digesting = Digesting(image, staged.cut_layout)
+        digesting = Digesting(image, staged.cut_layout) if staged.digests.known is None else None
         began = time.monotonic()
         try:
             repository.storage.put(data.name, [image])
         except BaseException:
-            digesting.abandon()
+            if digesting is not None:
+                digesting.abandon()
             raise
         write_seconds = time.monotonic() - began
-        digests = digesting.result()
+        if digesting is not None:
+            digesting.result()
     try:
+        digests = staged.digests.settle(digesting.result()) if digesting is not None else staged.digest()
         progress.check()
         repository.commit(staged.manifest(repository.run_id, digests))
     except BaseException:
@@ -111,7 +152,7 @@ def write_snapshot(
         written_bytes=data.nbytes,
         latency_seconds=time.monotonic() - job.instant_monotonic,
         write_seconds=write_seconds,
-        cpu_seconds=time.thread_time() - cpu_before + digesting.cpu_seconds,
+        cpu_seconds=time.thread_time() - cpu_before + (digesting.cpu_seconds if digesting is not None else 0.0),
         time=time.time(),
     )
 

@@ -100,6 +100,10 @@ class ProcessWriter(Client):
         self._channel.wake()
         return closed
 
+    @property
+    def flushed(self) -> bool:
+        return not self.alive or self._channel.flushed
+
     def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
         self._channel.send(body, fds)
 

@@ -1,8 +1,10 @@
-"""One thread that feeds messages to a writer, first in, first out."""
+"""One thread that does the jobs of a trainer, first in, first out, and keeps the newest one."""
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -10,35 +12,57 @@ from collections.abc import Callable, Sequence
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import Notice
 from ckpt_engine.persist import protocol
+from ckpt_engine.persist.held import Held
+from ckpt_engine.persist.ids import Ids
+from ckpt_engine.persist.intake import Intake, Order
 from ckpt_engine.persist.job import ErrorRecord, WriterConfig
 from ckpt_engine.persist.wire import Body
 from ckpt_engine.persist.writer import Emit, Writer
 
 _IDLE_SECONDS = 60.0
+_SEAL_SECONDS = 600.0
 
 
 class Worker:
-    """Opens a writer, lets it handle messages in order, and closes it.
+    """Opens a writer, lets it do the jobs in order, and closes it.
 
-    `put`, `finish` and `skip_waiting` may be called from any thread and never wait. The queue is bounded by the arena:
-    a trainer sends no job without a free slot.
+    `put`, `finish`, `abandon` and `skip_waiting` may be called from any thread and never wait. The queue is bounded by
+    the arena: a trainer sends no job without a free slot. What is only held never queues: the newest replaces the rest.
 
     Args:
         emit: takes the messages to the trainer, on any thread; answers `start` with `started` or `refused`.
         on_exit: called once on this thread, last; with the text of the error if the writer broke down.
+        on_open: called once on this thread when the lease is taken, before that is told.
+        on_news: called, on any thread, when what is offered from memory may have changed.
 
-    `opened` says whether the lease was taken, `ended` whether the writer is closed.
+    `opened` says whether the lease was taken, `ended` whether the writer is closed, and `rescued_at`, in monotonic
+    seconds, since when it has had nothing left to rescue.
     """
 
-    def __init__(self, config: WriterConfig, emit: Emit, on_exit: Callable[[str | None], None]) -> None:
-        self._writer = Writer(config, emit)
+    def __init__(
+        self,
+        config: WriterConfig,
+        emit: Emit,
+        on_exit: Callable[[str | None], None],
+        on_open: Callable[[], object] = lambda: None,
+        on_news: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._memory = config.memory
         self._emit = emit
         self._on_exit = on_exit
-        self._todo: deque[tuple[Body, Sequence[int]]] = deque()
-        self._finishing = False
+        self._on_open = on_open
+        self._ids = Ids()
+        self._intake = Intake()
+        self._writer = Writer(config, emit, self._ids)
+        self.held = Held(self._ids, on_news)
+        self._on_news = on_news
+        self._todo: deque[Order] = deque()
+        self._finishing = self._abandoned = self._hurried = False
+        self._broken: str | None = None
         self._changed = threading.Condition()
         self.opened = False
         self.ended = False
+        self.rescued_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="ckpt-writer", daemon=True)
 
     def start(self) -> None:
@@ -46,29 +70,92 @@ class Worker:
         self._thread.start()
 
     def put(self, body: Body, fds: Sequence[int] = ()) -> None:
-        """Queue a message; the writer owns `fds` from now on."""
+        """Take a message; `fds` are owned from now on. One that is not of the protocol breaks the writer down."""
         with self._changed:
-            self._todo.append((body, fds))
+            if self.ended:
+                for fd in fds:
+                    os.close(fd)
+                return
+            try:
+                self._take(body, fds)
+            except Exception:  # noqa: BLE001 - told to the trainer, which starts a new writer
+                self._broken = traceback.format_exc()
+                self._drop(lambda _: True)
+                self._finishing = True
             self._changed.notify()
+
+    def _take(self, body: Body, fds: Sequence[int]) -> None:
+        if body["kind"] == protocol.PULSE:
+            self.held.take_pulse(fds[0])
+            return
+        order = self._intake.take(body, fds)
+        if order is None:
+            return
+        # At once, not in the queue: the trainer fills the slot that was held before as soon as this was sent.
+        if self._memory and order.known:
+            self.held.hold(order)
+        if body["kind"] == protocol.PERSIST:
+            self._todo.append(order)
+            return
+        order.release()
+        if not order.known:
+            told = f"step {order.job.step} is not held in memory: it names what was never sent"
+            self._emit(protocol.event(Notice("WARNING", told)))
 
     def finish(self) -> None:
-        """Exit after what is queued."""
+        """Exit after what is queued, and after what is held has become durable."""
         with self._changed:
             self._finishing = True
             self._changed.notify()
 
-    def skip_waiting(self) -> None:
-        """Exit after the message at hand, leaving further tiers as they are."""
-        self._writer.stop_draining()
+    def abandon(self) -> None:
+        """The trainer is gone, and everything it sent was put: exit after what is needed to lose nothing.
+
+        With memory that is the job at hand and the newest one; else all of them.
+        """
         with self._changed:
-            self._todo.clear()
+            newest = self.held.newest
+            if newest is not None:
+                # They are older, and given no numbers any more: the highest number is that of the newest.
+                self._drop(lambda order: order is not newest)
+            self._intake.close()  # what no order needs is nobody's memory any more
+            self._finishing = self._abandoned = True
+            self._changed.notify()
+        if self._memory:
+            self.held.seal(self._writer.run)
+
+    def disown(self) -> None:
+        """The trainer has hung up and lives: exit after what is queued, without what is held, which may change now."""
+        with self._changed:
+            self.held.close()
             self._finishing = True
             self._changed.notify()
+        if self._memory:
+            self.held.seal(self._writer.run)
+
+    def skip_waiting(self) -> None:
+        """Exit after the message at hand and what is held in memory, leaving further tiers as they are."""
+        with self._changed:
+            self._drop(lambda _: True)
+            self._finishing = self._hurried = True
+            self._changed.notify()
+            nothing_to_rescue = not self._memory or self.rescued_at is not None
+        if nothing_to_rescue:
+            self._writer.stop_draining()
 
     def join(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds for the thread to end; whether it has."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
+
+    def _drop(self, unwanted: Callable[[Order], bool]) -> None:
+        kept = []
+        for order in self._todo:
+            if unwanted(order):
+                order.release()
+            else:
+                kept.append(order)
+        self._todo = deque(kept)
 
     def _run(self) -> None:
         broken: str | None = None
@@ -78,6 +165,8 @@ class Worker:
         except BaseException:  # noqa: BLE001 - told to the trainer, which starts a new writer
             broken = traceback.format_exc()
         finally:
+            broken = broken or self._broken
+            self._let_go()  # further tiers may take long yet, and need no memory
             try:
                 self._writer.close()
                 if broken is None:
@@ -85,8 +174,17 @@ class Worker:
             except Exception:  # noqa: BLE001 - told like any other: nobody may wait for a thread that is gone
                 broken = broken or traceback.format_exc()
             self._writer.stop_draining()
-            self.ended = True
+            with self._changed:
+                self._let_go()
+                self.ended = True
             self._on_exit(broken)
+
+    def _let_go(self) -> None:
+        with self._changed:
+            self._drop(lambda _: True)
+            self._intake.close()
+            if not self._abandoned:
+                self.held.close()
 
     def _open(self) -> bool:
         try:
@@ -94,20 +192,49 @@ class Worker:
         except CkptError as err:
             self._emit({"kind": protocol.REFUSED, "code": err.code, "message": err.message, "hint": err.hint})
             return False
+        self._on_open()
         self.opened = True
         self._emit({"kind": protocol.STARTED})
         return True
 
     def _serve(self) -> None:
         self._writer.prepare()
-        while True:
-            with self._changed:
-                while not self._todo and not self._finishing:
-                    self._changed.wait(_IDLE_SECONDS)
-                if not self._todo:
-                    return
-                body, fds = self._todo.popleft()
-            self._writer.handle(body, fds)
+        self._on_news()
+        while (order := self._next()) is not None:
+            try:
+                self._writer.persist(order)
+            finally:
+                order.release()
+        if self._broken is None:
+            self._rescue()
+
+    def _next(self) -> Order | None:
+        """The next order, numbered; None: no more will come."""
+        with self._changed:
+            while not self._todo and not self._finishing:
+                self._changed.wait(_IDLE_SECONDS)
+            if not self._todo:
+                return None
+            order = self._todo.popleft()
+            self._ids.of(order)
+            return order
+
+    def _rescue(self) -> None:
+        order = self.held.at_risk()
+        if order is not None:
+            try:
+                if self._abandoned:
+                    self.held.wait_sealed(_SEAL_SECONDS)
+                self._writer.rescue(order)
+            finally:
+                order.release()
+        with self._changed:
+            self.rescued_at = time.monotonic()
+            hurried = self._hurried
+        self.held.settle()
+        self._on_news()
+        if hurried:
+            self._writer.stop_draining()
 
 
 def refusal(body: Body) -> ErrorRecord:

@@ -1,6 +1,6 @@
 """The writer: makes staged snapshots durable one after another, and then applies retention.
 
-It knows nothing of processes, threads or sockets: messages come in through `handle`, messages go out through `emit`.
+It knows nothing of processes, threads or sockets: orders come in, messages go out through `emit`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,20 @@ from ckpt_engine.persist import job as values
 from ckpt_engine.persist import protocol
 from ckpt_engine.persist.fleet import Fleet
 from ckpt_engine.persist.holds import Holds
+from ckpt_engine.persist.ids import Ids
+from ckpt_engine.persist.intake import Order
 from ckpt_engine.persist.job import ErrorRecord, JobDone, PersistJob, WriterConfig
 from ckpt_engine.persist.near import Near
-from ckpt_engine.persist.pieces import CutLayout
-from ckpt_engine.persist.skeleton import Skeleton
-from ckpt_engine.persist.slots import ArenaSlot
 from ckpt_engine.persist.snapshots import Staged
 from ckpt_engine.persist.stall import AbandonedError, Lane
 from ckpt_engine.persist.status import Unfinished
 from ckpt_engine.persist.watched import watched
 from ckpt_engine.persist.wire import Body
-from ckpt_engine.store import layout as names
 from ckpt_engine.store.lease import Holder, acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import KeepAll, policy_from
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.transfer import RunText
 
 Emit = Callable[[Body], object]
 T = TypeVar("T")
@@ -54,21 +53,23 @@ class Writer:
 
     Args:
         emit: takes the messages to the trainer (see `protocol`); may be called on any thread, and never waits.
+        ids: numbers the snapshots.
 
     Every method is called by one thread, the same one, in the order of the protocol.
     """
 
-    def __init__(self, config: WriterConfig, emit: Emit) -> None:
+    run: RunText
+    """Of the run, from `open` on; only with `WriterConfig.memory`."""
+
+    def __init__(self, config: WriterConfig, emit: Emit, ids: Ids) -> None:
         self._config = config
         self._emit = emit
+        self._ids = ids
         self._near: Near
         self._lane: Lane
         self._keeps_all = False
         self._seq = 0
-        self._slots: dict[int, ArenaSlot] = {}
         self._holds = Holds(self._emit_freed)
-        self._layouts: dict[int, CutLayout] = {}
-        self._skeletons: dict[int, Skeleton] = {}
         self._fleet: Fleet | None = None
         self._held_back: str | None = None
         """The newest snapshot when retention had to spare one that was being copied."""
@@ -103,6 +104,10 @@ class Writer:
                 fleet.start()
             self._fleet = fleet
             self._seq = repository.next_seq()
+            if fleet is None:
+                self._ids.begin(self._seq)
+            if config.memory:
+                self.run = fleet.run if fleet is not None else RunText.of(repository)
             self._keeps_all = isinstance(policy, KeepAll)
             self._near = Near(
                 config.url,
@@ -119,12 +124,9 @@ class Writer:
             undo.pop_all()
 
     def close(self) -> None:
-        """Give back the lease and the arena. Idempotent. A tier that hangs does so when it has ended."""
+        """Give back the lease. Idempotent. A tier that hangs does so when it has ended."""
         if self._held_back is not None:
             self._prune(self._held_back)
-        for slot in self._slots.values():
-            slot.close()
-        self._slots.clear()
         if self._opened and not self._lane.last(self._release):
             self._opened = False
             try:
@@ -155,67 +157,53 @@ class Writer:
         if self._fleet is not None:
             self._fleet.stop()
 
-    def handle(self, body: Body, fds: Sequence[int] = ()) -> None:
-        """Do what one message says. A job that fails is reported, never raised.
-
-        Raises:
-            WriterError: a message that is not of the protocol.
-        """
-        match body["kind"]:
-            case protocol.PERSIST:
-                self._persist(values.job_from_json(body["job"]))
-            case protocol.SLOT:
-                self._forget_slots([body["slot"]])
-                self._slots[body["slot"]] = ArenaSlot(fds[0], body["nbytes"])
-            case protocol.LAYOUT:
-                layout = values.layout_from_json(body["layout"])
-                self._layouts[layout.id] = CutLayout.of(layout)
-            case protocol.SKELETON:
-                self._skeletons[body["id"]] = Skeleton(body["tree"])
-            case protocol.FORGET:
-                self._forget_slots(body["slots"])
-                for layout_id in body["layouts"]:
-                    self._layouts.pop(layout_id, None)
-                for skeleton_id in body["skeletons"]:
-                    self._skeletons.pop(skeleton_id, None)
-            case kind:
-                raise WriterError(f"the writer does not know the message {kind!r}")
-
     def prepare(self) -> None:
         """Once after `open`, before any message: what takes time and needs no answer. Never raises."""
         if self._fleet is not None:
-            self._seq = max(self._seq, self._fleet.next_seq())
+            self._ids.begin(max(self._seq, self._fleet.next_seq()))
         try:
             self._lane.call(self._near.sweep)
         except StorageStalledError as err:
             self._near_failed(err)
 
-    def _forget_slots(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            slot = self._slots.pop(number, None)
-            if slot is not None:
-                slot.close()
-
-    def _persist(self, job: PersistJob) -> None:
-        if job.parent is not None and (parent := names.parse_id(job.parent)) is not None:
-            self._seq = max(self._seq, parent.seq + 1)  # it may come from a tier that did not answer at the start
-        snapshot = names.snapshot_id(self._seq, job.step)
-        self._seq += 1
+    def persist(self, order: Order) -> None:
+        """Do a job that was submitted. If it fails that is reported, never raised."""
+        job, snapshot = order.job, self._ids.of(order)
         try:
-            staged = self._staged(job, snapshot)
-            event, near = self._make_durable(staged)
+            event, near = self._make_durable(order.staged(snapshot))
         except Exception as err:  # noqa: BLE001 - reported; whatever it is, the next job gets its own chance
-            record = ErrorRecord.of(err)
-            self._emit_event(SnapshotFailed(snapshot, job.step, self._config.url, record.code, record.message))
-            self._emit_done(job, None, record)
+            self._emit_done(job, None, self._failed(order, snapshot, err))
         else:
+            order.durable = True
             self._emit_event(event)
             self._emit_done(job, snapshot)
             if near:
-                if self._fleet is not None:
-                    self._fleet.committed(snapshot)
-                self._prune(snapshot)
+                self._committed(snapshot)
         self._emit({"kind": protocol.SETTLED, "job": job.job})
+
+    def rescue(self, order: Order) -> None:
+        """Make durable what was only held in memory, or has failed before. Reported like a job, but with no outcome."""
+        snapshot = self._ids.renew(order) if order.failed else self._ids.of(order)
+        try:
+            event, near = self._make_durable(order.staged(snapshot))
+        except Exception as err:  # noqa: BLE001 - reported; it stays in memory
+            self._failed(order, snapshot, err)
+        else:
+            order.durable = True
+            self._emit_event(event)
+            if near:
+                self._committed(snapshot)
+
+    def _failed(self, order: Order, snapshot: str, error: Exception) -> ErrorRecord:
+        order.failed = True
+        record = ErrorRecord.of(error)
+        self._emit_event(SnapshotFailed(snapshot, order.job.step, self._config.url, record.code, record.message))
+        return record
+
+    def _committed(self, snapshot: str) -> None:
+        if self._fleet is not None:
+            self._fleet.committed(snapshot)
+        self._prune(snapshot)
 
     def _make_durable(self, staged: Staged) -> tuple[SnapshotCommitted, bool]:
         """Write the snapshot to the nearest tier, or to the next one that works; whether it was the nearest.
@@ -270,16 +258,6 @@ class Writer:
             raise
         release()
         return found
-
-    def _staged(self, job: PersistJob, snapshot: str) -> Staged:
-        """What the job's numbers stand for."""
-        try:
-            skeletons = {key: self._skeletons[number] for key, number in job.tree}
-            return Staged(job, snapshot, self._slots[job.slot], self._layouts[job.layout], skeletons)
-        except KeyError as err:
-            raise WriterError(
-                f"job {job.job} names slot {job.slot}, layout {job.layout} or a skeleton that was never sent: {err}"
-            ) from err
 
     def _prune(self, newest: str) -> None:
         """Retention after a commit."""

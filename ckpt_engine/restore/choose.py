@@ -15,6 +15,7 @@ from ckpt_engine.errors import (
     StorageMissingError,
 )
 from ckpt_engine.restore import places
+from ckpt_engine.restore.memory import URL
 from ckpt_engine.store import layout, slim
 from ckpt_engine.store.layout import ParsedId
 from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo
@@ -181,13 +182,14 @@ def _what_is_wrong(files: Sequence[DataFile], sizes: dict[str, int]) -> CkptErro
 
 def none_usable(where: Sequence[Repository], search: Search, step: int | None) -> ResumeError | None:
     """The error for "there are snapshots and none can be used", or None if there were none at all."""
-    urls = ", ".join(place.storage.url for place in where)
+    named = [place.storage.url for place in where if place.storage.url != URL] or [URL]
+    urls = ", ".join(named)
     away = "".join(f"  {one.url}: [{one.code}] {one.reason}\n" for one in search.away)
     if search.rejected:
         lines = "\n".join(f"  {r.snapshot}: [{r.code}] {r.reason}" for r in search.rejected)
         return NoUsableSnapshotError(
             f"none of the {len(search.rejected)} snapshots in {urls} is usable:\n{lines}\n{away}",
-            hint=f"look closer with `ckpt verify {where[0].storage.url}`, or start anew in another folder",
+            hint=f"look closer with `ckpt verify {named[0]}`, or start anew in another folder",
         )
     if away:
         return NoUsableSnapshotError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_engine.errors import ForeignError, FormatError, StorageError, StorageMissingError
+from ckpt_engine.restore import memory
 from ckpt_engine.restore.choose import Away, Candidate, Check, Rejected, Search, candidates, none_usable
 from ckpt_engine.restore.into import copy_into, live_shapes, live_targets
 from ckpt_engine.restore.match import require_match, tensor_shapes
@@ -35,6 +36,7 @@ class Loaded:
         place: URL of the place that served.
         repairs: what another place had to serve.
         away: places that did not answer: there may be something newer.
+        lost_steps: steps that had begun after this snapshot when the trainer died; None where nobody knows.
     """
 
     state: Any
@@ -47,6 +49,12 @@ class Loaded:
     place: str = ""
     repairs: tuple[Repair, ...] = ()
     away: tuple[Away, ...] = ()
+    lost_steps: int | None = None
+
+    @property
+    def from_memory(self) -> bool:
+        """Whether it came from the memory of the writer of the trainer that died."""
+        return self.place == memory.URL
 
 
 def choose(where: Sequence[Repository], step: int | None = None, check: Check | None = None) -> Candidate | None:
@@ -128,10 +136,18 @@ def load(
             place=candidate.sources[0].storage.url,
             repairs=tuple(sources.repairs),
             away=tuple(search.away),
+            lost_steps=_lost_steps(where, candidate.info.step),
         )
     error = none_usable(where, search, step)
     if error is not None:
         raise error
+    return None
+
+
+def _lost_steps(where: Sequence[Repository], step: int) -> int | None:
+    for place in where:
+        if isinstance(place.storage, memory.MemoryStorage) and place.storage.beat is not None:
+            return max(0, place.storage.beat.step - step)
     return None
 
 

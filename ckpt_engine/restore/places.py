@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ckpt_engine.errors import CkptError, ForeignError, StorageError
+from ckpt_engine.restore.memory import MemoryStorage
 from ckpt_engine.store.layout import ParsedId
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
@@ -75,9 +76,13 @@ def _ask(answer: Answer[T], question: Callable[[Repository], T]) -> None:
 def of_one_run(answers: Sequence[Answer[T]]) -> Sequence[Answer[T]]:
     """The same answers, in which a place with snapshots of another run than the nearest one's counts as an error.
 
+    A snapshot in memory counts only if it is of a run that another place knows, or if one of them does not answer: it
+    outlives a folder that was removed to start anew.
+
     Args:
         answers: to a question that has `look_up_run` among it: nothing is asked here any more.
     """
+    _leave_out_memory_of_other_runs(answers)
     ours: str | None = None
     for answer in answers if len(answers) > 1 else ():
         if not answer.value:
@@ -91,6 +96,20 @@ def of_one_run(answers: Sequence[Answer[T]]) -> Sequence[Answer[T]]:
             )
         ours = ours or found
     return answers
+
+
+def _leave_out_memory_of_other_runs(answers: Sequence[Answer[T]]) -> None:
+    held = [answer for answer in answers if isinstance(answer.place.storage, MemoryStorage)]
+    others = [answer for answer in answers if answer not in held]
+    if not held or all(answer.error is not None for answer in others):
+        return
+    known = {_run_of(answer.place) for answer in others if answer.error is None}
+    for answer in held:
+        run = _run_of(answer.place)
+        if run in known or (known == {None} and any(other.error is not None for other in others)):
+            continue
+        answer.value = None
+        answer.error = ForeignError("the snapshot in memory is of a run that no tier knows")
 
 
 def look_up_run(place: Repository) -> None:

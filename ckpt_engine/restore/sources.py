@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
+from ckpt_engine.restore.memory import MemoryStorage
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Piece
 from ckpt_engine.store.storage.base import Storage
@@ -13,7 +14,7 @@ from ckpt_engine.store.storage.local import LocalStorage
 
 READ_THREADS = 4
 REMOTE_READ_THREADS = 16
-"""Requests under way to a storage that is not a disk: it is latency that they hide."""
+"""Requests under way to a storage that is neither a disk nor memory: it is latency that they hide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class Sources:
     @property
     def threads(self) -> int:
         """How many requests at once suit the preferred storage."""
-        return READ_THREADS if isinstance(self._storages[0], LocalStorage) else REMOTE_READ_THREADS
+        return READ_THREADS if isinstance(self._storages[0], LocalStorage | MemoryStorage) else REMOTE_READ_THREADS
 
     def read(self, name: str, start: int, out: memoryview) -> None:
         """Fill `out` from the first storage that can; one that fails otherwise than by what it has is not asked again.
@@ -79,6 +80,16 @@ class Sources:
             return
         assert first is not None
         raise first
+
+    def view(self, name: str, start: int, nbytes: int) -> memoryview | None:
+        """The bytes where they are, to be verified and not changed; None where they have to be read."""
+        first = self._storages[0]
+        if not isinstance(first, MemoryStorage):
+            return None
+        try:
+            return first.view(name, start, nbytes)
+        except CkptError:
+            return None  # reading says what is wrong
 
     def repair(self, entry: str, name: str, piece: Piece, out: memoryview) -> None:
         """Fill `out` with a piece whose bytes are not what was written.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.errors import NewerFormatError
+from ckpt_engine.restore.memory import address_of
 from ckpt_engine.restore.read import READ_BYTES
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store.digest import digest
@@ -47,23 +48,29 @@ def stream_into(sources: Sources, manifest: Manifest, targets: Mapping[str, torc
             address += piece.nbytes
     buffers = threading.local()
 
+    def buffer(nbytes: int) -> memoryview:
+        if not hasattr(buffers, "memory") or len(buffers.memory) < nbytes:
+            buffers.memory = mmap.mmap(-1, max(nbytes, READ_BYTES + mmap.PAGESIZE))
+        # Views are never released by hand: frames of an error that was caught may still hold parts of them.
+        return memoryview(buffers.memory)[:nbytes]
+
     def run(span: Sequence[_Move]) -> None:
         first, last = span[0].piece, span[-1].piece
         start = first.offset // mmap.PAGESIZE * mmap.PAGESIZE  # whole pages may go around the page cache
         stop = last.offset + last.nbytes
-        if not hasattr(buffers, "memory") or len(buffers.memory) < stop - start:
-            buffers.memory = mmap.mmap(-1, max(stop - start, READ_BYTES + mmap.PAGESIZE))
         file = manifest.files[first.file]
-        # Views are never released by hand: frames of an error that was caught may still hold parts of them.
-        data = memoryview(buffers.memory)[: stop - start]
-        sources.read(file.name, start, data)
-        source = ctypes.addressof(ctypes.c_char.from_buffer(buffers.memory)) - start
+        data = sources.view(file.name, start, stop - start)
+        if data is None:
+            data = buffer(stop - start)
+            sources.read(file.name, start, data)
         for move in span:
             piece = move.piece
             stored = data[piece.offset - start :][: piece.nbytes]
             if digest(stored) != piece.digest:
+                if stored.readonly:
+                    stored = buffer(piece.nbytes)
                 sources.repair(move.entry, file.name, piece, stored)
-            ctypes.memmove(move.address, source + piece.offset, piece.nbytes)
+            ctypes.memmove(move.address, address_of(stored), piece.nbytes)
 
     pool = ThreadPoolExecutor(sources.threads, thread_name_prefix="ckpt-read")
     try:

@@ -17,25 +17,29 @@ class SaveHandle:
         step: as given to `save`.
         stall_seconds: how long `save` kept training from going on.
         skipped: why the snapshot was not taken (back-pressure), or None.
+        durable: whether it is to become durable; else it only stays in memory.
+        held: it is in memory, where it survives the trainer (only if not `durable`).
         snapshot: id of the snapshot once it is durable, else None.
         error: why it did not become durable, or None.
     """
 
-    def __init__(self, pipeline: Pipeline, step: int, *, skipped: str | None = None) -> None:
+    def __init__(self, pipeline: Pipeline, step: int, *, durable: bool = True, skipped: str | None = None) -> None:
         self._pipeline = pipeline
         self.step = step
         self.stall_seconds = 0.0
         self.skipped = skipped
+        self.durable = durable
+        self.held = False
         self.snapshot: str | None = None
         self.error: CkptError | None = None
 
     def done(self) -> bool:
-        """Whether the outcome is known: durable, failed or skipped. Never blocks."""
+        """Whether the outcome is known: durable, held in memory, failed or skipped. Never blocks."""
         self._pipeline.poll()
         return self._settled
 
     def wait(self, timeout: float | None = None) -> str:
-        """Return the snapshot's id once it is durable.
+        """Return the snapshot's id once it is durable; one that only stays in memory has none: "" once it is held.
 
         Args:
             timeout: seconds; None waits up to an hour.
@@ -49,8 +53,9 @@ class SaveHandle:
 
     @property
     def _settled(self) -> bool:
-        return self.skipped is not None or self.snapshot is not None or self.error is not None
+        return self.held or self.skipped is not None or self.snapshot is not None or self.error is not None
 
     def __repr__(self) -> str:
-        state = (self.skipped and f"skipped: {self.skipped}") or self.snapshot or self.error or "in flight"
+        state = (self.skipped and f"skipped: {self.skipped}") or self.snapshot or self.error
+        state = state or ("in memory" if self.held else "in flight")
         return f"<SaveHandle step={self.step} {state}>"

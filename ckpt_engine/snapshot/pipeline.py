@@ -2,49 +2,58 @@
 
 from __future__ import annotations
 
-import platform
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
-from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError
-from ckpt_engine.observe.events import Event, SnapshotSkipped, SnapshotStaged, WriterLost
+from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError, WriterError
+from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, SnapshotStaged, WriterLost
 from ckpt_engine.persist.client import WriterClient
 from ckpt_engine.persist.job import JobDone, PersistJob, SlotFreed
-from ckpt_engine.snapshot.arena import Slot
+from ckpt_engine.persist.pulse import Pulse
+from ckpt_engine.snapshot import headroom
+from ckpt_engine.snapshot.arena import slot_bytes
 from ckpt_engine.snapshot.flatten import Flattener, LazyPredicate
 from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.snapshot.handover import Handover
+from ckpt_engine.snapshot.newest import Newest
 from ckpt_engine.snapshot.plan import Plan, Planner
 from ckpt_engine.snapshot.slots import Slots
+from ckpt_engine.snapshot.software import software
 from ckpt_engine.snapshot.stage import Copier, Staging
+from ckpt_engine.snapshot.starting import OpenWriter, Starting
 
 WAIT_SECONDS = 3600.0
+BEHIND_SECONDS = 0.5
+WRITER_CLOSE_SECONDS = 60.0
+_FLUSH_SECONDS = 0.01
 
 
 class Pipeline:
     """The trainer's side of all snapshots of one run.
 
     Args:
-        open_writer: starts a writer and returns its client; called again after a writer died.
+        open_writer: starts a writer; called again after a writer died.
         slots: snapshots in host memory at once.
         emit: takes events, on the training thread.
+        memory: with a memory tier: the writer keeps the newest snapshot, and makes it durable if this process dies.
+        room: how much host memory is left; see `headroom`.
         pickle_paths: see `Flattener`.
         check_lazy: debug mode, see `Staging`.
+
+    `behind` is to be set where the writer of an earlier trainer may still hold the lease for a while.
 
     All methods belong to the training thread. Nothing but `wait_for`, `drain` and `close` ever waits for storage.
     """
 
     def __init__(
         self,
-        open_writer: Callable[[], WriterClient],
+        open_writer: OpenWriter,
         slots: int,
         emit: Callable[[Event], None],
         *,
+        memory: bool = False,
+        room: Callable[[], headroom.Room | None] = headroom.look,
         pickle_paths: tuple[str, ...] = (),
         check_lazy: bool = False,
     ) -> None:
@@ -53,39 +62,99 @@ class Pipeline:
         self._check_lazy = check_lazy
         self._planner = Planner(Flattener(pickle_paths))
         self._slots = Slots(slots)
+        self._room = room
+        self._fitted_bytes = 0
+        self.memory = memory
+        self._newest = Newest(self._slots.release)
+        self._pulse: Pulse | None = None
         self._copier = Copier()
-        self._writer: _Writer | None = None
+        self._writer: Handover | None = None
+        self._starting: Starting | None = None
         self._staging: Staging | None = None
         self._jobs = 0
         self._pending: dict[int, tuple[SaveHandle, int]] = {}
         self._held: set[int] = set()
-        self._unsent: dict[int, CkptError] = {}
+        self._unsent: dict[int, tuple[PersistJob, SaveHandle, CkptError]] = {}
         self._failures: list[CkptError] = []
         self.parent: str | None = None
+        self.behind = False
 
     def start(self) -> None:
         """Start the writer and take the run's lease, unless that is done.
 
+        `behind` another writer it is only waited for shortly: snapshots are skipped as busy until it has started, and
+        what goes wrong is raised by the first call after that.
+
         Raises:
             LeaseHeldError, StorageError, WriterError
         """
-        if self._writer is None:
-            self._writer = _Writer(self._open_writer())
+        if self._writer is not None:
+            return
+        if self.behind and self._starting is None:
+            self._starting = Starting(self._open_writer, self.memory)
+            self._starting.wait(BEHIND_SECONDS)
+        if not self._still_starting:
+            self._adopt()
+
+    def _adopt(self) -> None:
+        """Take the writer that has started, or start one."""
+        starting, self._starting, self.behind = self._starting, None, False
+        if starting is None:
+            client = self._open_writer(self.memory, self._emit)
+        else:
+            client = starting.result()
+            for event in starting.events:
+                self._emit(event)
+        self._writer = Handover(client)
+        if self.memory:
+            self._begin_memory(client)
+
+    def _begin_memory(self, client: WriterClient) -> None:
+        from ckpt_engine.persist.thread import ThreadWriter
+
+        if isinstance(client, ThreadWriter):
+            self.memory = False
+            self._emit(Notice("WARNING", "there is no memory tier: a writer thread ends with the trainer"))
+            return
+        self._pulse = self._pulse or Pulse()
+        client.attach_pulse(self._pulse.fd)
+
+    @property
+    def started(self) -> bool:
+        """Whether there is a writer, or one is being started."""
+        return self._writer is not None or self._starting is not None
+
+    @property
+    def _still_starting(self) -> bool:
+        return self._starting is not None and not self._starting.done
+
+    def begin_step(self, step: int) -> None:
+        """Training is about to begin `step`; the writer tells by it how much was lost."""
+        if self._pulse is not None:
+            self._pulse.beat(step)
 
     def prepare(self, state: Any, lazy: LazyPredicate | None = None, share: float | None = None) -> None:
         """Plan for `state` and make the arena ready in the background, so that the first snapshot is as fast as any."""
+        plan = self._planner.capture(state, lazy).plan
+        self._fit(plan)
         self.start()
-        self._slots.warm_up(self._planner.capture(state, lazy).plan, share)
+        self._slots.warm_up(plan, share)
 
     @property
     def prepare_seconds(self) -> float:
         """Processor time that making the arena ready has taken."""
         return self._slots.touched_seconds
 
-    def ready(self) -> bool:
+    def ready(self, durable: bool = True) -> bool:
         """Whether `save` would take a snapshot now."""
         self.poll()
-        return self._staging is None and self._slots.ready()
+        if self._still_starting:
+            return False
+        return self._staging is None and self._slots.ready() and (not durable or self._writer_has_time())
+
+    def _writer_has_time(self) -> bool:
+        """Whether one more durable snapshot leaves slots for those that only stay in memory: one kept, one filled."""
+        return not self.memory or len(self._pending) < max(1, self._slots.count - 2)
 
     def save(
         self,
@@ -97,19 +166,26 @@ class Pipeline:
         reason: str,
         lazy: LazyPredicate | None,
         notes: Mapping[str, Any],
+        durable: bool = True,
     ) -> SaveHandle:
         """Take a snapshot of this instant; see `Checkpointer.save`."""
         began = time.perf_counter()
         created, instant = time.time(), time.monotonic()
         self.before_update()
-        self.start()
         self.poll()
         capture = self._planner.capture(state, lazy)
-        slot = self._slots.take(capture.plan)
+        self._fit(capture.plan)
+        self.start()
+        if self._writer is None:
+            self._emit(SnapshotSkipped(step, "busy"))
+            return SaveHandle(self, step, durable=durable, skipped="busy: the writer waits for the one before it")
+        self.begin_step(step + 1)
+        if not durable and not self.memory:
+            return SaveHandle(self, step, durable=False, skipped="there is no memory tier")
+        slot = self._slots.take(capture.plan) if not durable or self._writer_has_time() else None
         if slot is None:
             self._emit(SnapshotSkipped(step, "busy"))
-            return SaveHandle(self, step, skipped="busy: earlier snapshots are still being written")
-        assert self._writer is not None
+            return SaveHandle(self, step, durable=durable, skipped="busy: earlier snapshots are still being written")
         self._writer.announce(slot, self._slots.known(), capture.plan)
         self._jobs += 1
         job = PersistJob(
@@ -128,9 +204,12 @@ class Pipeline:
             notes=notes,
             software=software(),
         )
-        handle = SaveHandle(self, step)
-        self._pending[job.job] = (handle, slot.index)
-        submit = self._submitter(job, self._writer)
+        handle = SaveHandle(self, step, durable=durable)
+        if durable:
+            self._pending[job.job] = (handle, slot.index)
+            if self.memory:
+                self._slots.retain(slot.index)
+        submit = self._submitter(job, self._writer, handle)
         staging = Staging(capture, slot.views(capture.plan), submit, check=self._check_lazy)
         with self._slots.undisturbed():
             staging.begin(self._copier)
@@ -150,12 +229,19 @@ class Pipeline:
 
     def poll(self) -> None:
         """Take in what the writer has to say. Never blocks."""
-        for job, error in list(self._unsent.items()):
-            del self._unsent[job]
-            self._settle(JobDone(job, None), error)
+        for number, (job, handle, error) in list(self._unsent.items()):
+            del self._unsent[number]
+            if self.memory:
+                self._slots.release(job.slot)  # the writer does not know of it
+            if handle.durable:
+                self._settle(JobDone(job.job, None), error)
+            else:
+                self._fail(handle, error)
         if self._writer is None:
             return
-        for message in self._writer.client.poll():
+        client = self._writer.client
+        self._newest.settle(lambda: client.alive and client.flushed)
+        for message in client.poll():
             if isinstance(message, JobDone):
                 self._settle(message, message.error.exception() if message.error else None)
             elif isinstance(message, SlotFreed):
@@ -172,6 +258,29 @@ class Pipeline:
         for slot in self._held:
             self._slots.discard(slot)
         self._held.clear()
+        self._newest.lose(WriterError("the writer was lost before it knew of the snapshot"))
+
+    def _fit(self, plan: Plan) -> None:
+        """Where the host has too little memory for the arena: fewer slots, or no memory tier."""
+        nbytes = slot_bytes(plan)
+        if nbytes <= self._fitted_bytes:
+            return
+        self._fitted_bytes = nbytes
+        fit = headroom.plan_arena(
+            nbytes, self._slots.count, memory=self.memory, room=self._room(), held_bytes=self._slots.nbytes()
+        )
+        if fit.warning is None:
+            return
+        self._emit(Notice("WARNING", fit.warning))
+        self._slots.limit(fit.slots)
+        if self.memory == fit.memory:
+            return
+        if self._writer is not None:
+            # It would go on keeping a slot for a rescue: another one takes its place.
+            self._writer.client.close(WRITER_CLOSE_SECONDS)
+            self.poll()
+            self._lose_writer()
+        self.memory = fit.memory
 
     def take_failure(self) -> CkptError | None:
         """The oldest background error that has not been shown yet."""
@@ -183,7 +292,9 @@ class Pipeline:
             raise SnapshotSkippedError(f"the snapshot of step {handle.step} was skipped ({handle.skipped})")
         self.before_update()
         if not self._wait(lambda: handle.done(), timeout):
-            raise WaitTimeoutError(f"the snapshot of step {handle.step} is not durable yet")
+            raise WaitTimeoutError(
+                f"the snapshot of step {handle.step} is not {'durable' if handle.durable else 'with the writer'} yet"
+            )
         if handle.error is not None:
             if handle.error in self._failures:
                 self._failures.remove(handle.error)
@@ -191,17 +302,26 @@ class Pipeline:
                 f"the snapshot of step {handle.step} did not become durable: {handle.error.message}",
                 hint=handle.error.hint,
             ) from handle.error
-        assert handle.snapshot is not None
-        return handle.snapshot
+        return handle.snapshot or ""
 
     def drain(self, timeout: float | None) -> bool:
         """Wait until no snapshot is in flight; False if the time was not enough."""
         self.before_update()
+        if self._starting is not None:
+            self._starting.wait(WAIT_SECONDS if timeout is None else timeout)
+            if self._still_starting:
+                return False
+            self._adopt()
         return self._wait(lambda: not self._pending, timeout)
 
     def arena_bytes(self) -> int:
         """Host memory held by the arena."""
         return self._slots.nbytes()
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Host memory that one snapshot takes; 0 before the first state was seen."""
+        return self._fitted_bytes
 
     def close(self, timeout: float) -> None:
         """Finish what is in flight, stop the writer, free the arena.
@@ -209,12 +329,15 @@ class Pipeline:
         Raises:
             WaitTimeoutError: snapshots are still in flight; the writer goes on with them by itself.
         """
-        drained = self.drain(timeout) if self._pending or self._staging else True
+        drained = self.drain(timeout) if self._pending or self._staging or self._starting else True
         self._copier.close(timeout)
         if self._writer is not None:
             self._writer.client.close(timeout)
             self.poll()  # what further tiers had to say until the end
             self._writer = None
+        if self._pulse is not None:
+            self._pulse.close()
+            self._pulse = None
         self._slots.close()
         if not drained:
             raise WaitTimeoutError(f"snapshots were still being written after {timeout:.0f} s")
@@ -227,20 +350,28 @@ class Pipeline:
             if left <= 0:
                 return False
             if self._writer is not None:
-                self._writer.client.wait(min(left, 1.0))
+                # Nobody says when what was sent is with the kernel: look again soon.
+                self._writer.client.wait(min(left, 1.0 if self._writer.client.flushed else _FLUSH_SECONDS))
             self.poll()
         return True
 
-    def _submitter(self, job: PersistJob, writer: _Writer) -> Callable[[BaseException | None], None]:
+    def _submitter(
+        self, job: PersistJob, writer: Handover, handle: SaveHandle
+    ) -> Callable[[BaseException | None], None]:
+        memory = self.memory
+
         def submit(error: BaseException | None) -> None:
             """Any thread; never raises, so that the fence always opens."""
-            if error is None:
-                try:
-                    writer.submit(job)
-                except CkptError as err:
-                    self._unsent[job.job] = err
+            if error is not None:
+                self._unsent[job.job] = (job, handle, SnapshotFailedError(f"staging failed: {error}"))
+                return
+            try:
+                writer.send(job, durable=handle.durable)
+            except CkptError as err:
+                self._unsent[job.job] = (job, handle, err)
             else:
-                self._unsent[job.job] = SnapshotFailedError(f"staging failed: {error}")
+                if memory:
+                    self._newest.tell(job.slot, None if handle.durable else handle)
 
         return submit
 
@@ -253,58 +384,10 @@ class Pipeline:
             self._held.add(slot)  # a call that hangs may still read it: `SlotFreed` gives it back
         else:
             self._slots.release(slot)
-        handle.snapshot, handle.error = done.snapshot_id, error
         if error is not None:
-            self._failures.append(error)
+            self._fail(handle, error)
+        handle.snapshot = done.snapshot_id
 
-
-class _Writer:
-    """A running writer and what it has been told."""
-
-    def __init__(self, client: WriterClient) -> None:
-        self.client = client
-        self._slots: set[int] = set()
-        self._layout: int | None = None
-        self._skeletons: dict[str, int] = {}
-        self._lock = threading.Lock()
-
-    def announce(self, slot: Slot, known: Iterable[Slot], plan: Plan) -> None:
-        """Send what the next job refers to, unless the writer has it, and let it free what is no longer used.
-
-        Every earlier job has been submitted by then: the fence comes before the next snapshot.
-        """
-        with self._lock:
-            gone = self._slots - {s.index for s in known}
-            self._slots -= gone
-            if slot.index not in self._slots:
-                self.client.attach_slot(slot.index, slot.fd, slot.nbytes)
-                self._slots.add(slot.index)
-            layouts = []
-            if plan.layout.id != self._layout:
-                self.client.define_layout(plan.layout)
-                layouts = [self._layout] if self._layout is not None else []
-                self._layout = plan.layout.id
-            new = {ref.key: ref.id for ref in plan.skeletons}
-            for ref in plan.skeletons:
-                if self._skeletons.get(ref.key) != ref.id:
-                    self.client.define_skeleton(ref.id, ref.tree)
-            skeletons = [number for key, number in self._skeletons.items() if new.get(key) != number]
-            self._skeletons = new
-            if gone or layouts or skeletons:
-                self.client.forget(slots=sorted(gone), layouts=layouts, skeletons=skeletons)
-
-    def submit(self, job: PersistJob) -> None:
-        with self._lock:
-            self.client.submit(job)
-
-
-@cache
-def software() -> Mapping[str, str]:
-    """Versions that bear on whether a resumed run can be bitwise the same."""
-    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for name in ("ckpt-engine", "numpy", "lightning", "accelerate"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    def _fail(self, handle: SaveHandle, error: CkptError) -> None:
+        handle.error = error
+        self._failures.append(error)

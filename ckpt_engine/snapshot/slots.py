@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -19,13 +20,15 @@ _LOWEST_PRIORITY = 19
 class Slots:
     """The arena's slots, `count` at most in use at once. Training thread only, except for the background warm-up.
 
-    Slot numbers are never reused, so that the writer cannot mistake an old buffer for a new one.
+    Slot numbers are never reused, so that the writer cannot mistake an old buffer for a new one. A slot is free again
+    when all who retained it have released it.
     """
 
     def __init__(self, count: int) -> None:
-        self._count = count
+        self.count = count
         self._free: list[Slot] = []
         self._busy: dict[int, Slot] = {}
+        self._uses: Counter[int] = Counter()
         self._next = 0
         self._warm_up: _WarmUp | None = None
         self._touched_seconds = 0.0
@@ -48,22 +51,32 @@ class Slots:
             self._free.append(slot)
         slot = self._free.pop(0)
         self._busy[slot.index] = slot
+        self._uses[slot.index] = 1
         return slot
 
     def ready(self) -> bool:
         """Whether `take` would give a slot."""
         self._collect_warm()
-        return bool(self._free) or (self._warm_up is None and len(self._busy) < self._count)
+        return bool(self._free) or (self._warm_up is None and len(self._busy) < self.count)
+
+    def retain(self, index: int) -> None:
+        """One more needs the content of a slot that was taken."""
+        if index in self._busy:
+            self._uses[index] += 1
 
     def release(self, index: int) -> None:
-        """The slot's content is no longer needed."""
-        slot = self._busy.pop(index, None)
-        if slot is not None:
-            self._free.insert(0, slot)
+        """One of those who need the slot's content needs it no longer."""
+        if index not in self._busy:
+            return
+        self._uses[index] -= 1
+        if self._uses[index] == 0:
+            del self._uses[index]
+            self._free.insert(0, self._busy.pop(index))
 
     def discard(self, index: int) -> None:
         """The slot is not used again; whoever else has its memory keeps it."""
         slot = self._busy.pop(index, None)
+        self._uses.pop(index, None)
         if slot is not None:
             slot.close()
 
@@ -82,7 +95,7 @@ class Slots:
         if self._warm_up is not None and not self._outgrown(self._warm_up, plan):
             return
         self._retire_small(plan.layout.nbytes)
-        missing = self._count - len(self._free) - len(self._busy)
+        missing = self.count - len(self._free) - len(self._busy)
         if missing > 0:
             self._warm_up = _WarmUp([self._new(plan) for _ in range(missing)], share)
 
@@ -114,6 +127,13 @@ class Slots:
         for slot in self.known():
             slot.close()
         self._free, self._busy, self._warm_up = [], {}, None
+        self._uses.clear()
+
+    def limit(self, count: int) -> None:
+        """Use at most so many from now on; those that are no longer wanted go when they are free."""
+        self.count = count
+        while self._free and len(self._free) + len(self._busy) > count:
+            self._free.pop().close()
 
     def _new(self, plan: Plan) -> Slot:
         self._next += 1

@@ -28,6 +28,7 @@ OPTIONS: dict[str, Any] = {
     "tiers": [{"url": "/data/run1", "keep": {"last": 5}}],
     "on_error": "raise",
     "writer": "thread",
+    "linger": "1 min",
     "slots": 1,
     "lazy": "off",
     "pickle": ["loop/*"],
@@ -47,6 +48,7 @@ tiers:
     keep: {last: 5}
 on_error: raise
 writer: thread
+linger: 1 min
 slots: 1
 lazy: off
 pickle: loop/*
@@ -74,6 +76,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "tiers",
         "on_error",
         "writer",
+        "linger",
         "slots",
         "lazy",
         "pickle",
@@ -168,6 +171,46 @@ def test_tier_retention_replaces_the_general_one() -> None:
 def test_the_place_can_be_bare_or_a_list(place: Any) -> None:
     """A bare folder, a tier, and a list of one of them are one tier."""
     assert load_config(tiers=place).root_url == "/d"
+
+
+MEMORY_TIER = {"url": "memory", "every_n_steps": 1}
+
+
+def test_the_memory_tier_stands_before_the_places() -> None:
+    """`tiers` are the durable ones, whatever is before them; the memory tier has a rhythm or none."""
+    config = load_config(tiers=["memory", "/d", "s3://b/r"], linger="10 min")
+    assert (config.root_url, [tier.url for tier in config.tiers]) == ("/d", ["/d", "s3://b/r"])
+    assert config.memory is not None
+    assert (config.memory.every, config.memory.every_n_steps, config.linger) == (None, None, 600.0)
+    config = load_config(tiers=[MEMORY_TIER, "/d"])
+    assert config.memory is not None
+    assert (config.root_url, config.memory.every_n_steps, config.linger) == ("/d", 1, 300.0)
+    assert load_config("/d").memory is None
+
+
+def test_the_memory_tier_has_a_slot_more() -> None:
+    """One complete, one being staged, one being written; only the last counts as in flight for the frequency."""
+    assert (load_config("/d").arena_slots, load_config(tiers=["memory", "/d"]).arena_slots) == (2, 3)
+    assert load_config(tiers=["memory", "/d"], slots=2).arena_slots == 2
+    assert load_config(tiers=["memory", "/d"], slots=5).frequency_options()["slots"] == 3
+    assert load_config(tiers=["memory", "/d"], slots=2).frequency_options()["slots"] == 1
+    assert load_config("/d").frequency_options()["slots"] == 2
+
+
+def test_the_memory_tier_survives_every_way_a_config_travels() -> None:
+    """Options again, a copy, a pickle, and as the base of another one; two that differ in it only are not equal."""
+    config = load_config(tiers=[MEMORY_TIER, {"url": "/d", "keep": {"last": 3}}])
+    assert config.options()["tiers"] == [MEMORY_TIER, {"url": "/d", "keep": {"last": 3}}]
+    for other in (load_config(config.options()), load_config(config), pickle.loads(pickle.dumps(config))):
+        assert other == config
+        assert other.memory == config.memory
+    assert copy.deepcopy(config) == config
+    assert load_config(config, overhead="2%").memory == config.memory
+    assert load_config(tiers=["memory", "/d"]) != load_config("/d")
+    settings = FrequencySettings.from_options(**config.frequency_options())
+    assert settings.memory is not None
+    assert (settings.memory.every_n_steps, settings.memory.every_seconds) == (1, None)
+    assert FrequencySettings.from_options(**load_config("/d").frequency_options()).memory is None
 
 
 def test_a_config_is_frozen_and_travels() -> None:

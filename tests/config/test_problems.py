@@ -64,13 +64,18 @@ def _file(tmp_path: Path, text: str) -> str:
         ({"slots": "x" * 200}, f"slots: must be a whole number, got '{'x' * 56}... →"),
         ({"pickle": True}, "pickle: must be a list of paths such as ['loop/custom', 'callbacks/*'], got true"),
         ({"pickle": [1]}, "pickle: must be a text that is not empty, got [1]"),
+        (
+            {"tiers": ["memory", "/d"], "writer": "thread"},
+            "writer: the memory tier needs a writer that outlives the trainer: must be 'process', got 'thread'",
+        ),
+        ({"tiers": ["memory", "/d"], "slots": 1}, "slots: must be at least 2 with the memory tier"),
         ({"keep": {True: 1}}, "keep.True: a key must be a text, not the bool true: YAML 1.1 reads an unquoted on"),
         ({"keep": {7: 1}}, "keep.7: a key must be a text, not the int 7"),
     ],
 )
 def test_each_mistake_has_its_own_text(options: dict[str, Any], text: str) -> None:
     """Unknown keys, wrong types and impossible values name the key path, the value and what is allowed."""
-    message = _message(**options)
+    message = _message(None if "tiers" in options else "/data/run1", **options)
     assert text in message
     assert message.startswith("[CKPT100] options: ")
     assert len(message.splitlines()) == 1
@@ -109,7 +114,7 @@ def test_mistakes_in_tiers_name_the_tier(tiers: Any, text: str) -> None:
     [
         ({"tiers": [{"url": "/a", "codec": "delta"}]}, "tiers.0.codec"),
         ({"tiers": "/a", "keep": {"tags": ["paper"]}}, "keep.tags"),
-        ({"tiers": "/a", "linger": "10 min"}, "linger"),
+        ({"tiers": "/a", "rollback": {"on": "loss_spike"}}, "rollback"),
     ],
 )
 def test_what_a_later_version_knows_is_refused_by_name(options: dict[str, Any], key: str) -> None:
@@ -137,6 +142,13 @@ SECRET = {"url": "/b", "storage_options": {"secret": "hunter2"}}
         ([SECRET, "/b/"], "tiers: two tiers are the same place"),
         ([SECRET, "memory"], "tiers: the memory tier is the nearest one: it comes first"),
         (["memory"], "tiers: must name a folder or storage URL"),
+        ("memory", "tiers: must name a folder or storage URL"),
+        (["memory", "memory", "/a"], "tiers: the memory tier is the nearest one: it comes first, and once"),
+        (
+            [{**SECRET, "url": "memory", "keep": {"last": 1}}, "/a"],
+            "tiers.0: the memory tier takes every or every_n_steps: remove its keep and storage_options",
+        ),
+        (["memory", {"url": "/a", "kep": 1}], "tiers.1.kep: unknown key; did you mean 'keep'?"),
         ([{**SECRET, "bandwidth": "200 Mb/s"}], "tiers.0.bandwidth: must be a rate such as '200 MB/s'"),
         (
             [{**SECRET, "on_failure": "fial"}],

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.persist import protocol
+from ckpt_engine.persist.ids import Ids
+from ckpt_engine.persist.intake import Intake
 from ckpt_engine.persist.job import WriterConfig, job_to_json, layout_to_json
 from ckpt_engine.persist.wire import Body
 from ckpt_engine.persist.writer import Writer
@@ -46,24 +48,30 @@ class _Session:
 
     def run(self, steps: range) -> bool:
         """Persist a snapshot for each step; whether the writer lived to do it."""
-        writer = Writer(self._config, self._hear)
+        writer, intake = Writer(self._config, self._hear, Ids()), Intake()
         try:
-            self._drive(writer, steps)
+            self._drive(writer, intake, steps)
             lived = True
         except Killed:
             lived = False
-        writer.close()  # only now: the traceback of a kill still refers to the arena
+        writer.close()
+        intake.close()  # only now: the traceback of a kill still refers to the arena
         return lived
 
-    def _drive(self, writer: Writer, steps: range) -> None:
+    def _drive(self, writer: Writer, intake: Intake, steps: range) -> None:
         writer.open()
-        writer.handle({"kind": protocol.SLOT, "slot": 0, "nbytes": self._stage.nbytes}, [os.dup(self._stage.fd)])
-        writer.handle({"kind": protocol.LAYOUT, "layout": layout_to_json(self._stage.layout)})
+        intake.take({"kind": protocol.SLOT, "slot": 0, "nbytes": self._stage.nbytes}, [os.dup(self._stage.fd)])
+        intake.take({"kind": protocol.LAYOUT, "layout": layout_to_json(self._stage.layout)})
         trees = ({"weight": {"$": "tensor", "entry": "model.weight"}, "none": NONE}, {"epoch": {"$": "v", "i": 0}})
         for number, tree in enumerate(trees, 1):
-            writer.handle({"kind": protocol.SKELETON, "id": number, "tree": tree})
+            intake.take({"kind": protocol.SKELETON, "id": number, "tree": tree})
         for step in steps:
-            writer.handle({"kind": protocol.PERSIST, "job": job_to_json(self._stage.job(step))})
+            order = intake.take({"kind": protocol.PERSIST, "job": job_to_json(self._stage.job(step))})
+            assert order is not None
+            try:
+                writer.persist(order)
+            finally:
+                order.release()
 
     def _hear(self, body: Body) -> None:
         if body["kind"] != protocol.DONE:

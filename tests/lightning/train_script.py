@@ -24,6 +24,8 @@ from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.cases import CASES
 from tests.lightning.runs import Entry, Recorder, final_digest, make_trainer, seed_everything, train
 
+PATIENCE_SECONDS = 60.0
+
 
 class TraceFile(list[Entry]):
     """A trace that is on disk up to its last entry, whatever happens to the process."""
@@ -47,6 +49,25 @@ class Pace(Callback):
         time.sleep(self.seconds)
 
 
+class Patience(Callback):
+    """Begins no batch before the arena has room for the first snapshot: on a busy machine that takes several."""
+
+    def __init__(self, ckpt: AdaptiveCheckpoint) -> None:
+        self._ckpt = ckpt
+        self._waited = False
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        run = self._ckpt._run
+        if self._waited or run is None or not run.checkpointer.arena_bytes():
+            return
+        self._waited = True
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not (run.checkpointer.ready() and run.checkpointer._pipeline._slots._warm_up is None):
+            if time.monotonic() > deadline:
+                raise TimeoutError("the arena does not become ready")
+            time.sleep(0.001)
+
+
 def run(job: dict[str, Any]) -> None:
     """One training process."""
     torch.set_num_threads(1)
@@ -55,8 +76,9 @@ def run(job: dict[str, Any]) -> None:
     seed_everything(job["seed"])
     trace = TraceFile(job["trace"])
     model = case.model(case, trace)
-    ckpt = AdaptiveCheckpoint(job["root"], every_n_steps=1, keep={"last": 3}, **job.get("options", {}))
-    trainer = make_trainer(case, [*case.callbacks(), Pace(job["pace"]), ckpt], Recorder(trace))
+    ckpt = AdaptiveCheckpoint({"tiers": job["root"], "every_n_steps": 1, "keep": {"last": 3}} | job.get("options", {}))
+    patience = [Patience(ckpt)] if job.get("patient") else []
+    trainer = make_trainer(case, [*case.callbacks(), Pace(job["pace"]), *patience, ckpt], Recorder(trace))
     train(trainer, model, case, "auto")
     trace.append(("digest", json.dumps(final_digest(trainer, model), sort_keys=True)))
 

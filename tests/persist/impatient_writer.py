@@ -1,4 +1,4 @@
-"""A writer process for which a tier hangs after a second instead of half a minute."""
+"""A writer process that waits a second for what it usually waits long for: a tier that hangs, a trainer that ends."""
 
 import os
 import sys
@@ -6,8 +6,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ckpt_engine.persist import stall
+from ckpt_engine.persist import process, stall
 from ckpt_engine.persist.process import main
 
-stall.STALL_SECONDS = 1.0
+stall.STALL_SECONDS = process._END_SECONDS = 1.0
 os._exit(main(sys.argv[1:]))

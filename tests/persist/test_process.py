@@ -60,9 +60,9 @@ def run_trainer(root: Path, *plan: str, status: int = -signal.SIGKILL) -> dict[s
     return {key: value for row in rows for key, value in row.items()}
 
 
-def is_ignored(pid: int, number: signal.Signals) -> bool:
-    """Whether a process ignores a signal."""
-    (line,) = (x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("SigIgn"))
+def is_put_off(pid: int, number: signal.Signals) -> bool:
+    """Whether a process blocks a signal."""
+    (line,) = (x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("SigBlk"))
     return bool(int(line.split()[1], 16) >> (number - 1) & 1)
 
 
@@ -87,7 +87,7 @@ def test_a_writer_that_waits_for_the_lease_goes_with_its_trainer(tmp_path: Path,
     command = [sys.executable, "-m", "tests.persist.trainer", str(processes.root), str(tmp_path / "log"), "leave"]
     trainer = subprocess.Popen([*command, "process"], cwd=REPOSITORY, stderr=subprocess.DEVNULL)
     children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children")
-    while not children.read_text() or not is_ignored(int(children.read_text()), signal.SIGTERM):
+    while not children.read_text() or not is_put_off(int(children.read_text()), signal.SIGTERM):
         assert trainer.poll() is None
         os.sched_yield()
     waiting = int(children.read_text())
@@ -118,7 +118,7 @@ def test_sigterm_limits_a_draining_writer_to_the_job_at_hand(tmp_path: Path) -> 
     """Without its trainer the writer heeds SIGTERM: the job in flight becomes durable, queued ones are dropped."""
     gate = tmp_path / "gate"
     told = run_trainer(tmp_path / "run", "die-behind-a-gate", str(gate), "3", "60")
-    while is_ignored(told["writer"], signal.SIGTERM):
+    while is_put_off(told["writer"], signal.SIGTERM):
         os.sched_yield()  # until it has noticed the trainer's end
     os.kill(told["writer"], signal.SIGTERM)
     while int(_status(told["writer"], "SigPnd"), 16) | int(_status(told["writer"], "ShdPnd"), 16):

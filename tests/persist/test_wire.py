@@ -69,6 +69,39 @@ def test_a_full_socket_wakes_the_owner(pair: Pair) -> None:
     assert not select.select([pair[0].wake_fd], [], [], 0)[0]
 
 
+def test_flushed_means_that_the_peer_reads_it_whatever_becomes_of_us(pair: Pair) -> None:
+    """Not before the last byte is with the kernel; what is, is read after our end."""
+    assert pair[0].flushed
+    pair[0].send({"big": "x" * (5 << 20)})
+    pair[0].send({"last": 1})
+    assert not pair[0].flushed
+    bodies = []
+    while not pair[0].flushed:
+        pair[0].flush()
+        bodies += [item.body for item in pair[1].receive()[0]]
+    pair[0].close()
+    bodies += [item.body for item in pair[1].receive()[0]]
+    assert [list(body) for body in bodies] == [["big"], ["last"]]
+
+
+def test_a_channel_may_have_limits() -> None:
+    """Longer messages and any descriptors are refused before they are taken in."""
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with far:
+        channel = Channel(near, most_bytes=100)
+        far.sendall(struct.pack("<Q", 2) + b"{}" + struct.pack("<Q", 101))
+        with pytest.raises(WriterError, match="101 bytes announced"):
+            channel.receive()
+        channel.close()
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with far:
+        channel = Channel(near, takes_fds=False)
+        socket.send_fds(far, [struct.pack("<Q", 2)], [far.fileno()])
+        with pytest.raises(WriterError, match="descriptors"):
+            channel.receive()
+        channel.close()
+
+
 def test_the_end_of_the_peer_comes_after_its_last_message(pair: Pair) -> None:
     """What was sent before the end is not lost with it, and sending to nobody is no error."""
     pair[0].send({"last": 1})

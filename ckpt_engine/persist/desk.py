@@ -1,0 +1,114 @@
+"""What a writer answers on its control socket."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+from ckpt_engine.errors import CkptError
+from ckpt_engine.persist import control
+from ckpt_engine.persist.control import Reply
+from ckpt_engine.persist.held import Held
+from ckpt_engine.persist.wire import Body
+
+_WHO_LETTERS = 200
+
+
+class Desk:
+    """Answers requests. `answer` belongs to the control thread, everything else may be called from any.
+
+    Args:
+        held: what is in memory.
+        forward: tells the trainer what somebody asked it for, and who; whether that was possible.
+        trainer_lives: asks the system, in case its end has not been noticed yet.
+        bye: called when whoever restarted the training needs this writer no more; gives up the name.
+    """
+
+    def __init__(
+        self,
+        held: Held,
+        forward: Callable[[str, str], bool],
+        trainer_lives: Callable[[], bool],
+        bye: Callable[[], object],
+    ) -> None:
+        self._held = held
+        self._forward = forward
+        self._trainer_lives = trainer_lives
+        self._bye = bye
+        self._attended = True
+        self._said_bye = threading.Event()
+
+    @property
+    def said_bye(self) -> bool:
+        """Whether the writer is not needed any more."""
+        return self._said_bye.is_set()
+
+    def leave(self) -> None:
+        """The trainer is gone, or needs no more than its end; everything it sent was taken in."""
+        self._attended = False
+
+    def answer(self, request: Body) -> Reply | None:
+        """See `control.Answer`."""
+        match request.get("what"):
+            case control.SNAPSHOT:
+                return self._snapshot()
+            case control.BYE:
+                return self._take_leave(request.get("snapshot"))
+            case control.SAVE | control.STOP as what:
+                who = str(request.get("who", "somebody"))[:_WHO_LETTERS]
+                return Reply({"trainer": self._attended and self._trainer_lives() and self._forward(what, who)})
+            case control.STATUS:
+                return Reply(self._status())
+            case what:
+                return Reply({"error": f"the writer does not know the request {what!r}"})
+
+    def _snapshot(self) -> Reply | None:
+        if self._attended:
+            if self._trainer_lives():
+                return Reply({"snapshot": None, "why": "its trainer is alive"})
+            return None  # what it sent last has not been taken in yet
+        try:
+            offer = self._held.offer()
+        except (CkptError, OSError, ValueError) as err:
+            return Reply({"snapshot": None, "why": str(err)})
+        if offer is None:
+            return None
+        if isinstance(offer, str):
+            return Reply({"snapshot": None, "why": offer})
+        body = {
+            "snapshot": offer.snapshot,
+            "step": offer.step,
+            "manifest": offer.manifest.decode(),
+            "run": offer.run.run,
+            "record": offer.run.text.decode(),
+            "file": offer.file.name,
+            "nbytes": offer.file.nbytes,
+            "durable": offer.durable,
+            "beat": self._beat(),
+        }
+        return Reply(body, (offer.fd,))
+
+    def _take_leave(self, snapshot: object) -> Reply | None:
+        if self._attended:
+            return Reply({"ok": False}) if self._trainer_lives() else None
+        newest = self._held.newest
+        if snapshot is not None and newest is not None and newest.snapshot != snapshot:
+            return Reply({"ok": False})  # somebody else's snapshot: it was attached to another writer
+        self._said_bye.set()
+        self._held.let_go()
+        self._bye()
+        return Reply({"ok": True})
+
+    def _status(self) -> Body:
+        newest = self._held.newest
+        return {
+            "pid": os.getpid(),
+            "trainer": self._attended and self._trainer_lives(),
+            "held": None if newest is None else {"step": newest.job.step, "durable": newest.durable},
+            "beat": self._beat(),
+        }
+
+    def _beat(self) -> Body | None:
+        beat = self._held.beat
+        return None if beat is None else {"step": beat.step, "instant_monotonic": beat.instant_monotonic}

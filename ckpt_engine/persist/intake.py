@@ -1,0 +1,162 @@
+"""What the trainer's messages say, resolved at once: a job keeps what its numbers stood for when it arrived."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeVar
+
+from ckpt_engine.errors import WriterError
+from ckpt_engine.persist import job as values
+from ckpt_engine.persist import protocol
+from ckpt_engine.persist.job import PersistJob
+from ckpt_engine.persist.pieces import CutLayout
+from ckpt_engine.persist.skeleton import Skeleton
+from ckpt_engine.persist.slots import ArenaSlot
+from ckpt_engine.persist.snapshots import Digests, Staged
+from ckpt_engine.persist.wire import Body
+
+T = TypeVar("T")
+
+
+class Told(Generic[T]):
+    """Something that was told, worked out when it is first needed, by the thread that needs it."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make: Callable[[], T] | None = make
+        self._found: list[T] = []
+        self._lock = threading.Lock()
+
+    def get(self) -> T:
+        """What it is; raises what making it raises."""
+        with self._lock:
+            if self._make is not None:
+                self._found.append(self._make())
+                self._make = None
+            return self._found[0]
+
+
+class Order:
+    """A job with what its numbers stand for. It keeps its slot until it is released as often as it was retained.
+
+    Whoever makes one has retained it once.
+
+    Attributes:
+        snapshot: the id it has got, see `ids.Ids`.
+        durable: whether it has become durable under that id.
+        failed: whether it has failed to do so.
+    """
+
+    def __init__(
+        self,
+        job: PersistJob,
+        slot: ArenaSlot | None,
+        layout: Told[CutLayout] | None,
+        skeletons: Mapping[str, Told[Skeleton]],
+        unknown: str | None,
+    ) -> None:
+        self.job = job
+        self.snapshot: str | None = None
+        self.durable = False
+        self.failed = False
+        self._slot = slot
+        self._layout = layout
+        self._skeletons = skeletons
+        self._unknown = unknown
+        self._digests = Digests()
+        if slot is not None:
+            slot.retain()
+
+    @property
+    def known(self) -> bool:
+        """Whether everything that the job names was sent."""
+        return self._unknown is None
+
+    def staged(self, snapshot: str) -> Staged:
+        """What is to be written as `snapshot`.
+
+        Raises:
+            WriterError: the job names what was never sent.
+            ValueError: it names a layout that is impossible.
+        """
+        if self._slot is None or self._layout is None or self._unknown is not None:
+            raise WriterError(
+                f"job {self.job.job} names slot {self.job.slot}, layout {self.job.layout} or a skeleton that was never "
+                f"sent: {self._unknown}"
+            )
+        skeletons = {key: told.get() for key, told in self._skeletons.items()}
+        return Staged(self.job, snapshot, self._slot, self._layout.get(), skeletons, self._digests)
+
+    def retain(self) -> None:
+        """Keep the slot until one more `release`."""
+        if self._slot is not None:
+            self._slot.retain()
+
+    def release(self) -> None:
+        """Let go of the slot."""
+        if self._slot is not None:
+            self._slot.release()
+
+
+class Intake:
+    """Takes the messages of one trainer, in their order, by one thread at a time. Cheap: nothing is read or written."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, ArenaSlot] = {}
+        self._layouts: dict[int, Told[CutLayout]] = {}
+        self._skeletons: dict[int, Told[Skeleton]] = {}
+
+    def take(self, body: Body, fds: Sequence[int] = ()) -> Order | None:
+        """Do what a message says. The order of a `persist` or a `hold`; the caller owns it.
+
+        Args:
+            fds: what came with it; owned from now on.
+
+        Raises:
+            WriterError: a message that is not of the protocol.
+        """
+        match body["kind"]:
+            case protocol.PERSIST | protocol.HOLD:
+                return self._resolve(values.job_from_json(body["job"]))
+            case protocol.SLOT:
+                self._forget_slots([body["slot"]])
+                self._slots[body["slot"]] = ArenaSlot(fds[0], body["nbytes"])
+            case protocol.LAYOUT:
+                layout = body["layout"]
+                self._layouts[layout["id"]] = Told(lambda: CutLayout.of(values.layout_from_json(layout)))
+            case protocol.SKELETON:
+                tree = body["tree"]
+                self._skeletons[body["id"]] = Told(lambda: Skeleton(tree))
+            case protocol.FORGET:
+                self._forget_slots(body["slots"])
+                for layout_id in body["layouts"]:
+                    self._layouts.pop(layout_id, None)
+                for skeleton_id in body["skeletons"]:
+                    self._skeletons.pop(skeleton_id, None)
+            case kind:
+                for fd in fds:
+                    os.close(fd)
+                raise WriterError(f"the writer does not know the message {kind!r}")
+        return None
+
+    def close(self) -> None:
+        """Let go of all slots that no order keeps. Idempotent."""
+        self._forget_slots(list(self._slots))
+
+    def _resolve(self, job: PersistJob) -> Order:
+        unknown: str | None = None
+        skeletons: dict[str, Told[Skeleton]] = {}
+        try:
+            skeletons = {key: self._skeletons[number] for key, number in job.tree}
+        except KeyError as err:
+            unknown = str(err)
+        if job.slot not in self._slots or job.layout not in self._layouts:
+            unknown = str(job.slot if job.slot not in self._slots else job.layout)
+        return Order(job, self._slots.get(job.slot), self._layouts.get(job.layout), skeletons, unknown)
+
+    def _forget_slots(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            slot = self._slots.pop(number, None)
+            if slot is not None:
+                slot.release()

@@ -1,0 +1,68 @@
+"""Which arena slots the writer may still need to rescue: the newest complete snapshot, until it surely has a newer one.
+
+With a memory tier the writer makes the newest snapshot it was told of durable when the trainer is gone. Its slot must
+not change before a newer one was told *and* that message is with the kernel: a trainer killed in between would leave a
+slot half overwritten, and a writer that knows of no other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpt_engine.errors import CkptError
+from ckpt_engine.snapshot.handle import SaveHandle
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    slot: int
+    handle: SaveHandle | None
+
+
+class Newest:
+    """The slots of snapshots that the writer was told of, oldest first.
+
+    Args:
+        release: takes the slots that may change; called on the training thread.
+    """
+
+    def __init__(self, release: Callable[[int], None]) -> None:
+        self._release = release
+        self._told: deque[_Told] = deque()
+
+    def tell(self, slot: int, handle: SaveHandle | None) -> None:
+        """The writer was told of the snapshot in `slot`. Any thread, one at a time, oldest first.
+
+        Args:
+            handle: set to held once the message cannot be lost any more; None for snapshots that become durable.
+        """
+        self._told.append(_Told(slot, handle))
+
+    def settle(self, flushed: Callable[[], bool]) -> None:
+        """Release what is no longer needed. Training thread only.
+
+        Args:
+            flushed: whether everything sent so far is with the kernel, and the writer alive.
+        """
+        # Count first: what is told after the question is not part of the answer.
+        count = len(self._told)
+        if not self._open(count) or not flushed():
+            return
+        for told in list(self._told)[:count]:
+            if told.handle is not None:
+                told.handle.held = True
+        for _ in range(count - 1):
+            self._release(self._told.popleft().slot)
+
+    def lose(self, why: CkptError) -> None:
+        """The writer is gone, and with it everything it was told."""
+        while self._told:
+            told = self._told.popleft()
+            if told.handle is not None and not told.handle.held:
+                told.handle.error = why
+            self._release(told.slot)
+
+    def _open(self, count: int) -> bool:
+        return count > 1 or (count == 1 and (handle := self._told[0].handle) is not None and not handle.held)

@@ -1,0 +1,55 @@
+"""A container gives 64 MB to /dev/shm: the arena does not live there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+SECONDS = 120.0
+INSIDE = """
+import json, os, sys
+import torch
+from ckpt_engine import Checkpointer
+
+with Checkpointer(tiers=["memory", sys.argv[1]]) as ckpt:
+    for step in range(1, 6):
+        ckpt.save({"w": torch.full((10_000_000,), float(step))}, step=step, durable=step == 3).wait(60)
+    arena, shm = ckpt.arena_bytes(), os.statvfs("/dev/shm")
+    used = (shm.f_blocks - shm.f_bfree) * shm.f_frsize
+with Checkpointer(tiers=["memory", sys.argv[1]]) as ckpt:
+    state = ckpt.load()
+print(json.dumps({"arena": arena, "shm": shm.f_blocks * shm.f_frsize, "used": used, "last": float(state["w"][-1])}))
+"""
+
+
+def test_the_arena_needs_no_shared_memory_mount(tmp_path: Path) -> None:
+    """Slots of 40 MB with 64 MB in /dev/shm: they are all there, and nothing of the mount is used."""
+    namespace = ["unshare", "--mount", "--map-root-user", "--user"]
+    script = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$0" -c "$1" "$2"'
+    try:
+        probe = subprocess.run(
+            [*namespace, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True, timeout=SECONDS, check=False
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no unshare here")
+    if probe.returncode != 0:
+        pytest.skip("mount namespaces are forbidden here")
+    done = subprocess.run(
+        [*namespace, "bash", "-c", script, sys.executable, INSIDE, str(tmp_path / "run")],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["shm"] == 64 << 20
+    assert told["arena"] > told["shm"]
+    assert told["used"] == 0
+    assert told["last"] == 5.0

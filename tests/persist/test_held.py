@@ -1,0 +1,365 @@
+"""The parts of the memory tier: what arrives is resolved at once, numbered once, kept until something newer comes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_engine.errors import WriterError
+from ckpt_engine.observe.events import Requested
+from ckpt_engine.persist import control, protocol
+from ckpt_engine.persist.desk import Desk
+from ckpt_engine.persist.held import Held, Offer
+from ckpt_engine.persist.ids import Ids
+from ckpt_engine.persist.intake import Intake, Order, Told
+from ckpt_engine.persist.job import WriterConfig, job_to_json, layout_to_json
+from ckpt_engine.persist.mailbox import Mailbox
+from ckpt_engine.persist.pulse import Pulse, read_pulse
+from ckpt_engine.persist.worker import Worker
+from ckpt_engine.persist.writer import Writer
+from ckpt_engine.store import manifest_codec
+from ckpt_engine.store.layout import parse_id
+from ckpt_engine.store.transfer import RunText
+from tests.persist.staged import NONE, WAIT_SECONDS, Stage, check_all, weight_bytes
+
+RUN = RunText("0" * 32, b"{}")
+
+
+class Trainer:
+    """Sends to an intake what a trainer sends, and owns what comes of it."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.intake = Intake()
+        self.orders: list[Order] = []
+        self.share()
+
+    def share(self) -> None:
+        self.take(protocol.SLOT, [os.dup(self.stage.fd)], slot=0, nbytes=self.stage.nbytes)
+        self.take(protocol.LAYOUT, layout=layout_to_json(self.stage.layout))
+        self.take(protocol.SKELETON, id=1, tree={"weight": {"$": "tensor", "entry": "model.weight"}, "none": NONE})
+        self.take(protocol.SKELETON, id=2, tree={"epoch": {"$": "v", "i": 0}})
+
+    def take(self, kind: str, fds: list[int] | None = None, **body: Any) -> Order | None:
+        return self.intake.take({"kind": kind, **body}, fds or ())
+
+    def hold(self, step: int, **changes: Any) -> Order:
+        order = self.take(protocol.HOLD, job=job_to_json(dataclasses.replace(self.stage.job(step), **changes)))
+        assert order is not None
+        self.orders.append(order)
+        return order
+
+    def close(self) -> None:
+        for order in self.orders:
+            order.release()
+        self.orders.clear()
+        self.intake.close()
+
+
+@pytest.fixture
+def sending(stage: Stage) -> Iterator[Trainer]:
+    made = Trainer(stage)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ids() -> Ids:
+    made = Ids()
+    made.begin(5)
+    return made
+
+
+@pytest.fixture
+def held(ids: Ids) -> Iterator[Held]:
+    made = Held(ids, lambda: None)
+    yield made
+    made.close()
+
+
+def files() -> int:
+    """Open descriptors."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def offered(held: Held) -> Offer:
+    assert held.wait_sealed(WAIT_SECONDS)
+    offer = held.offer()
+    assert isinstance(offer, Offer)
+    return offer
+
+
+def test_an_order_keeps_what_its_numbers_stood_for(sending: Trainer) -> None:
+    """Whatever is forgotten or replaced afterwards, under the same numbers."""
+    order = sending.hold(3)
+    sending.take(protocol.LAYOUT, layout={"id": 1, "header_nbytes": 0, "nbytes": 0, "entries": []})
+    sending.take(protocol.SKELETON, id=1, tree={"other": {"$": "v", "i": 0}})
+    sending.take(protocol.SLOT, [os.memfd_create("other")], slot=0, nbytes=1)
+    sending.take(protocol.FORGET, slots=[0], layouts=[1], skeletons=[1, 2])
+    staged = order.staged("00000001-s0000000003-00000000")
+    assert list(staged.manifest("run", staged.digest()).entries) == ["model.weight", "step", "model.none"]
+    with staged.slot.image(staged.data.nbytes) as image:
+        assert bytes(image[-16:-8]) == weight_bytes(3, 8)
+
+
+def test_an_order_that_names_nothing_says_so(sending: Trainer) -> None:
+    """Slot, layout or skeleton: none of them becomes a snapshot."""
+    for changes in ({"slot": 9}, {"layout": 9}, {"tree": (("model", 9),)}):
+        order = sending.hold(1, **changes)
+        assert not order.known
+        with pytest.raises(WriterError, match="never sent: 9"):
+            order.staged("x")
+
+
+def test_the_memory_goes_with_its_last_user(sending: Trainer) -> None:
+    """The descriptor of a slot is open as long as an order of it is, and no longer."""
+    before = files()
+    order = sending.hold(1)
+    sending.take(protocol.FORGET, slots=[0], layouts=[], skeletons=[])
+    assert files() == before
+    sending.orders.remove(order)
+    order.retain()
+    order.release()
+    assert files() == before
+    order.release()
+    assert files() == before - 1
+
+
+def test_told_is_made_once_when_it_is_needed() -> None:
+    """And raises each time what making it raises."""
+    made: list[int] = []
+    told = Told(lambda: made.append(1) or 7)  # type: ignore[func-returns-value]
+    assert made == []
+    assert (told.get(), told.get(), made) == (7, 7, [1])
+    broken = Told(lambda: 1 // 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            broken.get()
+
+
+def test_numbers_are_given_once_and_grow(sending: Trainer, ids: Ids) -> None:
+    """In the order in which they are asked for; beyond a parent that this writer has not seen; anew after a failure."""
+    first, second, third = sending.hold(1), sending.hold(2), sending.hold(3, parent="00000041-s0000000009-00000000")
+    found = [ids.of(order) for order in (first, second, first, third)]
+    assert [parsed.seq for name in found if (parsed := parse_id(name))] == [5, 6, 5, 42]
+    again = parse_id(ids.renew(first))
+    assert again is not None and (again.seq, again.step) == (43, 1)
+    assert ids.of(first) == again.id
+
+
+def test_what_is_held_is_replaced_by_what_is_newer(sending: Trainer, held: Held) -> None:
+    """What was held before is let go."""
+    first, second = sending.hold(1), sending.hold(2)
+    held.hold(first)
+    sending.take(protocol.FORGET, slots=[0], layouts=[], skeletons=[])
+    sending.orders.remove(first)
+    first.release()
+    held.hold(second)
+    assert held.newest is second
+
+
+def test_nothing_is_offered_while_the_trainer_may_change_it(sending: Trainer, held: Held) -> None:
+    """Only sealed, it is final."""
+    held.hold(sending.hold(1))
+    assert held.offer() is None
+    assert not held.wait_sealed(0.0)
+    held.seal(RUN)
+    offer = offered(held)
+    manifest = manifest_codec.decode(offer.manifest)
+    assert (manifest.info.step, manifest.info.id, manifest.run) == (1, offer.snapshot, RUN.run)
+    assert os.pread(offer.fd, 8, manifest.entries["model.weight"].pieces[0].offset) == weight_bytes(1, 8)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(offer.fd, b"x", 0)
+    os.close(offer.fd)
+
+
+def test_nothing_is_offered_before_it_has_a_number(sending: Trainer) -> None:
+    """Further tiers may still say that they have higher ones."""
+    ids = Ids()
+    held = Held(ids, lambda: None)
+    held.hold(sending.hold(1))
+    held.seal(RUN)
+    assert held.wait_sealed(WAIT_SECONDS)
+    assert held.offer() is None
+    ids.begin(100)
+    offer = offered(held)
+    assert offer.snapshot.startswith("00000100-")
+    os.close(offer.fd)
+    held.close()
+
+
+def test_the_number_offered_is_the_one_it_becomes_durable_under(sending: Trainer, held: Held, ids: Ids) -> None:
+    """Whoever asks first."""
+    order = sending.hold(1)
+    held.hold(order)
+    held.seal(RUN)
+    offer = offered(held)
+    os.close(offer.fd)
+    assert ids.of(order) == offer.snapshot
+
+
+def test_a_slot_that_cannot_be_read_is_not_offered(sending: Trainer, held: Held) -> None:
+    """The reason is given instead."""
+    order = sending.hold(1)
+    os.ftruncate(sending.stage.fd, 0)
+    held.hold(order)
+    held.seal(RUN)
+    assert held.wait_sealed(WAIT_SECONDS)
+    why = held.offer()
+    assert isinstance(why, str) and "cannot be used: an arena slot has 0 bytes" in why
+
+
+def test_nothing_held_is_an_answer_too(held: Held) -> None:
+    """At once."""
+    held.seal(RUN)
+    assert held.offer() == "no snapshot is held in memory"
+
+
+def test_it_is_let_go_once_it_is_durable_and_nobody_wants_it(sending: Trainer, held: Held) -> None:
+    """Neither alone is enough; and what cannot be made durable is kept for nobody."""
+    order = sending.hold(1)
+    held.hold(order)
+    held.let_go()
+    assert held.newest is order
+    risk = held.at_risk()
+    assert risk is order
+    risk.release()
+    order.durable = True
+    held.settle()
+    assert held.newest is None and held.at_risk() is None
+    other = sending.hold(2)
+    held.hold(other)
+    held.settle()
+    assert held.newest is None
+
+
+class Visit:
+    """A desk whose trainer is what the test says."""
+
+    def __init__(self, held: Held) -> None:
+        self.lives = self.takes = True
+        self.told: list[tuple[str, str]] = []
+        self.byes = 0
+        self.desk = Desk(held, self.forward, lambda: self.lives, self.bye)
+
+    def forward(self, what: str, who: str) -> bool:
+        self.told.append((what, who))
+        return self.takes
+
+    def bye(self) -> None:
+        self.byes += 1
+
+    def ask(self, what: str, **rest: Any) -> Any:
+        reply = self.desk.answer({"what": what, **rest})
+        return None if reply is None else reply.body
+
+
+def test_a_trainer_that_has_just_died_makes_answers_wait(sending: Trainer, held: Held) -> None:
+    """What it sent last may not have arrived: neither its memory nor the name is given away before."""
+    visit = Visit(held)
+    held.hold(sending.hold(1))
+    visit.lives = False
+    assert visit.ask(control.SNAPSHOT) is None
+    assert visit.ask(control.BYE) is None
+    visit.desk.leave()
+    assert visit.ask(control.SNAPSHOT) is None
+    held.seal(RUN)
+    assert held.wait_sealed(WAIT_SECONDS)
+    reply = visit.desk.answer({"what": control.SNAPSHOT})
+    assert reply is not None and reply.body["step"] == 1
+    os.close(reply.fds[0])
+    assert visit.ask(control.BYE, snapshot="another") == {"ok": False}
+    assert not visit.desk.said_bye
+    assert visit.ask(control.BYE, snapshot=reply.body["snapshot"]) == {"ok": True}
+    assert visit.desk.said_bye and visit.byes == 1
+
+
+def test_requests_are_forwarded_to_a_trainer_that_takes_them(held: Held) -> None:
+    """Not to one that takes nothing in, nor to one that is gone; long names are cut."""
+    visit = Visit(held)
+    assert visit.ask(control.SAVE, who="x" * 9999) == {"trainer": True}
+    assert visit.told == [("save", "x" * 200)]
+    visit.takes = False
+    assert visit.ask(control.STOP) == {"trainer": False}
+    visit.lives = False
+    assert visit.ask(control.STOP) == {"trainer": False}
+    assert len(visit.told) == 2
+    assert visit.ask(control.STATUS)["held"] is None
+
+
+def test_a_request_waits_once(stage: Stage) -> None:
+    """Whoever asks again and again does not fill the trainer's memory."""
+    mailbox = Mailbox("tier")
+    for what in ("save", "save", "stop", "save"):
+        mailbox.hear({"kind": protocol.REQUEST, "what": what, "who": "me"})
+    assert mailbox.poll() == [Requested("save", "me"), Requested("stop", "me")]
+
+
+def test_the_pulse_is_read_from_its_descriptor() -> None:
+    """The last beat; none before the first, and none in what is no pulse."""
+    pulse = Pulse()
+    assert read_pulse(pulse.fd) is None
+    for step in (1, 2):
+        pulse.beat(step)
+    beat = read_pulse(pulse.fd)
+    assert beat is not None and beat.step == 2 and beat.instant_monotonic > 0
+    pulse.close()
+    pulse.close()
+    with Path(os.devnull).open() as nothing:
+        assert read_pulse(nothing.fileno()) is None
+    assert read_pulse(-1) is None
+
+
+def test_a_new_pulse_replaces_the_old_one(held: Held) -> None:
+    """One descriptor is kept."""
+    pulses = [Pulse(), Pulse()]
+    before = files()
+    for step, pulse in enumerate(pulses):
+        pulse.beat(step)
+        held.take_pulse(os.dup(pulse.fd))
+    assert files() == before + 1
+    assert held.beat is not None and held.beat.step == 1
+    for pulse in pulses:
+        pulse.close()
+
+
+def test_the_newest_has_the_highest_number_though_it_overtakes(
+    tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is offered before the job at hand, an older one, has got anywhere."""
+    at_hand, go_on = threading.Event(), threading.Event()
+    persist = Writer.persist
+
+    def late(self: Writer, order: Order) -> None:
+        at_hand.set()
+        assert go_on.wait(WAIT_SECONDS)
+        persist(self, order)
+
+    monkeypatch.setattr(Writer, "persist", late)
+    worker = Worker(WriterConfig(str(tmp_path / "run"), memory=True), lambda body: None, lambda broken: None)
+    worker.start()
+    second = Stage(slot=1)
+    for each in (stage, second):
+        worker.put({"kind": protocol.SLOT, "slot": each.slot, "nbytes": each.nbytes}, [os.dup(each.fd)])
+    worker.put({"kind": protocol.LAYOUT, "layout": layout_to_json(stage.layout)})
+    worker.put({"kind": protocol.SKELETON, "id": 1, "tree": {"a": NONE}})
+    worker.put({"kind": protocol.SKELETON, "id": 2, "tree": {"epoch": {"$": "v", "i": 0}}})
+    worker.put({"kind": protocol.PERSIST, "job": job_to_json(stage.job(1))})
+    assert at_hand.wait(WAIT_SECONDS)
+    worker.put({"kind": protocol.HOLD, "job": job_to_json(second.job(2))})
+    worker.abandon()
+    offer = offered(worker.held)
+    os.close(offer.fd)
+    go_on.set()
+    assert worker.join(WAIT_SECONDS)
+    worker.held.close()
+    second.close()
+    infos = check_all(tmp_path / "run")
+    assert [(info.step, info.seq) for info in infos] == [(1, 1), (2, 2)]
+    assert infos[-1].id == offer.snapshot

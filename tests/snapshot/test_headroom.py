@@ -1,0 +1,147 @@
+"""Whether the host has room for the arena: what the kernel tells, and what is made of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_engine.snapshot import headroom
+from ckpt_engine.snapshot.headroom import RESERVE, Fit, Room, look, plan_arena
+
+GB = 10**9
+
+
+class Host:
+    """The kernel's files, as a machine with 64 GiB available has them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.meminfo, self.membership, self.cgroups = folder / "meminfo", folder / "cgroup", folder / "fs"
+        self.meminfo.write_text("MemTotal:       99999999 kB\nMemFree: 1 kB\nMemAvailable:   67108864 kB\n")
+        self.membership.write_text("0::/\n")
+        self.cgroups.mkdir()
+
+    def group_v2(self, path: str, limit: int | str, usage: int, cache: int = 0) -> None:
+        folder = self.cgroups / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{usage}\n")
+        (folder / "memory.stat").write_text(f"anon 1\nfile 9\ninactive_file {cache}\nactive_file 0\nshmem 7\n")
+
+    def group_v1(self, path: str, limit: int, usage: int, cache: int = 0) -> None:
+        folder = self.cgroups / "memory" / path
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (folder / "memory.usage_in_bytes").write_text(f"{usage}\n")
+        (folder / "memory.stat").write_text(f"inactive_file 5\ntotal_inactive_file 0\ntotal_active_file {cache}\n")
+
+    def look(self) -> Room | None:
+        return look(self.meminfo, self.membership, self.cgroups)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    return Host(tmp_path)
+
+
+def test_a_machine_without_limits_has_what_it_says(host: Host) -> None:
+    """`max` is no limit."""
+    host.group_v2("", "max", 5 * GB)
+    assert host.look() == Room(64 << 30, "MemAvailable of this machine")
+
+
+def test_the_limit_of_the_own_group_counts_and_its_page_cache_is_free(host: Host) -> None:
+    """Version 2: 10 GB, of which 7 are used, of which 3 are cache."""
+    host.membership.write_text("0::/job/step\n")
+    host.group_v2("job/step", 10 * GB, 7 * GB, 3 * GB)
+    found = host.look()
+    assert found is not None
+    assert (found.nbytes, found.limit.endswith("fs/job/step")) == (6 * GB, True)
+
+
+def test_the_limit_of_a_group_above_counts_too(host: Host) -> None:
+    """A job's step has no limit of its own, the job has."""
+    host.membership.write_text("0::/job/step\n")
+    host.group_v2("job/step", "max", GB)
+    host.group_v2("job", 4 * GB, GB)
+    found = host.look()
+    assert found is not None
+    assert found.nbytes == 3 * GB
+
+
+def test_version_1_and_hybrid_systems(host: Host) -> None:
+    """The memory controller is version 1 although there is a version 2 tree; its no-limit is a huge number."""
+    host.membership.write_text("5:cpu,cpuacct:/a\n4:memory:/a/b\n1:name=systemd:/a\n0::/a\n")
+    host.group_v1("a/b", 9223372036854771712, 2 * GB)
+    host.group_v1("a", 8 * GB, 6 * GB, GB)
+    (host.cgroups / "unified/a").mkdir(parents=True)
+    found = host.look()
+    assert found is not None
+    assert found.nbytes == 3 * GB
+
+
+def test_a_container_that_is_told_the_path_on_the_host(host: Host) -> None:
+    """Without a namespace of its own it sees its group at the root of the mount."""
+    host.membership.write_text("4:memory:/docker/0123\n0::/docker/0123\n")
+    host.group_v1("", 2 * GB, GB)
+    found = host.look()
+    assert found is not None
+    assert found.nbytes == GB
+
+
+def test_usage_above_the_limit_leaves_nothing(host: Host) -> None:
+    """A limit that was lowered under a running job."""
+    host.group_v2("", GB, 2 * GB)
+    found = host.look()
+    assert found is not None
+    assert found.nbytes == 0
+
+
+def test_a_system_that_tells_nothing_is_not_guessed_at(tmp_path: Path) -> None:
+    """Then everything has room, as without the look."""
+    nowhere = tmp_path / "nowhere"
+    assert look(nowhere, nowhere, nowhere) is None
+    assert plan_arena(10**15, 3, memory=True, room=None) == Fit(3, True)
+
+
+def test_this_machine_tells() -> None:
+    """The default paths are the real ones."""
+    found = look()
+    assert found is not None
+    assert found.nbytes > 0
+
+
+@pytest.mark.parametrize(
+    ("available", "slots", "memory"), [(40, 3, True), (31, 2, True), (21, 1, False), (5, 1, False)]
+)
+def test_first_fewer_slots_then_no_memory_tier(available: int, slots: int, memory: bool) -> None:
+    """Three slots of 10 GB."""
+    fit = plan_arena(10 * GB, 3, memory=True, room=Room(available * GB, "limit of x"))
+    assert (fit.slots, fit.memory) == (slots, memory)
+    assert (fit.warning is None) == (slots == 3)
+
+
+def test_the_warning_says_needed_available_and_what_to_do() -> None:
+    """One message, for people."""
+    fit = plan_arena(10 * GB, 3, memory=True, room=Room(12 * GB, "limit of control group /x"))
+    assert fit.warning == (
+        "too little host memory for the arena: 3 slots of 10 GB need 30 GB, 11 GB are available (limit of control "
+        "group /x). Snapshots go on with 1 slot and without the memory tier. Give the job more memory, or set "
+        "`slots: 1` and remove the memory tier"
+    )
+    fit = plan_arena(10 * GB, 2, memory=False, room=Room(12 * GB, "y"))
+    assert fit.warning is not None
+    assert "go on with 1 slot. Give" in fit.warning
+
+
+@given(st.integers(1, 10**12), st.integers(1, 8), st.booleans(), st.integers(0, 10**13), st.integers(0, 10**12))
+def test_the_plan_has_room_or_is_the_least(nbytes: int, slots: int, memory: bool, room: int, held: int) -> None:
+    """Never more slots than wanted or than there is room for, never none, and a memory tier only with two."""
+    fit = plan_arena(nbytes, slots, memory=memory, room=Room(room, "x"), held_bytes=held)
+    assert 1 <= fit.slots <= slots
+    assert fit.slots == 1 or fit.slots * nbytes <= room * (1.0 - RESERVE) + held + 1
+    assert not fit.memory or memory
+    assert fit.slots == slots or not fit.memory or fit.slots >= headroom.MEMORY_TIER_SLOTS
+    assert (fit.warning is None) == (fit == Fit(slots, memory))

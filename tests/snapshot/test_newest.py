@@ -1,0 +1,350 @@
+"""With a memory tier the newest snapshot the writer knows of is never overwritten, whatever else happens."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from ckpt_engine.errors import CkptError, LeaseHeldError, WriterError
+from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, WriterLost
+from ckpt_engine.persist.job import ErrorRecord, JobDone, Layout, PersistJob
+from ckpt_engine.persist.mailbox import Message
+from ckpt_engine.snapshot import pipeline
+from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.snapshot.headroom import Room
+from ckpt_engine.snapshot.pipeline import Pipeline
+
+NUMBERS = 2000
+
+
+class FakeWriter:
+    """A client whose messages reach the kernel, and whose jobs end, when the test says so."""
+
+    def __init__(self, memory: bool = True) -> None:
+        self.memory = memory
+        self.alive = True
+        self.slots: dict[int, int] = {}
+        self.sent: list[tuple[PersistJob, bytes]] = []  # what the kernel does not have yet
+        self.newest: tuple[PersistJob, bytes] | None = None  # as a writer would know it after a kill
+        self.open: list[tuple[PersistJob, bytes]] = []
+        self.mail: list[Message] = []
+        self.delayed = False
+        self.closed = False
+
+    def attach_slot(self, slot: int, fd: int, nbytes: int) -> None:
+        self.slots[slot] = os.dup(fd)
+
+    def attach_pulse(self, fd: int) -> None: ...
+
+    def define_layout(self, layout: Layout) -> None:
+        self.nbytes = layout.nbytes
+
+    def define_skeleton(self, skeleton_id: int, tree: Any) -> None: ...
+
+    def forget(
+        self, *, slots: Sequence[int] = (), layouts: Sequence[int] = (), skeletons: Sequence[int] = ()
+    ) -> None: ...
+
+    def content(self, slot: int) -> bytes:
+        return os.pread(self.slots[slot], self.nbytes, 0)
+
+    def hold(self, job: PersistJob) -> None:
+        if not self.alive:
+            raise WriterError("lost")
+        self.sent.append((job, self.content(job.slot)))
+        if not self.delayed:
+            self.flush()
+
+    def submit(self, job: PersistJob) -> None:
+        self.hold(job)
+        self.open.append((job, self.content(job.slot)))
+
+    def flush(self) -> None:
+        if self.sent:
+            self.newest = self.sent[-1]
+            self.sent.clear()
+
+    @property
+    def flushed(self) -> bool:
+        return not self.sent
+
+    def finish(self) -> None:
+        job, content = self.open.pop(0)
+        assert self.content(job.slot) == content, "overwritten while it was written"
+        self.mail.append(JobDone(job.job, f"{job.job:08d}"))
+
+    def die(self) -> None:
+        self.alive = False
+        record = ErrorRecord("CKPT600", "killed")
+        self.mail += [JobDone(job.job, None, record) for job, _ in self.open]
+        self.mail.append(WriterLost("killed"))
+        self.newest, self.open, self.sent = None, [], []
+
+    def poll(self) -> list[Message]:
+        found, self.mail = self.mail, []
+        return found
+
+    def wait(self, timeout: float) -> bool:
+        self.flush()
+        while self.open:
+            self.finish()
+        return True
+
+    def drain(self, timeout: float) -> bool:
+        return True
+
+    def close(self, timeout: float) -> bool:
+        self.closed = True
+        for fd in self.slots.values():
+            os.close(fd)
+        self.slots.clear()
+        return True
+
+
+class Arena:
+    """A pipeline with a memory tier and the writers it has had."""
+
+    def __init__(self, slots: int = 3, room: Room | None = None) -> None:
+        self.writers: list[FakeWriter] = []
+        self.events: list[Event] = []
+        self.state = {"w": torch.zeros(NUMBERS), "step": 0}
+        self.step = 0
+        self.lease: threading.Event | None = None
+        self.refused: CkptError | None = None
+        self.pipeline = Pipeline(self._open, slots, self.events.append, memory=True, room=lambda: room)
+
+    def _open(self, memory: bool, emit: Callable[[Event], None]) -> FakeWriter:
+        if self.lease is not None:
+            assert self.lease.wait(10.0)
+            emit(Notice("INFO", "had to wait"))
+        if self.refused is not None:
+            raise self.refused
+        self.writers.append(FakeWriter(memory))
+        return self.writers[-1]
+
+    @property
+    def writer(self) -> FakeWriter:
+        return self.writers[-1]
+
+    def save(self, durable: bool = False, lazy: bool = False) -> SaveHandle:
+        self.step += 1
+        self.pipeline.before_update()
+        self.state["w"].fill_(self.step)
+        self.state["step"] = self.step
+        return self.pipeline.save(
+            self.state,
+            step=self.step,
+            metrics={},
+            epoch=None,
+            reason="test",
+            lazy=_everything if lazy else None,
+            notes={},
+            durable=durable,
+        )
+
+
+def _everything(path: tuple[object, ...]) -> bool:
+    return True
+
+
+class Rotation(RuleBasedStateMachine):
+    """Any order of snapshots of both kinds, slow messages, slow disks and dead writers."""
+
+    @initialize(slots=st.integers(2, 5))
+    def begin(self, slots: int) -> None:
+        self.arena = Arena(slots)
+        self.count = slots
+        self.arena.pipeline.start()
+
+    @rule(durable=st.booleans(), lazy=st.booleans())
+    def save(self, durable: bool, lazy: bool) -> None:
+        self.arena.save(durable, lazy)
+
+    @rule(slow=st.booleans())
+    def messages(self, slow: bool) -> None:
+        self.arena.writer.delayed = slow
+
+    @rule()
+    def flush(self) -> None:
+        self.arena.writer.flush()
+
+    @rule()
+    def finish(self) -> None:
+        if self.arena.writer.open:
+            self.arena.writer.finish()
+
+    @rule()
+    def poll(self) -> None:
+        self.arena.pipeline.poll()
+
+    @rule()
+    def die(self) -> None:
+        if self.arena.writer.alive:
+            self.arena.writer.die()
+
+    @invariant()
+    def what_the_writer_would_rescue_is_whole(self) -> None:
+        if not hasattr(self, "arena"):
+            return
+        writer = self.arena.writer
+        for job, content in [*([writer.newest] if writer.newest else []), *writer.open]:
+            assert writer.content(job.slot) == content
+
+    def teardown(self) -> None:
+        if not hasattr(self, "arena"):
+            return
+        pipeline = self.arena.pipeline
+        pipeline.before_update()
+        if not self.arena.writer.alive:
+            pipeline.poll()
+            pipeline.start()
+        self.arena.writer.delayed = False
+        self.arena.writer.wait(0.0)
+        assert self.arena.save().wait(10.0) == "", "slots have leaked: nothing is in flight, and still none is free"
+        assert len(self.arena.pipeline._slots.known()) <= self.count
+        pipeline.close(10.0)
+        for writer in self.arena.writers:
+            writer.close(0.0)
+
+
+Rotation.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestRotation = Rotation.TestCase
+
+
+def test_a_snapshot_in_memory_is_done_when_the_message_is_with_the_kernel() -> None:
+    """Not before: a trainer that is killed then would take it along."""
+    arena = Arena()
+    arena.pipeline.start()
+    arena.writer.delayed = True
+    handle = arena.save()
+    assert not handle.done()
+    arena.writer.flush()
+    assert handle.done()
+    assert handle.wait() == ""
+    assert "in memory" in repr(handle)
+    arena.pipeline.close(10.0)
+
+
+def test_a_writer_that_dies_before_it_was_told_leaves_no_snapshot_in_memory() -> None:
+    """The handle fails instead of promising what nobody has."""
+    arena = Arena()
+    arena.pipeline.start()
+    arena.writer.delayed = True
+    handle = arena.save()
+    arena.writer.die()
+    assert handle.done()
+    assert isinstance(handle.error, WriterError)
+    arena.pipeline.close(10.0)
+
+
+def test_every_step_goes_on_while_a_durable_one_is_written() -> None:
+    """Three slots: one written, one kept, one filled; a second durable one has to wait."""
+    arena = Arena()
+    assert not arena.save(durable=True).skipped
+    for _ in range(20):
+        assert not arena.save().skipped
+    assert not arena.pipeline.ready()
+    assert arena.pipeline.ready(durable=False)
+    assert arena.save(durable=True).skipped
+    arena.writer.finish()
+    assert arena.pipeline.ready()
+    assert not arena.save(durable=True).skipped
+    arena.pipeline.close(10.0)
+
+
+def test_with_two_slots_those_in_memory_pause_for_the_durable_one() -> None:
+    """One is being written, the other one is the newest: the next one is skipped, and training goes on."""
+    arena = Arena(2)
+    arena.save(durable=True)
+    assert not arena.save().skipped
+    assert arena.save().skipped
+    assert isinstance(arena.events[-1], SnapshotSkipped)
+    arena.writer.finish()
+    assert not arena.save().skipped
+    arena.pipeline.close(10.0)
+
+
+def test_a_dead_writer_costs_nothing_but_its_snapshots() -> None:
+    """The slots it kept are free for the next writer, which the next snapshot starts."""
+    arena = Arena()
+    arena.save(durable=True)
+    arena.save()
+    arena.writer.die()
+    for _ in range(5):
+        assert not arena.save().skipped
+    assert len(arena.writers) == 2
+    arena.pipeline.close(10.0)
+
+
+def test_a_snapshot_that_cannot_be_handed_over_fails_and_frees_its_slot() -> None:
+    """Ten of them in a row use up none."""
+    arena = Arena()
+    arena.save()
+    for _ in range(10):
+        arena.writer.alive = False
+        handle = arena.save()
+        assert handle.done()
+        assert isinstance(handle.error, WriterError)
+        arena.writer.alive = True
+        assert not arena.save().skipped
+    arena.pipeline.close(10.0)
+
+
+@pytest.mark.parametrize(("slots", "memory"), [(2, True), (1, False)])
+def test_too_little_host_memory_means_fewer_slots_then_no_memory_tier(slots: int, memory: bool) -> None:
+    """One warning; a writer that was started with a memory tier is replaced by one without."""
+    arena = Arena(3, Room(int((slots + 0.9) * (4 * NUMBERS + 4096)), "limit of x"))
+    arena.pipeline.start()
+    handle = arena.save()
+    assert arena.pipeline.memory is memory
+    assert (handle.skipped is None) == memory
+    assert not arena.save(durable=True).skipped
+    warnings = [event.message for event in arena.events if isinstance(event, Notice)]
+    assert len(warnings) == 1
+    assert "too little host memory for the arena" in warnings[0]
+    assert [writer.memory for writer in arena.writers] == [True] + ([] if memory else [False])
+    arena.writer.finish()
+    for _ in range(3):
+        arena.save(durable=True)
+        arena.writer.wait(0.0)
+    assert len(arena.pipeline._slots.known()) <= slots
+    arena.pipeline.close(10.0)
+
+
+def test_training_goes_on_while_the_writer_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease may be held by a rescue for long: snapshots are skipped, and `drain` waits."""
+    monkeypatch.setattr(pipeline, "BEHIND_SECONDS", 0.0)
+    arena = Arena()
+    arena.lease = threading.Event()
+    arena.pipeline.behind = True
+    arena.pipeline.start()
+    assert not arena.pipeline.ready()
+    assert "waits for the one before it" in str(arena.save().skipped)
+    assert not arena.pipeline.drain(0.0)
+    arena.lease.set()
+    assert arena.pipeline.drain(10.0)
+    assert [event.message for event in arena.events if isinstance(event, Notice)] == ["had to wait"]
+    assert arena.pipeline.ready()
+    assert not arena.save().skipped
+    arena.pipeline.close(10.0)
+
+
+def test_what_went_wrong_behind_a_writer_is_raised_by_the_next_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another restart of the same run was faster."""
+    monkeypatch.setattr(pipeline, "BEHIND_SECONDS", 0.0)
+    arena = Arena()
+    arena.lease, arena.refused = threading.Event(), LeaseHeldError("somebody else was faster")
+    arena.pipeline.behind = True
+    arena.pipeline.start()
+    assert arena.save().skipped
+    arena.lease.set()
+    with pytest.raises(LeaseHeldError, match="faster"):
+        arena.pipeline.drain(10.0)

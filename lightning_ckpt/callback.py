@@ -36,6 +36,7 @@ class AdaptiveCheckpoint(Callback):
         on_validation_end: a snapshot after each validation.
         at_end: a snapshot of the final state.
         keep: retention, e.g. {"last": 2}.
+        preemption: signals, grace and other sources of a stop, e.g. {"grace": "2 min"}.
         on_error: "warn" or "raise" when a snapshot fails in the background.
         writer: "process" or "thread".
         slots: snapshots in host memory at once.
@@ -63,6 +64,7 @@ class AdaptiveCheckpoint(Callback):
         on_validation_end: bool | None = None,
         at_end: bool | None = None,
         keep: dict[str, Any] | None = None,
+        preemption: dict[str, Any] | None = None,
         on_error: str | None = None,
         writer: str | None = None,
         slots: int | None = None,

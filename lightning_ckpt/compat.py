@@ -85,6 +85,7 @@ class Internals:
             "trainer": trainer,
             "connector": getattr(trainer, "_checkpoint_connector", None),
             "logger_connector": getattr(trainer, "_logger_connector", None),
+            "signal_connector": getattr(trainer, "_signal_connector", None),
             "fit_loop": fit_loop,
             "epoch_loop": getattr(fit_loop, "epoch_loop", None),
             "results": results,
@@ -177,6 +178,12 @@ class Internals:
     def set_callbacks(self, callbacks: list[Callback]) -> None:
         """Replace the list; a loop over the old one that is under way is not disturbed."""
         self._trainer.callbacks = callbacks
+
+    # ---- signals
+
+    def forget_sigterm(self) -> None:
+        """Lets training go on to the next boundary, where Lightning would stop by itself. Safe in a signal handler."""
+        self._trainer._signal_connector.received_sigterm = False
 
     # ---- checkpoint connector
 

@@ -10,20 +10,23 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.checkpointer import CLOSE_TIMEOUT_SECONDS, Checkpointer
 from ckpt_engine.config import Config
-from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
+from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WaitTimeoutError, WriterError
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.frequency.settings import FrequencySettings
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
 from ckpt_engine.observe.log import LogSink
+from ckpt_engine.preempt.watch import open_watch
+from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.laziness import copies_lazily
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind, Position, kind_of, postponed
 from lightning_ckpt.capture import Capture, Instant
 from lightning_ckpt.compat import Internals, callbacks_of
 from lightning_ckpt.guard import FenceGuard, StepFence
+from lightning_ckpt.halt import Halt, exit_of
 from lightning_ckpt.loaders import TrainLoaders
 from lightning_ckpt.resume import Resume
 from lightning_ckpt.stopping import StopWatch, finish_again
@@ -52,11 +55,12 @@ class FitRun:
         self._owner = owner
         self._internals = Internals(trainer)
         self._internals.probe()
-        sinks = FanOutSink(LogSink())
-        self.cadence = Cadence(_settings(config), SystemClock(), sinks)
+        sinks, clock = FanOutSink(LogSink()), SystemClock()
+        self.cadence = Cadence(_settings(config), clock, sinks)
         self.telemetry = Telemetry(self.cadence)
-        sinks.add(self.cadence)
-        sinks.add(self.telemetry)
+        self._ledger, self.preemption = open_watch(config, clock, self._internals.forget_sigterm)
+        for sink in (self.cadence, self.telemetry, self._ledger, self.preemption):
+            sinks.add(sink)
         self.checkpointer = Checkpointer(config)
         self.checkpointer.events = sinks
         self._loaders = TrainLoaders(self._internals, trainer)
@@ -66,6 +70,8 @@ class FitRun:
         self._prepare_share = _prepare_share(config, trainer)
         self.guard = FenceGuard(self.fence, self)
         self._stop = StopWatch(trainer)
+        self._halt = Halt(self.preemption, self.checkpointer, self._take_here)
+        self._asked = False
         self._step_fence = StepFence(self.fence)
         self._flags_at_start: dict[str, list[str]] = {"frozen": [], "eval": []}
         self._sanity_steps = trainer.num_sanity_val_steps
@@ -91,6 +97,7 @@ class FitRun:
 
     def disconnect(self) -> None:
         """Leave the trainer as it was found."""
+        self.preemption.close()
         self._internals.unwrap()
         self._step_fence.remove()
         self._loaders.release()
@@ -121,8 +128,12 @@ class FitRun:
             self._stop.by_early_stopping = self.resume.stopped_early
             if (learned := self.resume.cadence_state) is not None:
                 self.cadence.restore(learned, failed=self.resume.after_failure)
+            if (loaded := self.checkpointer.loaded) is not None:
+                self._ledger.resumed(loaded.info.step, loaded.place)
         self._announce()
         self.cadence.start(self.step)
+        self.preemption.boundary(self.step)
+        self.preemption.start()
 
     def validation_started(self) -> None:
         """Time from here to `validation_ended` is not training."""
@@ -156,15 +167,24 @@ class FitRun:
         """Training ended by itself: wait until everything is durable."""
         if self.resume.pending:
             self.resume.publish()
-        self.disconnect()
-        self.checkpointer.close()
+        try:
+            self.checkpointer.close(self._halt.seconds_left(CLOSE_TIMEOUT_SECONDS))
+        except WaitTimeoutError as err:
+            if self.preemption.stop is None:
+                raise
+            _log.error("%s", err)
+        finally:
+            self.disconnect()
+        if (stop := self.preemption.stop) is not None:
+            _log.warning("%s: it came when training was complete", stop.notice.who)
+            raise exit_of(stop)
 
     def abort(self, exception: BaseException) -> None:
         """Training failed: no collective, no new snapshot (but after a SIGTERM between two batches), a deadline."""
         try:
-            if isinstance(exception, SIGTERMException) and self._trainer.world_size == 1:
+            if isinstance(exception, SIGTERMException) and self._trainer.world_size == 1 and not self._halt.done:
                 self._take_on_signal()
-            self.checkpointer.close(EXCEPTION_WAIT_SECONDS)
+            self.checkpointer.close(self._halt.seconds_after(exception, EXCEPTION_WAIT_SECONDS))
         except CkptError as err:
             # The user must see the exception that stopped training, not this one.
             _log.error("while handling %s: %s", type(exception).__name__, err)
@@ -200,7 +220,11 @@ class FitRun:
         if self._prepare_share is not None:
             self.cadence.background(self.checkpointer.prepare_seconds)
         step = self.step
-        reason = self.cadence.boundary(step)
+        self.preemption.boundary(step)
+        if (stop := self.preemption.stop) is not None:
+            raise self._halt.now(stop)
+        self._asked |= self.preemption.take_save() is not None
+        reason = self.cadence.boundary(step) or ("manual" if self._asked else None)
         if reason is None:
             self._announce()
             return
@@ -244,7 +268,7 @@ class FitRun:
 
     def _take_at_end(self, kind: Kind) -> None:
         self._end_taken = True
-        if not self.checkpointer.ready() and not self.checkpointer.wait(END_WAIT_SECONDS):
+        if not self.checkpointer.ready() and not self.checkpointer.wait(self._halt.seconds_left(END_WAIT_SECONDS)):
             _log.error("the final state was not saved: earlier snapshots are still being written")
             return
         self._take(kind, self.cadence.ended(self.step) or "end", self.step)
@@ -260,7 +284,11 @@ class FitRun:
         self._take(kind, "signal", self.step)
         self.fence()
 
-    def _take(self, kind: Kind, reason: str, step: int) -> None:
+    def _take_here(self, reason: str) -> SaveHandle | None:
+        """At a boundary, also in the middle of an accumulation: its gradients are part of the state."""
+        return self._take(kind_of(self._position()), reason, self.step)
+
+    def _take(self, kind: Kind, reason: str, step: int) -> SaveHandle | None:
         began = time.perf_counter()
         try:
             handle = self.checkpointer.save(
@@ -277,13 +305,15 @@ class FitRun:
                 raise
             _log.error("no snapshot of step %d: %s", step, err)
             self.cadence.skipped(step, "error")
-            return
+            return None
         if handle.skipped is not None:
             self.cadence.skipped(step, "busy")
-            return
+            return None
         stall = time.perf_counter() - began
+        self._asked = False
         self.cadence.taken(step, stall)
         self.telemetry.took(stall)
+        return handle
 
     def _state(self, kind: Kind) -> dict[str, Any]:
         trainer, internals = self._trainer, self._internals

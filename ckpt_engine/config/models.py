@@ -27,6 +27,7 @@ from ckpt_engine.config.fields import (
     option_error,
 )
 from ckpt_engine.config.keep import Keep
+from ckpt_engine.config.preemption import Preemption
 from ckpt_engine.config.quantities import parse_bytes_per_second, parse_duration_seconds
 from ckpt_engine.observe.secrets import LOGIN
 
@@ -159,6 +160,9 @@ class Config(Section):
     keep: Keep = Field(default_factory=Keep, description="Which snapshots are kept.")
     tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tier_list), _TierListSchema()] = Field(
         description="Where snapshots go: a folder or storage URL, or a list of these, nearest first."
+    )
+    preemption: Preemption = Field(
+        default_factory=Preemption, description="Who may stop the run, and how long it then has."
     )
     on_error: Annotated[Literal["raise", "warn"], one_of("raise", "warn")] = Field(
         default="warn",

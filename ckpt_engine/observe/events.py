@@ -136,6 +136,15 @@ class WriterLost(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Requested(Event):
+    """Somebody on this machine asked the run to `save` or to `stop`; `who` is for people."""
+
+    name: ClassVar[str] = "requested"
+    what: str
+    who: str
+
+
+@dataclass(frozen=True, slots=True)
 class Notice(Event):
     """Something worth a log line that changes nothing else. `level` is a `logging` level name."""
 
@@ -157,6 +166,7 @@ KINDS: Mapping[str, type[Event]] = {
         TierRecovered,
         IntervalChanged,
         WriterLost,
+        Requested,
         Notice,
     )
 }

@@ -6,6 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from urllib.parse import unquote
 
 from ckpt_engine.observe.clock import Clock
 from ckpt_engine.observe.events import (
@@ -87,20 +88,20 @@ class Ledger:
     """An event sink. Events are taken on the training thread; `standing` may be read on any.
 
     Args:
-        urls: of the tiers, nearest first, as events name them.
+        urls: of the tiers, nearest first; a folder may be a path here and a file URL in events.
         clock: the source of moments.
     """
 
     def __init__(self, urls: Sequence[str], clock: Clock) -> None:
         self._now = clock.monotonic
-        self._tiers = {url: _Tier(TierStanding(url)) for url in urls}
-        self._nearest = urls[0]
+        self._tiers = {place: _Tier(TierStanding(place)) for place in map(_place, urls)}
         self._busy_since = 0.0
         self.standing = Standing(tuple(one.standing for one in self._tiers.values()))
 
     def resumed(self, step: int, url: str) -> None:
         """Training goes on from the snapshot of `step` that the tier at `url` served."""
-        self._tier(url).standing = TierStanding(url, newest_step=step, newest_instant=self._now())
+        tier = self._tier(url)
+        tier.standing = TierStanding(tier.standing.url, newest_step=step, newest_instant=self._now())
         self._publish(self.standing.in_flight, self.standing.state_bytes, self.standing.stall_seconds)
 
     def emit(self, event: Event) -> None:
@@ -140,7 +141,8 @@ class Ledger:
         return tuple(one for one in flying if one is not found)
 
     def _tier(self, url: str) -> _Tier:
-        return self._tiers.setdefault(url, _Tier(TierStanding(url)))
+        place = _place(url)
+        return self._tiers.setdefault(place, _Tier(TierStanding(place)))
 
     def _durable(self, url: str, step: int, instant: float, nbytes: int, seconds: float) -> None:
         tier = self._tier(url)
@@ -149,7 +151,7 @@ class Ledger:
         old = tier.standing
         newer = old.newest_step is None or step >= old.newest_step
         tier.standing = TierStanding(
-            url,
+            old.url,
             bytes_per_second=statistics.median_low(tier.rates) if tier.rates else None,
             newest_step=step if newer else old.newest_step,
             newest_instant=instant if newer else old.newest_instant,
@@ -158,9 +160,14 @@ class Ledger:
     def _away(self, url: str, away: bool) -> None:
         tier = self._tier(url)
         old = tier.standing
-        tier.standing = TierStanding(url, old.bytes_per_second, old.newest_step, old.newest_instant, away)
+        tier.standing = TierStanding(old.url, old.bytes_per_second, old.newest_step, old.newest_instant, away)
 
     def _publish(self, flying: tuple[Flying, ...], nbytes: int, stall: float) -> None:
         # One assignment: a reader on another thread sees the old value or the new one.
         tiers = tuple(one.standing for one in self._tiers.values())
         self.standing = Standing(tiers, flying, nbytes, stall, self._busy_since)
+
+
+def _place(url: str) -> str:
+    """One name for what events, options and storages call by several: folders as paths, URLs without a last slash."""
+    return unquote(url.removeprefix("file://")) if url.startswith("file://") else url.rstrip("/")

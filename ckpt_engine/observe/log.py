@@ -8,6 +8,7 @@ from ckpt_engine.observe.events import (
     Event,
     IntervalChanged,
     Notice,
+    Requested,
     SnapshotCommitted,
     SnapshotFailed,
     SnapshotReplicated,
@@ -44,7 +45,7 @@ def level_of(event: Event) -> int:
             return logging.ERROR
         case WriterLost() | TierDegraded():
             return logging.WARNING
-        case SnapshotCommitted() | IntervalChanged() | SnapshotReplicated() | TierRecovered():
+        case SnapshotCommitted() | IntervalChanged() | SnapshotReplicated() | TierRecovered() | Requested():
             return logging.INFO
         case Notice(level=name):
             return logging.getLevelNamesMapping().get(name.upper(), logging.INFO)
@@ -84,6 +85,8 @@ def line(event: Event) -> str:
             return f"{event.tier} works again after {duration(event.away_seconds)}"
         case IntervalChanged():
             return f"step {event.step}: snapshots {event.why}"
+        case Requested():
+            return f"{event.who} asks to {'save now' if event.what == 'save' else event.what}"
         case WriterLost() | Notice():
             return event.message
         case _:

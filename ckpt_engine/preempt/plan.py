@@ -64,7 +64,7 @@ class StopFacts:
         grace_seconds: that are left.
         state_bytes: of one snapshot.
         tiers: nearest first, at least one.
-        boundary_seconds: until the step that is running ends; 0 at a boundary.
+        boundary_seconds: until the step that is running ends; 0 at a boundary, infinite where it ends too late.
         stall_seconds: that taking a snapshot lasts.
         in_flight: oldest first.
         slots: snapshots that fit in host memory at once, those in flight included.
@@ -206,7 +206,7 @@ def _outcomes(facts: StopFacts, step: int | None, seconds: float) -> Iterator[Ti
 def _explained(plan: StopPlan, facts: StopFacts, candidates: Sequence[_Candidate]) -> StopPlan:
     parts = [f"{duration(max(0.0, facts.grace_seconds))} left: {_what(plan, facts)}"]
     newest = candidates[-1]
-    if plan.choice is not Choice.SNAPSHOT and (plan.step is None or newest.step > plan.step):
+    if plan.choice is not Choice.SNAPSHOT and newest.step > (plan.step or -1) and newest.seconds < math.inf:
         parts.append(f"one of step {newest.step} would need {_sum(facts, newest.seconds)}")
     parts += [_said(tier, plan) for tier in plan.tiers[1:]]
     parts.append(_loss(plan))

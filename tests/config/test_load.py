@@ -72,6 +72,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "at_end",
         "keep",
         "tiers",
+        "preemption",
         "on_error",
         "writer",
         "slots",

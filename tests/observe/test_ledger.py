@@ -14,7 +14,7 @@ from ckpt_engine.observe.events import (
 )
 from ckpt_engine.observe.ledger import Ledger, TierStanding
 
-NEAR, FAR = "file:///run", "s3://bucket/run"
+NEAR, FAR = "/run", "s3://bucket/run"
 
 
 class Time:
@@ -103,3 +103,11 @@ def test_a_resumed_run_has_what_it_resumed_from() -> None:
     book.resumed(40, FAR)
     book.emit(Notice("INFO", "hello"))
     assert book.standing.tiers == (TierStanding(NEAR), TierStanding(FAR, None, 40, clock.now))
+
+
+def test_a_folder_has_one_name() -> None:
+    """Options and events say a path or a file URL; people see the path."""
+    book, _ = ledger()
+    book.emit(committed(1, 1.0, tier="file:///run"))
+    assert book.standing.tiers[0].newest_step == 1
+    assert len(book.standing.tiers) == 2

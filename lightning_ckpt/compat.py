@@ -145,14 +145,23 @@ class Internals:
 
         self._wrap(fit_loop, "on_advance_start", on_advance_start)
 
-    def wrap_fetch(self, boundary: Callable[[], None]) -> None:
-        """`boundary()` runs right before every training batch is asked for, when the previous one is finished."""
+    def wrap_fetch(self, boundary: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        """`boundary()` runs right before every training batch is asked for, when the previous one is finished.
+
+        `failed(error)` is told what the batch raises, and may raise something else.
+        """
         epoch_loop = self._trainer.fit_loop.epoch_loop
         original = epoch_loop.advance
 
         def advance(data_fetcher: Any) -> None:
             boundary()
-            original(data_fetcher)
+            try:
+                original(data_fetcher)
+            except StopIteration:
+                raise
+            except Exception as err:
+                failed(err)
+                raise
 
         self._wrap(epoch_loop, "advance", advance)
 

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ckpt_engine.checkpointer import CLOSE_TIMEOUT_SECONDS, Checkpointer
 from ckpt_engine.config import Config
+from ckpt_engine.data.torch_private import is_dead_worker
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WaitTimeoutError, WriterError
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.frequency.settings import FrequencySettings
@@ -72,6 +73,7 @@ class FitRun:
         self._stop = StopWatch(trainer)
         self._halt = Halt(self.preemption, self.checkpointer, self._take_here)
         self._asked = False
+        self._given: Any = None
         self._step_fence = StepFence(self.fence)
         self._flags_at_start: dict[str, list[str]] = {"frozen": [], "eval": []}
         self._sanity_steps = trainer.num_sanity_val_steps
@@ -89,7 +91,7 @@ class FitRun:
         internals.wrap_resume_start(self.resume.resolve)
         internals.wrap_process_dataloader(self._loaders.follow)
         internals.wrap_epoch_start(self._before_epoch, self._after_epoch_start)
-        internals.wrap_fetch(self._boundary)
+        internals.wrap_fetch(self._boundary, self._batch_failed)
         self._step_fence.install()
         others = [callback for callback in callbacks_of(self._trainer) if callback is not self._owner]
         # Weights must be whole before any other callback changes them, and callbacks' states final when captured.
@@ -212,6 +214,7 @@ class FitRun:
 
     def _boundary(self) -> None:
         """The fetch boundary."""
+        self._given = None
         if not self._active:
             return
         if self.resume.pending:
@@ -223,6 +226,7 @@ class FitRun:
         self.preemption.boundary(step)
         if (stop := self.preemption.stop) is not None:
             raise self._halt.now(stop)
+        self._given = self._internals.combined_position
         self._asked |= self.preemption.take_save() is not None
         reason = self.cadence.boundary(step) or ("manual" if self._asked else None)
         if reason is None:
@@ -234,6 +238,16 @@ class FitRun:
             self.cadence.skipped(step, obstacle)
             return
         self._take(kind_of(position), reason, step)
+
+    def _batch_failed(self, error: Exception) -> None:
+        """A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then."""
+        stop = self.preemption.stop
+        if stop is None or self._halt.done or not self._loaders.one_with_workers:
+            return
+        nothing_came = self._given is not None and self._given == self._internals.combined_position
+        if nothing_came and is_dead_worker(error):
+            _log.warning("%s: no batch came: %s", stop.notice.who, error)
+            raise self._halt.now(stop) from error
 
     def _position(self) -> Position:
         return Position(

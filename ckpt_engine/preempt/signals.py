@@ -20,7 +20,9 @@ class SignalWatch:
     """Notes the first of some signals.
 
     The handler sets an attribute, wakes who waits on `wake`, and calls the handler that was there before. It runs
-    between any two steps of the interpreter, so it takes no lock and logs nothing. The first Ctrl-C is only noted, the
+    between any two steps of the interpreter, so it takes no lock and logs nothing. From then on the end of a child
+    process is no news: a signal to the whole job ends loader workers too, and torch's handler would raise in the middle
+    of the step that is to be finished. The first Ctrl-C is only noted, the
     second one interrupts at once. In a fork of the process (loader workers) nothing is noted: a Ctrl-C, which goes to
     the whole group of processes, is ignored there, and every other signal does what it would without us.
 
@@ -46,6 +48,7 @@ class SignalWatch:
         self._previous: dict[int, Any] = {}
         self._handler = self._handle  # a bound method is a new object each time
         self._pressed = False
+        self._of_children: Any = None
         self.heard: StopNotice | None = None
 
     def install(self) -> list[str]:
@@ -66,6 +69,8 @@ class SignalWatch:
         """Put back what was there, unless somebody else has replaced us meanwhile. Idempotent."""
         if threading.current_thread() is not threading.main_thread():
             return
+        if self._of_children is not None and signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL:
+            signal.signal(signal.SIGCHLD, self._of_children)
         while self._previous:
             number, previous = self._previous.popitem()
             if signal.getsignal(number) == self._handler:
@@ -80,6 +85,7 @@ class SignalWatch:
         self._pressed |= number == signal.SIGINT
         if self.heard is None:
             self.heard = notice_of(number, self._now())
+            self._of_children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._wake.put(None)
         if callable(previous) and (previous is not signal.default_int_handler or again):
             previous(number, frame)

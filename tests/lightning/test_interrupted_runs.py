@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.cases import CASES
-from tests.lightning.runs import Case, Entry, Outcome, every_batch, fit, resumer, saved, tail
+from tests.lightning.runs import BATCH, Augmented, Case, Entry, Outcome, every_batch, fit, resumer, saved, tail
 
 
 class CrashError(RuntimeError):
@@ -137,6 +139,44 @@ def test_sigterm_before_a_validation_or_within_an_accumulation(
     assert len(saved(tmp_path)) == 1
     resumed = fit(case, [resumer(tmp_path)], ckpt_path="auto", seed=5)
     assert resumed.trace == tail(reference.trace, *where)
+    assert resumed.digest == reference.digest
+
+
+class Dying(Augmented):
+    """Its first worker asks the trainer to stop and dies, while the trainer waits for the first batch of an epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __getitem__(self, i: int) -> Any:
+        info = get_worker_info()
+        if info is not None and info.id == 0 and not (self.folder / "dead").exists():
+            while not (self.folder / "waits").exists():
+                time.sleep(0.01)
+            (self.folder / "dead").touch()
+            os.kill(os.getppid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(i)
+
+
+def test_a_worker_that_dies_of_the_same_signal_costs_nothing(tmp_path: Path) -> None:
+    """The batch that does not come is still ahead: the boundary before it is saved."""
+    (tmp_path / "dead").touch()
+    case = Case(loader=lambda: DataLoader(Dying(tmp_path), batch_size=BATCH, shuffle=True, num_workers=2))
+    reference = fit(case)
+    (tmp_path / "dead").unlink()
+
+    class Waits(Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            (tmp_path / "waits").touch()
+
+    ckpt = AdaptiveCheckpoint(str(tmp_path / "run"), every_n_steps=10**9, writer="thread", debug=True)
+    with pytest.raises(SIGTERMException):
+        fit(case, [ckpt, Waits()])
+    assert [one.step for one in saved(tmp_path / "run")] == [0]
+    resumed = fit(case, [resumer(tmp_path / "run")], ckpt_path="auto", seed=5)
+    assert resumed.trace == reference.trace
     assert resumed.digest == reference.digest
 
 

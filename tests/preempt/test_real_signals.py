@@ -75,3 +75,16 @@ def test_a_stop_file_stops_the_run(tmp_path: Path, trainers: Trainers) -> None:
     file.touch()
     assert first.join() == 143, first.log
     assert_continues(first, Life(trainers, tmp_path, case, 1, options=options), case)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_whole_job_is_survived_by_its_step(
+    number: signal.Signals, tmp_path: Path, trainers: Trainers
+) -> None:
+    """Terminals, Slurm and systemd send it to loader workers too, which die of it: the batch that runs is finished."""
+    case = "two workers"
+    first = Life(trainers, tmp_path, case, options=RARELY)
+    first.reaches(5)
+    os.killpg(first.pid, number)
+    assert first.join() == (143 if number == signal.SIGTERM else 1), first.log
+    assert_continues(first, Life(trainers, tmp_path, case, 1, options=RARELY), case)

@@ -41,7 +41,7 @@ def decode(data: bytes) -> Body:
     """
     try:
         body = json.loads(data)
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         raise WriterError(f"the writer connection carries something else than messages: {err}") from err
     if not isinstance(body, dict):
         raise WriterError(f"the writer connection carries a {type(body).__name__} instead of a message")
@@ -70,11 +70,17 @@ class Channel:
     The owner waits in a selector for `fileno()` (to read, and to write while `backlog` is true) and for `wake_fd`
     (to read), and calls `receive`, `flush` or `clear_wake`. Nothing here ever waits: what the socket does not take at
     once is kept and sent by `flush`. The amount kept is bounded by what the protocol lets be outstanding.
+
+    Args:
+        most_bytes: of one message that is received.
+        takes_fds: False: file descriptors that come are an error, and are never opened here.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, most_bytes: int = _MAX_MESSAGE_BYTES, takes_fds: bool = True) -> None:
         sock.setblocking(False)
         self._sock = sock
+        self._most_bytes = most_bytes
+        self._ancillary_bytes = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize) if takes_fds else 0
         self._lock = threading.Lock()
         self._outgoing: deque[_Frame] = deque()
         self._incoming = bytearray()
@@ -90,6 +96,15 @@ class Channel:
     def backlog(self) -> bool:
         """Whether `flush` has something to send."""
         return bool(self._outgoing)
+
+    @property
+    def flushed(self) -> bool:
+        """Whether the kernel has everything that was sent: the peer reads it even if this process dies now. Any thread.
+
+        True as well if the peer is gone, which reads nothing any more.
+        """
+        with self._lock:
+            return not self._outgoing
 
     def send(self, body: Mapping[str, Any], fds: Sequence[int] = ()) -> bool:
         """Send a message in order, at once or later; `fds` are duplicated and stay the caller's.
@@ -156,10 +171,11 @@ class Channel:
             WriterError: the peer does not speak this protocol.
         """
         is_open = True
-        space = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize)
-        while True:
+        while len(self._incoming) <= self._most_bytes + _CHUNK_BYTES:
             try:
-                data, ancillary, flags, _ = self._sock.recvmsg(_CHUNK_BYTES, space, socket.MSG_CMSG_CLOEXEC)
+                data, ancillary, flags, _ = self._sock.recvmsg(
+                    _CHUNK_BYTES, self._ancillary_bytes, socket.MSG_CMSG_CLOEXEC
+                )
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:  # reset: the peer died with unread data
@@ -182,7 +198,7 @@ class Channel:
         found, start = [], 0
         while len(self._incoming) - start >= _LENGTH.size:
             (nbytes,) = _LENGTH.unpack_from(self._incoming, start)
-            if nbytes > _MAX_MESSAGE_BYTES:
+            if nbytes > self._most_bytes:
                 raise WriterError(f"a message of {nbytes} bytes announced on the writer connection")
             stop = start + _LENGTH.size + nbytes
             if len(self._incoming) < stop:

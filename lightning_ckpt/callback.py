@@ -37,6 +37,7 @@ class AdaptiveCheckpoint(Callback):
         at_end: a snapshot of the final state.
         keep: retention, e.g. {"last": 2}.
         preemption: signals, grace and other sources of a stop, e.g. {"grace": "2 min"}.
+        guard: "off", "nan" or "loss_spike": what ends training before it is saved.
         on_error: "warn" or "raise" when a snapshot fails in the background.
         writer: "process" or "thread".
         slots: snapshots in host memory at once.
@@ -65,6 +66,7 @@ class AdaptiveCheckpoint(Callback):
         at_end: bool | None = None,
         keep: dict[str, Any] | None = None,
         preemption: dict[str, Any] | None = None,
+        guard: str | None = None,
         on_error: str | None = None,
         writer: str | None = None,
         slots: int | None = None,
@@ -146,7 +148,7 @@ class AdaptiveCheckpoint(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._run is not None:
-            self._run.batch_ended()
+            self._run.batch_ended(outputs)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -13,12 +13,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ckpt_engine.checkpointer import CLOSE_TIMEOUT_SECONDS, Checkpointer
 from ckpt_engine.config import Config
 from ckpt_engine.data.torch_private import is_dead_worker
-from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WaitTimeoutError, WriterError
+from ckpt_engine.errors import CkptError, DivergedError, LeaseHeldError, StorageError, WaitTimeoutError, WriterError
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.frequency.settings import FrequencySettings
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
 from ckpt_engine.observe.log import LogSink
+from ckpt_engine.preempt.divergence import On
 from ckpt_engine.preempt.watch import open_watch
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.laziness import copies_lazily
@@ -29,6 +30,7 @@ from lightning_ckpt.compat import Internals, callbacks_of
 from lightning_ckpt.guard import FenceGuard, StepFence
 from lightning_ckpt.halt import Halt, exit_of
 from lightning_ckpt.loaders import TrainLoaders
+from lightning_ckpt.losses import Losses
 from lightning_ckpt.resume import Resume
 from lightning_ckpt.stopping import StopWatch, finish_again
 from lightning_ckpt.telemetry import BAR_NAMES, Telemetry
@@ -74,6 +76,7 @@ class FitRun:
         self._halt = Halt(self.preemption, self.checkpointer, self._take_here)
         self._asked = False
         self._given: Any = None
+        self._losses = Losses(On(config.guard)) if config.guard != "off" else None
         self._step_fence = StepFence(self.fence)
         self._flags_at_start: dict[str, list[str]] = {"frozen": [], "eval": []}
         self._sanity_steps = trainer.num_sanity_val_steps
@@ -158,9 +161,11 @@ class FitRun:
             self._report_due = False
             self.resume.publish()
 
-    def batch_ended(self) -> None:
-        """Numbers for loggers and the progress bar."""
+    def batch_ended(self, outputs: Any) -> None:
+        """The loss for the guard; numbers for loggers and the progress bar."""
         self._validated = False
+        if self._losses is not None:
+            self._losses.add(self.step, outputs)
         self.telemetry.show(self._internals.metric_tables["progress_bar"])
         if self._trainer.loggers and self._internals.logs_now:
             self.telemetry.log(self._trainer, self._internals.batches_that_stepped)
@@ -229,8 +234,12 @@ class FitRun:
         self._given = self._internals.combined_position
         self._asked |= self.preemption.take_save() is not None
         reason = self.cadence.boundary(step) or ("manual" if self._asked else None)
+        vetoed = self._vetoed(due=reason is not None)
         if reason is None:
             self._announce()
+            return
+        if vetoed:
+            self.cadence.skipped(step, "loss spike")
             return
         position = self._position()
         obstacle = postponed(position) or (None if self.checkpointer.ready() else "busy")
@@ -298,11 +307,28 @@ class FitRun:
         self._take(kind, "signal", self.step)
         self.fence()
 
+    def _vetoed(self, *, due: bool) -> bool:
+        """Whether the loss speaks against a snapshot now.
+
+        Raises:
+            DivergedError: training has diverged; says from where it can go on.
+        """
+        try:
+            return self._losses is not None and self._losses.veto(due=due)
+        except DivergedError as err:
+            self._losses = None
+            hint = f"{self.preemption.durable()}, from before; ckpt_path='auto' goes on there, with the same batches"
+            raise DivergedError(err.message, hint=hint) from None
+
     def _take_here(self, reason: str) -> SaveHandle | None:
         """At a boundary, also in the middle of an accumulation: its gradients are part of the state."""
         return self._take(kind_of(self._position()), reason, self.step)
 
     def _take(self, kind: Kind, reason: str, step: int) -> SaveHandle | None:
+        if self._vetoed(due=True):
+            _log.error("no snapshot of step %d: its loss is far above the usual ones", step)
+            self.cadence.skipped(step, "loss spike")
+            return None
         began = time.perf_counter()
         try:
             handle = self.checkpointer.save(

@@ -164,6 +164,11 @@ class Config(Section):
     preemption: Preemption = Field(
         default_factory=Preemption, description="Who may stop the run, and how long it then has."
     )
+    guard: Annotated[Literal["off", "nan", "loss_spike"], one_of("off", "nan", "loss_spike")] = Field(
+        default="off",
+        description="Training ends, and no snapshot is taken of it, when the loss is not finite (nan), or also when it "
+        "stays far above its usual values (loss_spike).",
+    )
     on_error: Annotated[Literal["raise", "warn"], one_of("raise", "warn")] = Field(
         default="warn",
         description="A snapshot that fails in the background stops training at the next step, or is reported.",

@@ -42,9 +42,8 @@ class Divergence:
         """For people."""
         if not math.isfinite(self.loss):
             return f"the loss of step {self.step} is {self.loss}"
-        return (
-            f"the loss is far above {self.usual:.4g} since step {self.first_step}, {self.loss:.4g} at step {self.step}"
-        )
+        since = f"since step {self.first_step}, and {self.loss:.4g} at step {self.step}"
+        return f"the loss is far above its usual {self.usual:.4g} {since}"
 
 
 def limit_of(usual: Sequence[float]) -> float:

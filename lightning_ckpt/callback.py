@@ -37,6 +37,7 @@ class AdaptiveCheckpoint(Callback):
         at_end: a snapshot of the final state.
         keep: retention, e.g. {"last": 2}.
         preemption: signals, grace and other sources of a stop, e.g. {"grace": "2 min"}.
+        status: where the run says how it stands, e.g. {"file": "status.json", "port": 9400}.
         guard: "off", "nan" or "loss_spike": what ends training before it is saved.
         on_error: "warn" or "raise" when a snapshot fails in the background.
         writer: "process" or "thread".
@@ -66,6 +67,7 @@ class AdaptiveCheckpoint(Callback):
         at_end: bool | None = None,
         keep: dict[str, Any] | None = None,
         preemption: dict[str, Any] | None = None,
+        status: dict[str, Any] | None = None,
         guard: str | None = None,
         on_error: str | None = None,
         writer: str | None = None,

@@ -19,6 +19,7 @@ from ckpt_engine.frequency.settings import FrequencySettings
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
 from ckpt_engine.observe.log import LogSink
+from ckpt_engine.preempt.board import Board
 from ckpt_engine.preempt.divergence import On
 from ckpt_engine.preempt.watch import open_watch
 from ckpt_engine.snapshot.handle import SaveHandle
@@ -64,6 +65,7 @@ class FitRun:
         self._ledger, self.preemption = open_watch(config, clock, self._internals.forget_sigterm)
         for sink in (self.cadence, self.telemetry, self._ledger, self.preemption):
             sinks.add(sink)
+        self._board = Board(config.status, self.preemption.outlook, self.telemetry.plain_numbers)
         self.checkpointer = Checkpointer(config)
         self.checkpointer.events = sinks
         self._loaders = TrainLoaders(self._internals, trainer)
@@ -103,6 +105,7 @@ class FitRun:
     def disconnect(self) -> None:
         """Leave the trainer as it was found."""
         self.preemption.close()
+        self._board.close()
         self._internals.unwrap()
         self._step_fence.remove()
         self._loaders.release()
@@ -139,6 +142,7 @@ class FitRun:
         self.cadence.start(self.step)
         self.preemption.boundary(self.step)
         self.preemption.start()
+        self._board.start()
 
     def validation_started(self) -> None:
         """Time from here to `validation_ended` is not training."""

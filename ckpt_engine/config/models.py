@@ -29,6 +29,7 @@ from ckpt_engine.config.fields import (
 from ckpt_engine.config.keep import Keep
 from ckpt_engine.config.preemption import Preemption
 from ckpt_engine.config.quantities import parse_bytes_per_second, parse_duration_seconds
+from ckpt_engine.config.status import Status
 from ckpt_engine.observe.secrets import LOGIN
 
 MEMORY = "memory"
@@ -164,6 +165,7 @@ class Config(Section):
     preemption: Preemption = Field(
         default_factory=Preemption, description="Who may stop the run, and how long it then has."
     )
+    status: Status = Field(default_factory=Status, description="Where the run says how it stands.")
     guard: Annotated[Literal["off", "nan", "loss_spike"], one_of("off", "nan", "loss_spike")] = Field(
         default="off",
         description="Training ends, and no snapshot is taken of it, when the loss is not finite (nan), or also when it "

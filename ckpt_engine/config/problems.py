@@ -16,6 +16,7 @@ from ckpt_engine.config.fields import Section
 from ckpt_engine.config.keep import Best, Keep
 from ckpt_engine.config.models import Config, Tier
 from ckpt_engine.config.preemption import Preemption, Source
+from ckpt_engine.config.status import Status
 from ckpt_engine.config.yaml_file import KeyPath
 
 _SECTIONS: Mapping[str, type[Section]] = {
@@ -25,6 +26,7 @@ _SECTIONS: Mapping[str, type[Section]] = {
     "tiers": Tier,
     "preemption": Preemption,
     "preemption.sources": Source,
+    "status": Status,
 }
 _MAX_VALUE_CHARACTERS = 60
 _MAX_DEPTH = 16

@@ -18,6 +18,7 @@ from ckpt_engine.observe.ledger import Ledger
 from ckpt_engine.observe.log import LOGGER_NAME
 from ckpt_engine.observe.units import duration
 from ckpt_engine.preempt.notice import PreemptionSource, SourceError, Stop, StopNotice
+from ckpt_engine.preempt.outlook import Outlook, outlook
 from ckpt_engine.preempt.plan import Choice, InFlight, StopFacts, StopPlan, TierFacts, new_snapshot_seconds, plan_stop
 from ckpt_engine.preempt.signals import SignalWatch
 from ckpt_engine.preempt.sources import open_source
@@ -71,7 +72,8 @@ class PreemptionWatch:
         self._noticed: StopNotice | None = None
         self._requested: StopNotice | None = None
         self._save: str | None = None
-        self._step, self._ended = 0, self._now()
+        self._step, self._ended, self._took = 0, self._now(), 0.0
+        self._started = self._ended
         self._attended = self._closing = False
         self._thread: threading.Thread | None = None
         self._owner = os.getpid()
@@ -80,6 +82,7 @@ class PreemptionWatch:
 
     def start(self) -> None:
         """Install the signal handlers and start the thread. On the main thread, for signals to be watched."""
+        self._started = self._ended = self._now()
         for problem in self._signals.install():
             _log.warning("not watched: %s", problem)
         self._thread = threading.Thread(target=self._run, name="ckpt-preempt", daemon=True)
@@ -96,7 +99,8 @@ class PreemptionWatch:
 
     def boundary(self, step: int) -> None:
         """Training step `step` has just ended."""
-        self._step, self._ended = step, self._now()
+        now = self._now()
+        self._step, self._ended, self._took = step, now, now - self._ended
 
     @property
     def stop(self) -> Stop | None:
@@ -136,6 +140,15 @@ class PreemptionWatch:
         lost = self._step - near.newest_step
         behind = "" if lost <= 0 else f", {lost} step{'s' if lost > 1 else ''} behind"
         return f"step {near.newest_step} is durable on {near.url}{behind}"
+
+    def outlook(self) -> Outlook:
+        """How the run stands now. Any thread."""
+        now, stop = self._now(), self.stop
+        facts = self._facts(Stop(StopNotice("", now), now) if stop is None else stop, 0.0)
+        who = None if stop is None else stop.notice.who
+        return outlook(
+            self._ledger.standing, facts, now=now, started=self._started, step_seconds=self._took, stopping=who
+        )
 
     # ------------------------------------------------------------------ what is known
 

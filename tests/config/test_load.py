@@ -73,6 +73,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "keep",
         "tiers",
         "preemption",
+        "status",
         "guard",
         "on_error",
         "writer",

@@ -22,8 +22,9 @@ CkptError                      CKPT000
 │   ├── SnapshotSkippedError   CKPT601   back-pressure: this snapshot was not taken
 │   ├── SnapshotFailedError    CKPT602   this snapshot did not become durable
 │   └── WaitTimeoutError       CKPT603   also a TimeoutError
-└── ResumeError                CKPT700
-    └── NoUsableSnapshotError  CKPT701   the store is not empty and nothing in it is usable
+├── ResumeError                CKPT700
+│   └── NoUsableSnapshotError  CKPT701   the store is not empty and nothing in it is usable
+└── DivergedError              CKPT800   the loss is not finite, or far above its usual values
 ```
 
 Codes never change meaning; a message says what, where, and the next command.
@@ -136,3 +137,7 @@ class ResumeError(CkptError):
 
 class NoUsableSnapshotError(ResumeError):
     code = "CKPT701"
+
+
+class DivergedError(CkptError):
+    code = "CKPT800"

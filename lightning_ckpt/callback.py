@@ -36,6 +36,9 @@ class AdaptiveCheckpoint(Callback):
         on_validation_end: a snapshot after each validation.
         at_end: a snapshot of the final state.
         keep: retention, e.g. {"last": 2}.
+        preemption: signals, grace and other sources of a stop, e.g. {"grace": "2 min"}.
+        status: where the run says how it stands, e.g. {"file": "status.json", "port": 9400}.
+        guard: "off", "nan" or "loss_spike": what ends training before it is saved.
         on_error: "warn" or "raise" when a snapshot fails in the background.
         writer: "process" or "thread".
         linger: how long the memory tier waits for a restarted trainer.
@@ -64,6 +67,9 @@ class AdaptiveCheckpoint(Callback):
         on_validation_end: bool | None = None,
         at_end: bool | None = None,
         keep: dict[str, Any] | None = None,
+        preemption: dict[str, Any] | None = None,
+        status: dict[str, Any] | None = None,
+        guard: str | None = None,
         on_error: str | None = None,
         writer: str | None = None,
         linger: float | str | None = None,
@@ -146,7 +152,7 @@ class AdaptiveCheckpoint(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._run is not None:
-            self._run.batch_ended()
+            self._run.batch_ended(outputs)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

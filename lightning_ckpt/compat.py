@@ -85,6 +85,7 @@ class Internals:
             "trainer": trainer,
             "connector": getattr(trainer, "_checkpoint_connector", None),
             "logger_connector": getattr(trainer, "_logger_connector", None),
+            "signal_connector": getattr(trainer, "_signal_connector", None),
             "fit_loop": fit_loop,
             "epoch_loop": getattr(fit_loop, "epoch_loop", None),
             "results": results,
@@ -144,14 +145,23 @@ class Internals:
 
         self._wrap(fit_loop, "on_advance_start", on_advance_start)
 
-    def wrap_fetch(self, boundary: Callable[[], None]) -> None:
-        """`boundary()` runs right before every training batch is asked for, when the previous one is finished."""
+    def wrap_fetch(self, boundary: Callable[[], None], failed: Callable[[Exception], None]) -> None:
+        """`boundary()` runs right before every training batch is asked for, when the previous one is finished.
+
+        `failed(error)` is told what the batch raises, and may raise something else.
+        """
         epoch_loop = self._trainer.fit_loop.epoch_loop
         original = epoch_loop.advance
 
         def advance(data_fetcher: Any) -> None:
             boundary()
-            original(data_fetcher)
+            try:
+                original(data_fetcher)
+            except StopIteration:
+                raise
+            except Exception as err:
+                failed(err)
+                raise
 
         self._wrap(epoch_loop, "advance", advance)
 
@@ -177,6 +187,12 @@ class Internals:
     def set_callbacks(self, callbacks: list[Callback]) -> None:
         """Replace the list; a loop over the old one that is under way is not disturbed."""
         self._trainer.callbacks = callbacks
+
+    # ---- signals
+
+    def forget_sigterm(self) -> None:
+        """Lets training go on to the next boundary, where Lightning would stop by itself. Safe in a signal handler."""
+        self._trainer._signal_connector.received_sigterm = False
 
     # ---- checkpoint connector
 

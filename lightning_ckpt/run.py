@@ -10,22 +10,29 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.checkpointer import CLOSE_TIMEOUT_SECONDS, Checkpointer
 from ckpt_engine.config import Config
-from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
+from ckpt_engine.data.torch_private import is_dead_worker
+from ckpt_engine.errors import CkptError, DivergedError, LeaseHeldError, StorageError, WaitTimeoutError, WriterError
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.frequency.settings import FrequencySettings
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
 from ckpt_engine.observe.log import LogSink
+from ckpt_engine.preempt.board import Board
+from ckpt_engine.preempt.divergence import On
+from ckpt_engine.preempt.watch import open_watch
+from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.laziness import copies_lazily
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind, Position, kind_of, postponed
 from lightning_ckpt.capture import Capture, Instant
 from lightning_ckpt.compat import Internals, callbacks_of
 from lightning_ckpt.guard import FenceGuard, StepFence
+from lightning_ckpt.halt import Halt, exit_of
 from lightning_ckpt.loaders import TrainLoaders
+from lightning_ckpt.losses import Losses
 from lightning_ckpt.resume import Resume
 from lightning_ckpt.stopping import StopWatch, finish_again
 from lightning_ckpt.telemetry import BAR_NAMES, Telemetry
@@ -53,11 +60,13 @@ class FitRun:
         self._owner = owner
         self._internals = Internals(trainer)
         self._internals.probe()
-        sinks = FanOutSink(LogSink())
-        self.cadence = Cadence(_settings(config), SystemClock(), sinks)
+        sinks, clock = FanOutSink(LogSink()), SystemClock()
+        self.cadence = Cadence(_settings(config), clock, sinks)
         self.telemetry = Telemetry(self.cadence)
-        sinks.add(self.cadence)
-        sinks.add(self.telemetry)
+        self._ledger, self.preemption = open_watch(config, clock, self._internals.forget_sigterm)
+        for sink in (self.cadence, self.telemetry, self._ledger, self.preemption):
+            sinks.add(sink)
+        self._board = Board(config.status, self.preemption.outlook, self.telemetry.plain_numbers)
         self.checkpointer = Checkpointer(config)
         self.checkpointer.events = sinks
         self._loaders = TrainLoaders(self._internals, trainer)
@@ -67,6 +76,10 @@ class FitRun:
         self._prepare_share = _prepare_share(config, trainer)
         self.guard = FenceGuard(self.fence, self)
         self._stop = StopWatch(trainer)
+        self._halt = Halt(self.preemption, self.checkpointer, self._take_here)
+        self._asked = False
+        self._given: Any = None
+        self._losses = Losses(On(config.guard)) if config.guard != "off" else None
         self._step_fence = StepFence(self.fence)
         self._flags_at_start: dict[str, list[str]] = {"frozen": [], "eval": []}
         self._sanity_steps = trainer.num_sanity_val_steps
@@ -84,7 +97,7 @@ class FitRun:
         internals.wrap_resume_start(self.resume.resolve)
         internals.wrap_process_dataloader(self._loaders.follow)
         internals.wrap_epoch_start(self._before_epoch, self._after_epoch_start)
-        internals.wrap_fetch(self._boundary)
+        internals.wrap_fetch(self._boundary, self._batch_failed)
         self._step_fence.install()
         others = [callback for callback in callbacks_of(self._trainer) if callback is not self._owner]
         # Weights must be whole before any other callback changes them, and callbacks' states final when captured.
@@ -92,6 +105,8 @@ class FitRun:
 
     def disconnect(self) -> None:
         """Leave the trainer as it was found."""
+        self.preemption.close()
+        self._board.close()
         self._internals.unwrap()
         self._step_fence.remove()
         self._loaders.release()
@@ -122,8 +137,13 @@ class FitRun:
             self._stop.by_early_stopping = self.resume.stopped_early
             if (learned := self.resume.cadence_state) is not None:
                 self.cadence.restore(learned, failed=self.resume.after_failure)
+            if (loaded := self.checkpointer.loaded) is not None:
+                self._ledger.resumed(loaded.info.step, loaded.place)
         self._announce()
         self.cadence.start(self.step)
+        self.preemption.boundary(self.step)
+        self.preemption.start()
+        self._board.start()
 
     def validation_started(self) -> None:
         """Time from here to `validation_ended` is not training."""
@@ -146,9 +166,11 @@ class FitRun:
             self._report_due = False
             self.resume.publish()
 
-    def batch_ended(self) -> None:
-        """Numbers for loggers and the progress bar."""
+    def batch_ended(self, outputs: Any) -> None:
+        """The loss for the guard; numbers for loggers and the progress bar."""
         self._validated = False
+        if self._losses is not None:
+            self._losses.add(self.step, outputs)
         self.telemetry.show(self._internals.metric_tables["progress_bar"])
         if self._trainer.loggers and self._internals.logs_now:
             self.telemetry.log(self._trainer, self._internals.batches_that_stepped)
@@ -157,15 +179,24 @@ class FitRun:
         """Training ended by itself: wait until everything is durable."""
         if self.resume.pending:
             self.resume.publish()
-        self.disconnect()
-        self.checkpointer.close()
+        try:
+            self.checkpointer.close(self._halt.seconds_left(CLOSE_TIMEOUT_SECONDS))
+        except WaitTimeoutError as err:
+            if self.preemption.stop is None:
+                raise
+            _log.error("%s", err)
+        finally:
+            self.disconnect()
+        if (stop := self.preemption.stop) is not None:
+            _log.warning("%s: it came when training was complete", stop.notice.who)
+            raise exit_of(stop)
 
     def abort(self, exception: BaseException) -> None:
         """Training failed: no collective, no new snapshot (but after a SIGTERM between two batches), a deadline."""
         try:
-            if isinstance(exception, SIGTERMException) and self._trainer.world_size == 1:
+            if isinstance(exception, SIGTERMException) and self._trainer.world_size == 1 and not self._halt.done:
                 self._take_on_signal()
-            self.checkpointer.close(EXCEPTION_WAIT_SECONDS)
+            self.checkpointer.close(self._halt.seconds_after(exception, EXCEPTION_WAIT_SECONDS))
         except CkptError as err:
             # The user must see the exception that stopped training, not this one.
             _log.error("while handling %s: %s", type(exception).__name__, err)
@@ -193,6 +224,7 @@ class FitRun:
 
     def _boundary(self) -> None:
         """The fetch boundary."""
+        self._given = None
         if not self._active:
             return
         if self.resume.pending:
@@ -201,13 +233,21 @@ class FitRun:
         if self._prepare_share is not None:
             self.cadence.background(self.checkpointer.prepare_seconds)
         step = self.step
+        self.preemption.boundary(step)
+        if (stop := self.preemption.stop) is not None:
+            raise self._halt.now(stop)
+        self._given = self._internals.combined_position
+        self._asked |= self.preemption.take_save() is not None
         self.checkpointer.begin_step(step + 1)
-        reason = self.cadence.boundary(step)
+        reason = self.cadence.boundary(step) or ("manual" if self._asked else None)
+        vetoed = self._vetoed(due=reason is not None)
         if reason is None:
             self._announce()
         else:
             position = self._position()
-            obstacle = postponed(position) or (None if self.checkpointer.ready() else "busy")
+            obstacle = "loss spike" if vetoed else postponed(position)
+            if obstacle is None and not self.checkpointer.ready():
+                obstacle = "busy"
             if obstacle is None:
                 self._take(kind_of(position), reason, step)
                 return
@@ -219,6 +259,16 @@ class FitRun:
         position = self._position()
         if postponed(position) is None and self.checkpointer.ready(durable=False):
             self._take(kind_of(position), MEMORY, step, durable=False)
+
+    def _batch_failed(self, error: Exception) -> None:
+        """A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then."""
+        stop = self.preemption.stop
+        if stop is None or self._halt.done or not self._loaders.one_with_workers:
+            return
+        nothing_came = self._given is not None and self._given == self._internals.combined_position
+        if nothing_came and is_dead_worker(error):
+            _log.warning("%s: no batch came: %s", stop.notice.who, error)
+            raise self._halt.now(stop) from error
 
     def _position(self) -> Position:
         return Position(
@@ -253,7 +303,7 @@ class FitRun:
 
     def _take_at_end(self, kind: Kind) -> None:
         self._end_taken = True
-        if not self.checkpointer.ready() and not self.checkpointer.wait(END_WAIT_SECONDS):
+        if not self.checkpointer.ready() and not self.checkpointer.wait(self._halt.seconds_left(END_WAIT_SECONDS)):
             _log.error("the final state was not saved: earlier snapshots are still being written")
             return
         self._take(kind, self.cadence.ended(self.step) or "end", self.step)
@@ -269,7 +319,29 @@ class FitRun:
         self._take(kind, "signal", self.step)
         self.fence()
 
-    def _take(self, kind: Kind, reason: str, step: int, *, durable: bool = True) -> None:
+    def _vetoed(self, *, due: bool) -> bool:
+        """Whether the loss speaks against a snapshot now.
+
+        Raises:
+            DivergedError: training has diverged; says from where it can go on.
+        """
+        try:
+            return self._losses is not None and self._losses.veto(due=due)
+        except DivergedError as err:
+            self._losses = None
+            hint = f"{self.preemption.durable()}, from before; ckpt_path='auto' goes on there, with the same batches"
+            raise DivergedError(err.message, hint=hint) from None
+
+    def _take_here(self, reason: str) -> SaveHandle | None:
+        """At a boundary, also in the middle of an accumulation: its gradients are part of the state."""
+        return self._take(kind_of(self._position()), reason, self.step)
+
+    def _take(self, kind: Kind, reason: str, step: int, *, durable: bool = True) -> SaveHandle | None:
+        if self._vetoed(due=True):
+            if durable:
+                _log.error("no snapshot of step %d: its loss is far above the usual ones", step)
+                self.cadence.skipped(step, "loss spike")
+            return None
         began = time.perf_counter()
         try:
             handle = self.checkpointer.save(
@@ -287,17 +359,19 @@ class FitRun:
                 raise
             _log.error("no snapshot of step %d: %s", step, err)
             self.cadence.skipped(step, "error")
-            return
+            return None
         if handle.skipped is not None:
             if durable:
                 self.cadence.skipped(step, "busy")
-            return
+            return None
         stall = time.perf_counter() - began
         if durable:
+            self._asked = False
             self.cadence.taken(step, stall)
         else:
             self.cadence.held(step, stall)
         self.telemetry.took(stall)
+        return handle
 
     def _state(self, kind: Kind) -> dict[str, Any]:
         trainer, internals = self._trainer, self._internals

@@ -40,13 +40,16 @@ class Telemetry:
         """The newest snapshot's fence blocked training for so long."""
         self._stall_seconds += seconds
 
-    def numbers(self) -> dict[str, float]:
-        """Everything known, by logger name."""
-        found = self._metrics.numbers() | {
+    def plain_numbers(self) -> dict[str, float]:
+        """Everything known. Any thread: each number is right, all of them together may be of two moments."""
+        return self._metrics.numbers() | {
             "stall_seconds": self._stall_seconds,
             "snapshot_bytes": float(self._nbytes),
         }
-        return {f"ckpt/{name}": value for name, value in found.items()}
+
+    def numbers(self) -> dict[str, float]:
+        """Everything known, by logger name."""
+        return {f"ckpt/{name}": value for name, value in self.plain_numbers().items()}
 
     def log(self, trainer: pl.Trainer, step: int) -> None:
         """Send everything known to every logger of the trainer.

@@ -13,7 +13,21 @@ import click
 
 from ckpt_engine.errors import CkptError
 
-VERBS = ("ls", "show", "verify", "status", "export", "cp", "prune", "pin", "unpin", "doctor", "schema")
+VERBS = (
+    "ls",
+    "show",
+    "verify",
+    "status",
+    "save-now",
+    "stop",
+    "export",
+    "cp",
+    "prune",
+    "pin",
+    "unpin",
+    "doctor",
+    "schema",
+)
 
 
 class _Verbs(click.Group):
@@ -25,7 +39,7 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in VERBS:
             return None
-        command = import_module(f"ckpt_engine.cli.{cmd_name}").command
+        command = import_module(f"ckpt_engine.cli.{cmd_name.replace('-', '_')}").command
         assert isinstance(command, click.Command)
         return command
 
@@ -33,7 +47,7 @@ class _Verbs(click.Group):
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ckpt-engine", prog_name="ckpt")
 def commands() -> None:
-    """Look at, check, keep and export the snapshots of a training run.
+    """Look at, check, keep and export the snapshots of a training run, or ask it for one.
 
     ROOT is the run's folder, its storage URL, or the ckpt.yaml that names its tiers. SNAPSHOT is an id as `ckpt ls`
     shows it or the start of one, a step (1200 or step=1200), or latest.

@@ -8,6 +8,7 @@ load_config({"tiers": "/data/run1"}, slots=1)      # a mapping; keywords win
 from ckpt_engine.config.keep import Best, Keep
 from ckpt_engine.config.load import load_config
 from ckpt_engine.config.models import OPTION_NAMES, Config, Tier
+from ckpt_engine.config.preemption import Preemption
 from ckpt_engine.config.quantities import parse_duration_seconds, parse_fraction
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Best",
     "Config",
     "Keep",
+    "Preemption",
     "Tier",
     "load_config",
     "parse_duration_seconds",

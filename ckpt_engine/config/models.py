@@ -37,7 +37,9 @@ from ckpt_engine.config.fields import (
     option_error,
 )
 from ckpt_engine.config.keep import Keep
+from ckpt_engine.config.preemption import Preemption
 from ckpt_engine.config.quantities import parse_bytes_per_second, parse_duration_seconds
+from ckpt_engine.config.status import Status
 from ckpt_engine.observe.secrets import LOGIN
 
 MEMORY = "memory"
@@ -195,6 +197,15 @@ class Config(Section):
     keep: Keep = Field(default_factory=Keep, description="Which snapshots are kept.")
     tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tier_list), _TierListSchema()] = Field(
         description="Where snapshots go: a folder or storage URL, or a list of these, nearest first."
+    )
+    preemption: Preemption = Field(
+        default_factory=Preemption, description="Who may stop the run, and how long it then has."
+    )
+    status: Status = Field(default_factory=Status, description="Where the run says how it stands.")
+    guard: Annotated[Literal["off", "nan", "loss_spike"], one_of("off", "nan", "loss_spike")] = Field(
+        default="off",
+        description="Training ends, and no snapshot is taken of it, when the loss is not finite (nan), or also when it "
+        "stays far above its usual values (loss_spike).",
     )
     on_error: Annotated[Literal["raise", "warn"], one_of("raise", "warn")] = Field(
         default="warn",

@@ -15,9 +15,19 @@ from pydantic_core import ErrorDetails
 from ckpt_engine.config.fields import Section
 from ckpt_engine.config.keep import Best, Keep
 from ckpt_engine.config.models import Config, Tier
+from ckpt_engine.config.preemption import Preemption, Source
+from ckpt_engine.config.status import Status
 from ckpt_engine.config.yaml_file import KeyPath
 
-_SECTIONS: Mapping[str, type[Section]] = {"": Config, "keep": Keep, "keep.best": Best, "tiers": Tier}
+_SECTIONS: Mapping[str, type[Section]] = {
+    "": Config,
+    "keep": Keep,
+    "keep.best": Best,
+    "tiers": Tier,
+    "preemption": Preemption,
+    "preemption.sources": Source,
+    "status": Status,
+}
 _MAX_VALUE_CHARACTERS = 60
 _MAX_DEPTH = 16
 
@@ -102,7 +112,11 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
         return text
     hint = detail.get("ctx", {}).get("hint", "")
     value = _at(values, path)
-    if path[0] == "tiers" and (path[-1] == "storage_options" or isinstance(value, dict | list) or "password" in text):
+    secret = path[0] == "preemption" and ("headers" in path or isinstance(value, dict))
+    secret |= path[0] == "tiers" and (
+        path[-1] == "storage_options" or isinstance(value, dict | list) or "password" in text
+    )
+    if secret:
         return f"{text}{hint}"  # the value may carry credentials
     return f"{text}, got {_shown(value)}{hint}"
 

@@ -184,8 +184,9 @@ class FollowedIterator:
         except StopIteration:
             epoch.exhausted = True
             raise
-        except Exception:
-            epoch.lost += 1
+        except Exception as err:
+            if not private.is_dead_worker(err):  # else no batch was made, and none will be
+                epoch.lost += 1
             raise
         if before is not None:
             epoch.draws = before != rng.probe()

@@ -25,6 +25,7 @@ from torch.utils.data._utils import worker as _worker
 __all__ = [
     "assume_worker_role",
     "discard_iterator",
+    "is_dead_worker",
     "knows_its_end",
     "live_iterator",
     "missing",
@@ -88,6 +89,11 @@ def takes_indices_from(iterator: Any, sampler: object) -> bool:
 def knows_its_end(iterator: Any) -> bool:
     """True if an iterator without workers has seen the end of its iterable dataset while making the last batch."""
     return bool(getattr(getattr(iterator, _FETCHER, None), "ended", False))
+
+
+def is_dead_worker(error: BaseException) -> bool:
+    """True if this is how torch says, in the main process, that a worker is gone: what it was to make never comes."""
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
 
 
 def replace_index_sampler(iterator: Any, sampler: object) -> None:

@@ -137,7 +137,7 @@ class WriterLost(Event):
 
 @dataclass(frozen=True, slots=True)
 class Requested(Event):
-    """Somebody outside asks for something: `what` is `save` or `stop`, `who` is for people (`ckpt save-now by ada`)."""
+    """Somebody on this machine asked the run to `save` or to `stop`; `who` is for people."""
 
     name: ClassVar[str] = "requested"
     what: str

@@ -86,7 +86,7 @@ def line(event: Event) -> str:
         case IntervalChanged():
             return f"step {event.step}: snapshots {event.why}"
         case Requested():
-            return f"{event.what} requested: {event.who}"
+            return f"{event.who} asks to {'save now' if event.what == 'save' else event.what}"
         case WriterLost() | Notice():
             return event.message
         case _:

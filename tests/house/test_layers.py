@@ -22,6 +22,7 @@ MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob
         "ckpt_engine.persist.client",
         "ckpt_engine.store.repository",
         "ckpt_engine.frequency.driver",
+        "ckpt_engine.preempt.plan",
         "ckpt_engine.config",
         "ckpt_engine.cli.main",
     ],

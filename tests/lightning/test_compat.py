@@ -66,7 +66,7 @@ def test_wrapping_is_undone_completely(trainer: pl.Trainer) -> None:
     connector.resume_start = theirs = connector.resume_start  # an instance attribute now
     internals = Internals(trainer)
     internals.wrap_resume_start(lambda original, path: original(path))
-    internals.wrap_fetch(lambda: None)
+    internals.wrap_fetch(lambda: None, lambda error: None)
     assert connector.resume_start is not theirs
     internals.unwrap()
     assert connector.resume_start is theirs

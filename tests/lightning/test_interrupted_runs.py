@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils.data import DataLoader, get_worker_info
 
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.cases import CASES
-from tests.lightning.runs import Case, Entry, Outcome, every_batch, fit, resumer, saved, tail
+from tests.lightning.runs import BATCH, Augmented, Case, Entry, Outcome, every_batch, fit, resumer, saved, tail
 
 
 class CrashError(RuntimeError):
@@ -111,9 +113,9 @@ def sigterm(case: Case, root: Path, step: int) -> None:
         fit(case, [ckpt, At(step, lambda: os.kill(os.getpid(), signal.SIGTERM))])
 
 
-@pytest.mark.parametrize(("step", "kind", "where"), [(7, "plain", (1, 2)), (11, "finished", (2, 0))])
+@pytest.mark.parametrize(("step", "kind", "where"), [(7, "plain", (1, 2)), (11, "start", (2, 0))])
 def test_sigterm_saves_the_last_finished_batch(step: int, kind: str, where: tuple[int, int], tmp_path: Path) -> None:
-    """Lightning raises between two batches (or after an epoch); that instant is captured, and resumes exactly."""
+    """The batch that runs is finished, in an epoch's last one the epoch too; that instant resumes exactly."""
     reference: Outcome = fit(Case())
     sigterm(Case(), tmp_path, step)
     (snapshot,) = saved(tmp_path)
@@ -123,7 +125,79 @@ def test_sigterm_saves_the_last_finished_batch(step: int, kind: str, where: tupl
     assert resumed.digest == reference.digest
 
 
-def test_sigterm_in_a_validation_saves_nothing(tmp_path: Path) -> None:
-    """There the weights may be averaged ones; the run goes on from an older snapshot."""
-    sigterm(Case(val=3), tmp_path, 2)
+@pytest.mark.parametrize(
+    ("name", "step", "where"),
+    [("validation within epochs", 2, (0, 3)), ("accumulation of 2", 2, (0, 3)), ("accumulation of 2", 3, (0, 4))],
+)
+def test_sigterm_before_a_validation_or_within_an_accumulation(
+    name: str, step: int, where: tuple[int, int], tmp_path: Path
+) -> None:
+    """A validation that is due is finished first; gradients that wait for more are part of the snapshot."""
+    case = CASES[name]
+    reference = fit(case)
+    sigterm(case, tmp_path, step)
+    assert len(saved(tmp_path)) == 1
+    resumed = fit(case, [resumer(tmp_path)], ckpt_path="auto", seed=5)
+    assert resumed.trace == tail(reference.trace, *where)
+    assert resumed.digest == reference.digest
+
+
+class Dying(Augmented):
+    """Its first worker asks the trainer to stop and dies, while the trainer waits for the first batch of an epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __getitem__(self, i: int) -> Any:
+        info = get_worker_info()
+        if info is not None and info.id == 0 and not (self.folder / "dead").exists():
+            while not (self.folder / "waits").exists():
+                time.sleep(0.01)
+            (self.folder / "dead").touch()
+            os.kill(os.getppid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(i)
+
+
+def test_a_worker_that_dies_of_the_same_signal_costs_nothing(tmp_path: Path) -> None:
+    """The batch that does not come is still ahead: the boundary before it is saved."""
+    (tmp_path / "dead").touch()
+    case = Case(loader=lambda: DataLoader(Dying(tmp_path), batch_size=BATCH, shuffle=True, num_workers=2))
+    reference = fit(case)
+    (tmp_path / "dead").unlink()
+
+    class Waits(Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            (tmp_path / "waits").touch()
+
+    ckpt = AdaptiveCheckpoint(str(tmp_path / "run"), every_n_steps=10**9, writer="thread", debug=True)
+    with pytest.raises(SIGTERMException):
+        fit(case, [ckpt, Waits()])
+    assert [one.step for one in saved(tmp_path / "run")] == [0]
+    resumed = fit(case, [resumer(tmp_path / "run")], ckpt_path="auto", seed=5)
+    assert resumed.trace == reference.trace
+    assert resumed.digest == reference.digest
+
+
+def test_sigterm_in_the_last_batch_completes_the_run(tmp_path: Path) -> None:
+    """The final state is saved; the process still ends as asked, and a restart has nothing to do."""
+    reference = fit(Case())
+    ckpt = AdaptiveCheckpoint(str(tmp_path), every_n_steps=10**9, writer="thread", debug=True)
+    with pytest.raises(SIGTERMException) as ended:
+        fit(Case(), [ckpt, At(17, lambda: os.kill(os.getpid(), signal.SIGTERM))])
+    assert ended.value.code == 143
+    assert [one.kind for one in saved(tmp_path)] == ["finished"]
+    again = fit(Case(), [resumer(tmp_path)], ckpt_path="auto", seed=5)
+    assert again.trace == []
+    assert again.digest == reference.digest
+
+
+def test_where_sigterm_is_not_ours_lightning_stops_the_run(tmp_path: Path) -> None:
+    """As it does without us: in a validation too, where nothing is saved because weights may be averaged ones."""
+    ckpt = AdaptiveCheckpoint(
+        str(tmp_path), every_n_steps=10**9, writer="thread", debug=True, preemption={"signals": []}
+    )
+    with pytest.raises(SIGTERMException):
+        fit(Case(val=3), [ckpt, At(2, lambda: os.kill(os.getpid(), signal.SIGTERM))])
     assert saved(tmp_path) == []

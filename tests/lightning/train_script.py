@@ -2,7 +2,8 @@
 
 Each job is one line of JSON. It runs in a fork of this process, so that the imports are paid once. It appends one line
 per trace entry to its trace file while it trains, and a last line with the digest of where it ended. Answers on
-standard output, one JSON line each: the child's process id when it starts, its exit status when it is gone.
+standard output, one JSON line each: the child's process id when it starts, its exit status when it is gone. A child is
+a process group of its own, as a job is under a scheduler.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from ckpt_engine.store import layout
+from ckpt_engine.store.storage.local import LocalStorage
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.cases import CASES
 from tests.lightning.runs import Entry, Recorder, final_digest, make_trainer, seed_everything, train
@@ -68,15 +72,30 @@ class Patience(Callback):
             time.sleep(0.001)
 
 
+def slow_down(seconds: float) -> None:
+    """Every data file takes so long to write; for a writer that is a thread."""
+    put = LocalStorage.put
+
+    def slow_put(self: LocalStorage, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
+        if name.startswith(layout.DATA):
+            time.sleep(seconds)
+        put(self, name, blocks, exclusive=exclusive)
+
+    LocalStorage.put = slow_put  # type: ignore[method-assign]
+
+
 def run(job: dict[str, Any]) -> None:
     """One training process."""
     torch.set_num_threads(1)
+    if seconds := job.get("write_seconds"):
+        slow_down(seconds)
     case = CASES[job["case"]]
     case = replace(case, trainer={**case.trainer, **job.get("trainer", {})})
     seed_everything(job["seed"])
     trace = TraceFile(job["trace"])
     model = case.model(case, trace)
-    ckpt = AdaptiveCheckpoint({"tiers": job["root"], "every_n_steps": 1, "keep": {"last": 3}} | job.get("options", {}))
+    options = {"every_n_steps": 1, "keep": {"last": 3}, **job.get("options", {})}
+    ckpt = AdaptiveCheckpoint({"tiers": job["root"]} | options)
     patience = [Patience(ckpt)] if job.get("patient") else []
     trainer = make_trainer(case, [*case.callbacks(), Pace(job["pace"]), *patience, ckpt], Recorder(trace))
     train(trainer, model, case, "auto")
@@ -90,6 +109,7 @@ def main() -> None:
         child = os.fork()
         if child == 0:
             status = 1
+            os.setpgid(0, 0)
             try:
                 output = os.open(Path(job["trace"]).with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.dup2(output, 1)
@@ -97,6 +117,9 @@ def main() -> None:
                 logging.basicConfig(level=logging.INFO)
                 run(job)
                 status = 0
+            except SystemExit as end:
+                status = end.code if isinstance(end.code, int) else 0
+                traceback.print_exc()
             except BaseException:  # noqa: BLE001 - the fork must never return into the server's loop
                 traceback.print_exc()
             finally:

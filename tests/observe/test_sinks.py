@@ -64,7 +64,7 @@ def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
         ("INFO", "s3://b/r works again after 60 s"),
         ("INFO", "step 5: snapshots every 38 steps: ..."),
         ("WARNING", "the writer process died"),
-        ("INFO", "save requested: ckpt save-now by ada"),
+        ("INFO", "ann on node7 asks to save now"),
         ("WARNING", "something"),
     ]
 

@@ -1,0 +1,269 @@
+"""Whether a run must stop, and until when: signals, sources and requests as one answer for the training thread."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from ckpt_engine.config import Config, Preemption
+from ckpt_engine.errors import CkptError
+from ckpt_engine.observe.clock import Clock
+from ckpt_engine.observe.events import Event, Requested
+from ckpt_engine.observe.ledger import Ledger
+from ckpt_engine.observe.log import LOGGER_NAME
+from ckpt_engine.observe.units import duration
+from ckpt_engine.preempt.notice import PreemptionSource, SourceError, Stop, StopNotice
+from ckpt_engine.preempt.outlook import Outlook, outlook
+from ckpt_engine.preempt.plan import Choice, InFlight, StopFacts, StopPlan, TierFacts, new_snapshot_seconds, plan_stop
+from ckpt_engine.preempt.signals import SignalWatch
+from ckpt_engine.preempt.sources import open_source
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.open import open_storage
+
+_log = logging.getLogger(LOGGER_NAME)
+
+_LOOK_SECONDS = 0.5
+_IDLE_SECONDS = 3600.0
+_END_SECONDS = 15.0
+"""Longer than any source may take to answer."""
+
+
+class PreemptionWatch:
+    """Watches for reasons to stop from `start` to `close`.
+
+    The training thread calls `boundary` after every step and looks at `stop` and `take_save` there; both are reads of
+    attributes. A daemon thread asks the sources, and minds the deadline once the run must stop: if the step that runs
+    is too long for a snapshot at its end, it says in time what becomes durable and what is lost, and watches the last
+    snapshot become durable. Nothing of this waits for the training thread, and nothing makes it wait.
+
+    Args:
+        options: signals, sources, grace.
+        ledger: what is durable and how fast the tiers are.
+        clock: the source of moments.
+        slots: snapshots that fit in host memory at once.
+        newest: asks the nearest tier for the step of its newest snapshot; used by the thread, only when it is late.
+        then: called at the end of every signal handler.
+    """
+
+    def __init__(
+        self,
+        options: Preemption,
+        ledger: Ledger,
+        clock: Clock,
+        *,
+        slots: int,
+        newest: Callable[[], int | None],
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        self.grace_seconds = options.grace
+        self._ledger = ledger
+        self._now = clock.monotonic
+        self._slots = slots
+        self._newest = newest
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._signals = SignalWatch(options.numbers(), clock, self._wake, then)
+        self._sources = [open_source(one, clock) for one in options.sources]
+        # One attribute per thread that sets it; readers take the earliest.
+        self._noticed: StopNotice | None = None
+        self._requested: StopNotice | None = None
+        self._save: str | None = None
+        self._step, self._ended, self._took = 0, self._now(), 0.0
+        self._started = self._ended
+        self._attended = self._closing = False
+        self._thread: threading.Thread | None = None
+        self._owner = os.getpid()
+
+    # ------------------------------------------------------------------ the training thread
+
+    def start(self) -> None:
+        """Install the signal handlers and start the thread. On the main thread, for signals to be watched."""
+        self._started = self._ended = self._now()
+        for problem in self._signals.install():
+            _log.warning("not watched: %s", problem)
+        self._thread = threading.Thread(target=self._run, name="ckpt-preempt", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Put the signal handlers back and end the thread. Idempotent."""
+        self._signals.remove()
+        self._closing = True
+        if self._thread is not None and os.getpid() == self._owner:
+            self._wake.put(None)
+            self._thread.join(_END_SECONDS)
+            self._thread = None
+
+    def boundary(self, step: int) -> None:
+        """Training step `step` has just ended."""
+        now = self._now()
+        self._step, self._ended, self._took = step, now, now - self._ended
+
+    @property
+    def stop(self) -> Stop | None:
+        """The stop that leaves the least time, if there is any. Any thread."""
+        found = [one for one in (self._signals.heard, self._noticed, self._requested) if one is not None]
+        return min(map(self._stop_of, found), key=lambda one: one.deadline) if found else None
+
+    def take_save(self) -> str | None:
+        """Who has asked for a snapshot since the last call, if somebody has."""
+        who, self._save = self._save, None
+        return who
+
+    def attend(self) -> None:
+        """The training thread has reached a boundary and takes care of the stop."""
+        self._attended = True
+        self._wake.put(None)
+
+    def emit(self, event: Event) -> None:
+        """Takes requests; an event sink."""
+        if not isinstance(event, Requested):
+            return
+        if event.what == "stop":
+            self._requested = StopNotice(event.who, self._now(), exit_code=0)
+            self._wake.put(None)
+        elif event.what == "save":
+            self._save = event.who
+
+    def plan(self, stop: Stop) -> StopPlan:
+        """What to do about `stop` at a boundary, now."""
+        return plan_stop(self._facts(stop, 0.0))
+
+    def durable(self) -> str:
+        """What is durable on the nearest tier, and what that leaves out, for people."""
+        near = self._ledger.standing.tiers[0]
+        if near.newest_step is None:
+            return f"no snapshot is durable on {near.url}"
+        lost = self._step - near.newest_step
+        behind = "" if lost <= 0 else f", {lost} step{'s' if lost > 1 else ''} behind"
+        return f"step {near.newest_step} is durable on {near.url}{behind}"
+
+    def outlook(self) -> Outlook:
+        """How the run stands now. Any thread."""
+        now, stop = self._now(), self.stop
+        facts = self._facts(Stop(StopNotice("", now), now) if stop is None else stop, 0.0)
+        who = None if stop is None else stop.notice.who
+        return outlook(
+            self._ledger.standing, facts, now=now, started=self._started, step_seconds=self._took, stopping=who
+        )
+
+    # ------------------------------------------------------------------ what is known
+
+    def _stop_of(self, notice: StopNotice) -> Stop:
+        grace = self.grace_seconds if notice.grace_seconds is None else notice.grace_seconds
+        return Stop(notice, notice.instant + grace)
+
+    def _facts(self, stop: Stop, boundary_seconds: float) -> StopFacts:
+        now, standing = self._now(), self._ledger.standing
+        left = standing.left_bytes(now)
+        return StopFacts(
+            step=self._step,
+            grace_seconds=stop.deadline - now,
+            state_bytes=standing.state_bytes,
+            tiers=tuple(TierFacts(tier.url, tier.bytes_per_second, tier.newest_step) for tier in standing.tiers),
+            boundary_seconds=boundary_seconds,
+            stall_seconds=standing.stall_seconds,
+            in_flight=tuple(InFlight(one.step, left[n]) for n, one in enumerate(standing.in_flight)),
+            slots=self._slots,
+        )
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        due = dict.fromkeys(range(len(self._sources)), self._now())
+        broken: set[int] = set()
+        told: Stop | None = None
+        late = False
+        while not self._closing:
+            stop = self.stop
+            if stop is None:
+                wait = self._ask(due, broken)
+            else:
+                if told is None or stop.deadline < told.deadline:
+                    told = stop
+                    _log.warning("%s", self._announcement(stop))
+                wait = _IDLE_SECONDS if late or self._attended else self._until_late(stop)
+                if wait <= 0.0:
+                    late = True
+                    self._mind(stop)
+            if wait > 0.0 and not self._closing:
+                with suppress(Empty):
+                    self._wake.get(timeout=wait)
+
+    def _ask(self, due: dict[int, float], broken: set[int]) -> float:
+        """Ask the sources that are due; seconds until the next one is, or 0 if there is news."""
+        for number, source in enumerate(self._sources):
+            if self._closing or self._now() < due[number]:
+                continue
+            if (found := self._answer(number, source, broken)) is not None:
+                self._noticed = found
+                return 0.0
+            due[number] = self._now() + source.every_seconds
+        return max(0.0, min(due.values(), default=_IDLE_SECONDS + self._now()) - self._now())
+
+    def _answer(self, number: int, source: PreemptionSource, broken: set[int]) -> StopNotice | None:
+        try:
+            found = source.poll()
+        except SourceError as err:
+            if number not in broken:
+                broken.add(number)
+                _log.warning("%s; it is asked again every %s", err, duration(source.every_seconds))
+            return None
+        broken.discard(number)
+        return found
+
+    def _announcement(self, stop: Stop) -> str:
+        again = "; press it again to stop at once" if stop.notice.interrupts else ""
+        left = duration(max(0.0, stop.deadline - self._now()))
+        return f"{stop.notice.who}: a snapshot at the end of this step, then training stops; {left} left{again}"
+
+    def _until_late(self, stop: Stop) -> float:
+        """Seconds until a snapshot at the end of the running step would not become durable in time."""
+        return stop.deadline - self._now() - new_snapshot_seconds(self._facts(stop, 0.0))
+
+    def _mind(self, stop: Stop) -> None:
+        """The step is too long: say what becomes durable instead, and see that it does."""
+        since = self._now() - self._ended
+        plan = plan_stop(self._facts(stop, math.inf))
+        _log.warning(
+            "%s: the step after step %d has been running for %s, too long for a snapshot at its end; %s",
+            stop.notice.who,
+            self._step,
+            duration(since),
+            plan.why,
+        )
+        if plan.choice is not Choice.FINISH or plan.step is None:
+            return
+        while not (self._closing or self._attended) and self._now() < stop.deadline:
+            newest = self._newest()
+            if newest is not None and newest >= plan.step:
+                _log.warning("the snapshot of step %d is durable", newest)
+                return
+            with suppress(Empty):
+                self._wake.get(timeout=_LOOK_SECONDS)
+
+
+def open_watch(config: Config, clock: Clock, then: Callable[[], None] | None = None) -> tuple[Ledger, PreemptionWatch]:
+    """The ledger and the watch of a run; both are event sinks.
+
+    Raises:
+        StorageError: a tier that no storage serves.
+    """
+    ledger = Ledger([tier.url for tier in config.tiers], clock)
+    nearest = Repository(open_storage(config.root_url, config.tiers[0].for_storage()))
+    watch = PreemptionWatch(
+        config.preemption, ledger, clock, slots=config.slots, newest=lambda: _newest_step(nearest), then=then
+    )
+    return ledger, watch
+
+
+def _newest_step(nearest: Repository) -> int | None:
+    try:
+        found = nearest.ids()
+    except CkptError as err:
+        _log.warning("what is durable cannot be told: %s", err)
+        return None
+    return found[-1].step if found else None

@@ -1,0 +1,99 @@
+"""Ends a run that must stop: at a boundary, with the best snapshot that becomes durable in time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.errors import CkptError
+from ckpt_engine.observe.units import duration
+from ckpt_engine.preempt.notice import Stop
+from ckpt_engine.preempt.plan import Choice, StopPlan
+from ckpt_engine.preempt.watch import PreemptionWatch
+from ckpt_engine.snapshot.handle import SaveHandle
+
+_log = logging.getLogger("lightning_ckpt")
+
+_FOR_THE_EXIT = 0.1
+"""Share of the time left that is not waited for further tiers: the process must end too."""
+
+
+class Halt:
+    """Stops training at a boundary. Training thread only.
+
+    Args:
+        watch: who knows of the stop.
+        checkpointer: of the run.
+        take: takes a snapshot with that reason; None: it could not be taken, and that was said.
+    """
+
+    def __init__(
+        self, watch: PreemptionWatch, checkpointer: Checkpointer, take: Callable[[str], SaveHandle | None]
+    ) -> None:
+        self._watch = watch
+        self._checkpointer = checkpointer
+        self._take = take
+        self.done = False
+
+    def now(self, stop: Stop) -> BaseException:
+        """Do what fits, wait for it as long as there is time, say what came of it.
+
+        Returns:
+            What ends the run: `SIGTERMException` with an exit code, or `KeyboardInterrupt` after a Ctrl-C.
+
+        Raises:
+            KeyboardInterrupt: another Ctrl-C.
+        """
+        self._watch.attend()
+        plan = self._watch.plan(stop)
+        _log.warning("%s: %s", stop.notice.who, plan.why)
+        try:
+            self._make_durable(plan, stop)
+        except CkptError as err:
+            _log.error("%s: %s", stop.notice.who, err)
+        else:
+            self._tell(stop)
+        self.done = True
+        return exit_of(stop)
+
+    def seconds_left(self, at_most: float) -> float:
+        """How long something may be waited for: `at_most`, and not beyond the deadline of a stop."""
+        stop = self._watch.stop
+        return at_most if stop is None else max(0.0, min(at_most, (1.0 - _FOR_THE_EXIT) * _left(stop)))
+
+    def seconds_after(self, exception: BaseException, usual: float) -> float:
+        """How long an exception may wait for what is in flight: not at all after a second Ctrl-C."""
+        if self._watch.stop is None:
+            return usual
+        at_once = isinstance(exception, KeyboardInterrupt) and not self.done
+        return 0.0 if at_once else self.seconds_left(math.inf)
+
+    def _make_durable(self, plan: StopPlan, stop: Stop) -> None:
+        if plan.choice is not Choice.SNAPSHOT:
+            self._checkpointer.wait(_left(stop))
+            return
+        if not self._checkpointer.ready():
+            self._checkpointer.wait(_left(stop))  # a slot is free when what is in flight is durable
+        handle = self._take("signal")
+        if handle is not None:
+            handle.wait(_left(stop))
+
+    def _tell(self, stop: Stop) -> None:
+        self._checkpointer.poll()
+        left = _left(stop)
+        spare = f"{duration(left)} to spare" if left > 0.0 else "too late"
+        _log.warning("%s: %s (%s)", stop.notice.who, self._watch.durable(), spare)
+
+
+def exit_of(stop: Stop) -> BaseException:
+    """What ends a run that has stopped."""
+    return KeyboardInterrupt() if stop.notice.interrupts else SIGTERMException(stop.notice.exit_code)
+
+
+def _left(stop: Stop) -> float:
+    return max(0.0, stop.deadline - time.monotonic())

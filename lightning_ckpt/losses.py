@@ -1,0 +1,48 @@
+"""The losses of a Lightning run on their way to the guard, without making a device wait at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ckpt_engine.errors import DivergedError
+from ckpt_engine.preempt.divergence import LossGuard, On
+
+_MOST_WAITING = 64
+"""Losses on a device are fetched when a snapshot is due, or when there are so many."""
+
+
+class Losses:
+    """Collects what `training_step` returned and lets the guard judge it at boundaries.
+
+    Args:
+        on: what counts as divergence.
+    """
+
+    def __init__(self, on: On) -> None:
+        self._guard = LossGuard(on)
+        self._waiting: list[tuple[int, torch.Tensor]] = []
+
+    def add(self, step: int, outputs: Any) -> None:
+        """What step `step` returned: a loss, a mapping with one, or nothing to judge."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self._waiting.append((step, loss.detach()))
+
+    def veto(self, *, due: bool) -> bool:
+        """Whether a snapshot now would be one of a state after a spike.
+
+        Raises:
+            DivergedError: training has diverged.
+        """
+        waits = self._waiting and self._waiting[-1][1].device.type != "cpu"
+        if waits and not due and len(self._waiting) < _MOST_WAITING:
+            return False
+        waiting, self._waiting = self._waiting, []
+        losses = torch.stack([loss.reshape(()).float() for _, loss in waiting]).tolist() if waiting else []
+        for (step, _), loss in zip(waiting, losses, strict=True):
+            if (found := self._guard.judge(step, loss)) is not None:
+                raise DivergedError(found.text())
+        return self._guard.suspicious

@@ -1,0 +1,186 @@
+"""What schedulers read of a run: the numbers, the file, the page."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from ckpt_engine.config.status import Status
+from ckpt_engine.observe.ledger import Flying, Standing, TierStanding
+from ckpt_engine.preempt.board import Board
+from ckpt_engine.preempt.outlook import Outlook, outlook, prometheus
+from ckpt_engine.preempt.plan import InFlight, StopFacts, TierFacts
+from lightning_ckpt import AdaptiveCheckpoint
+from tests.lightning.runs import Case, fit
+
+PATIENCE_SECONDS = 20.0
+NEAR, FAR = TierStanding("/run", 1e9, 90, 40.0), TierStanding('s3://b/"r"', None, 80, 20.0, away=True)
+
+
+def seen(near: TierStanding = NEAR, stopping: str | None = None) -> Outlook:
+    """At second 100 of a run that started at second 10: step 97, 2 GB of state, one snapshot in flight."""
+    standing = Standing((near, FAR), (Flying(95, 2_000_000_000, 90.0),), 2_000_000_000)
+    tiers = tuple(TierFacts(one.url, one.bytes_per_second) for one in standing.tiers)
+    facts = StopFacts(97, 0.0, 2e9, tiers, in_flight=(InFlight(95, 1e9),), stall_seconds=0.1)
+    return outlook(standing, facts, now=100.0, started=10.0, step_seconds=3.0, stopping=stopping)
+
+
+def test_the_outlook_says_what_a_kill_would_cost_and_a_snapshot_would_take() -> None:
+    """The step that runs, what is in flight, and the new snapshot, with the margin of the plan."""
+    found = seen()
+    assert (found.age_of_last_durable_seconds, found.work_at_risk_seconds, found.work_at_risk_steps) == (60.0, 60.0, 7)
+    assert found.seconds_to_durable == pytest.approx(3.0 + 1.25 * (1.0 + 2.0))
+    assert [(tier.newest_step, tier.age_seconds, tier.away) for tier in found.tiers] == [
+        (90, 60.0, False),
+        (80, 80.0, True),
+    ]
+
+
+def test_before_the_first_snapshot_all_work_is_at_risk() -> None:
+    """And nobody knows how long one takes."""
+    found = seen(TierStanding("/run"))
+    assert (found.durable_step, found.age_of_last_durable_seconds, found.work_at_risk_steps) == (None, None, None)
+    assert (found.work_at_risk_seconds, found.seconds_to_durable) == (90.0, None)
+
+
+LINE = re.compile(r'(# TYPE ckpt_[a-z_]+ gauge|ckpt_[a-z_]+(\{tier="([^"\\]|\\.)*"\})? -?[0-9.e+-]+)')
+
+
+def test_the_page_for_prometheus_is_well_formed() -> None:
+    """One TYPE line ahead of each name, labels escaped, nothing that is not known."""
+    text = prometheus(seen(stopping="SIGTERM"), {"overhead_percent": 0.5, "odd": float("nan")})
+    lines = text.splitlines()
+    assert all(LINE.fullmatch(line) for line in lines), text
+    assert "ckpt_work_at_risk_seconds 60" in lines
+    assert "ckpt_stopping 1" in lines and "ckpt_overhead_percent 0.5" in lines
+    assert 'ckpt_tier_away{tier="s3://b/\\"r\\""} 1' in lines
+    assert "ckpt_odd" not in text and 'bytes_per_second{tier="s3' not in text
+    typed = [line.split()[2] for line in lines if line.startswith("#")]
+    assert len(set(typed)) == len(typed)
+
+
+@pytest.fixture
+def board() -> Iterator[Callable[..., Board]]:
+    """Makes boards that end with the test."""
+    made: list[Board] = []
+
+    def make(**options: Any) -> Board:
+        made.append(Board(Status(**options), seen, lambda: {"overhead_percent": 0.5}))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("ckpt-board")] == []
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def get(port: int, path: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=PATIENCE_SECONDS) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_the_file_is_replaced_again_and_again_and_says_when_it_is_over(
+    board: Callable[..., Board], tmp_path: Path
+) -> None:
+    """Readers see whole JSON; no temporary file stays."""
+    path = tmp_path / "status.json"
+    shown = board(file=str(path), every=0.02)
+    until(path.exists)
+    first = json.loads(path.read_text())
+    assert (first["step"], first["work_at_risk_seconds"], first["ended"]) == (97, 60.0, False)
+    until(lambda: json.loads(path.read_text())["time"] > first["time"])
+    shown.close()
+    assert json.loads(path.read_text())["ended"] is True
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_written_is_said_once(
+    board: Callable[..., Board], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And written as soon as it can be."""
+    path = tmp_path / "later" / "status.json"
+    board(file=str(path), every=0.01)
+    until(lambda: "cannot be written" in caplog.text)
+    path.parent.mkdir()
+    until(path.exists)
+    assert caplog.text.count("cannot be written") == 1
+
+
+def test_the_page_is_served_to_this_machine(board: Callable[..., Board]) -> None:
+    """Metrics and status; anything else is not there. Opened on the loopback address unless told otherwise."""
+    port = free_port()
+    shown = board(port=port)
+    assert "ckpt_work_at_risk_seconds 60\n" in get(port, "/metrics")
+    assert json.loads(get(port, "/status"))["durable_step"] == 90
+    with pytest.raises(urllib.error.HTTPError):
+        get(port, "/")
+    shown.close()
+    with pytest.raises(OSError, match="refused"):
+        get(port, "/metrics")
+
+
+def test_a_client_that_says_nothing_does_not_keep_others_out(board: Callable[..., Board]) -> None:
+    """It is left after two seconds."""
+    port = free_port()
+    board(port=port)
+    with socket.create_connection(("127.0.0.1", port)):
+        assert "ckpt_step 97\n" in get(port, "/metrics")
+
+
+def test_a_port_that_is_taken_is_said(board: Callable[..., Board], caplog: pytest.LogCaptureFixture) -> None:
+    """Training goes on without the page."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        board(port=port)
+        assert f"no metrics at 127.0.0.1:{port}: Address already in use" in caplog.text
+
+
+def test_a_run_shows_how_it_stands(tmp_path: Path) -> None:
+    """In training, from the first step to the end."""
+    port, pages = free_port(), []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 8:
+                run = ckpt._run
+                assert run is not None
+                run.checkpointer.before_update()
+                assert run.checkpointer.wait(30)
+                pages.append(get(port, "/metrics"))
+
+    file = tmp_path / "status.json"
+    ckpt = AdaptiveCheckpoint(
+        str(tmp_path / "run"), every_n_steps=2, writer="thread", status={"port": port, "file": str(file)}
+    )
+    fit(Case(), [ckpt, Look()])
+    assert "ckpt_step 8\n" in pages[0] and "ckpt_durable_step 8\n" in pages[0] and "ckpt_committed " in pages[0]
+    ended = json.loads(file.read_text())
+    assert (ended["ended"], ended["durable_step"], ended["work_at_risk_steps"]) == (True, 18, 0)

@@ -1,0 +1,142 @@
+"""Signals are noted, passed on, and given back; forks of the process are left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+
+from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.preempt.signals import SignalWatch
+
+TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """The test process gets its own handlers back."""
+    before = {number: signal.getsignal(number) for number in (TERM, INT, USR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def watch(*numbers: signal.Signals, then: Callable[[], None] | None = None) -> SignalWatch:
+    made = SignalWatch(numbers, SystemClock(), SimpleQueue(), then)
+    assert made.install() == []
+    return made
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_a_signal_is_noted_with_its_moment_and_exit_code() -> None:
+    """128 and its number, as shells say it. The first one stays."""
+    before = SystemClock.monotonic()
+    watched = watch(TERM, USR1)
+    send(USR1)
+    send(TERM)
+    assert watched.heard is not None
+    assert (watched.heard.who, watched.heard.exit_code, watched.heard.interrupts) == ("SIGUSR1", 138, False)
+    assert before <= watched.heard.instant <= SystemClock.monotonic()
+
+
+def test_the_handler_that_was_there_is_called_each_time_and_put_back() -> None:
+    """Lightning's, a scheduler's, the user's own."""
+    calls: list[str] = []
+
+    def theirs(number: int, frame: Any) -> None:
+        calls.append("theirs")
+
+    signal.signal(TERM, theirs)
+    watched = watch(TERM, then=lambda: calls.append("then"))
+    send(TERM)
+    send(TERM)
+    assert calls == ["theirs", "then", "theirs", "then"]
+    watched.remove()
+    assert signal.getsignal(TERM) is theirs
+    watched.remove()
+
+
+def test_a_handler_that_came_later_stays() -> None:
+    """Whoever replaced ours is not replaced in turn."""
+    watched = watch(TERM)
+
+    def later(number: int, frame: Any) -> None:
+        pass
+
+    signal.signal(TERM, later)
+    watched.remove()
+    assert signal.getsignal(TERM) is later
+
+
+def test_the_first_ctrl_c_is_noted_and_the_second_interrupts() -> None:
+    """Python's own handler is passed by once."""
+    signal.signal(INT, signal.default_int_handler)
+    watched = watch(INT)
+    send(INT)
+    assert watched.heard is not None and watched.heard.interrupts and watched.heard.who == "Ctrl-C"
+    with pytest.raises(KeyboardInterrupt):
+        send(INT)
+
+
+def test_a_ctrl_c_after_another_signal_interrupts_at_the_second_press_too() -> None:
+    """The run is stopping already; whoever presses it once is not asked for more than with us."""
+    signal.signal(INT, signal.default_int_handler)
+    watch(TERM, INT)
+    send(TERM)
+    send(INT)
+    with pytest.raises(KeyboardInterrupt):
+        send(INT)
+
+
+def test_an_ignored_ctrl_c_stays_ignored() -> None:
+    """As under nohup."""
+    signal.signal(INT, signal.SIG_IGN)
+    watch(INT)
+    assert signal.getsignal(INT) is signal.SIG_IGN
+
+
+def test_signals_are_not_taken_on_other_threads() -> None:
+    """Python allows it on the main one only: that is said, and nothing fails."""
+    problems: list[str] = []
+    made = SignalWatch([TERM], SystemClock(), SimpleQueue())
+    before = signal.getsignal(TERM)
+    thread = threading.Thread(target=lambda: problems.extend(made.install()) or made.remove())
+    thread.start()
+    thread.join(10)
+    assert problems == ["SIGTERM: training does not run on the main thread"]
+    assert signal.getsignal(TERM) is before
+
+
+def in_fork(action: Callable[[], object]) -> int:
+    """The exit status of a fork that does something; negative: a signal killed it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+        finally:
+            os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_fork_notes_nothing_and_ends_as_it_would_without_us() -> None:
+    """`terminate` of a loader worker still works; a Ctrl-C, which the terminal sends to all, leaves it alone."""
+    signal.signal(TERM, signal.SIG_DFL)
+    watched = watch(TERM, INT)
+    assert in_fork(lambda: send(TERM)) == -TERM
+    assert in_fork(lambda: send(INT)) == 7
+    assert watched.heard is None
+
+
+def test_a_fork_passes_signals_on_to_the_handler_that_was_there() -> None:
+    """It may be the one that ends it."""
+    signal.signal(TERM, lambda number, frame: os._exit(9))
+    watch(TERM)
+    assert in_fork(lambda: send(TERM)) == 9

@@ -1,0 +1,168 @@
+"""Preemption sources: a stop-file, a command, a page of a loopback server; what is no answer is said."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_engine.config.preemption import Source
+from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.preempt import sources
+from ckpt_engine.preempt.notice import PreemptionSource, SourceError
+from ckpt_engine.preempt.sources import open_source
+
+
+def source(**options: Any) -> PreemptionSource:
+    return open_source(Source(**options), SystemClock())
+
+
+# ---------------------------------------------------------------------- files
+
+
+def test_a_file_that_appears_is_a_notice(tmp_path: Path) -> None:
+    """With the grace of its entry."""
+    path = tmp_path / "STOP"
+    watched = source(file=str(path), every="2 s", grace="1 min")
+    assert watched.every_seconds == 2.0
+    assert watched.poll() is None
+    path.touch()
+    found = watched.poll()
+    assert found is not None
+    assert (found.who, found.grace_seconds, found.exit_code) == (f"the file {path}", 60.0, 143)
+
+
+def test_a_file_that_was_there_counts_once_it_changes(tmp_path: Path) -> None:
+    """Else a run that is started again would stop again at once."""
+    path = tmp_path / "STOP"
+    path.touch()
+    watched = source(file=str(path))
+    assert watched.poll() is None
+    os.utime(path, ns=(1, 1))
+    assert watched.poll() is not None
+    path.unlink()
+    assert watched.poll() is None
+    path.touch()
+    assert watched.poll() is not None
+
+
+def test_a_folder_that_cannot_be_looked_into_is_no_notice(tmp_path: Path) -> None:
+    """It is said."""
+    (tmp_path / "file").touch()
+    with pytest.raises(SourceError, match="cannot be looked at"):
+        source(file=str(tmp_path / "file" / "STOP")).poll()
+
+
+# ---------------------------------------------------------------------- commands
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def test_a_command_says_yes_or_no() -> None:
+    """By its exit status."""
+    assert source(command=python("raise SystemExit(1)")).poll() is None
+    found = source(command=python("")).poll()
+    assert found is not None and found.who == f"the command {sys.executable}"
+
+
+def test_a_command_in_trouble_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another status, too long, not there."""
+    with pytest.raises(SourceError, match="ended with 3: no such instance"):
+        source(command=python("import sys; print('no such instance', file=sys.stderr); sys.exit(3)")).poll()
+    with pytest.raises(SourceError, match="cannot be run: No such file"):
+        source(command=["/no/such/program"]).poll()
+    monkeypatch.setattr(sources, "ANSWER_SECONDS", 0.2)
+    with pytest.raises(SourceError, match="did not end"):
+        source(command=python("import threading; threading.Event().wait()")).poll()
+
+
+# ---------------------------------------------------------------------- pages
+
+
+class Page:
+    """A server on the loopback interface whose one page tests change."""
+
+    def __init__(self) -> None:
+        self.status, self.body = 404, b""
+        self.quiet = threading.Event()
+        self.quiet.set()
+        self.headers: list[dict[str, str]] = []
+        page = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                page.headers.append(dict(self.headers))
+                self.send_response(page.status)
+                self.end_headers()
+                try:
+                    while not page.quiet.wait(0.02):  # a byte at a time, for ever
+                        self.wfile.write(b".")
+                except OSError:
+                    return
+                self.wfile.write(page.body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/spot/instance-action"
+        self._thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.quiet.set()
+        self.server.shutdown()
+        self.server.server_close()
+        self._thread.join(10)
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    served = Page()
+    yield served
+    served.close()
+
+
+def test_a_page_that_appears_is_a_notice(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the spot notices of clouds do; never through a proxy, which would ask about another machine."""
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    watched = source(http=page.url, grace="2 min")
+    assert watched.poll() is None
+    page.status, page.body = 200, b'{"action": "terminate"}'
+    found = watched.poll()
+    assert found is not None
+    assert (found.who, found.grace_seconds) == (f"a notice of 127.0.0.1:{page.server.server_address[1]}", 120.0)
+
+
+def test_a_page_that_is_always_there_must_match(page: Page) -> None:
+    """As where it says TRUE or FALSE; services ask for a header of their own."""
+    watched = source(http=page.url, match="^TRUE", headers={"Metadata-Flavor": "Google"})
+    page.status, page.body = 200, b"FALSE"
+    assert watched.poll() is None
+    page.body = b"TRUE"
+    assert watched.poll() is not None
+    assert page.headers[0]["Metadata-Flavor"] == "Google"
+
+
+def test_a_server_in_trouble_is_no_notice(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error, an answer that never ends, nobody there."""
+    watched = source(http=page.url)
+    page.status = 500
+    with pytest.raises(SourceError, match="answers 500"):
+        watched.poll()
+    page.status = 200
+    page.quiet.clear()
+    monkeypatch.setattr(sources, "ANSWER_SECONDS", 0.2)
+    with pytest.raises(SourceError, match="no whole answer"):
+        watched.poll()
+    page.close()
+    with pytest.raises(SourceError, match="does not answer"):
+        watched.poll()

@@ -1,0 +1,178 @@
+"""The watch: what makes a run stop, until when, and what is said when the step that runs is too long."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_engine.config.preemption import Preemption
+from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.observe.events import Requested, SnapshotCommitted, SnapshotStaged
+from ckpt_engine.observe.ledger import Ledger
+from ckpt_engine.preempt.plan import Choice
+from ckpt_engine.preempt.watch import PreemptionWatch
+
+PATIENCE_SECONDS = 20.0
+MB = 1_000_000
+
+
+class Desk:
+    """A watch with a ledger of its own, and a nearest tier that tests fill."""
+
+    def __init__(self, **options: Any) -> None:
+        self.ledger = Ledger(["/run"], SystemClock())
+        self.newest: int | None = None
+        self.looked = threading.Event()
+        self.watch = PreemptionWatch(Preemption(**options), self.ledger, SystemClock(), slots=2, newest=self._look)
+
+    def _look(self) -> int | None:
+        self.looked.set()
+        return self.newest
+
+    def committed(self, step: int, seconds: float = 1.0, nbytes: int = MB) -> None:
+        self.ledger.emit(SnapshotStaged("", step, 0.0, nbytes))
+        self.ledger.emit(SnapshotCommitted("s", step, "/run", nbytes, nbytes, seconds, seconds, 0.0, 0.0))
+
+
+@pytest.fixture
+def desk() -> Iterator[Callable[..., Desk]]:
+    """Makes desks whose threads end with the test."""
+    made: list[Desk] = []
+
+    def make(**options: Any) -> Desk:
+        made.append(Desk(**options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.watch.close()
+        assert [thread.name for thread in threading.enumerate() if thread.name == "ckpt-preempt"] == []
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_signal_stops_the_run_within_its_grace(desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture) -> None:
+    """The deadline counts from the signal; people are told at once, not at the end of the step."""
+    one = desk(signals=["USR1"], grace="40 s")
+    one.watch.start()
+    assert one.watch.stop is None
+    before = time.monotonic()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    stop = one.watch.stop
+    assert stop is not None and stop.notice.who == "SIGUSR1"
+    assert before + 40.0 <= stop.deadline <= time.monotonic() + 40.0
+    until(lambda: "SIGUSR1: a snapshot at the end of this step" in caplog.text)
+    one.watch.close()
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+def test_a_source_stops_the_run_while_a_step_runs(desk: Callable[..., Desk], tmp_path: Path) -> None:
+    """It is asked on a thread of its own, with the grace that it leaves; a shorter one wins."""
+    file = tmp_path / "STOP"
+    one = desk(signals=["USR1"], sources=[{"file": str(file), "every": 0.01, "grace": "2 min"}])
+    one.watch.start()
+    file.touch()
+    until(lambda: one.watch.stop is not None)
+    stop = one.watch.stop
+    assert stop is not None and stop.notice.who == f"the file {file}" and stop.notice.exit_code == 143
+    os.kill(os.getpid(), signal.SIGUSR1)
+    sooner = one.watch.stop
+    assert sooner is not None and sooner.deadline < stop.deadline and sooner.notice.who == "SIGUSR1"
+
+
+def test_a_source_in_trouble_is_said_once_and_asked_again(
+    desk: Callable[..., Desk], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run goes on; when it answers again it counts again."""
+    script = f"echo asked >> {tmp_path}/asked; test -e {tmp_path}/go || exit 3"
+    one = desk(signals=[], sources=[{"command": ["sh", "-c", script], "every": 0.01}])
+    one.watch.start()
+    asked = tmp_path / "asked"
+    until(lambda: asked.exists() and asked.read_text().count("asked") >= 3)
+    assert one.watch.stop is None
+    (tmp_path / "go").touch()
+    until(lambda: one.watch.stop is not None)
+    assert caplog.text.count("the command sh ended with 3") == 1
+
+
+def test_requests_come_as_events(desk: Callable[..., Desk]) -> None:
+    """A stop that somebody asks for ends with 0; a save is handed out once."""
+    one = desk(signals=[])
+    one.watch.emit(Requested("save", "ann on node7"))
+    assert one.watch.stop is None
+    assert [one.watch.take_save(), one.watch.take_save()] == ["ann on node7", None]
+    one.watch.emit(Requested("stop", "ann on node7"))
+    stop = one.watch.stop
+    assert stop is not None and (stop.notice.who, stop.notice.exit_code) == ("ann on node7", 0)
+
+
+def test_the_plan_knows_what_was_measured(desk: Callable[..., Desk]) -> None:
+    """State and speed from the ledger, the step from the boundary."""
+    one = desk(grace="10 s")
+    one.committed(4, seconds=2.0)
+    one.watch.boundary(9)
+    one.watch.emit(Requested("stop", "ann"))
+    stop = one.watch.stop
+    assert stop is not None
+    plan = one.watch.plan(stop)
+    assert (plan.choice, plan.step) == (Choice.SNAPSHOT, 9)
+    assert plan.seconds == pytest.approx(2.5)
+    assert one.watch.durable() == "step 4 is durable on /run, 5 steps behind"
+
+
+def test_a_step_that_is_too_long_is_told_in_time(desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture) -> None:
+    """As soon as a snapshot at its end would be late: what is durable, and what is lost."""
+    one = desk(signals=[], grace="10 s")
+    one.committed(4, seconds=9.0)
+    one.watch.boundary(7)
+    one.watch.start()
+    one.watch.emit(Requested("stop", "ann"))  # a new one needs 11 s
+    until(lambda: "too long for a snapshot at its end" in caplog.text)
+    assert "the snapshot of step 4 is durable on /run already" in caplog.text
+    assert "3 steps are lost" in caplog.text
+    assert not one.looked.is_set()
+
+
+def test_the_last_complete_snapshot_is_watched_until_it_is_durable(
+    desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The training thread hears nothing in the middle of a step, so the tier itself is asked."""
+    caplog.set_level(logging.INFO)
+    one = desk(signals=[], grace="10 s")
+    one.committed(4, seconds=5.0)
+    one.ledger.emit(SnapshotStaged("", 6, 0.0, MB))
+    one.watch.boundary(7)
+    one.watch.start()
+    one.watch.emit(Requested("stop", "ann"))  # 6.25 s in flight and as much for a new one
+    until(one.looked.is_set)
+    assert "the snapshot of step 6 in flight is durable on /run in" in caplog.text
+    assert "the snapshot of step 6 is durable\n" not in caplog.text
+    one.newest = 6
+    until(lambda: "the snapshot of step 6 is durable\n" in caplog.text)
+
+
+def test_a_run_that_reaches_its_boundary_is_not_told_off(
+    desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture
+) -> None:
+    """From there on the training thread decides."""
+    one = desk(signals=[], grace="0.3 s")
+    one.watch.start()
+    one.watch.emit(Requested("stop", "ann"))
+    one.watch.attend()
+    stop = one.watch.stop
+    assert stop is not None
+    until(lambda: time.monotonic() > stop.deadline + 0.2)
+    assert "too long" not in caplog.text

@@ -14,16 +14,18 @@ from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
 from ckpt_engine.frequency.driver import Cadence
-from ckpt_engine.frequency.settings import FrequencySettings
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
 from ckpt_engine.observe.log import LogSink
 from ckpt_engine.snapshot.laziness import copies_lazily
+from ckpt_engine.tracking import flags
+from ckpt_engine.tracking.fence import StepFence
+from ckpt_engine.tracking.settings import cadence_settings, prepare_share
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind, Position, kind_of, postponed
 from lightning_ckpt.capture import Capture, Instant
 from lightning_ckpt.compat import Internals, callbacks_of
-from lightning_ckpt.guard import FenceGuard, StepFence
+from lightning_ckpt.guard import FenceGuard
 from lightning_ckpt.loaders import TrainLoaders
 from lightning_ckpt.resume import Resume
 from lightning_ckpt.stopping import StopWatch, finish_again
@@ -53,7 +55,7 @@ class FitRun:
         self._internals = Internals(trainer)
         self._internals.probe()
         sinks = FanOutSink(LogSink())
-        self.cadence = Cadence(_settings(config), SystemClock(), sinks)
+        self.cadence = Cadence(cadence_settings(config), SystemClock(), sinks)
         self.telemetry = Telemetry(self.cadence)
         sinks.add(self.cadence)
         sinks.add(self.telemetry)
@@ -63,7 +65,7 @@ class FitRun:
         self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders)
         self._capture = Capture(self._internals, trainer, module)
         self._lazy = self._capture.lazy() if copies_lazily(config.lazy, trainer.strategy.root_device) else None
-        self._prepare_share = _prepare_share(config, trainer)
+        self._prepare_share = prepare_share(config, trainer.strategy.root_device)
         self.guard = FenceGuard(self.fence, self)
         self._stop = StopWatch(trainer)
         self._step_fence = StepFence(self.fence)
@@ -116,7 +118,7 @@ class FitRun:
     def train_started(self) -> None:
         """Lightning has restored its part; loaders exist."""
         self.checkpointer.start()
-        self._flags_at_start = loop_state.dump_flags(self._module)
+        self._flags_at_start = flags.dump_flags(self._module)
         if self.resume.pending:
             self._stop.by_early_stopping = self.resume.stopped_early
             if (learned := self.resume.cadence_state) is not None:
@@ -316,24 +318,3 @@ class FitRun:
             state = self._state(Kind.PLAIN)
             self.checkpointer.prepare(state, lazy=self._lazy, share=self._prepare_share)
             self.cadence.announce(self.checkpointer.arena_bytes() // self._config.slots)
-
-
-def _prepare_share(config: Config, trainer: pl.Trainer) -> float | None:
-    """The share of a core that making the arena ready may take: the budget, where training pays for it."""
-    training_pays = not copies_lazily("auto", trainer.strategy.root_device)
-    budget_decides = _settings(config).overhead is not None and config.max_lost_work is None
-    return config.overhead if training_pays and budget_decides else None
-
-
-def _settings(config: Config) -> FrequencySettings:
-    given = config.model_fields_set
-    return FrequencySettings.from_options(
-        overhead=config.overhead if "overhead" in given else None,
-        max_lost_work_seconds=config.max_lost_work,
-        mtbf_seconds=None if config.mtbf == "auto" else float(config.mtbf),
-        every_n_steps=config.every_n_steps,
-        every_seconds=config.every_seconds,
-        on_validation_end=config.on_validation_end,
-        at_end=config.at_end,
-        slots=config.slots,
-    )

@@ -18,14 +18,15 @@ def into_own_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for name, value in state.items():
-                state[name] = _copied(value)
+                state[name] = own_copy(value)
 
 
-def _copied(value: Any) -> Any:
+def own_copy(value: Any) -> Any:
+    """The value with every tensor in lists, tuples and dicts in memory of its own."""
     if isinstance(value, torch.Tensor):
         return value.clone() if value.device.type == "cpu" else value
     if type(value) in (list, tuple):
-        return type(value)(_copied(item) for item in value)
+        return type(value)(own_copy(item) for item in value)
     if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
+        return {key: own_copy(item) for key, item in value.items()}
     return value

@@ -1,1 +1,5 @@
-"""The Accelerate adapter: nothing here yet, use `ckpt_engine.Checkpointer` in Accelerate loops meanwhile."""
+"""The Accelerate adapter: `AdaptiveCheckpoint` for loops with an `Accelerator`."""
+
+from accelerate_ckpt.adaptive import AdaptiveCheckpoint
+
+__all__ = ["AdaptiveCheckpoint"]

@@ -8,7 +8,7 @@ import random
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRando
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.tracking.tracker import Tracker
+from ckpt_engine.observe.resume_report import ResumeReport
 
 BATCH = 4
 SAMPLES = 22
@@ -150,15 +150,15 @@ class Case:
         evaluate_every: batches between evaluations within an epoch; 0: after each epoch.
         accumulate: batches per optimizer step.
         epochs: to train.
-        lazy: the option.
+        extra: what only one kind of loop knows.
     """
 
-    loader: Callable[[], Any] = shuffled()
+    loader: Callable[[], Any] = LOADERS["shuffled"]
     evaluation: Callable[[], Any] | None = shuffled_evaluation
     evaluate_every: int = 0
     accumulate: int = 1
     epochs: int = EPOCHS
-    extra: Mapping[str, Any] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -338,6 +338,7 @@ def assert_continues(train: Train, case: Case, reference: Outcome, snapshot: Sav
         first = next(i for i, e in enumerate(reference.trace) if e[:3] == ("train", snapshot.epoch, snapshot.batch))
         assert len(resumed.trace) == len(reference.trace) - first, where
         assert resumed.digest == reference.digest, where
+        assert report(folder).not_restored == (), where
         generation += 1
         later = [s for s in saved(folder) if s.reason != "end" and s.step > snapshot.step]
         if generation == 3 or not later:
@@ -345,6 +346,6 @@ def assert_continues(train: Train, case: Case, reference: Outcome, snapshot: Sav
         root, snapshot = folder, later[min(1, len(later) - 1)]
 
 
-def track_of(ckpt: Checkpointer) -> Tracker:
-    assert ckpt._tracker is not None
-    return ckpt._tracker
+def report(root: Path) -> ResumeReport:
+    """The newest resume report of a run."""
+    return ResumeReport.from_json(json.loads((root / "resume-report.json").read_text()))

@@ -13,6 +13,7 @@ from accelerate_ckpt.compat import Internals
 from accelerate_ckpt.parts import AcceleratedParts
 from accelerate_ckpt.surroundings import Accumulation
 from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.data import native
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.tracking.tracker import Tracker
 
@@ -30,8 +31,10 @@ class AdaptiveCheckpoint(Tracker):
 
     Everything that was given to `prepare` and `register_for_checkpointing` belongs to a snapshot; hooks of
     `register_save_state_pre_hook` and `register_load_state_pre_hook` run as in `save_state` and `load_state`, which go
-    on working. `accelerator.end_training()` finishes the snapshots too, so `close()` is needed only without it; at the
-    end of the process they are finished in any case, without one of the final state.
+    on working. The run is bit for bit the same as without it; only with `use_stateful_dataloader` the iterators that
+    `prepare` has made are made again, which moves their draws. `accelerator.end_training()` finishes the snapshots too,
+    so `close()` is needed only without it; at the end of the process they are finished in any case, without one of the
+    final state.
 
     Args:
         accelerator: after `prepare` and `register_for_checkpointing`.
@@ -63,6 +66,10 @@ class AdaptiveCheckpoint(Tracker):
                 hint="make AdaptiveCheckpoint after model, optimizer and loaders were prepared",
             )
         folder = Path(accelerator.project_dir or ".")
+        sources = internals.sources()
+        for source in sources.values():
+            # With `use_stateful_dataloader`, `prepare` has made an iterator already, in which no position was recorded.
+            native.reset(source.base)
         try:
             super().__init__(
                 engine,

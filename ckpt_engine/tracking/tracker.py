@@ -23,7 +23,7 @@ from ckpt_engine.tracking.capture import Capture
 from ckpt_engine.tracking.engine import Engine
 from ckpt_engine.tracking.feed import Feed, Source
 from ckpt_engine.tracking.fence import StepFence
-from ckpt_engine.tracking.parts import Parts
+from ckpt_engine.tracking.parts import Parts, managed
 from ckpt_engine.tracking.resume import Resume
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
 from ckpt_engine.tracking.surroundings import Surroundings
@@ -86,6 +86,8 @@ class Tracker:
         self._training: Feed | None = None
         self._resumed: Feed | None = None
         self._restoring = False
+        self._begun_again = False
+        self._watched: list[Any] = []
         self._announced = False
         self._asked_at: dict[Feed, float] = {}
         self._closed = False
@@ -164,6 +166,8 @@ class Tracker:
     def release(self) -> None:
         """Leave the loop's objects as they were found, without a final snapshot."""
         self._closed = True
+        self._begun_again = True
+        self._settle()
         self._fence.remove()
         self._after.remove()
         self._release_feeds()
@@ -199,8 +203,10 @@ class Tracker:
     def asked(self, feed: Feed) -> None:
         """A followed loader is asked for a batch."""
         self._asked_at.setdefault(feed, time.monotonic())
+        self._settle()
         if self._restoring and feed is self._training and feed.resuming:
             self._resume.at_first_fetch()
+            self._watch_gradients()
             self._cadence.start(self._steps)
         elif feed in self._due or (feed is self._training and feed.delivered == 0 and feed.starts_only):
             self._boundary(feed)
@@ -215,6 +221,7 @@ class Tracker:
         """A pass over a followed loader is complete, or was left."""
         self._recent.discard(feed)
         began = self._asked_at.pop(feed, None)
+        self._settle()
         if self._restoring:
             if not (feed is self._training and feed.finished and feed.delivered == self._resumed_batches):
                 self._resume.again(feed)
@@ -233,7 +240,7 @@ class Tracker:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if id(optimizer) not in self._ids:
             return
-        self._restoring = False
+        self._begun_again = True
         self._dirty = True
         self._stepped.add(id(optimizer))
         if not self._counted:
@@ -242,7 +249,8 @@ class Tracker:
         for feed in self._recent:
             feed.trained = True
             self._due.add(feed)
-            self._training = feed
+        if self._recent and self._training not in self._recent:
+            self._training = next(one for one in self._feeds if one in self._recent)
         self._boundaries_missed += 1
         if self._boundaries_missed == _UNSEEN_STEPS:
             self._log.warning(
@@ -260,8 +268,9 @@ class Tracker:
         self._counted = False
         self._boundaries_missed = 0
         obstacle = self._obstacle(feed)
-        if feed is not None and obstacle is None and feed.delivered:
-            feed.interior = True
+        if obstacle is None:
+            for one in self._due:
+                one.interior = one.delivered > 0
         reason = self._cadence.boundary(self._steps)
         if reason is None:
             self._announce(feed)
@@ -376,6 +385,25 @@ class Tracker:
             self._training = self._resumed = next(one for one in self._feeds if one.name == own["training"])
             self._resumed_batches = self._training.delivered
             self._restoring = True
+
+    def _watch_gradients(self) -> None:
+        """Tell training from a look at the data: a pass that saw no gradient does not use up the saved position."""
+        if self._watched:
+            return
+
+        def arrived(_: torch.Tensor) -> None:
+            self._begun_again = True  # no more: this may be one of autograd's own threads
+
+        parameters = managed(self._parts.optimizers.values())
+        self._watched = [p.register_post_accumulate_grad_hook(arrived) for p in parameters if p.requires_grad]
+
+    def _settle(self) -> None:
+        """The run has begun to train again: nothing is put back any more."""
+        if self._begun_again and (self._restoring or self._watched):
+            self._restoring = False
+            for handle in self._watched:
+                handle.remove()
+            self._watched = []
 
     def _release_feeds(self) -> None:
         for feed in self._feeds:

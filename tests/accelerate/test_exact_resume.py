@@ -41,7 +41,6 @@ CASES = {**{name: Case(loader=loader) for name, loader in LOADERS.items()}, **DA
 FEW = (
     "shuffled",
     "persistent workers",
-    "stateful iterable dataset",
     "seedable sampler",
     "stateful loader made by Accelerate",
     "dispatched batches",

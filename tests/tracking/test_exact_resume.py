@@ -18,10 +18,11 @@ LOOPS = {
     "one step per epoch": Case(loader=shuffled(16), accumulate=4, epochs=6),
 }
 CASES = {**{name: Case(loader=loader) for name, loader in LOADERS.items()}, **LOOPS}
+FEW = ("shuffled", "two workers", "stateful iterable dataset", "evaluation within epochs", "one step per epoch")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_configuration_resumes_exactly(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", FEW)
+def test_a_few_configurations_resume_exactly(name: str, tmp_path: Path) -> None:
     """Tracking leaves the run as it is; from the middle, three generations of resume repeat it."""
     case = CASES[name]
     reference, snapshots = taken(train_plain, case, tmp_path / "run")

@@ -88,6 +88,8 @@ class Resume:
         self._put_back_surroundings()
         if own["training"] is None:
             draft.not_restored += self._put_back_gradients()
+        if own["training"] is None or own["finished"]:
+            self._put_back_flags()  # the script's code at the start of an epoch is still to come
             self.publish()
         return own
 
@@ -98,15 +100,8 @@ class Resume:
                 self.again(feed)  # an evaluation before training has moved it
         self._put_back_surroundings()
         missing = self._put_back_gradients()
-        saved, now = self._own["flags"], self._flags_now()
-        if now != saved and now == self._flags:
-            for name, module in self._parts.modules.items():
-                if name in saved:
-                    flags.restore_flags(module, saved[name])
-        elif now != saved:
-            frozen = {name: one["frozen"] for name, one in now.items()}
-            if frozen != {name: one["frozen"] for name, one in saved.items()}:
-                missing.append(NotRestored("frozen parameters", "the script sets others now"))
+        if not self._own["finished"]:
+            missing += self._put_back_flags()
         if self._draft is not None:
             self._draft.not_restored += missing
 
@@ -156,6 +151,18 @@ class Resume:
                 else:
                     missing.append(NotRestored(f"gradient of {name!r}", "the model has no such parameter now"))
         return missing
+
+    def _put_back_flags(self) -> list[NotRestored]:
+        saved, now = self._own["flags"], self._flags_now()
+        if now == saved:
+            return []
+        if now == self._flags:
+            for name, module in self._parts.modules.items():
+                if name in saved:
+                    flags.restore_flags(module, saved[name])
+        elif {name: one["frozen"] for name, one in now.items()} != {n: one["frozen"] for n, one in saved.items()}:
+            return [NotRestored("frozen parameters", "the script sets others now")]
+        return []
 
     def _flags_now(self) -> dict[str, dict[str, list[str]]]:
         return {name: flags.dump_flags(module) for name, module in self._parts.modules.items()}

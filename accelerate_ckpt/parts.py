@@ -27,14 +27,22 @@ class AcceleratedParts:
         accelerator: after `prepare`.
         internals: of the accelerator.
         more: objects that are not known to the accelerator, by component.
+        grows: the accelerator may prepare loaders later, which belong to no snapshot.
 
     Raises:
         ConfigError: an object has no state to save.
     """
 
-    def __init__(self, accelerator: Accelerator, internals: Internals, more: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        internals: Internals,
+        more: Mapping[str, Any] | None = None,
+        *,
+        grows: bool = False,
+    ) -> None:
         self._internals = internals
-        self._count = internals.count()
+        self._count = None if grows else internals.count()
         self._models = internals.models()
         self._others = NamedParts({**internals.named_objects(), **(more or {})})
         plain = [accelerator.unwrap_model(model, keep_torch_compile=False) for model in self._models]
@@ -47,7 +55,7 @@ class AcceleratedParts:
         Raises:
             ConfigError: an object was prepared after the snapshots began.
         """
-        if self._internals.count() > self._count:
+        if self._count is not None and self._internals.count() > self._count:
             raise ConfigError(
                 "objects were prepared or registered after AdaptiveCheckpoint was made: they would not be resumed",
                 hint="make AdaptiveCheckpoint after the last prepare() and register_for_checkpointing()",

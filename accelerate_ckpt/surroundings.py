@@ -8,6 +8,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from accelerate_ckpt.compat import Internals
+from ckpt_engine.observe.resume_report import NotRestored
 
 
 class Accumulation:
@@ -28,5 +29,9 @@ class Accumulation:
     def dump(self) -> dict[str, Any]:
         return {"step": self._internals.step}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
+    def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
         self._internals.step = int(saved["step"])
+        return []
+
+    def notes(self) -> dict[str, Any]:
+        return {}

@@ -85,7 +85,7 @@ class Resume:
         # A loop that asks no loader has no later moment.
         draft.not_restored += [NotRestored("random streams", problem) for problem in rng.restore(own["rng"])]
         draft.restored.append(Restored("random streams", ", ".join(own["rng"])))
-        self._put_back_surroundings()
+        self._surroundings.restore(own["surroundings"])
         if own["training"] is None:
             draft.not_restored += self._put_back_gradients()
         if own["training"] is None or own["finished"]:
@@ -98,8 +98,7 @@ class Resume:
         for feed in self._feeds:
             if not feed.active:
                 self.again(feed)  # an evaluation before training has moved it
-        self._put_back_surroundings()
-        missing = self._put_back_gradients()
+        missing = self._surroundings.restore(self._own["surroundings"]) + self._put_back_gradients()
         if not self._own["finished"]:
             missing += self._put_back_flags()
         if self._draft is not None:
@@ -136,9 +135,6 @@ class Resume:
                 draft.not_restored.append(NotRestored(f"position of {feed.name!r}", why))
         if saved:
             draft.restored.append(Restored("data position", f"{len(saved)} loaders"))
-
-    def _put_back_surroundings(self) -> None:
-        self._surroundings.restore(self._own["surroundings"])
 
     def _put_back_gradients(self) -> list[NotRestored]:
         missing = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from ckpt_engine.observe.resume_report import NotRestored
+
 
 class Surroundings(Protocol):
     """What runs the loop, as far as a snapshot has to know it."""
@@ -15,8 +17,11 @@ class Surroundings(Protocol):
     def dump(self) -> dict[str, Any]:
         """Its counters, as values that a snapshot stores."""
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Put `dump`'s counters back."""
+    def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
+        """Put `dump`'s counters back; called when the run resumes, and again right before its first batch."""
+
+    def notes(self) -> dict[str, Any]:
+        """JSON values that a manifest keeps, to be read before a snapshot is loaded."""
 
 
 class Nothing:
@@ -28,5 +33,8 @@ class Nothing:
     def dump(self) -> dict[str, Any]:
         return {}
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        pass
+    def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:  # noqa: ARG002
+        return []
+
+    def notes(self) -> dict[str, Any]:
+        return {}

@@ -143,6 +143,11 @@ class Tracker:
         if seconds:
             self._cadence.fence(seconds)
 
+    def evaluated(self, seconds: float) -> None:
+        """An evaluation took so long, which was not training. Passes over tracked loaders announce themselves."""
+        self._cadence.exclude(seconds)
+        self._cadence.validation_ended()
+
     def finish(self, *, complete: bool | None = None) -> None:
         """Take the final snapshot if training is complete, and leave the loop's objects as they were found.
 
@@ -232,8 +237,7 @@ class Tracker:
         if feed.trained:
             self.before_update()  # averaged weights may be swapped in for an evaluation
         elif self._steps and began is not None:
-            self._cadence.exclude(time.monotonic() - began)
-            self._cadence.validation_ended()
+            self.evaluated(time.monotonic() - began)
 
     # ---- optimizer steps
 
@@ -331,7 +335,11 @@ class Tracker:
                 reason=reason,
                 metrics=self.metrics,
                 lazy=self._lazy,
-                notes={"trainer": self._trainer, "batch": 0 if feed is None else feed.delivered},
+                notes={
+                    "trainer": self._trainer,
+                    "batch": 0 if feed is None else feed.delivered,
+                    **self._surroundings.notes(),
+                },
             )
         except (StorageError, WriterError) as err:
             if isinstance(err, LeaseHeldError) or self._config.on_error == "raise":

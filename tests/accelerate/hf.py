@@ -1,4 +1,4 @@
-"""A tiny language model on Python's own source text, trained by `transformers.Trainer`; everything it does is written down."""
+"""A tiny language model on Python's own source text, and `transformers.Trainer` training it with a trace."""
 
 from __future__ import annotations
 
@@ -38,24 +38,20 @@ class Text(Dataset[Any]):
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]
-    """Appends what is logged to the trace."""
+    """Appends what is logged to the trace, and waits for snapshots, so that none is skipped."""
 
-    def __init__(self, trace: Any) -> None:
-        self._trace = trace
+    def __init__(self, trace: Any, ours: list[TransformersCallback]) -> None:
+        self._trace, self.ours = trace, ours
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         timeless = {name: value for name, value in logs.items() if not any(part in name for part in _TIMED)}
         self._trace.append(("log", state.global_step, repr(sorted(timeless.items()))))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        ckpt = next((c for c in kwargs_callbacks(self) if isinstance(c, TransformersCallback)), None)
-        if ckpt is not None and ckpt.config.every_n_steps == 1 and ckpt.tracker is not None:
-            ckpt.tracker.before_update()
-            assert ckpt.tracker._engine.wait(30)
-
-
-def kwargs_callbacks(recorder: Any) -> list[Any]:
-    return getattr(recorder, "others", [])
+        for ckpt in self.ours:
+            if ckpt.config.every_n_steps == 1 and ckpt.tracker is not None:
+                ckpt.tracker.before_update()
+                assert ckpt.tracker._engine.wait(30)
 
 
 def train_hf(
@@ -72,9 +68,8 @@ def train_hf(
         trace.append(("train" if module.training else "eval", ids, output.loss.detach().item().hex()))
 
     model.register_forward_hook(seen, with_kwargs=True)
-    recorder = Recorder(trace)
     ours = [] if options is None else [TransformersCallback(options)]
-    recorder.others = ours
+    recorder = Recorder(trace, ours)
     patience = [EarlyStoppingCallback(50)] if arguments.get("load_best_model_at_end") else []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # advice that is not about us
@@ -88,6 +83,7 @@ def train_hf(
                     "num_train_epochs": 3,
                     "report_to": [],
                     "disable_tqdm": True,
+                    "log_level": "error",
                     "save_strategy": "no",
                     "logging_strategy": "steps",
                     "logging_steps": 3,
@@ -106,5 +102,6 @@ def train_hf(
         seed_everything(seed)
         trainer.train(resume_from_checkpoint=ours[0].resume_from(trainer) if ours else None)
     found = digest(weights=trainer.model.state_dict(), optimizer=trainer.optimizer.state_dict())
-    found["history"] = repr([entry for entry in trainer.state.log_history if "train_runtime" not in entry])
+    history = [{k: v for k, v in e.items() if not any(t in k for t in _TIMED)} for e in trainer.state.log_history]
+    found["history"] = repr(history)
     return Outcome(trace, found)

@@ -1,4 +1,4 @@
-"""A `transformers.Trainer` that is resumed from any boundary, under another seed, is the uninterrupted run, bit for bit."""
+"""A `transformers.Trainer` that is resumed from any boundary, under another seed, is the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -31,31 +31,33 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def without_timing(history: str) -> str:
-    return history
-
-
 def assert_resumes(name: str, tmp_path: Path, share: int) -> None:
+    """Resume from some boundaries and compare everything."""
     arguments = CASES[name]
     reference = train_hf(arguments, None, tmp_path / "out")
-    watched = train_hf(arguments, every_boundary(tmp_path / "run"), tmp_path / "out2")
+    watched = train_hf(arguments, every_boundary(tmp_path / "run"), tmp_path / "out")
     assert watched.trace == reference.trace, "the callback changed the run"
     snapshots = [one for one in saved(tmp_path / "run") if one.reason != "end"]
     assert len(snapshots) >= 4
     for number, snapshot in enumerate(snapshots[1 :: max(1, len(snapshots) // share)]):
         root = only(tmp_path / "run", snapshot, tmp_path / str(number))
-        folder = tmp_path / "out"  # where the killed process left its own checkpoints
-        resumed = train_hf(arguments, resume_only(root), folder, seed=11)
+        resumed = train_hf(arguments, resume_only(root), tmp_path / "out", seed=11)
         where = f"step {snapshot.step}, epoch {snapshot.epoch}, batch {snapshot.batch}"
         assert resumed.trace, where
         assert resumed.trace == reference.trace[len(reference.trace) - len(resumed.trace) :], where
-        for part in ("weights", "optimizer", "streams"):
-            assert resumed.digest[part] == reference.digest[part], (where, part)
+        assert resumed.digest == reference.digest, where
         told = [one.name for one in report(root).not_restored if one.name != "callback Recorder"]
         assert told == [], where
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["accumulation with a remainder", "two workers", "best model"])
 def test_the_trainer_resumes_exactly(name: str, tmp_path: Path) -> None:
     """The callback leaves the run as it is; boundaries in the middle resume it."""
     assert_resumes(name, tmp_path, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_trainer_resumes_exactly_from_every_boundary(name: str, tmp_path: Path) -> None:
+    """Whatever boundary a run is resumed from, it continues bit for bit."""
+    assert_resumes(name, tmp_path, 1000)

@@ -126,6 +126,15 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc]
         _require_same_step(tracker, engine, state, resumed=resumed)
 
     @override
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
+    ) -> None:
+        """The first batches are fetched, and nothing is trained yet."""
+        if self._internals is not None and self._internals.skips:
+            self._internals.unskip()
+            self._require_same_batch(0)
+
+    @override
     def on_evaluate(
         self,
         args: TrainingArguments,
@@ -154,6 +163,10 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc]
 
     def _skip(self, loader: Any, batches: int) -> Any:
         """Instead of `skip_first_batches`: the loader itself stands after these batches."""
+        self._require_same_batch(batches)
+        return loader
+
+    def _require_same_batch(self, batches: int) -> None:
         tracker = self._tracker
         assert tracker is not None
         if batches != tracker.resumed_batches:
@@ -163,7 +176,6 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc]
                 "gradient_accumulation_steps is another one",
                 hint="use the arguments of the saved run",
             )
-        return loader
 
     def _release(self) -> None:
         tracker, self._tracker = self._tracker, None

@@ -81,6 +81,11 @@ class TrainerInternals:
         self._skip_first_batches = original
         trainer_module.skip_first_batches = skip_first_batches
 
+    @property
+    def skips(self) -> bool:
+        """Whether the next call of `skip_first_batches` is ours."""
+        return self._skip_first_batches is not None
+
     def unskip(self) -> None:
         """Put `skip_first_batches` back."""
         if self._skip_first_batches is not None:

@@ -271,3 +271,38 @@ def test_a_loop_that_never_asks_a_prepared_loader_is_told(tmp_path: Path, caplog
     script.optimizer.step()
     assert ckpt.global_step == 2
     ckpt.close()
+
+
+def test_the_scaler_is_saved_and_skipped_steps_are_not_counted(tmp_path: Path) -> None:
+    """With a GradScaler some steps are skipped; the resumed run skips the same ones at the same scale."""
+
+    def train(options: Any, seed: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        seed_everything(seed)
+        accelerator = make_accelerator(Case())
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3)
+        model = Net()
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.Adam(model.parameters(), lr=1e-2), LOADERS["shuffled"]()
+        )
+        ckpt = None if options is None else AdaptiveCheckpoint(accelerator, options)
+        trace = []
+        for epoch in range(ckpt.epoch if ckpt is not None else 0, 3):
+            for x, y, ids in loader:
+                durable(ckpt)
+                loss = ((model(x) - y) ** 2).mean() * (float("inf") if int(ids[0]) % 5 == 0 else 1.0)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                trace.append((epoch, tuple(ids.tolist()), accelerator.scaler.get_scale(), optimizer.step_was_skipped))
+        accelerator.end_training()
+        return trace, dict(model.state_dict())
+
+    reference, weights = train(None, 0)
+    assert any(entry[3] for entry in reference)
+    train(every_boundary(tmp_path / "run"), 0)
+    snapshots = saved(tmp_path / "run")[:-1]
+    snapshot = snapshots[len(snapshots) // 2]
+    resumed, found = train(resume_only(only(tmp_path / "run", snapshot, tmp_path / "copy")), 8)
+    assert 0 < len(resumed) < len(reference)
+    assert resumed == reference[-len(resumed) :]
+    assert same(found, weights)

@@ -80,6 +80,7 @@ class Feed:
         self._base_begun = False
         self._open = False
         self._resumed: State | None = None
+        self._before = (0, 0, False, False, 0)
         self._pass: weakref.ref[_Pass] | None = None
         # Weak, as all that a loader reaches: a loader in a cycle would wait for the garbage collector, and a worker
         # forked meanwhile would try to join its siblings.
@@ -133,6 +134,7 @@ class Feed:
         Raises:
             MismatchError: the loader is not the one that was saved.
         """
+        self._before = (self.delivered, self.epochs, self.starts_only, self.finished, self._count())
         self.position.load_state(state["position"], rng=rng)
         self._resumed = state
         self.delivered, self.epochs = int(state["delivered"]), int(state["epochs"])
@@ -141,10 +143,14 @@ class Feed:
             setattr(self._live(), self._counter, state["counter"])
 
     def forget(self) -> None:
-        """The next pass starts by itself: what was loaded does not count any more."""
-        if self._resumed is not None:
-            self._resumed, self.delivered = None, 0
-            self.position.forget()
+        """The next pass starts by itself: what was loaded, and not begun yet, does not count any more."""
+        if self._resumed is None:
+            return
+        self._resumed = None
+        self.delivered, self.epochs, self.starts_only, self.finished, count = self._before
+        if self._counter:
+            setattr(self._live(), self._counter, count)
+        self.position.forget()
 
     def release(self) -> None:
         """Give the loader back as it was."""
@@ -245,7 +251,7 @@ class _Pass:
 
     def __next__(self) -> Any:
         feed = self._feed
-        current = feed._pass is not None and feed._pass() is self
+        current = feed._open and feed._pass is not None and feed._pass() is self
         if current:
             feed._asked()
         try:

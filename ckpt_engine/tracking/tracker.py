@@ -88,6 +88,7 @@ class Tracker:
         self._restoring = False
         self._begun_again = False
         self._watched: list[Any] = []
+        self._reloaded: list[Feed] = []
         self._announced = False
         self._asked_at: dict[Feed, float] = {}
         self._closed = False
@@ -210,6 +211,7 @@ class Tracker:
         self._asked_at.setdefault(feed, time.monotonic())
         self._settle()
         if self._restoring and feed is self._training and feed.resuming:
+            self._reloaded.clear()
             self._resume.at_first_fetch()
             self._watch_gradients()
             self._cadence.start(self._steps)
@@ -230,6 +232,7 @@ class Tracker:
         if self._restoring:
             if not (feed is self._training and feed.finished and feed.delivered == self._resumed_batches):
                 self._resume.again(feed)
+                self._reloaded.append(feed)
                 return
             self._restoring = False  # the snapshot was taken after the last batch, which nobody knew to be the last
         if feed is self._resumed:
@@ -244,7 +247,7 @@ class Tracker:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if id(optimizer) not in self._ids:
             return
-        self._begun_again = True
+        self._trains_again()
         self._dirty = True
         self._stepped.add(id(optimizer))
         if not self._counted:
@@ -400,10 +403,16 @@ class Tracker:
             return
 
         def arrived(_: torch.Tensor) -> None:
-            self._begun_again = True  # no more: this may be one of autograd's own threads
+            self._trains_again()
 
         parameters = managed(self._parts.optimizers.values())
         self._watched = [p.register_post_accumulate_grad_hook(arrived) for p in parameters if p.requires_grad]
+
+    def _trains_again(self) -> None:
+        # Hooks stay until `_settle`: this may be one of autograd's own threads, which walks through them right now.
+        self._begun_again = True
+        while self._reloaded:
+            self._reloaded.pop().forget()  # batches of that pass were only kept for later
 
     def _settle(self) -> None:
         """The run has begun to train again: nothing is put back any more."""

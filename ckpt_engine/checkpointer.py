@@ -27,6 +27,8 @@ from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.tracking.plain import track_objects
+from ckpt_engine.tracking.tracker import Tracker
 
 LEASE_WAIT_SECONDS = 60.0
 ATTACH_SECONDS = 60.0
@@ -67,6 +69,7 @@ class Checkpointer:
         )
         self._attached: MemoryPlace | None = None
         self._fatal: list[TierDegraded] = []
+        self._tracker: Tracker | None = None
         self._closed = False
         self._atexit = _close_at_exit(self)
 
@@ -74,6 +77,32 @@ class Checkpointer:
     def root_url(self) -> str:
         """Where the snapshots go."""
         return self.config.root_url
+
+    def track(self, **objects: Any) -> Tracker:
+        """Resume `objects` from the newest snapshot if there is one, and take snapshots while they train from here on.
+
+        The loop's body stays as it is; see docs/plain-loops.md. One call per checkpointer.
+
+        Args:
+            objects: whatever belongs to the run, by name: modules, optimizers, schedulers, scalers, `DataLoader`s, and
+                all else with `state_dict` and `load_state_dict`. Names are the snapshot's components. Objects that
+                Lightning Fabric has set up work too.
+
+        Returns:
+            Where the loop is: `for epoch in range(tracker.epoch, n)`.
+
+        Raises:
+            ConfigError: an object has no state to save, there is no optimizer, or this is one of several processes.
+            NoUsableSnapshotError: there are snapshots, and none is usable.
+            MismatchError: the newest snapshot is of other objects; names them. Nothing was changed.
+            LeaseHeldError, StorageError, WriterError: as `start`.
+        """
+        if self._tracker is not None:
+            raise ConfigError(
+                "this Checkpointer tracks objects already", hint="pass all objects in one call of track()"
+            )
+        self._tracker = track_objects(self, objects)
+        return self._tracker
 
     def start(self) -> None:
         """Take the run's lease and start the writer, unless that is done.
@@ -261,8 +290,12 @@ class Checkpointer:
             return
         self._closed = True
         atexit.unregister(self._atexit)
-        self._detach()
-        self._pipeline.close(timeout)
+        try:
+            if self._tracker is not None:
+                self._tracker.finish()
+        finally:
+            self._detach()
+            self._pipeline.close(timeout)
         self._surface()
 
     def __enter__(self) -> Self:
@@ -337,8 +370,11 @@ def _close_at_exit(checkpointer: Checkpointer) -> Any:
 
     def close() -> None:
         found = reference()
-        if found is not None:
-            found.close()
+        if found is None:
+            return
+        if found._tracker is not None:
+            found._tracker.release()  # nobody knows why the interpreter ends: this is no place for a final snapshot
+        found.close()
 
     atexit.register(close)
     return close

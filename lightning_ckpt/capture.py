@@ -14,10 +14,11 @@ import lightning.pytorch as pl
 
 from ckpt_engine.data import rng
 from ckpt_engine.snapshot.flatten import Flattener, problems
+from ckpt_engine.tracking import flags
+from ckpt_engine.tracking.packed import Packer
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.compat import Internals
-from lightning_ckpt.packed import Packer
 
 OWN_KEY = "ckpt_engine"
 OWN_VERSION = 1
@@ -36,7 +37,7 @@ class Instant:
         gradients: include accumulated gradients.
         extras: more of our own entries (JSON values): counters, the cadence.
         hidden: progress bar entries that are not the user's.
-        flags_at_start: `loop_state.dump_flags` when training started.
+        flags_at_start: `flags.dump_flags` when training started.
     """
 
     kind: Kind
@@ -92,7 +93,7 @@ class Capture:
                     "results": loop_state.dump_results(self._internals),
                     "metrics": loop_state.dump_metrics(self._module),
                     "tables": self._tables(instant),
-                    "flags": loop_state.dump_flags(self._module),
+                    "flags": flags.dump_flags(self._module),
                     "flags_at_start": dict(instant.flags_at_start),
                     "should_stop": bool(self._trainer.should_stop),
                     "reload_epoch": self._internals.reload_epoch,

@@ -199,21 +199,3 @@ def restore_gradients(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]
             live[name].grad = gradient.to(live[name].device, copy=True)
     gone = [name for name in saved if name not in live]
     return [NotRestored(f"gradient of {name!r}", "the model has no such parameter now") for name in gone]
-
-
-def dump_flags(module: torch.nn.Module) -> dict[str, list[str]]:
-    """Names of frozen parameters and of modules in eval mode."""
-    return {
-        "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],
-        "eval": [name for name, m in module.named_modules() if not m.training],
-    }
-
-
-def restore_flags(module: torch.nn.Module, saved: Mapping[str, list[str]]) -> None:
-    """Freeze, unfreeze and switch modes as saved."""
-    frozen, evaluating = set(saved["frozen"]), set(saved["eval"])
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad == (name in frozen):
-            parameter.requires_grad_(name not in frozen)
-    for name, submodule in module.named_modules():
-        submodule.training = name not in evaluating

@@ -25,13 +25,15 @@ from ckpt_engine.errors import NewerFormatError, ResumeError
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
+from ckpt_engine.tracking import flags
+from ckpt_engine.tracking.packed import unpack
+from ckpt_engine.tracking.report import ReportDraft, publish
+from ckpt_engine.tracking.weights import into_own_memory
 from lightning_ckpt import epoch_start, loop_state, weights
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.capture import OWN_KEY, OWN_VERSION
 from lightning_ckpt.compat import Internals, callbacks_of
 from lightning_ckpt.loaders import TrainLoaders
-from lightning_ckpt.packed import unpack
-from lightning_ckpt.report import ReportDraft, publish
 
 _log = logging.getLogger("lightning_ckpt")
 
@@ -242,7 +244,7 @@ class Resume:
         if not is_overridden("on_load_checkpoint", self._module):
             weights.load_again_where_converted(self._module, self._weights, self._loaded_as)
         self._weights = {}
-        weights.into_own_memory(self._trainer.optimizers)
+        into_own_memory(self._trainer.optimizers)
 
     def after_epoch_start(self) -> None:
         """After Lightning started it: in the middle of an epoch it does not call `on_train_epoch_start`."""
@@ -271,9 +273,9 @@ class Resume:
         if own["gradients"] is not None:
             missing += loop_state.restore_gradients(module, own["gradients"])
         if own["flags"] != own["flags_at_start"]:
-            if loop_state.dump_flags(module) == own["flags_at_start"]:
-                loop_state.restore_flags(module, own["flags"])
-            elif loop_state.dump_flags(module) != own["flags"]:
+            if flags.dump_flags(module) == own["flags_at_start"]:
+                flags.restore_flags(module, own["flags"])
+            elif flags.dump_flags(module) != own["flags"]:
                 missing.append(NotRestored("frozen parameters and eval modes", "the script sets others now"))
         missing += [NotRestored("random streams", problem) for problem in rng.restore(own["rng"])]
         if internals.validates_by_time:
@@ -293,7 +295,7 @@ class Resume:
         url = self._checkpointer.root_url.removeprefix("file://")
         folder = url if "://" not in url else self._trainer.log_dir or self._trainer.default_root_dir
         report, self.report = self.report.finish(), None
-        publish(report, Path(folder))
+        publish(report, Path(folder), _log)
 
 
 def _where(own: Mapping[str, Any]) -> str:

@@ -15,7 +15,6 @@ from ckpt_engine.config import Config
 from ckpt_engine.data.torch_private import is_dead_worker
 from ckpt_engine.errors import CkptError, DivergedError, LeaseHeldError, StorageError, WaitTimeoutError, WriterError
 from ckpt_engine.frequency.driver import Cadence
-from ckpt_engine.frequency.settings import FrequencySettings
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
@@ -25,11 +24,14 @@ from ckpt_engine.preempt.divergence import On
 from ckpt_engine.preempt.watch import open_watch
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.laziness import copies_lazily
+from ckpt_engine.tracking import flags
+from ckpt_engine.tracking.fence import StepFence
+from ckpt_engine.tracking.settings import cadence_settings, prepare_share
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind, Position, kind_of, postponed
 from lightning_ckpt.capture import Capture, Instant
 from lightning_ckpt.compat import Internals, callbacks_of
-from lightning_ckpt.guard import FenceGuard, StepFence
+from lightning_ckpt.guard import FenceGuard
 from lightning_ckpt.halt import Halt, exit_of
 from lightning_ckpt.loaders import TrainLoaders
 from lightning_ckpt.losses import Losses
@@ -61,7 +63,7 @@ class FitRun:
         self._internals = Internals(trainer)
         self._internals.probe()
         sinks, clock = FanOutSink(LogSink()), SystemClock()
-        self.cadence = Cadence(_settings(config), clock, sinks)
+        self.cadence = Cadence(cadence_settings(config), clock, sinks)
         self.telemetry = Telemetry(self.cadence)
         self._ledger, self.preemption = open_watch(config, clock, self._internals.forget_sigterm)
         for sink in (self.cadence, self.telemetry, self._ledger, self.preemption):
@@ -73,7 +75,7 @@ class FitRun:
         self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders)
         self._capture = Capture(self._internals, trainer, module)
         self._lazy = self._capture.lazy() if copies_lazily(config.lazy, trainer.strategy.root_device) else None
-        self._prepare_share = _prepare_share(config, trainer)
+        self._prepare_share = prepare_share(config, trainer.strategy.root_device)
         self.guard = FenceGuard(self.fence, self)
         self._stop = StopWatch(trainer)
         self._halt = Halt(self.preemption, self.checkpointer, self._take_here)
@@ -132,7 +134,7 @@ class FitRun:
     def train_started(self) -> None:
         """Lightning has restored its part; loaders exist."""
         self.checkpointer.start()
-        self._flags_at_start = loop_state.dump_flags(self._module)
+        self._flags_at_start = flags.dump_flags(self._module)
         if self.resume.pending:
             self._stop.by_early_stopping = self.resume.stopped_early
             if (learned := self.resume.cadence_state) is not None:
@@ -404,14 +406,3 @@ class FitRun:
             state = self._state(Kind.PLAIN)
             self.checkpointer.prepare(state, lazy=self._lazy, share=self._prepare_share)
             self.cadence.announce(self.checkpointer.snapshot_bytes)
-
-
-def _prepare_share(config: Config, trainer: pl.Trainer) -> float | None:
-    """The share of a core that making the arena ready may take: the budget, where training pays for it."""
-    training_pays = not copies_lazily("auto", trainer.strategy.root_device)
-    budget_decides = _settings(config).overhead is not None and config.max_lost_work is None
-    return config.overhead if training_pays and budget_decides else None
-
-
-def _settings(config: Config) -> FrequencySettings:
-    return FrequencySettings.from_options(**config.frequency_options())

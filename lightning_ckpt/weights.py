@@ -1,8 +1,8 @@
-"""Finishes what Lightning's own restore leaves inexact in weights and optimizer state."""
+"""Finishes what Lightning's own restore leaves inexact in weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -31,26 +31,3 @@ def load_again_where_converted(module: torch.nn.Module, saved: Mapping[str, Any]
             value = saved.get(name)
             if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) and live.dtype is not loaded_as[name]:
                 live.copy_(value)
-
-
-def into_own_memory(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Copy the state of optimizers out of the memory that the snapshot was read into.
-
-    An optimizer keeps the tensors it is given. In that memory they are not aligned as torch aligns its own, which
-    changes the last bit of sums and products that a library computes in aligned blocks (L-BFGS), and one of them would
-    keep all of it.
-    """
-    for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for name, value in state.items():
-                state[name] = _copied(value)
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.clone() if value.device.type == "cpu" else value
-    if type(value) in (list, tuple):
-        return type(value)(_copied(item) for item in value)
-    if type(value) is dict:
-        return {key: _copied(item) for key, item in value.items()}
-    return value

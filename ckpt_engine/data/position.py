@@ -63,6 +63,8 @@ class LoaderPosition:
     def __init__(self, loader: DataLoader[Any], *, lookahead: int = 0) -> None:
         self._reference = weakref.ref(loader)
         self.lookahead = lookahead
+        self.wrap: Callable[[Iterator[Any]], Iterator[Any]] | None = None
+        """Called with each new iterator of the loader; the consumer gets what it returns."""
         self._starter = Starter(loader)
         self._epoch: Epoch | None = None
         self._pending: Pending | None = None
@@ -209,6 +211,10 @@ class LoaderPosition:
         )
         return self._restoration
 
+    def forget(self) -> None:
+        """What was loaded and not begun yet does not count any more: the next epoch starts by itself."""
+        self._pending = self._restoration = None
+
     def detach(self) -> None:
         """Give the loader its original class back; iterators already running go on."""
         if swap.followed_by(self.loader) is self:
@@ -229,7 +235,8 @@ class LoaderPosition:
                 epoch, iterator = self._starter.next_epoch(make, pending.state, pending.rng)
             pending.after_iterator(loader)
         self._epoch = epoch
-        return FollowedIterator(self.loader, iterator, epoch, lambda: self.lookahead, self._on_fetch)
+        followed = FollowedIterator(self.loader, iterator, epoch, lambda: self.lookahead, self._on_fetch)
+        return followed if self.wrap is None else self.wrap(followed)
 
     def _on_fetch(self, epoch: Epoch) -> None:
         if epoch is self._epoch and self._pending is not None and self._pending.begun:

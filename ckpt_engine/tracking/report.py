@@ -1,4 +1,4 @@
-"""Collects the resume report of a Lightning run while it resumes, logs it and writes it beside the snapshots."""
+"""Collects the resume report of a run while it resumes, logs it and writes it beside the snapshots."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from pathlib import Path
 
 from ckpt_engine.observe.resume_report import NotRestored, Rejected, Restored, ResumeReport, resumed_from_memory
 from ckpt_engine.restore.load import Loaded
-
-_log = logging.getLogger("lightning_ckpt")
 
 FILE_NAME = "resume-report.json"
 
@@ -51,17 +49,17 @@ class ReportDraft:
         )
 
 
-def publish(report: ResumeReport, folder: Path) -> Path | None:
-    """Log the report and write it to `folder` as `resume-report.json`; returns the file.
+def publish(report: ResumeReport, folder: Path, log: logging.Logger) -> Path | None:
+    """Log the report to `log` and write it to `folder` as `resume-report.json`; returns the file.
 
     A folder that cannot be written costs a warning, never the run.
     """
     level = logging.WARNING if report.not_restored or report.rejected else logging.INFO
-    _log.log(level, "%s", report.text())
+    log.log(level, "%s", report.text())
     try:
         return _replace(folder / FILE_NAME, json.dumps(report.to_json(), indent=2) + "\n")
     except OSError as err:
-        _log.warning("the resume report could not be written to %s: %s", folder, err)
+        log.warning("the resume report could not be written to %s: %s", folder, err)
         return None
 
 

@@ -1,0 +1,104 @@
+"""`AdaptiveCheckpoint` for Accelerate: one line after `accelerator.prepare(...)`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from accelerate_ckpt.compat import Internals
+from accelerate_ckpt.parts import AcceleratedParts
+from accelerate_ckpt.surroundings import Accumulation
+from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.data import native
+from ckpt_engine.errors import ConfigError
+from ckpt_engine.tracking.tracker import Tracker
+
+
+class AdaptiveCheckpoint(Tracker):
+    """Exact, asynchronous snapshots of an Accelerate loop whose body stays as it is.
+
+    ```python
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    ckpt = AdaptiveCheckpoint(accelerator, "ckpt.yaml")     # resumes if there is something
+    for epoch in range(ckpt.epoch, epochs):                 # 0 on a fresh start; a resumed epoch starts in its middle
+        for batch in loader:
+            ...
+    ```
+
+    Everything that was given to `prepare` and `register_for_checkpointing` belongs to a snapshot; hooks of
+    `register_save_state_pre_hook` and `register_load_state_pre_hook` run as in `save_state` and `load_state`, which go
+    on working. The run is bit for bit the same as without it; only with `use_stateful_dataloader` the iterators that
+    `prepare` has made are made again, which moves their draws. `accelerator.end_training()` finishes the snapshots too,
+    so `close()` is needed only without it; at the end of the process they are finished in any case, without one of the
+    final state.
+
+    Args:
+        accelerator: after `prepare` and `register_for_checkpointing`.
+        config: a YAML file, a folder or storage URL, or a mapping; see docs/configuration.md.
+        options: the same options as keywords; they win over `config`.
+
+    Raises:
+        ConfigError: an option is unknown or impossible, nothing was prepared, or this is one of several processes.
+        CkptError: this version of Accelerate lacks something that is needed; names it.
+        NoUsableSnapshotError: there are snapshots, and none is usable.
+        MismatchError: the newest snapshot is of another model; names the keys. Nothing was changed.
+        LeaseHeldError, StorageError, WriterError: as `Checkpointer.start`.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        engine = Checkpointer(config, **options)
+        require_one_process(accelerator)
+        self._internals = internals = Internals(accelerator)
+        internals.probe()
+        parts = AcceleratedParts(accelerator, internals)
+        if not parts.optimizers:
+            raise ConfigError(
+                "accelerator.prepare() was given no optimizer yet",
+                hint="make AdaptiveCheckpoint after model, optimizer and loaders were prepared",
+            )
+        folder = Path(accelerator.project_dir or ".")
+        sources = internals.sources()
+        for source in sources.values():
+            # With `use_stateful_dataloader`, `prepare` has made an iterator already, in which no position was recorded.
+            native.reset(source.base)
+        try:
+            super().__init__(
+                engine,
+                parts,
+                internals.sources(),
+                Accumulation(accelerator, internals),
+                trainer="accelerate",
+                folder=folder,
+            )
+        except BaseException:
+            engine.close()
+            raise
+        internals.before_end_training(self.close)
+        self._handle = accelerator.register_load_state_pre_hook(self._before_load_state)
+
+    def release(self) -> None:
+        """Leave accelerator, loaders and optimizers as they were found, without a final snapshot."""
+        super().release()
+        self._internals.unwrap()
+        self._handle.remove()
+
+    def _before_load_state(self, models: list[Any], input_dir: str) -> None:  # noqa: ARG002
+        self.abandon_resume()
+
+
+def require_one_process(accelerator: Accelerator) -> None:
+    """Raises ConfigError in one of several processes."""
+    if accelerator.num_processes > 1:
+        raise ConfigError(
+            f"AdaptiveCheckpoint supports one process in this version, this run has {accelerator.num_processes}",
+            hint="launch one process, or use accelerator.save_state for this run",
+        )

@@ -1,0 +1,182 @@
+"""All access to names of Accelerate that its documentation does not promise; each is listed here with its reason.
+
+Nothing else in this package touches an attribute of Accelerate that starts with an underscore, or replaces a method of
+an Accelerate object. When an upstream release renames something, `Internals.probe` says which feature needs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ckpt_engine.errors import CkptError
+from ckpt_engine.tracking.feed import Source
+
+VERSION: str = version("accelerate")
+LOOKAHEAD = 1
+"""Batches that a prepared loader has fetched when it gives one, beyond that one: it must know which is the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateName:
+    """One name of Accelerate that this package depends on and that is not documented.
+
+    Args:
+        owner: the object it belongs to, a key of `Internals.owners`.
+        name: the attribute.
+        used_for: what stops working without it.
+    """
+
+    owner: str
+    name: str
+    used_for: str
+
+
+PRIVATE_NAMES: tuple[PrivateName, ...] = (
+    PrivateName("accelerator", "_models", "the weights of a snapshot"),
+    PrivateName("accelerator", "_optimizers", "the optimizer state of a snapshot"),
+    PrivateName("accelerator", "_schedulers", "the schedulers of a snapshot"),
+    PrivateName("accelerator", "_dataloaders", "the data position of a snapshot"),
+    PrivateName("accelerator", "_custom_objects", "objects given to register_for_checkpointing"),
+    PrivateName("accelerator", "_save_model_state_pre_hook", "hooks of register_save_state_pre_hook"),
+    PrivateName("accelerator", "_load_model_state_pre_hook", "hooks of register_load_state_pre_hook"),
+    PrivateName("accelerator", "step", "the position in gradient accumulation"),
+    PrivateName("accelerator", "scaler", "the GradScaler of a snapshot"),
+    PrivateName("shard", "base_dataloader", "the data position of a snapshot"),
+    PrivateName("shard", "iteration", "the epoch of seedable samplers after a resume"),
+    PrivateName("dispatcher", "base_dataloader", "the data position of a snapshot"),
+    PrivateName("dispatcher", "iteration", "the epoch of seedable samplers after a resume"),
+)
+"""Every such name in use; `tests/accelerate/test_compat.py` has one test for each."""
+
+
+class Internals:
+    """Typed, narrow access to the insides of one accelerator.
+
+    Args:
+        accelerator: whose objects are reached.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator: Any = accelerator
+        self._end_training: Any = None
+
+    # ---- probing
+
+    def owners(self) -> Mapping[str, Any]:
+        """The objects that `PrivateName.owner` refers to."""
+        return {
+            "accelerator": self._accelerator,
+            "shard": DataLoaderShard([0]),
+            "dispatcher": DataLoaderDispatcher([0]),  # type: ignore[arg-type]
+        }
+
+    def missing(self) -> list[PrivateName]:
+        """The names that this version of Accelerate does not have."""
+        owners = self.owners()
+        return [entry for entry in PRIVATE_NAMES if not hasattr(owners[entry.owner], entry.name)]
+
+    def probe(self) -> None:
+        """Raises where this Accelerate lacks a name.
+
+        Raises:
+            CkptError: lists every missing name with the feature that needs it.
+        """
+        missing = self.missing()
+        if missing:
+            lines = "; ".join(f"{entry.owner}.{entry.name} (for {entry.used_for})" for entry in missing)
+            raise CkptError(
+                f"Accelerate {VERSION} lacks names that accelerate_ckpt uses: {lines}",
+                hint="use an Accelerate version that accelerate_ckpt was tested with, or update ckpt-engine",
+            )
+
+    # ---- what was prepared
+
+    def models(self) -> list[nn.Module]:
+        """The prepared models."""
+        return list(self._accelerator._models)
+
+    def named_objects(self) -> dict[str, Any]:
+        """All else that `save_state` would save, named as the files it would write."""
+        accelerator = self._accelerator
+        found = _numbered("optimizer", accelerator._optimizers) | _numbered("scheduler", accelerator._schedulers)
+        if accelerator.scaler is not None:
+            found["scaler"] = accelerator.scaler
+        return found | {f"custom_checkpoint_{i}": value for i, value in enumerate(accelerator._custom_objects)}
+
+    def sources(self) -> dict[str, Source]:
+        """The prepared loaders."""
+        return _numbered("loader", [source_of(loader) for loader in self._accelerator._dataloaders])
+
+    def count(self) -> int:
+        """How many objects were prepared or registered."""
+        accelerator = self._accelerator
+        groups = (accelerator._models, accelerator._optimizers, accelerator._schedulers, accelerator._dataloaders)
+        return sum(map(len, groups)) + len(accelerator._custom_objects)
+
+    # ---- the hooks of save_state and load_state
+
+    def save_hooks(self) -> list[Callable[..., None]]:
+        """What `save_state` would call before it writes."""
+        return list(self._accelerator._save_model_state_pre_hook.values())
+
+    def load_hooks(self) -> list[Callable[..., None]]:
+        """What `load_state` would call before it reads."""
+        return list(self._accelerator._load_model_state_pre_hook.values())
+
+    # ---- counters
+
+    @property
+    def step(self) -> int:
+        """Batches since the last end of an accumulation."""
+        return int(self._accelerator.step)
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._accelerator.step = value
+
+    # ---- wrapping
+
+    def before_end_training(self, call: Callable[[], None]) -> None:
+        """`call()` runs before `accelerator.end_training()`; undone by `unwrap`."""
+        original = self._accelerator.end_training
+
+        def end_training() -> None:
+            call()
+            original()
+
+        self._end_training = vars(self._accelerator).get("end_training")
+        self._accelerator.end_training = end_training
+
+    def unwrap(self) -> None:
+        """Put `end_training` back."""
+        if self._end_training is not None:
+            self._accelerator.end_training = self._end_training
+        else:
+            vars(self._accelerator).pop("end_training", None)
+
+
+def source_of(loader: Any) -> Source:
+    """A prepared loader and the torch loader inside.
+
+    Raises:
+        CkptError: it is of a kind that is not supported.
+    """
+    base = loader.__dict__.get("base_dataloader")
+    if not isinstance(base, DataLoader):
+        raise CkptError(
+            f"a prepared loader is a {type(loader).__name__}, whose position cannot be followed",
+            hint="loaders of XLA devices are not supported",
+        )
+    return Source(loader, base, LOOKAHEAD, "iteration")
+
+
+def _numbered(name: str, values: list[Any]) -> dict[str, Any]:
+    return {name if i == 0 else f"{name}_{i}": value for i, value in enumerate(values)}

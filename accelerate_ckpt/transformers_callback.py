@@ -1,0 +1,228 @@
+"""`TransformersCallback`: snapshots of a transformers `Trainer`, which event leads where."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from typing_extensions import override
+
+from accelerate_ckpt.adaptive import require_one_process
+from accelerate_ckpt.compat import Internals, source_of
+from accelerate_ckpt.parts import AcceleratedParts
+from accelerate_ckpt.transformers_compat import TrainerInternals
+from accelerate_ckpt.transformers_state import NOTE, TrainerSurroundings, as_file
+from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.config import Config, load_config
+from ckpt_engine.data import native
+from ckpt_engine.errors import ConfigError, ResumeError
+from ckpt_engine.tracking.tracker import Tracker
+
+_FILE = "trainer_state.json"
+
+
+class TransformersCallback(TrainerCallback):  # type: ignore[misc]
+    """Exact, asynchronous snapshots of a transformers `Trainer`.
+
+    ```python
+    ckpt = TransformersCallback("ckpt.yaml")
+    trainer = Trainer(..., callbacks=[ckpt])
+    trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer))     # None on a fresh start
+    ```
+
+    The trainer's own checkpoints, `load_best_model_at_end` included, stay as they are.
+
+    Args:
+        config: a YAML file, a folder or storage URL, or a mapping; see docs/configuration.md.
+        options: the same options as keywords; they win over `config`.
+
+    Raises:
+        ConfigError: an option is unknown or impossible.
+    """
+
+    def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **options: Any) -> None:
+        self.config: Config = load_config(config, **options)
+        self._trainer: Trainer | None = None
+        self._internals: TrainerInternals | None = None
+        self._engine: Checkpointer | None = None
+        self._tracker: Tracker | None = None
+        self._folder: Path | None = None
+
+    @property
+    def tracker(self) -> Tracker | None:
+        """Where the loop is, while it trains."""
+        return self._tracker
+
+    def resume_from(self, trainer: Trainer) -> str | None:
+        """What to pass as `trainer.train(resume_from_checkpoint=...)`: None if there is no snapshot yet.
+
+        The folder holds the trainer's counters only and is gone once training begins; everything else comes from the
+        snapshot.
+
+        Raises:
+            ConfigError: this callback is not one of the trainer's, or the trainer is set up in a way that has no exact
+                resume.
+            CkptError: this version of transformers lacks something that is needed; names it.
+            NoUsableSnapshotError: there are snapshots, and none is usable.
+            ResumeError: the newest snapshot is not of a `Trainer`.
+            LeaseHeldError, StorageError, WriterError: as `Checkpointer.start`.
+        """
+        self._release()
+        _require(self, trainer)
+        self._trainer, self._internals = trainer, TrainerInternals(trainer)
+        self._internals.probe()
+        self._engine = engine = Checkpointer(self.config)
+        engine.start()
+        candidate = engine.choose()
+        if candidate is None:
+            return None
+        state = candidate.manifest.notes.get(NOTE)
+        if state is None:
+            raise ResumeError(
+                f"snapshot {candidate.info.id} was not taken in a run of transformers.Trainer",
+                hint="give this run its own folder",
+            )
+        self._folder = Path(tempfile.mkdtemp(prefix="ckpt-resume-"))
+        (self._folder / _FILE).write_text(as_file(state), encoding="utf-8")
+        self._internals.keep_weights()
+        return str(self._folder)
+
+    # ---- events
+
+    @override
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
+    ) -> None:
+        """Everything is prepared: put the snapshot back, and take snapshots from here on."""
+        trainer, internals, engine = self._trainer, self._internals, self._engine
+        if trainer is None or internals is None or engine is None:
+            raise ConfigError(
+                "training began without resume_from(): nobody has looked for snapshots",
+                hint="trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer))",
+            )
+        resumed = self._folder is not None
+        self._remove_folder()
+        internals.unwrap()
+        private = Internals(trainer.accelerator)
+        private.probe()
+        source = source_of(objects["train_dataloader"])
+        native.reset(source.base)
+        more = {"scheduler": objects["lr_scheduler"]}
+        self._tracker = tracker = Tracker(
+            engine,
+            AcceleratedParts(trainer.accelerator, private, more, grows=True),
+            {"loader": source},
+            TrainerSurroundings(trainer, internals, self),
+            trainer="transformers",
+            folder=Path(args.output_dir or "."),
+        )
+        if resumed:
+            internals.skip_with(self._skip)
+        _require_same_step(tracker, engine, state, resumed=resumed)
+
+    @override
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
+    ) -> None:
+        """The first batches are fetched, and nothing is trained yet."""
+        if self._internals is not None and self._internals.skips:
+            self._internals.unskip()
+            self._require_same_batch(0)
+
+    @override
+    def on_evaluate(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: Mapping[str, Any] | None = None,
+        **objects: Any,
+    ) -> None:
+        """The numbers that retention may rank by; and evaluation is not training."""
+        if self._tracker is not None and metrics:
+            numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+            self._tracker.metrics.update(numbers)
+            self._tracker.evaluated(numbers.get("eval_runtime", 0.0))
+
+    @override
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
+    ) -> None:
+        """Take the final snapshot, unless the weights are those of an earlier step now; wait until all are durable."""
+        if self._tracker is not None:
+            best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+            self._tracker.finish(complete=not best and state.global_step >= state.max_steps)
+        self._release()
+
+    # ---- private
+
+    def _skip(self, loader: Any, batches: int) -> Any:
+        """Instead of `skip_first_batches`: the loader itself stands after these batches."""
+        self._require_same_batch(batches)
+        return loader
+
+    def _require_same_batch(self, batches: int) -> None:
+        tracker = self._tracker
+        assert tracker is not None
+        if batches != tracker.resumed_batches:
+            raise ResumeError(
+                f"transformers resumes after {batches} batches of the epoch, the snapshot is after "
+                f"{tracker.resumed_batches}: an earlier epoch was ended early by a callback, or the batch size or "
+                "gradient_accumulation_steps is another one",
+                hint="use the arguments of the saved run",
+            )
+
+    def _release(self) -> None:
+        tracker, self._tracker = self._tracker, None
+        engine, self._engine = self._engine, None
+        internals, self._internals, self._trainer = self._internals, None, None
+        self._remove_folder()
+        if internals is not None:
+            internals.unwrap()
+        if tracker is not None:
+            tracker.release()
+        if engine is not None:
+            engine.close()
+
+    def _remove_folder(self) -> None:
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require(callback: TransformersCallback, trainer: Trainer) -> None:
+    """Raises ConfigError where there is no exact resume."""
+    arguments = trainer.args
+    if not any(one is callback for one in trainer.callback_handler.callbacks):
+        raise ConfigError(
+            "the trainer does not know this callback",
+            hint="Trainer(..., callbacks=[ckpt]) or trainer.add_callback(ckpt)",
+        )
+    require_one_process(trainer.accelerator)
+    if arguments.n_gpu > 1:
+        raise ConfigError(
+            f"this trainer spreads its model over {arguments.n_gpu} GPUs with DataParallel, which is not supported",
+            hint="make one of them visible: CUDA_VISIBLE_DEVICES=0",
+        )
+    for name in ("ignore_data_skip", "auto_find_batch_size"):
+        if getattr(arguments, name):
+            raise ConfigError(f"{name}=True moves the position in the data, so no resume is exact", hint="leave it out")
+
+
+def _require_same_step(tracker: Tracker, engine: Checkpointer, state: TrainerState, *, resumed: bool) -> None:
+    """Raises ResumeError if the state that was put back is not the one that transformers counts from."""
+    loaded = engine.loaded
+    if (loaded is not None) == resumed and (
+        loaded is None or loaded.manifest.notes[NOTE]["global_step"] == state.global_step
+    ):
+        return
+    tracker.release()
+    raise ResumeError(
+        f"transformers resumes at step {state.global_step}, the snapshot that could be read is another one",
+        hint="trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer)), once more if a snapshot was damaged",
+    )

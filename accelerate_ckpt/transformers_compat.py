@@ -1,0 +1,130 @@
+"""All access to names of transformers that its documentation does not promise; each is listed with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+from transformers import Trainer
+from transformers import trainer as trainer_module
+
+from accelerate_ckpt.compat import PrivateName
+from ckpt_engine.errors import CkptError
+
+VERSION: str = version("transformers")
+
+PRIVATE_NAMES: tuple[PrivateName, ...] = (
+    PrivateName("module", "skip_first_batches", "resuming without drawing the trained samples again (replaced)"),
+    PrivateName("Trainer", "_load_from_checkpoint", "resuming without a second copy of the weights (replaced)"),
+    PrivateName("Trainer", "_load_rng_state", "resuming without a file of random streams (its absence is allowed)"),
+    PrivateName("trainer", "callback_handler", "the state of callbacks"),
+    PrivateName("trainer", "control", "the state of callbacks"),
+    PrivateName("trainer", "current_flos", "the count of floating point operations"),
+)
+"""Those that all supported versions have; `tests/accelerate/test_transformers_compat.py` has a test for each."""
+
+_RUNNING_LOSS = "_tr_loss"  # 5.0 and later; a local variable of the loop before
+_LAST_LOGGED = "_globalstep_last_logged"
+_TOTAL_LOSS = "_total_loss_scalar"
+_FIRST_STEP = "_initial_global_step"
+
+
+class TrainerInternals:
+    """Typed, narrow access to the insides of one trainer.
+
+    Args:
+        trainer: whose insides are reached.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Any = trainer
+        self._skip_first_batches: Any = None
+
+    def missing(self) -> list[PrivateName]:
+        """The names that this version of transformers does not have."""
+        owners = {"module": trainer_module, "Trainer": Trainer, "trainer": self._trainer}
+        return [entry for entry in PRIVATE_NAMES if not hasattr(owners[entry.owner], entry.name)]
+
+    def probe(self) -> None:
+        """Raises where this version lacks a name.
+
+        Raises:
+            CkptError: lists every missing name with the feature that needs it.
+        """
+        missing = self.missing()
+        if missing:
+            lines = "; ".join(f"{entry.owner}.{entry.name} (for {entry.used_for})" for entry in missing)
+            raise CkptError(
+                f"transformers {VERSION} lacks names that accelerate_ckpt uses: {lines}",
+                hint="use a version of transformers that accelerate_ckpt was tested with, or update ckpt-engine",
+            )
+
+    # ---- what the trainer does when it resumes, and we do instead
+
+    def keep_weights(self) -> None:
+        """The folder that the trainer resumes from has no weights; they come from the snapshot. Undone by `unwrap`."""
+
+        def load_nothing(*_: Any, **__: Any) -> None:
+            return None
+
+        self._trainer._load_from_checkpoint = load_nothing
+
+    def skip_with(self, skip: Callable[[Any, int], Any]) -> None:
+        """`skip(loader, batches)` runs instead of `skip_first_batches`, once. Undone by `unwrap`."""
+        original = trainer_module.skip_first_batches
+
+        def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+            self.unskip()
+            return skip(dataloader, num_batches)
+
+        self._skip_first_batches = original
+        trainer_module.skip_first_batches = skip_first_batches
+
+    @property
+    def skips(self) -> bool:
+        """Whether the next call of `skip_first_batches` is ours."""
+        return self._skip_first_batches is not None
+
+    def unskip(self) -> None:
+        """Put `skip_first_batches` back."""
+        if self._skip_first_batches is not None:
+            trainer_module.skip_first_batches = self._skip_first_batches
+            self._skip_first_batches = None
+
+    def unwrap(self) -> None:
+        """Leave the trainer and its module as they were found."""
+        self.unskip()
+        vars(self._trainer).pop("_load_from_checkpoint", None)
+
+    # ---- counters
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The trainer's callbacks and its control, in order."""
+        return [*self._trainer.callback_handler.callbacks, self._trainer.control]
+
+    def running_loss(self) -> dict[str, Any]:
+        """The loss since the last log, the step of that log, and the operations that are not counted yet."""
+        trainer = self._trainer
+        loss = getattr(trainer, _RUNNING_LOSS, None)
+        return {
+            "loss": None if loss is None else loss.detach().clone(),
+            "total": float(getattr(trainer, _TOTAL_LOSS)),
+            "last_logged": int(getattr(trainer, _LAST_LOGGED)),
+            "flos": float(trainer.current_flos),
+        }
+
+    def restore_running_loss(self, saved: dict[str, Any]) -> bool:
+        """Put `running_loss` back; False if this version keeps the loss where nobody can reach it."""
+        trainer = self._trainer
+        trainer.current_flos = saved["flos"]
+        loss = getattr(trainer, _RUNNING_LOSS, None)
+        if loss is None or saved["loss"] is None:
+            return False
+        setattr(trainer, _RUNNING_LOSS, saved["loss"].to(loss.device))
+        setattr(trainer, _LAST_LOGGED, saved["last_logged"])
+        # Where the final mean is over the steps of this call, what earlier ones left in the running loss is not in it.
+        per_call = hasattr(trainer, _FIRST_STEP)
+        setattr(trainer, _TOTAL_LOSS, -float(saved["loss"]) if per_call else saved["total"])
+        return True

@@ -1,0 +1,102 @@
+"""What a transformers `Trainer` counts around its loop: its state, its callbacks' states, and the running loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import Trainer, TrainerState
+from transformers.trainer_callback import ExportableState, TrainerControl
+
+from accelerate_ckpt.transformers_compat import TrainerInternals
+from ckpt_engine.observe.resume_report import NotRestored
+
+NOTE = "trainer_state"
+"""The key in a manifest's notes under which `resume_from` finds the trainer's state."""
+_LONG = "log_history"
+
+
+class TrainerSurroundings:
+    """The counters of one trainer.
+
+    Args:
+        trainer: that trains.
+        internals: of the trainer.
+        own: our callback, which has no state of its own.
+    """
+
+    def __init__(self, trainer: Trainer, internals: TrainerInternals, own: object) -> None:
+        self._trainer = trainer
+        self._internals = internals
+        self._own = own
+
+    def accumulating(self) -> bool:
+        return not self._trainer.accelerator.sync_gradients
+
+    def dump(self) -> dict[str, Any]:
+        return {
+            "state": json.dumps(self._state()),
+            "callbacks": [
+                [type(callback).__name__, json.dumps(callback.state())]
+                for callback in self._internals.callbacks
+                if isinstance(callback, ExportableState)
+            ],
+            "loss": self._internals.running_loss(),
+        }
+
+    def notes(self) -> dict[str, Any]:
+        # The history grows with the run, and nobody needs it before the snapshot is loaded.
+        return {NOTE: {**self._state(), _LONG: []}}
+
+    def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
+        state: Any = self._trainer.state
+        for name, value in json.loads(saved["state"]).items():
+            if name == _LONG or name.startswith(("best_", "total_", "num_input")):
+                setattr(state, name, value)
+        exportable = [callback for callback in self._internals.callbacks if isinstance(callback, ExportableState)]
+        state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks  # as on a fresh start
+        missing = []
+        if not self._internals.restore_running_loss(saved["loss"]):
+            missing.append(NotRestored("running loss", "the next logged loss covers only the steps since the resume"))
+        return missing + self._restore_callbacks(saved["callbacks"])
+
+    def _restore_callbacks(self, saved: list[list[str]]) -> list[NotRestored]:
+        left = [(name, json.loads(text)) for name, text in saved]
+        missing = []
+        for callback in self._internals.callbacks:
+            found = next((one for one in left if one[0] == type(callback).__name__), None)
+            if isinstance(callback, ExportableState):
+                if found is not None:
+                    left.remove(found)
+                    _set(callback, found[1])
+            elif callback is not self._own and _is_foreign(callback):
+                why = "it has no state(): give the class `ExportableState` if what it remembers matters"
+                missing.append(NotRestored(f"callback {type(callback).__name__}", why))
+        return missing + [NotRestored(f"callback {name}", "the trainer has none such now") for name, _ in left]
+
+    def _state(self) -> dict[str, Any]:
+        state = dataclasses.asdict(self._trainer.state)
+        # Callbacks' states are ours to restore: transformers would make new callbacks of them.
+        return {**state, "stateful_callbacks": {}}
+
+
+def as_file(state: Mapping[str, Any]) -> str:
+    """The text of a `trainer_state.json` with this state; what a later version added is left out."""
+    known = {field.name for field in dataclasses.fields(TrainerState)}
+    return json.dumps({name: value for name, value in state.items() if name in known})
+
+
+def _set(callback: Any, state: Mapping[str, Any]) -> None:
+    values = dict(state["attributes"])
+    if isinstance(callback, TrainerControl):
+        values |= state["args"]  # it has no attributes besides its arguments
+        values["should_training_stop"] = callback.should_training_stop  # a stop may have been for the restart only
+    for name, value in values.items():
+        setattr(callback, name, value)
+
+
+def _is_foreign(callback: object) -> bool:
+    """Whether a callback is the user's and remembers something."""
+    return not type(callback).__module__.startswith("transformers.") and bool(vars(callback))

@@ -1,0 +1,81 @@
+"""The state of a loop at one instant, as the tree the engine stores: one component per object, and one of our own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ckpt_engine.data import rng
+from ckpt_engine.tracking.packed import Packer
+from ckpt_engine.tracking.parts import OWN_KEY, Parts, managed
+
+OWN_VERSION = 1
+
+
+class Capture:
+    """Makes the state tree of one run; also the predicate that says which of its leaves may be copied lazily.
+
+    Args:
+        parts: the components.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._packer = Packer(OWN_KEY)
+        self._state: Mapping[str, Any] = {}
+        self._managed: frozenset[int] | None = None
+
+    def state(self, own: Mapping[str, Any], gradients: Mapping[str, Any]) -> dict[str, Any]:
+        """The whole state, with references to live tensors; draws nothing from any global random stream.
+
+        Args:
+            own: small values that an exact resume needs besides the components.
+            gradients: of optimizers that wait for more, by component and parameter name.
+        """
+        streams = rng.capture()
+        state = self._parts.state()
+        if rng.capture() != streams:
+            rng.restore(streams)  # a state_dict of the user may draw; the run must not notice that it is captured
+        self._state, self._managed = state, None
+        return state | {
+            OWN_KEY: {
+                "version": OWN_VERSION,
+                "gradients": dict(gradients),
+                "packed": self._packer.pack({**own, "rng": streams}),
+            }
+        }
+
+    def gradients(self, stepped: set[int]) -> dict[str, dict[str, torch.Tensor]]:
+        """Gradients that wait for an optimizer step.
+
+        Args:
+            stepped: ids of optimizers that have used up theirs.
+        """
+        waiting = [optimizer for optimizer in self._parts.optimizers.values() if id(optimizer) not in stepped]
+        if not waiting:
+            return {}
+        ids = {id(parameter) for parameter in managed(waiting) if parameter.grad is not None}
+        return {
+            name: found
+            for name, module in self._parts.modules.items()
+            if (found := {key: p.grad for key, p in module.named_parameters() if id(p) in ids and p.grad is not None})
+        }
+
+    def is_lazy(self, path: tuple[Any, ...]) -> bool:
+        """Whether this leaf changes in an optimizer step only: an optimizer's parameter or state.
+
+        Buffers change in forward, learning rates at the scheduler, and parameters that no optimizer manages whenever
+        their owner likes (averaged weights), so these are not lazy.
+        """
+        if len(path) < 2:
+            return False
+        if path[0] in self._parts.optimizers:
+            return bool(path[1] == "state")
+        if path[0] not in self._parts.modules or len(path) != 2:
+            return False
+        tensor = self._state[path[0]][path[1]]
+        if self._managed is None:
+            self._managed = frozenset(p.data_ptr() for p in managed(self._parts.optimizers.values()))
+        return isinstance(tensor, torch.Tensor) and tensor.numel() > 0 and tensor.data_ptr() in self._managed

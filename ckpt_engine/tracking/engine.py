@@ -1,0 +1,66 @@
+"""What a tracker asks of the engine that takes and restores its snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from ckpt_engine.config import Config
+from ckpt_engine.observe.events import EventSink
+from ckpt_engine.restore.choose import Candidate, Check
+from ckpt_engine.restore.load import Loaded
+from ckpt_engine.snapshot.flatten import LazyPredicate
+from ckpt_engine.snapshot.handle import SaveHandle
+
+
+class Engine(Protocol):
+    """The part of `ckpt_engine.Checkpointer` that a tracker uses."""
+
+    config: Config
+    events: EventSink
+    loaded: Loaded | None
+
+    @property
+    def root_url(self) -> str: ...
+
+    @property
+    def prepare_seconds(self) -> float: ...
+
+    @property
+    def memory(self) -> bool: ...
+
+    def begin_step(self, step: int) -> None: ...
+
+    def start(self) -> None: ...
+
+    def prepare(self, state: Any, *, lazy: LazyPredicate | None = None, share: float | None = None) -> None: ...
+
+    def ready(self, *, durable: bool = True) -> bool: ...
+
+    def save(
+        self,
+        state: Any,
+        *,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        epoch: int | None = None,
+        reason: str = "manual",
+        lazy: LazyPredicate | None = None,
+        notes: Mapping[str, Any] | None = None,
+        durable: bool = True,
+    ) -> SaveHandle: ...
+
+    def before_update(self) -> float: ...
+
+    def poll(self) -> None: ...
+
+    def choose(self, step: int | None = None, *, check: Check | None = None) -> Candidate | None: ...
+
+    def load(self, step: int | None = None, *, into: Any = None, check: Check | None = None) -> Any | None: ...
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+    @property
+    def snapshot_bytes(self) -> int: ...
+
+    def close(self) -> None: ...

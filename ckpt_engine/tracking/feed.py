@@ -1,0 +1,265 @@
+"""One followed loader: says when its consumer asks for the next batch, and how many batches that one has had.
+
+A loader may be a torch `DataLoader`, or a wrapper around one (Accelerate, Lightning Fabric). The consumer iterates the
+wrapper; the position is that of the `DataLoader` inside.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader
+
+from ckpt_engine.data import fingerprint, swap
+from ckpt_engine.data.exactness import Restoration
+from ckpt_engine.data.position import LoaderPosition, attach
+from ckpt_engine.data.sampling import deref
+
+State = dict[str, Any]
+
+
+class Listener(Protocol):
+    """Who is told about the passes over a feed."""
+
+    def asked(self, feed: Feed) -> None:
+        """The consumer asks for the next batch: the fetch boundary."""
+
+    def given(self, feed: Feed) -> None:
+        """It gets one."""
+
+    def over(self, feed: Feed) -> None:
+        """The pass over the loader is complete, or its consumer left it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A loader as the consumer sees it and the torch loader inside.
+
+    Args:
+        outer: what the consumer iterates.
+        base: where batches come from; `outer` itself, if it is a torch loader.
+        lookahead: batches that `outer` has fetched when it gives one, beyond that one.
+        counter: attribute of `outer` that counts its passes, or "".
+    """
+
+    outer: Any
+    base: DataLoader[Any]
+    lookahead: int = 0
+    counter: str = ""
+
+
+class Feed:
+    """Follows one loader until `release`.
+
+    Args:
+        name: for reports.
+        source: the loader.
+        listener: is told about passes.
+    """
+
+    def __init__(self, name: str, source: Source, listener: Listener) -> None:
+        self.name = name
+        self.kind = type(source.outer).__name__
+        self.delivered = 0
+        """Batches of the current or last pass that the consumer was given, those before a resume included."""
+        self.epochs = 0
+        """Passes that are over and in which weights changed."""
+        self.finished = False
+        """The consumer of the last pass was told that there are no more batches."""
+        self.trained = False
+        """Weights changed during the current or last pass."""
+        self.interior = False
+        """A snapshot could have been taken in the middle of it."""
+        self.starts_only = False
+        """In the last pass in which weights changed, none could: epochs are too short."""
+        self._counter = source.counter
+        self._count_at_begin = 0
+        self._base_begun = False
+        self._open = False
+        self._resumed: State | None = None
+        self._before = (0, 0, False, False, 0)
+        self._pass: weakref.ref[_Pass] | None = None
+        # Weak, as all that a loader reaches: a loader in a cycle would wait for the garbage collector, and a worker
+        # forked meanwhile would try to join its siblings.
+        self._outer = weakref.ref(source.outer)
+        self._listener = weakref.ref(listener)
+        self.position: LoaderPosition = attach(source.base, lookahead=source.lookahead)
+        self._length = fingerprint.known_length(source.base)
+        if source.outer is source.base:
+            self.position.wrap = self._begin_plain
+        else:
+            self.position.wrap = self._base_begin
+            swap.swap_in(source.outer, self)
+
+    @property
+    def active(self) -> bool:
+        """The consumer is in the middle of a pass."""
+        return self._open
+
+    @property
+    def at_end(self) -> bool:
+        """Every batch of the pass was given, as far as that is known."""
+        return self.delivered > 0 and (self.delivered == self._length or self.position.exhausted)
+
+    @property
+    def resuming(self) -> bool:
+        """A loaded state waits for the consumer's first batch."""
+        return self._resumed is not None
+
+    @property
+    def restoration(self) -> Restoration | None:
+        """How exactly the position was put back."""
+        return self.position.restoration
+
+    def state(self) -> State:
+        """Where the consumer is, at a fetch boundary of any feed."""
+        if self._resumed is not None:
+            return self._resumed
+        if self._open and (self.delivered > 0 or self._base_begun):
+            return self._assemble(self.position.state(self.delivered), self.delivered, self._count_at_begin)
+        return self.next_pass_state()
+
+    def next_pass_state(self) -> State:
+        """Where the consumer will be when it starts its next pass."""
+        if self._resumed is not None:
+            return self._resumed
+        return self._assemble(self.position.next_epoch_state(), 0, self._count())
+
+    def load(self, state: State, rng: Mapping[str, Any] | None) -> None:
+        """The next pass continues at `state`; `rng` is installed before the first batch that was not fetched yet.
+
+        Raises:
+            MismatchError: the loader is not the one that was saved.
+        """
+        self._before = (self.delivered, self.epochs, self.starts_only, self.finished, self._count())
+        self.position.load_state(state["position"], rng=rng)
+        self._resumed = state
+        self.delivered, self.epochs = int(state["delivered"]), int(state["epochs"])
+        self.starts_only, self.finished = bool(state["starts_only"]), False
+        if self._counter:
+            setattr(self._live(), self._counter, state["counter"])
+
+    def forget(self) -> None:
+        """The next pass starts by itself: what was loaded, and not begun yet, does not count any more."""
+        if self._resumed is None:
+            return
+        self._resumed = None
+        self.delivered, self.epochs, self.starts_only, self.finished, count = self._before
+        if self._counter:
+            setattr(self._live(), self._counter, count)
+        self.position.forget()
+
+    def release(self) -> None:
+        """Give the loader back as it was."""
+        self.position.wrap = None
+        self.position.detach()
+        outer = self._outer()
+        if outer is not None and swap.followed_by(outer) is self:
+            swap.swap_back(outer)
+
+    # -- swap.Iterations, for wrappers
+    def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Called in place of the wrapper's `__iter__`."""
+        self._base_begun = False
+        return self._begin(make())
+
+    def _base_begin(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        self._base_begun = True
+        return iterator
+
+    def _begin_plain(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        self._base_begun = True
+        return self._begin(iterator)
+
+    def _begin(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        self._close()
+        if self._resumed is None:
+            self.delivered = 0
+        self.trained = self.delivered > 0
+        self.finished = self.interior = False
+        self._count_at_begin = self._count()
+        self._open = True
+        running = _Pass(self, iterator)
+        self._pass = weakref.ref(running, self._dropped)
+        return running
+
+    def _dropped(self, reference: weakref.ref[_Pass]) -> None:
+        if reference is self._pass:
+            self._close()
+
+    def _close(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        if self.trained:
+            self.epochs += 1
+            self.starts_only = not self.interior
+        if (listener := self._listener()) is not None:
+            listener.over(self)
+
+    def _assemble(self, position: State, delivered: int, counter: int) -> State:
+        return {
+            "position": position,
+            "delivered": delivered,
+            "counter": counter,
+            # A pass that is left and not closed yet counts for the next one.
+            "epochs": self.epochs + (self._open and self.trained and not delivered),
+            "starts_only": self.starts_only,
+        }
+
+    def _count(self) -> int:
+        return int(getattr(self._live(), self._counter)) if self._counter else 0
+
+    def _live(self) -> Any:
+        return deref(self._outer)
+
+    # -- what the pass reports
+    def _asked(self) -> None:
+        if (listener := self._listener()) is not None:
+            listener.asked(self)
+        self._resumed = None
+
+    def _given(self) -> None:
+        self.delivered += 1
+        if (listener := self._listener()) is not None:
+            listener.given(self)
+
+    def _ended(self) -> None:
+        self.finished = True
+        self._close()
+
+
+class _Pass:
+    """One pass over a feed; behaves as the loader's own iterator in every other way."""
+
+    def __init__(self, feed: Feed, inner: Iterator[Any]) -> None:
+        self._feed, self._inner = feed, inner
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._inner)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["_inner"], name)
+
+    def __next__(self) -> Any:
+        feed = self._feed
+        current = feed._open and feed._pass is not None and feed._pass() is self
+        if current:
+            feed._asked()
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            if current:
+                feed._ended()
+            raise
+        if current:
+            feed._given()
+        return batch

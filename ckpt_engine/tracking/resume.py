@@ -1,0 +1,190 @@
+"""Resuming a loop: the objects at once, the position and what the script sets up again right before the first batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckpt_engine.data import rng
+from ckpt_engine.data.exactness import Level
+from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
+from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.restore.match import require_match, tensor_shapes
+from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.tracking import flags
+from ckpt_engine.tracking.capture import OWN_VERSION
+from ckpt_engine.tracking.engine import Engine
+from ckpt_engine.tracking.feed import Feed
+from ckpt_engine.tracking.packed import unpack
+from ckpt_engine.tracking.parts import OWN_KEY, Parts
+from ckpt_engine.tracking.report import ReportDraft, publish
+from ckpt_engine.tracking.surroundings import Surroundings
+
+
+class Resume:
+    """What one process takes over from an earlier one.
+
+    Args:
+        engine: opens the run's folder.
+        parts: the components.
+        feeds: the loaders, all of them.
+        surroundings: of the loop.
+        folder: where the report is written if the run's own place is not a local folder.
+        log: of the adapter.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        parts: Parts,
+        feeds: Sequence[Feed],
+        surroundings: Surroundings,
+        folder: Path,
+        log: logging.Logger,
+    ) -> None:
+        self._engine = engine
+        self._parts = parts
+        self._feeds = feeds
+        self._surroundings = surroundings
+        self._folder = folder
+        self._log = log
+        self._own: Mapping[str, Any] = {}
+        self._flags: dict[str, dict[str, list[str]]] = {}
+        self._draft: ReportDraft | None = None
+
+    def load(self) -> Mapping[str, Any] | None:
+        """Choose a snapshot and put it back; what the loop saved about itself, or None for a fresh start.
+
+        Raises:
+            NoUsableSnapshotError: there are snapshots, and none is usable.
+            MismatchError: the snapshot is of another model; names the keys, before any data is read.
+            ResumeError: the snapshot is not of such a loop.
+        """
+        self._flags = self._flags_now()
+        url = self._engine.root_url
+        if self._engine.choose(check=self._fits) is None:
+            self._log.info("no snapshot in %s yet, starting fresh", url)
+            return None
+        state = self._engine.load(check=self._fits)
+        loaded = self._engine.loaded
+        assert state is not None
+        assert loaded is not None
+        own = state.pop(OWN_KEY)
+        if own["version"] > OWN_VERSION:
+            raise NewerFormatError(
+                f"snapshot {loaded.info.id} was written by a later version of ckpt-engine", hint="update ckpt-engine"
+            )
+        packed, notes = unpack(own["packed"])
+        self._own = own = {**packed, "gradients": own["gradients"]}
+        self._draft = draft = ReportDraft(url, loaded)
+        draft.restored, draft.not_restored = self._parts.load(state)
+        draft.notes += [_where(own), *notes]
+        self._load_feeds()
+        # A loop that asks no loader has no later moment.
+        draft.not_restored += [NotRestored("random streams", problem) for problem in rng.restore(own["rng"])]
+        draft.restored.append(Restored("random streams", ", ".join(own["rng"])))
+        self._surroundings.restore(own["surroundings"])
+        if own["training"] is None:
+            draft.not_restored += self._put_back_gradients()
+        if own["training"] is None or own["finished"]:
+            self._put_back_flags()  # the script's code at the start of an epoch is still to come
+            self.publish()
+        return own
+
+    def at_first_fetch(self) -> None:
+        """The script has set itself up again, and asks for its first batch."""
+        for feed in self._feeds:
+            if not feed.active:
+                self.again(feed)  # an evaluation before training has moved it
+        missing = self._surroundings.restore(self._own["surroundings"]) + self._put_back_gradients()
+        if not self._own["finished"]:
+            missing += self._put_back_flags()
+        if self._draft is not None:
+            self._draft.not_restored += missing
+
+    def again(self, feed: Feed) -> None:
+        """A pass over `feed` ended before anything was trained: the next one starts where this one did."""
+        state = self._own["feeds"].get(feed.name)
+        if state is not None:
+            feed.load(state, self._own["rng"] if feed.name == self._own["training"] else None)
+
+    def publish(self) -> None:
+        """Log and write the report, once."""
+        if self._draft is None:
+            return
+        draft, self._draft = self._draft, None
+        draft.not_restored += [problem for feed in self._feeds for problem in _problems(feed)]
+        url = self._engine.root_url.removeprefix("file://")
+        publish(draft.finish(), Path(url) if "://" not in url else self._folder, self._log)
+
+    def _load_feeds(self) -> None:
+        saved, training, draft = self._own["feeds"], self._own["training"], self._draft
+        assert draft is not None
+        names = [feed.name for feed in self._feeds]
+        if training is not None and training not in names:
+            raise MismatchError(
+                f"the saved run trained on the loader {training!r}, and this run has {', '.join(names) or 'none'}",
+                hint="use the loaders of the saved run, or start in another folder",
+            )
+        for feed in self._feeds:
+            self.again(feed)
+            if feed.name not in saved:
+                why = "the snapshot has no loader of that name: it starts at its beginning"
+                draft.not_restored.append(NotRestored(f"position of {feed.name!r}", why))
+        if saved:
+            draft.restored.append(Restored("data position", f"{len(saved)} loaders"))
+
+    def _put_back_gradients(self) -> list[NotRestored]:
+        missing = []
+        for component, gradients in self._own["gradients"].items():
+            module = self._parts.modules.get(component)
+            live = {} if module is None else dict(module.named_parameters())
+            for name, gradient in gradients.items():
+                if name in live:
+                    live[name].grad = gradient.to(live[name].device, copy=True)
+                else:
+                    missing.append(NotRestored(f"gradient of {name!r}", "the model has no such parameter now"))
+        return missing
+
+    def _put_back_flags(self) -> list[NotRestored]:
+        saved, now = self._own["flags"], self._flags_now()
+        if now == saved:
+            return []
+        if now == self._flags:
+            for name, module in self._parts.modules.items():
+                if name in saved:
+                    flags.restore_flags(module, saved[name])
+        elif {name: one["frozen"] for name, one in now.items()} != {n: one["frozen"] for n, one in saved.items()}:
+            return [NotRestored("frozen parameters", "the script sets others now")]
+        return []
+
+    def _flags_now(self) -> dict[str, dict[str, list[str]]]:
+        return {name: flags.dump_flags(module) for name, module in self._parts.modules.items()}
+
+    def _fits(self, manifest: Manifest) -> None:
+        """Raises where the weights of the snapshot are not those of these models."""
+        if OWN_KEY not in manifest.tree or "state_dict" in manifest.tree:
+            raise ResumeError(
+                f"snapshot {manifest.info.id} was not taken by a tracked loop",
+                hint="give this run its own folder, or use Checkpointer.load",
+            )
+        for name, expected in self._parts.shapes().items():
+            found = tensor_shapes(manifest, (name,))
+            require_match(expected, found, what=f"model ({name!r})", snapshot=manifest.info.id)
+
+
+def _problems(feed: Feed) -> list[NotRestored]:
+    restoration = feed.restoration
+    if restoration is None or restoration.exactness.level is Level.EXACT:
+        return []
+    exactness = restoration.exactness
+    why = f"{exactness.level}: {'; '.join(exactness.reasons)}"
+    return [NotRestored(f"position of {feed.name!r}, a {feed.kind}", why)]
+
+
+def _where(own: Mapping[str, Any]) -> str:
+    if own["finished"]:
+        return f"epoch {own['epoch'] - 1} was complete"
+    return f"continues in epoch {own['epoch']} after {own['batch']} batches"

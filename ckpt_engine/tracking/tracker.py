@@ -1,0 +1,456 @@
+"""The snapshots of one loop: takes them at fetch boundaries when they are due, and resumes from the newest one."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ckpt_engine.errors import LeaseHeldError, StorageError, WriterError
+from ckpt_engine.frequency.driver import Cadence
+from ckpt_engine.frequency.triggers import MEMORY
+from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.observe.fanout import FanOutSink
+from ckpt_engine.snapshot.laziness import copies_lazily
+from ckpt_engine.tracking import flags
+from ckpt_engine.tracking.capture import Capture
+from ckpt_engine.tracking.engine import Engine
+from ckpt_engine.tracking.feed import Feed, Source
+from ckpt_engine.tracking.fence import StepFence
+from ckpt_engine.tracking.parts import Parts, managed
+from ckpt_engine.tracking.resume import Resume
+from ckpt_engine.tracking.settings import cadence_settings, prepare_share
+from ckpt_engine.tracking.surroundings import Surroundings
+
+END_WAIT_SECONDS = 600.0
+_UNSEEN_STEPS = 100
+
+
+class Tracker:
+    """Snapshots of a training loop whose body stays as it is; resumes when it is made.
+
+    A snapshot is taken when a followed loader is asked for the next batch after an optimizer step. All methods belong
+    to the training thread. The run itself is bit for bit the same as without a tracker.
+
+    Args:
+        engine: takes and restores the snapshots.
+        parts: the components of a snapshot.
+        sources: the loaders to follow, by name.
+        surroundings: what runs the loop.
+        trainer: its name, for the snapshot's notes and the log.
+        folder: where the resume report goes if the run's place is not a local folder.
+
+    Raises:
+        LeaseHeldError, StorageError, WriterError: as `Checkpointer.start`.
+        NoUsableSnapshotError, MismatchError, ResumeError: as `Resume.load`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        parts: Parts,
+        sources: Mapping[str, Source],
+        surroundings: Surroundings,
+        *,
+        trainer: str,
+        folder: Path,
+    ) -> None:
+        self._engine = engine
+        self._config = engine.config
+        self._parts = parts
+        self._surroundings = surroundings
+        self._trainer = trainer
+        self._log = logging.getLogger(f"ckpt_engine.{trainer}")
+        self.metrics: dict[str, float] = {}
+        """Numbers that retention may rank snapshots by; the loop keeps them up to date."""
+        self._cadence = Cadence(cadence_settings(self._config), SystemClock(), engine.events)
+        engine.events = FanOutSink(engine.events, self._cadence)
+        device = _device(parts)
+        self._capture = Capture(parts)
+        self._lazy = self._capture.is_lazy if copies_lazily(self._config.lazy, device) else None
+        self._share = prepare_share(self._config, device)
+        self._steps = 0
+        self._counted = False
+        self._dirty = False
+        self._boundaries_missed = 0
+        self._stepped: set[int] = set()
+        self._ids = {id(optimizer) for optimizer in parts.optimizers.values()}
+        self._recent: set[Feed] = set()
+        self._due: set[Feed] = set()
+        self._training: Feed | None = None
+        self._resumed: Feed | None = None
+        self._restoring = False
+        self._begun_again = False
+        self._watched: list[Any] = []
+        self._reloaded: list[Feed] = []
+        self._announced = False
+        self._asked_at: dict[Feed, float] = {}
+        self._closed = False
+        engine.start()
+        self._feeds = [Feed(name, source, self) for name, source in sources.items()]
+        self._resume = Resume(engine, parts, self._feeds, surroundings, folder, self._log)
+        try:
+            self._take_over()
+        except BaseException:
+            self._release_feeds()
+            raise
+        self._fence = StepFence(self.before_update)
+        self._fence.install()
+        self._after = register_optimizer_step_post_hook(self._after_step)
+        self._cadence.start(self._steps)
+
+    # ---- what the loop reads and calls
+
+    @property
+    def epoch(self) -> int:
+        """Epochs whose training is complete: `for epoch in range(tracker.epoch, n)`."""
+        return self._training.epochs if self._training is not None else 0
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps so far, those before a resume included; several optimizers in one batch count once."""
+        return self._steps
+
+    @property
+    def resumed_batches(self) -> int:
+        """Batches of the running epoch that were trained before the resume; 0 in all other epochs."""
+        return self._resumed_batches if self._resumed is not None else 0
+
+    def step(self) -> None:
+        """A boundary that the loop announces itself, as the last statement of its body.
+
+        For loops that do not ask a followed loader for each batch.
+
+        Raises:
+            SnapshotFailedError: as `Checkpointer.poll`.
+        """
+        feed = next((one for one in self._due if one.active), None)
+        if self._dirty:
+            self._boundary(feed)
+
+    def before_update(self) -> None:
+        """The fence: call before code that changes weights without an optimizer. Cheap if nothing is being copied.
+
+        Raises:
+            StateError: as `Checkpointer.before_update`.
+        """
+        seconds = self._engine.before_update()
+        if seconds:
+            self._cadence.fence(seconds)
+
+    def evaluated(self, seconds: float) -> None:
+        """An evaluation took so long, which was not training. Passes over tracked loaders announce themselves."""
+        self._cadence.exclude(seconds)
+        self._cadence.validation_ended()
+
+    def finish(self, *, complete: bool | None = None) -> None:
+        """Take the final snapshot if training is complete, and leave the loop's objects as they were found.
+
+        Args:
+            complete: whether the loop ran to its end; None: the last pass over the training loader ended by itself,
+                and no exception is being handled.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if complete is None:
+                done = self._training is not None and self._training.finished and not self._dirty
+                complete = done and sys.exc_info()[0] is None
+            if complete and self._config.at_end:
+                self._take_at_end()
+            self._resume.publish()
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Leave the loop's objects as they were found, without a final snapshot."""
+        self._closed = True
+        self._begun_again = True
+        self._settle()
+        self._fence.remove()
+        self._after.remove()
+        self._release_feeds()
+
+    def close(self) -> None:
+        """`finish`, then wait until everything is durable.
+
+        Raises:
+            WaitTimeoutError, SnapshotFailedError: as `Checkpointer.close`.
+        """
+        self.finish()
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def abandon_resume(self) -> None:
+        """The script loads another state itself: positions and streams of the snapshot do not count any more."""
+        self.before_update()
+        if self._restoring:
+            self._restoring = False
+            self._resumed = None
+            for feed in self._feeds:
+                feed.forget()
+
+    # ---- Listener
+
+    def asked(self, feed: Feed) -> None:
+        """A followed loader is asked for a batch."""
+        self._asked_at.setdefault(feed, time.monotonic())
+        self._settle()
+        if self._restoring and feed is self._training and feed.resuming:
+            self._reloaded.clear()
+            self._resume.at_first_fetch()
+            self._watch_gradients()
+            self._cadence.start(self._steps)
+        elif feed in self._due or (feed is self._training and feed.delivered == 0 and feed.starts_only):
+            self._boundary(feed)
+        self._recent.add(feed)
+
+    def given(self, feed: Feed) -> None:
+        """It gave one: the restored position is final now."""
+        if self._restoring and feed is self._training:
+            self._resume.publish()
+
+    def over(self, feed: Feed) -> None:
+        """A pass over a followed loader is complete, or was left."""
+        self._recent.discard(feed)
+        began = self._asked_at.pop(feed, None)
+        self._settle()
+        if self._restoring:
+            if not (feed is self._training and feed.finished and feed.delivered == self._resumed_batches):
+                self._resume.again(feed)
+                self._reloaded.append(feed)
+                return
+            self._restoring = False  # the snapshot was taken after the last batch, which nobody knew to be the last
+        if feed is self._resumed:
+            self._resumed = None
+        if feed.trained:
+            self.before_update()  # averaged weights may be swapped in for an evaluation
+        elif self._steps and began is not None:
+            self.evaluated(time.monotonic() - began)
+
+    # ---- optimizer steps
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if id(optimizer) not in self._ids:
+            return
+        self._trains_again()
+        self._dirty = True
+        self._stepped.add(id(optimizer))
+        if not self._counted:
+            self._counted = True
+            self._steps += 1
+        for feed in self._recent:
+            feed.trained = True
+            self._due.add(feed)
+        if self._recent and self._training not in self._recent:
+            self._training = next(one for one in self._feeds if one in self._recent)
+        self._boundaries_missed += 1
+        if self._boundaries_missed == _UNSEEN_STEPS:
+            self._log.warning(
+                "%d optimizer steps, and no tracked loader was asked for a batch meanwhile: no snapshot can be taken; "
+                "call step() at the end of the loop's body, or iterate the tracked loader",
+                _UNSEEN_STEPS,
+            )
+
+    # ---- boundaries
+
+    def _boundary(self, feed: Feed | None) -> None:
+        self._engine.poll()
+        if self._share is not None:
+            self._cadence.background(self._engine.prepare_seconds)
+        self._counted = False
+        self._boundaries_missed = 0
+        obstacle = self._obstacle(feed)
+        if obstacle is None:
+            for one in self._due:
+                one.interior = one.delivered > 0
+        self._engine.begin_step(self._steps + 1)
+        reason = self._cadence.boundary(self._steps)
+        if reason is None:
+            self._announce(feed)
+        taken = reason is not None and self._take_unless(obstacle, reason, feed)
+        if not taken and obstacle is None and self._engine.memory and self._cadence.memory_due(self._steps):
+            self._take_unless(None, MEMORY, feed, durable=False)
+        self._dirty = False
+        self._stepped.clear()
+        self._due.clear()
+        self._recent.clear()
+
+    def _obstacle(self, feed: Feed | None) -> str | None:
+        """Why no snapshot is taken at this boundary, or None where one may be.
+
+        At the end of an epoch what the script does between epochs is still to come, and at the start of a pass nobody
+        knows whether it will train: both wait for the next batch, unless epochs are too short for that.
+        """
+        if self._surroundings.accumulating():
+            return "accumulating"
+        if feed is None:
+            return None
+        if feed.delivered == 0:
+            return None if feed.starts_only else "start of an epoch"
+        return "end of an epoch" if feed.at_end else None
+
+    def _take_unless(self, obstacle: str | None, reason: str, feed: Feed | None, *, durable: bool = True) -> bool:
+        """Take a snapshot, for good or into memory only, unless there is an obstacle; whether that was tried."""
+        if obstacle is None and not self._engine.ready(durable=durable):
+            obstacle = "busy"
+        if obstacle is None:
+            states = {one.name: one.state() for one in self._feeds}
+            if feed is not None and _at_its_end(states[feed.name]):
+                obstacle = "end of an epoch"
+            else:
+                self._take(reason, feed, states, durable=durable)
+                return True
+        if durable:
+            self._cadence.skipped(self._steps, obstacle)
+        return False
+
+    # ---- taking
+
+    def _take_at_end(self) -> None:
+        reason = self._cadence.ended(self._steps)
+        if reason is None:
+            return
+        if not self._engine.ready() and not self._engine.wait(END_WAIT_SECONDS):
+            self._log.error("the final state was not saved: earlier snapshots are still being written")
+            return
+        states = {one.name: one.next_pass_state() for one in self._feeds}
+        self._take(reason, self._training, states, finished=True)
+        self.before_update()
+
+    def _take(
+        self,
+        reason: str,
+        feed: Feed | None,
+        states: Mapping[str, Any],
+        *,
+        finished: bool = False,
+        durable: bool = True,
+    ) -> None:
+        began = time.perf_counter()
+        self._announced = True
+        try:
+            handle = self._engine.save(
+                self._state(feed, states, finished=finished),
+                step=self._steps,
+                epoch=self.epoch,
+                reason=reason,
+                metrics=self.metrics,
+                lazy=self._lazy,
+                notes={
+                    "trainer": self._trainer,
+                    "batch": 0 if feed is None else feed.delivered,
+                    **self._surroundings.notes(),
+                },
+                durable=durable,
+            )
+        except (StorageError, WriterError) as err:
+            if isinstance(err, LeaseHeldError) or self._config.on_error == "raise":
+                raise
+            self._log.error("no snapshot of step %d: %s", self._steps, err)
+            self._cadence.skipped(self._steps, "error")
+            return
+        stall = time.perf_counter() - began
+        if handle.skipped is not None:
+            if durable:
+                self._cadence.skipped(self._steps, "busy")
+        elif durable:
+            self._cadence.taken(self._steps, stall)
+        else:
+            self._cadence.held(self._steps, stall)
+
+    def _state(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> dict[str, Any]:
+        there = None if feed is None else states[feed.name]
+        own = {
+            "finished": finished,
+            "training": None if feed is None else feed.name,
+            "feeds": dict(states),
+            "epoch": 0 if there is None else there["epochs"],
+            "batch": 0 if there is None else there["delivered"],
+            "step": self._steps,
+            "metrics": dict(self.metrics),
+            "cadence": self._cadence.state(),
+            "surroundings": self._surroundings.dump(),
+            "flags": {name: flags.dump_flags(module) for name, module in self._parts.modules.items()},
+        }
+        return self._capture.state(own, {} if finished else self._capture.gradients(self._stepped))
+
+    def _announce(self, feed: Feed | None) -> None:
+        """Make the arena ready in the background, once the optimizers have their state."""
+        if self._announced:
+            return
+        self._announced = True
+        state = self._state(feed, {one.name: one.state() for one in self._feeds})
+        self._engine.prepare(state, lazy=self._lazy, share=self._share)
+        self._cadence.announce(self._engine.snapshot_bytes)
+
+    # ---- resuming
+
+    def _take_over(self) -> None:
+        own = self._resume.load()
+        self._resumed_batches = 0
+        if own is None:
+            return
+        loaded = self._engine.loaded
+        assert loaded is not None
+        self._steps = int(own["step"])
+        self.metrics.update(own["metrics"])
+        self._cadence.restore(own["cadence"], failed=loaded.info.reason not in ("end", "signal"))
+        if own["training"] is not None:
+            self._training = self._resumed = next(one for one in self._feeds if one.name == own["training"])
+            self._resumed_batches = self._training.delivered
+            self._restoring = True
+
+    def _watch_gradients(self) -> None:
+        """Tell training from a look at the data: a pass that saw no gradient does not use up the saved position."""
+        if self._watched:
+            return
+
+        def arrived(_: torch.Tensor) -> None:
+            self._trains_again()
+
+        parameters = managed(self._parts.optimizers.values())
+        self._watched = [p.register_post_accumulate_grad_hook(arrived) for p in parameters if p.requires_grad]
+
+    def _trains_again(self) -> None:
+        # Hooks stay until `_settle`: this may be one of autograd's own threads, which walks through them right now.
+        self._begun_again = True
+        while self._reloaded:
+            self._reloaded.pop().forget()  # batches of that pass were only kept for later
+
+    def _settle(self) -> None:
+        """The run has begun to train again: nothing is put back any more."""
+        if self._begun_again and (self._restoring or self._watched):
+            self._restoring = False
+            for handle in self._watched:
+                handle.remove()
+            self._watched = []
+
+    def _release_feeds(self) -> None:
+        for feed in self._feeds:
+            feed.release()
+
+
+def _at_its_end(state: Mapping[str, Any]) -> bool:
+    return bool(state["delivered"]) and state["position"]["phase"] != "within"
+
+
+def _device(parts: Parts) -> torch.device:
+    """Where training computes."""
+    parameters = (p for module in parts.modules.values() for p in module.parameters())
+    return next((p.device for p in parameters), torch.device("cpu"))

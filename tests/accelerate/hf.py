@@ -1,0 +1,107 @@
+"""A tiny language model on Python's own source text, and `transformers.Trainer` training it with a trace."""
+
+from __future__ import annotations
+
+import string
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.utils.data import Dataset
+from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from accelerate_ckpt import TransformersCallback
+from tests.tracking.runs import Outcome, digest, seed_everything
+
+LENGTH = 16
+SAMPLES = 22
+_TIMED = ("runtime", "per_second", "train_loss")
+
+
+class Text(Dataset[Any]):
+    """Pieces of a module's source, a byte of each replaced at random."""
+
+    def __init__(self, samples: int = SAMPLES) -> None:
+        data = Path(string.__file__).read_bytes()
+        self.pieces = [torch.tensor(list(data[i * LENGTH : (i + 1) * LENGTH])) for i in range(samples)]
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        piece = self.pieces[index].clone()
+        piece[int(torch.randint(LENGTH, ()))] = 0
+        return {"input_ids": piece, "labels": piece}
+
+
+class Recorder(TrainerCallback):  # type: ignore[misc]
+    """Appends what is logged to the trace, and waits for snapshots, so that none is skipped."""
+
+    def __init__(self, trace: Any, ours: list[TransformersCallback]) -> None:
+        self._trace, self.ours = trace, ours
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        timeless = {name: value for name, value in logs.items() if not any(part in name for part in _TIMED)}
+        self._trace.append(("log", state.global_step, repr(sorted(timeless.items()))))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for ckpt in self.ours:
+            if ckpt.config.every_n_steps == 1 and ckpt.tracker is not None:
+                ckpt.tracker.before_update()
+                assert ckpt.tracker._engine.wait(30)
+
+
+def train_hf(
+    arguments: Mapping[str, Any], options: Mapping[str, Any] | None, folder: Path, *, seed: int = 0, trace: Any = None
+) -> Outcome:
+    """One process; without options there is no callback of ours."""
+    seed_everything(seed)
+    transformers.logging.set_verbosity_error()
+    trace = [] if trace is None else trace
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=LENGTH, n_embd=8, n_layer=1, n_head=2))
+
+    def seen(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        ids = hash(tuple(kwargs["input_ids"].flatten().tolist()))
+        trace.append(("train" if module.training else "eval", ids, output.loss.detach().item().hex()))
+
+    model.register_forward_hook(seen, with_kwargs=True)
+    ours = [] if options is None else [TransformersCallback(options)]
+    recorder = Recorder(trace, ours)
+    patience = [EarlyStoppingCallback(50)] if arguments.get("load_best_model_at_end") else []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice that is not about us
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(
+                str(folder),
+                **{
+                    "use_cpu": True,
+                    "per_device_train_batch_size": 4,
+                    "num_train_epochs": 3,
+                    "report_to": [],
+                    "disable_tqdm": True,
+                    "log_level": "error",
+                    "save_strategy": "no",
+                    "logging_strategy": "steps",
+                    "logging_steps": 3,
+                    "logging_nan_inf_filter": False,
+                    "seed": seed,
+                    "remove_unused_columns": False,
+                    "learning_rate": 1e-2,
+                    "dataloader_pin_memory": False,
+                    **arguments,
+                },
+            ),
+            train_dataset=Text(),
+            eval_dataset=Text(8),
+            callbacks=[*ours, recorder, *patience],
+        )
+        seed_everything(seed)
+        trainer.train(resume_from_checkpoint=ours[0].resume_from(trainer) if ours else None)
+    found = digest(weights=trainer.model.state_dict(), optimizer=trainer.optimizer.state_dict())
+    history = [{k: v for k, v in e.items() if not any(t in k for t in _TIMED)} for e in trainer.state.log_history]
+    found["history"] = repr(history)
+    return Outcome(trace, found)

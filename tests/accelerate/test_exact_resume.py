@@ -1,0 +1,70 @@
+"""An Accelerate loop that is resumed from any boundary, under other seeds, is the uninterrupted run, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.accelerate.runs import train_accelerate
+from tests.tracking.runs import LOADERS, Case, assert_continues, shuffled, taken
+
+DATALOADER_CONFIGURATIONS = {
+    "seedable sampler": Case(extra={"use_seedable_sampler": True}),
+    "seedable sampler, two workers": Case(loader=shuffled(num_workers=2), extra={"use_seedable_sampler": True}),
+    "stateful loader made by Accelerate": Case(extra={"use_stateful_dataloader": True}),
+    "stateful loader made by Accelerate, two workers": Case(
+        loader=shuffled(num_workers=2), extra={"use_stateful_dataloader": True}
+    ),
+    "stateful loader made by Accelerate, seedable": Case(
+        extra={"use_stateful_dataloader": True, "use_seedable_sampler": True}
+    ),
+    "dispatched batches": Case(extra={"dispatch_batches": True}),
+    "dispatched batches, two workers": Case(loader=shuffled(num_workers=2), extra={"dispatch_batches": True}),
+    "split batches": Case(extra={"split_batches": True}),
+    "split and dispatched batches": Case(extra={"split_batches": True, "dispatch_batches": True}),
+    "no even batches": Case(extra={"even_batches": False}),
+    "iterable dataset, not dispatched": Case(loader=LOADERS["iterable dataset"], extra={"dispatch_batches": False}),
+}
+LOOPS = {
+    "evaluation within epochs": Case(evaluate_every=2),
+    "no evaluation": Case(evaluation=None),
+    "accumulation of 2": Case(accumulate=2),
+    "accumulation of 4": Case(accumulate=4, loader=shuffled(30)),
+    "accumulation over epochs' ends": Case(accumulate=4),
+    "one batch per epoch": Case(loader=shuffled(4), epochs=6),
+    "two batches per epoch": Case(loader=shuffled(8), epochs=6),
+    "one step per epoch": Case(loader=shuffled(16), accumulate=4, epochs=6),
+}
+CASES = {**{name: Case(loader=loader) for name, loader in LOADERS.items()}, **DATALOADER_CONFIGURATIONS, **LOOPS}
+FEW = (
+    "shuffled",
+    "persistent workers",
+    "seedable sampler",
+    "stateful loader made by Accelerate",
+    "dispatched batches",
+    "accumulation of 2",
+    "one batch per epoch",
+)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_few_configurations_resume_exactly(name: str, tmp_path: Path) -> None:
+    """Tracking leaves the run as it is; from the middle, three generations of resume repeat it."""
+    case = CASES[name]
+    reference, snapshots = taken(train_accelerate, case, tmp_path / "run")
+    assert len(snapshots) >= 3
+    chosen = snapshots[len(snapshots) // 2]
+    assert_continues(train_accelerate, case, reference, chosen, tmp_path / "run", tmp_path / "resumed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_every_boundary_resumes_exactly(name: str, accumulate: int, tmp_path: Path) -> None:
+    """Whatever boundary a run is resumed from, it continues bit for bit, and so do its heirs."""
+    case = replace(CASES[name], accumulate=accumulate)
+    reference, snapshots = taken(train_accelerate, case, tmp_path / "run")
+    for snapshot in snapshots:
+        assert_continues(train_accelerate, case, reference, snapshot, tmp_path / "run", tmp_path / snapshot.id)

@@ -1,0 +1,129 @@
+"""`kill -9` at random moments: what is left resumes to the run that was never killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.accelerate.runs import train_accelerate
+from tests.accelerate.test_exact_resume import CASES
+from tests.tracking.runs import Case, train_plain
+
+REPOSITORY = Path(__file__).parents[2]
+PATIENCE_SECONDS = 120.0
+EPOCHS = 3
+
+
+def read(path: Path) -> list[str]:
+    """The complete lines of a trace file."""
+    return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+class Trainers:
+    """Starts training processes, one at a time, from a process that has the imports already."""
+
+    def __init__(self) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.accelerate.train_script"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+        )
+
+    def live(self, job: dict[str, object], entries: int | None, delay_seconds: float) -> list[str]:
+        """Run one process and kill it some time after its trace has so many entries; what it wrote."""
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(job) + "\n")
+        self._server.stdin.flush()
+        pid, trace = int(self._answer("pid")), Path(str(job["trace"]))
+        if entries is not None:
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while len(done := read(trace)) < entries and not (done and done[-1].startswith("('digest'")):
+                assert time.monotonic() < deadline, Path(f"{trace}.log").read_text()
+                time.sleep(0.001)
+            time.sleep(delay_seconds)  # a random moment, also in the middle of a step, a copy or a commit
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        status = self._answer("status")
+        assert status in ((0,) if entries is None else (0, -signal.SIGKILL)), Path(f"{trace}.log").read_text()
+        return read(trace)
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.close()
+        self._server.wait(PATIENCE_SECONDS)
+        self._server.stdout.close()
+
+    def _answer(self, key: str) -> int:
+        assert self._server.stdout is not None
+        return int(json.loads(self._server.stdout.readline())[key])
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Trainers]:
+    server = Trainers()
+    yield server
+    server.close()
+
+
+def assert_survives(
+    loop: str, name: str, accumulate: int, kills: list[tuple[int, float]], folder: Path, trainers: Trainers
+) -> None:
+    """All processes together are the uninterrupted run: each continues it exactly from where it resumed."""
+    case: Case = replace(CASES[name], accumulate=accumulate, epochs=EPOCHS)
+    reference = {"accelerate": train_accelerate, "plain": train_plain}[loop](case, None)
+    expected = [repr(entry) for entry in (*reference.trace, ("digest", reference.digest))]
+    reached = 0
+    for number, kill in enumerate([*kills, (None, 0.0)]):
+        job = {
+            "loop": loop,
+            "case": name,
+            "accumulate": accumulate,
+            "epochs": EPOCHS,
+            "root": str(folder / "run"),
+            "trace": str(folder / f"{number}.trace"),
+            # A script seeds itself for its fresh start; once there is a snapshot the seed must not matter.
+            "seed": 1000 * number if any((folder / "run" / "snapshots").glob("*.json")) else 0,
+        }
+        done = trainers.live(job, *kill)
+        if not done:
+            continue
+        start = expected.index(done[0])
+        assert start <= reached, f"process {number} skipped from {reached} to {start}"
+        assert done == expected[start : start + len(done)], f"process {number}, resumed at {start}"
+        reached = max(reached, start + len(done))
+        if reached == len(expected):
+            break  # it was done before it could be killed
+    assert reached == len(expected)
+
+
+@pytest.mark.parametrize("loop", ["accelerate", "plain"])
+def test_a_run_survives_two_kills(loop: str, tmp_path: Path, trainers: Trainers) -> None:
+    """At moments that differ from run to run; the script that ends never calls close() by itself."""
+    moment = random.SystemRandom()
+    kills = [(moment.randint(8, 14), moment.uniform(0, 0.03)) for _ in range(2)]
+    assert_survives(loop, "evaluation within epochs", 2, kills, tmp_path, trainers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_randomised_kills(number: int, tmp_path: Path, trainers: Trainers) -> None:
+    """Loader kind x accumulation x one to three kills."""
+    draw = random.Random(number)
+    # With a loader of their own iterator from `prepare`, only tracked runs are the same as each other.
+    names = sorted(name for name in CASES if not CASES[name].extra.get("use_stateful_dataloader"))
+    kills = [(draw.randint(1, 16), draw.uniform(0, 0.04)) for _ in range(draw.randint(1, 3))]
+    assert_survives("accelerate", draw.choice(names), draw.choice((1, 1, 2, 4)), kills, tmp_path, trainers)

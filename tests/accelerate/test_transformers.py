@@ -1,0 +1,63 @@
+"""A `transformers.Trainer` that is resumed from any boundary, under another seed, is the uninterrupted run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.accelerate.hf import train_hf
+from tests.tracking.runs import every_boundary, only, report, resume_only, saved
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "accumulation with a remainder": {"gradient_accumulation_steps": 4, "num_train_epochs": 4},
+    "two workers": {"dataloader_num_workers": 2},
+    "persistent workers": {"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
+    "best model": {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "save_total_limit": 2,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": False,
+    },
+    "max_steps": {"max_steps": 10},
+}
+
+
+def assert_resumes(name: str, tmp_path: Path, share: int) -> None:
+    """Resume from some boundaries and compare everything."""
+    arguments = CASES[name]
+    reference = train_hf(arguments, None, tmp_path / "out")
+    watched = train_hf(arguments, every_boundary(tmp_path / "run"), tmp_path / "out")
+    assert watched.trace == reference.trace, "the callback changed the run"
+    snapshots = [one for one in saved(tmp_path / "run") if one.reason != "end"]
+    assert len(snapshots) >= 4
+    for number, snapshot in enumerate(snapshots[1 :: max(1, len(snapshots) // share)]):
+        root = only(tmp_path / "run", snapshot, tmp_path / str(number))
+        resumed = train_hf(arguments, resume_only(root), tmp_path / "out", seed=11)
+        where = f"step {snapshot.step}, epoch {snapshot.epoch}, batch {snapshot.batch}"
+        assert resumed.trace, where
+        assert resumed.trace == reference.trace[len(reference.trace) - len(resumed.trace) :], where
+        assert resumed.digest == reference.digest, where
+        told = [one.name for one in report(root).not_restored if one.name != "callback Recorder"]
+        assert told == [], where
+
+
+@pytest.mark.parametrize("name", ["accumulation with a remainder", "two workers", "best model"])
+def test_the_trainer_resumes_exactly(name: str, tmp_path: Path) -> None:
+    """The callback leaves the run as it is; boundaries in the middle resume it."""
+    assert_resumes(name, tmp_path, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_trainer_resumes_exactly_from_every_boundary(name: str, tmp_path: Path) -> None:
+    """Whatever boundary a run is resumed from, it continues bit for bit."""
+    assert_resumes(name, tmp_path, 1000)

@@ -1,0 +1,354 @@
+"""Tiny training loops that write down everything an exact resume has to repeat, and what to do with their snapshots."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from ckpt_engine import Checkpointer
+from ckpt_engine.observe.resume_report import ResumeReport
+
+BATCH = 4
+SAMPLES = 22
+"""Six batches, the last of them short."""
+EPOCHS = 3
+Entry = tuple[Any, ...]
+
+
+class Augmented(Dataset[Any]):
+    """Samples with noise drawn from all three global random streams."""
+
+    def __init__(self, n: int = SAMPLES) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(n, 6, generator=generator)
+        self.y = torch.randn(n, 1, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, i: int) -> Any:
+        x = self.x[i] + 0.1 * torch.randn(6) + 0.1 * float(np.random.rand()) + 0.1 * random.random()
+        return x, self.y[i], i
+
+
+class Stream(IterableDataset[Any]):
+    """The same samples without a known length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        source = Augmented()
+        return (source[i] for i in range(SAMPLES))
+
+
+class StatefulStream(IterableDataset[Any]):
+    """A stream that says where it is."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        source = Augmented()
+        while self.at < SAMPLES:
+            self.at += 1
+            yield source[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Net(nn.Module):
+    """Batch norm, dropout, and a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3))
+        self.tail = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.tail(self.head(x))
+        return out
+
+
+class Average:
+    """Averaged weights, kept by the script: an object with a state of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.weights = [p.detach().clone() for p in model.parameters()]
+
+    def update(self, model: nn.Module) -> None:
+        for mine, p in zip(self.weights, model.parameters(), strict=True):
+            mine.lerp_(p.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"]
+
+
+def shuffled(n: int = SAMPLES, kind: Any = DataLoader, **options: Any) -> Callable[[], Any]:
+    """A factory of shuffled loaders."""
+
+    def make() -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torchdata calls what torch has deprecated
+            return kind(Augmented(n), batch_size=BATCH, shuffle=True, **options)
+
+    return make
+
+
+def weighted() -> Any:
+    weights = torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1))
+    return DataLoader(Augmented(), batch_size=BATCH, sampler=WeightedRandomSampler(weights.tolist(), SAMPLES))
+
+
+def with_generator() -> Any:
+    return DataLoader(Augmented(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+def shuffled_evaluation() -> Any:
+    return DataLoader(Augmented(8), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5))
+
+
+LOADERS: Mapping[str, Callable[[], Any]] = {
+    "shuffled": shuffled(),
+    "last batch dropped": shuffled(drop_last=True),
+    "two workers": shuffled(num_workers=2),
+    "persistent workers": shuffled(num_workers=2, persistent_workers=True),
+    "own generator": with_generator,
+    "weighted sampler": weighted,
+    "iterable dataset": lambda: DataLoader(Stream(), batch_size=BATCH),
+    "stateful iterable dataset": lambda: DataLoader(StatefulStream(), batch_size=BATCH),
+    "stateful loader": shuffled(kind=StatefulDataLoader),
+    "stateful loader, two workers": shuffled(kind=StatefulDataLoader, num_workers=2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration of a loop.
+
+    Args:
+        loader: makes the training data.
+        evaluation: makes the evaluation data, or None.
+        evaluate_every: batches between evaluations within an epoch; 0: after each epoch.
+        accumulate: batches per optimizer step.
+        epochs: to train.
+        extra: what only one kind of loop knows.
+    """
+
+    loader: Callable[[], Any] = LOADERS["shuffled"]
+    evaluation: Callable[[], Any] | None = shuffled_evaluation
+    evaluate_every: int = 0
+    accumulate: int = 1
+    epochs: int = EPOCHS
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Outcome:
+    """What a run did and where it ended."""
+
+    trace: list[Entry]
+    digest: dict[str, str]
+
+
+def seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+def every_boundary(root: Path, **options: Any) -> dict[str, Any]:
+    """Options that leave a snapshot of every boundary in `root`."""
+    return {
+        "tiers": str(root),
+        "every_n_steps": 1,
+        "keep": {"last": 1000},
+        "writer": "thread",
+        "lazy": "on",
+        "debug": True,
+        **options,
+    }
+
+
+def resume_only(root: Path) -> dict[str, Any]:
+    """Options that resume from `root` and add nothing to it."""
+    return {"tiers": str(root), "every_n_steps": 10**9, "at_end": False, "writer": "thread", "debug": True}
+
+
+def train_plain(case: Case, options: Mapping[str, Any] | None, *, seed: int = 0, trace: Any = None) -> Outcome:
+    """One process of a plain loop; without options, it is not tracked."""
+    seed_everything(seed)
+    trace = [] if trace is None else trace
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    average = Average(model)
+    loader = case.loader()
+    evaluation = None if case.evaluation is None else case.evaluation()
+    ckpt = None if options is None else Checkpointer(options)
+    objects = {"model": model, "optimizer": optimizer, "schedule": schedule, "average": average, "loader": loader}
+    if evaluation is not None:
+        objects["evaluation"] = evaluation
+    run = None if ckpt is None else ckpt.track(**objects)
+    for epoch in range(run.epoch if run is not None else 0, case.epochs):
+        model.train()
+        for batch, (x, y, ids) in enumerate(loader, run.resumed_batches if run is not None else 0):
+            durable(ckpt)
+            loss = ((model(x) - y) ** 2).mean()
+            loss.backward()
+            if (batch + 1) % case.accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+                average.update(model)
+            trace.append(("train", epoch, batch, tuple(ids.tolist()), loss.detach().item().hex(), lr(optimizer)))
+            if case.evaluate_every and batch % case.evaluate_every == 1:
+                evaluate(model, evaluation, trace)
+                model.train()
+        optimizer.zero_grad()
+        if not case.evaluate_every and evaluation is not None:
+            evaluate(model, evaluation, trace)
+    found = digest(weights=model.state_dict(), optimizer=optimizer.state_dict(), average=average.weights)
+    if ckpt is not None:
+        ckpt.close()
+    return Outcome(trace, found)
+
+
+def durable(ckpt: Checkpointer | None) -> None:
+    """Wait for the last snapshot, so that none is skipped because the writer is busy."""
+    if ckpt is not None and ckpt.config.every_n_steps == 1:
+        ckpt.before_update()
+        assert ckpt.wait(30)
+
+
+def lr(optimizer: Any) -> tuple[float, ...]:
+    return tuple(group["lr"] for group in optimizer.param_groups)
+
+
+def evaluate(model: nn.Module, loader: Any, trace: Any) -> None:
+    """Score the model; the noise of the data and the order are part of the trace."""
+    model.eval()
+    with torch.no_grad():
+        for x, y, ids in loader:
+            trace.append(("eval", tuple(ids.tolist()), ((model(x) - y) ** 2).mean().item().hex()))
+
+
+def digest(**parts: Any) -> dict[str, str]:
+    """Where a run ended: one number for each part and for the random streams."""
+    parts["streams"] = (torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate())
+    digests = {}
+    for name, part in parts.items():
+        seen = hashlib.sha256()
+        _absorb(part, seen)
+        digests[name] = seen.hexdigest()
+    return digests
+
+
+def _absorb(node: Any, seen: Any) -> None:
+    if isinstance(node, torch.Tensor):
+        seen.update(f"{node.dtype}{tuple(node.shape)}".encode() + node.detach().cpu().contiguous().numpy().tobytes())
+    elif isinstance(node, np.ndarray):
+        seen.update(node.tobytes())
+    elif isinstance(node, Mapping):
+        for key in sorted(node, key=str):
+            seen.update(str(key).encode())
+            _absorb(node[key], seen)
+    elif isinstance(node, list | tuple):
+        for child in node:
+            _absorb(child, seen)
+    else:
+        seen.update(repr(node).encode())
+
+
+# ---- snapshots
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A snapshot on disk, with what was noted about it."""
+
+    path: Path
+    id: str
+    step: int
+    epoch: int
+    batch: int
+    reason: str
+
+
+def saved(root: Path) -> list[Saved]:
+    """All snapshots in `root`, oldest first."""
+    found = []
+    for path in sorted((root / "snapshots").glob("*.json")):
+        manifest = json.loads(path.read_bytes())["manifest"]
+        info, notes = manifest["info"], manifest["notes"]
+        found.append(Saved(path, info["id"], info["step"], info["epoch"], notes["batch"], info["reason"]))
+    return found
+
+
+def only(root: Path, snapshot: Saved, target: Path) -> Path:
+    """A copy of the run as it was when `snapshot` was the newest."""
+    (target / "snapshots").mkdir(parents=True)
+    (target / "data").mkdir()
+    shutil.copy(root / "ckpt.json", target)
+    shutil.copy(snapshot.path, target / "snapshots")
+    for data in (root / "data").glob(f"{snapshot.id}*"):
+        shutil.copy(data, target / "data")
+    return target
+
+
+Train = Callable[..., Outcome]
+
+
+def taken(train: Train, case: Case, root: Path) -> tuple[Outcome, list[Saved]]:
+    """The uninterrupted run, and the snapshots in the middle of an identical run that is tracked."""
+    watched = train(case, every_boundary(root))
+    if not case.extra.get("use_stateful_dataloader"):
+        reference = train(case, None)
+        assert watched.trace == reference.trace, "tracking changed the run"
+        assert watched.digest == reference.digest, "tracking changed the run"
+    return watched, [snapshot for snapshot in saved(root) if snapshot.reason != "end"]
+
+
+def assert_continues(train: Train, case: Case, reference: Outcome, snapshot: Saved, root: Path, target: Path) -> None:
+    """Resume under another seed, three generations deep, and compare everything with the uninterrupted run."""
+    generation = 0
+    while True:
+        where = f"generation {generation}: epoch {snapshot.epoch}, batch {snapshot.batch}"
+        folder = only(root, snapshot, target / str(generation))
+        options = every_boundary(folder) if generation < 2 else resume_only(folder)
+        resumed = train(case, options, seed=1234 + snapshot.step)
+        assert resumed.trace == reference.trace[len(reference.trace) - len(resumed.trace) :], where
+        first = next(i for i, e in enumerate(reference.trace) if e[:3] == ("train", snapshot.epoch, snapshot.batch))
+        assert len(resumed.trace) == len(reference.trace) - first, where
+        assert resumed.digest == reference.digest, where
+        told = [one.why for one in report(folder).not_restored]
+        # What such a dataset drew for its order and for its samples, nobody can tell apart.
+        assert [why for why in told if "IterableDataset draws from the global random streams" not in why] == [], where
+        generation += 1
+        later = [s for s in saved(folder) if s.reason != "end" and s.step > snapshot.step]
+        if generation == 3 or not later:
+            return
+        root, snapshot = folder, later[min(1, len(later) - 1)]
+
+
+def report(root: Path) -> ResumeReport:
+    """The newest resume report of a run."""
+    return ResumeReport.from_json(json.loads((root / "resume-report.json").read_text()))

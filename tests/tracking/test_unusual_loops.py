@@ -1,0 +1,295 @@
+"""Loops that do more than iterate one loader: a resume from every boundary is exact there too."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ckpt_engine import Checkpointer
+from ckpt_engine.tracking.tracker import Tracker
+from tests.tracking.runs import (
+    BATCH,
+    Augmented,
+    Net,
+    Outcome,
+    digest,
+    durable,
+    every_boundary,
+    only,
+    resume_only,
+    saved,
+    seed_everything,
+)
+
+
+class Setting:
+    """One process: its model, optimizer and loader, the tracker, and the trace."""
+
+    def __init__(self, options: Mapping[str, Any] | None, *, seed: int = 0, samples: int = 22) -> None:
+        seed_everything(seed)
+        self.trace: list[Any] = []
+        self.options = options
+        self.model = Net()
+        self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
+        self.loader = DataLoader(Augmented(samples), batch_size=BATCH, shuffle=True)
+        self.ckpt: Checkpointer | None = None
+        self.tracker: Tracker | None = None
+
+    def track(self, **more: Any) -> None:
+        if self.options is not None:
+            self.ckpt = Checkpointer(self.options)
+            self.tracker = self.ckpt.track(model=self.model, optimizer=self.optimizer, loader=self.loader, **more)
+
+    @property
+    def epoch(self) -> int:
+        return self.tracker.epoch if self.tracker is not None else 0
+
+    @property
+    def done(self) -> int:
+        return self.tracker.resumed_batches if self.tracker is not None else 0
+
+    @property
+    def step(self) -> int:
+        return self.tracker.global_step if self.tracker is not None else 0
+
+    def train(self, x: Any, y: Any, *what: Any) -> None:
+        durable(self.ckpt)
+        self.optimizer.zero_grad()
+        loss = ((self.model(x) - y) ** 2).mean()
+        loss.backward()
+        self.optimizer.step()
+        self.trace.append((*what, loss.detach().item().hex()))
+
+    def end(self) -> Outcome:
+        found = digest(weights=self.model.state_dict(), optimizer=self.optimizer.state_dict())
+        if self.ckpt is not None:
+            self.ckpt.close()
+        return Outcome(self.trace, found)
+
+
+Loop = Callable[..., Outcome]
+
+
+def looks_at_a_batch_first(options: Any, seed: int = 0) -> Outcome:
+    """Asks the loader for a batch to see its shape, and evaluates on the training data, before it trains."""
+    run = Setting(options, seed=seed)
+    run.track()
+    next(iter(run.loader))
+    for _ in run.loader:
+        pass
+    for epoch in range(run.epoch, 3):
+        for x, y, ids in run.loader:
+            run.train(x, y, epoch, tuple(ids.tolist()))
+    return run.end()
+
+
+def leaves_epochs_early(options: Any, seed: int = 0) -> Outcome:
+    """Trains on four batches of each epoch."""
+    run = Setting(options, seed=seed)
+    run.track()
+    for epoch in range(run.epoch, 4):
+        for batch, (x, y, ids) in enumerate(run.loader, run.done):
+            run.train(x, y, epoch, batch, tuple(ids.tolist()))
+            if batch == 3:
+                break
+    return run.end()
+
+
+def takes_pairs_of_batches(options: Any, seed: int = 0) -> Outcome:
+    """Iterates two loaders at once."""
+    run = Setting(options, seed=seed)
+    second = DataLoader(Augmented(30), batch_size=BATCH, shuffle=True)
+    run.track(second=second)
+    for epoch in range(run.epoch, 3):
+        for (x, y, ids), (_, _, others) in zip(run.loader, second, strict=False):
+            run.train(x, y, epoch, tuple(ids.tolist()), tuple(others.tolist()))
+    return run.end()
+
+
+def fetches_several_batches_ahead(options: Any, seed: int = 0) -> Outcome:
+    """Asks for four batches at once, also where fewer are left, and trains on them afterwards."""
+    run = Setting(options, seed=seed)
+    run.track()
+    for epoch in range(run.epoch, 4):
+        batches = iter(run.loader)
+        while group := list(itertools.islice(batches, 4)):
+            for x, y, ids in group:
+                durable(run.ckpt)
+                ((run.model(x) - y) ** 2).mean().backward()
+                run.trace.append((epoch, tuple(ids.tolist())))
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+    return run.end()
+
+
+def steps_without_a_loader(options: Any, seed: int = 0) -> Outcome:
+    """Makes its data itself, and says when a step is done."""
+    run = Setting(options, seed=seed)
+    run.track()
+    for step in range(run.step, 8):
+        x = torch.randn(4, 6)
+        run.train(x, x.sum(1, keepdim=True), step)
+        if run.tracker is not None:
+            run.tracker.step()
+    return run.end()
+
+
+def draws_from_an_endless_iterator(options: Any, seed: int = 0) -> Outcome:
+    """Calls next() by itself, epoch after epoch."""
+    run = Setting(options, seed=seed)
+    run.track()
+    iterator = iter(run.loader)
+    for step in range(run.step, 16):
+        try:
+            x, y, ids = next(iterator)
+        except StopIteration:
+            iterator = iter(run.loader)
+            x, y, ids = next(iterator)
+        run.train(x, y, step, tuple(ids.tolist()))
+    return run.end()
+
+
+def trains_two_models_in_turn(options: Any, seed: int = 0) -> Outcome:
+    """The second optimizer gathers gradients of two batches, so between them some wait."""
+    run = Setting(options, seed=seed)
+    critic = nn.Linear(1, 1)
+    slow = torch.optim.SGD(critic.parameters(), lr=1e-2, momentum=0.9)
+    run.track(critic=critic, slow=slow)
+    for epoch in range(run.epoch, 3):
+        for batch, (x, y, ids) in enumerate(run.loader, run.done):
+            critic(run.model(x).detach()).mean().backward()
+            run.train(x, y, epoch, batch, tuple(ids.tolist()), critic.weight.item().hex())
+            if batch % 2 == 1:
+                slow.step()
+                slow.zero_grad()
+    run.trace.append([p.item().hex() for p in critic.parameters()])
+    return run.end()
+
+
+def accumulates_beyond_the_epoch(options: Any, seed: int = 0) -> Outcome:
+    """The last two batches of an epoch wait for the next one's."""
+    run = Setting(options, seed=seed)
+    run.track()
+    for epoch in range(run.epoch, 5):
+        for batch, (x, y, ids) in enumerate(run.loader, run.done):
+            durable(run.ckpt)
+            ((run.model(x) - y) ** 2).mean().backward()
+            run.trace.append((epoch, batch, tuple(ids.tolist())))
+            if (epoch * 6 + batch) % 4 == 3:
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+    return run.end()
+
+
+def scales_gradients(options: Any, seed: int = 0) -> Outcome:
+    """A GradScaler that skips steps where gradients overflow."""
+    run = Setting(options, seed=seed)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, growth_interval=3)
+    run.track(scaler=scaler)
+    for epoch in range(run.epoch, 3):
+        for x, y, ids in run.loader:
+            durable(run.ckpt)
+            run.optimizer.zero_grad()
+            loss = ((run.model(x) - y) ** 2).mean()
+            overflows = float("inf") if int(ids[0]) % 5 == 0 else 1.0
+            scaler.scale(loss * overflows).backward()
+            scaler.step(run.optimizer)
+            scaler.update()
+            run.trace.append((epoch, tuple(ids.tolist()), loss.detach().item().hex(), scaler.get_scale()))
+    return run.end()
+
+
+def freezes_and_unfreezes(options: Any, seed: int = 0) -> Outcome:
+    """What is frozen from the second epoch on is set once, at that epoch's start."""
+    run = Setting(options, seed=seed)
+    run.track()
+    for epoch in range(run.epoch, 3):
+        if epoch == 1 and not run.done:
+            run.model.head[0].requires_grad_(False)
+        for x, y, ids in run.loader:
+            run.train(x, y, epoch, tuple(ids.tolist()))
+    return run.end()
+
+
+def curves(options: Any, seed: int = 0) -> Outcome:
+    """L-BFGS calls the loss several times per step, and keeps lists of tensors."""
+    run = Setting(options, seed=seed)
+    run.optimizer = torch.optim.LBFGS(run.model.parameters(), lr=0.1, max_iter=3)
+    run.track()
+    for epoch in range(run.epoch, 3):
+        for x, y, ids in run.loader:
+            durable(run.ckpt)
+            run.trace.append((epoch, tuple(ids.tolist())))
+
+            def closure(x: Any = x, y: Any = y) -> torch.Tensor:
+                run.optimizer.zero_grad()
+                loss: torch.Tensor = ((run.model(x) - y) ** 2).mean()
+                loss.backward()
+                run.trace.append(loss.detach().item().hex())
+                return loss
+
+            run.optimizer.step(closure)
+    return run.end()
+
+
+def fabric(options: Any, seed: int = 0) -> Outcome:
+    """Everything was set up by Lightning Fabric."""
+    from lightning.fabric import Fabric
+
+    run = Setting(options, seed=seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice on small loaders
+        tool = Fabric(accelerator="cpu", devices=1)
+        model, run.optimizer = tool.setup(run.model, run.optimizer)
+        run.loader = tool.setup_dataloaders(run.loader)
+    run.model = model
+    run.track()
+    for epoch in range(run.epoch, 3):
+        for x, y, ids in run.loader:
+            durable(run.ckpt)
+            run.optimizer.zero_grad()
+            loss = ((model(x) - y) ** 2).mean()
+            tool.backward(loss)
+            run.optimizer.step()
+            run.trace.append((epoch, tuple(ids.tolist()), loss.detach().item().hex()))
+    return run.end()
+
+
+LOOPS = (
+    leaves_epochs_early,
+    fetches_several_batches_ahead,
+    takes_pairs_of_batches,
+    steps_without_a_loader,
+    draws_from_an_endless_iterator,
+    trains_two_models_in_turn,
+    accumulates_beyond_the_epoch,
+    scales_gradients,
+    freezes_and_unfreezes,
+    curves,
+    fabric,
+)
+
+
+@pytest.mark.parametrize("loop", [*LOOPS, looks_at_a_batch_first], ids=lambda loop: loop.__name__)
+def test_the_loop_resumes_exactly(loop: Loop, tmp_path: Path) -> None:
+    """The tracked run is the untracked one, and boundaries throughout resume it under another seed."""
+    reference = loop(None)
+    watched = loop(every_boundary(tmp_path / "run"))
+    assert watched == reference
+    snapshots = [one for one in saved(tmp_path / "run") if one.reason != "end"]
+    assert len(snapshots) >= 4
+    for number, snapshot in enumerate(snapshots[:: max(1, len(snapshots) // 3)]):
+        folder = only(tmp_path / "run", snapshot, tmp_path / str(number))
+        resumed = loop(resume_only(folder), seed=77 + number)
+        assert resumed.trace == reference.trace[len(reference.trace) - len(resumed.trace) :], snapshot
+        assert len(resumed.trace) < len(reference.trace), snapshot
+        assert resumed.digest == reference.digest, snapshot
+        assert resumed.trace or snapshot is snapshots[-1]

@@ -14,10 +14,10 @@ import lightning.pytorch as pl
 
 from ckpt_engine.data import rng
 from ckpt_engine.snapshot.flatten import Flattener, problems
+from ckpt_engine.tracking.packed import Packer
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.compat import Internals
-from lightning_ckpt.packed import Packer
 
 OWN_KEY = "ckpt_engine"
 OWN_VERSION = 1

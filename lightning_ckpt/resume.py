@@ -25,12 +25,12 @@ from ckpt_engine.errors import NewerFormatError, ResumeError
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
+from ckpt_engine.tracking.packed import unpack
 from lightning_ckpt import epoch_start, loop_state, weights
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.capture import OWN_KEY, OWN_VERSION
 from lightning_ckpt.compat import Internals, callbacks_of
 from lightning_ckpt.loaders import TrainLoaders
-from lightning_ckpt.packed import unpack
 from lightning_ckpt.report import ReportDraft, publish
 
 _log = logging.getLogger("lightning_ckpt")

@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 the answer is bad news (`verify` found damage); 2 it could
 
 from __future__ import annotations
 
+import keyword
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -13,7 +14,7 @@ import click
 
 from ckpt_engine.errors import CkptError
 
-VERBS = ("ls", "show", "verify", "status", "export", "cp", "prune", "pin", "unpin", "doctor", "schema")
+VERBS = ("ls", "show", "verify", "status", "export", "import", "cp", "prune", "pin", "unpin", "doctor", "schema")
 
 
 class _Verbs(click.Group):
@@ -25,15 +26,20 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in VERBS:
             return None
-        command = import_module(f"ckpt_engine.cli.{cmd_name}").command
+        command = import_module(f"ckpt_engine.cli.{module_of(cmd_name)}").command
         assert isinstance(command, click.Command)
         return command
+
+
+def module_of(verb: str) -> str:
+    """The module of a verb: `import` and `verify-resume` are no names that Python takes."""
+    return f"{verb}_" if keyword.iskeyword(verb) else verb.replace("-", "_")
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ckpt-engine", prog_name="ckpt")
 def commands() -> None:
-    """Look at, check, keep and export the snapshots of a training run.
+    """Look at, check, keep, import and export the snapshots of a training run.
 
     ROOT is the run's folder, its storage URL, or the ckpt.yaml that names its tiers. SNAPSHOT is an id as `ckpt ls`
     shows it or the start of one, a step (1200 or step=1200), or latest.

@@ -1,15 +1,22 @@
-"""A snapshot as a folder of Accelerate's `save_state`, for `accelerator.load_state`."""
+"""Folders of Accelerate's `save_state`, written for `accelerator.load_state`, and read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count, takewhile
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ckpt_engine.convert import model_file, streams
-from ckpt_engine.convert.parts import Parts
-from ckpt_engine.errors import MismatchError
+from ckpt_engine.convert import model_file, safe_load, streams
+from ckpt_engine.convert.imported import Advance, Imported, whole_number
+from ckpt_engine.convert.parts import CUSTOM as CUSTOM_KEY
+from ckpt_engine.convert.parts import LOADERS, Parts
+from ckpt_engine.convert.parts import STREAMS as STREAMS_KEY
+from ckpt_engine.data import rng
+from ckpt_engine.errors import CorruptError, ForeignError, MismatchError
 
 MODEL, MODEL_TORCH = "model.safetensors", "pytorch_model.bin"
 OPTIMIZER, SCHEDULER = "optimizer.bin", "scheduler.bin"
@@ -74,3 +81,63 @@ def _missing(parts: Parts) -> Iterator[str]:
         yield "no random streams in the snapshot: load_state leaves them as they are"
     if not parts.loaders:
         yield "no data position: Accelerate's files have one of stateful loaders only; skip_first_batches skips by hand"
+
+
+def read(folder: Path, advance: Advance) -> Imported:
+    """A folder that `save_state` has written, from one process.
+
+    Raises:
+        MismatchError: it was sharded by FSDP, DeepSpeed or Megatron.
+        ForeignError: it has no weights.
+        UnstorableLeafError, CorruptError, StorageError: a file cannot be read.
+    """
+    notes = []
+    models = _each(lambda i: model_file.read(folder, numbered(MODEL, i), numbered(MODEL_TORCH, i), advance))
+    if not models:
+        raise ForeignError(f"{folder} has no {MODEL} and no {MODEL_TORCH}")
+    state: dict[str, Any] = {"models": models}
+    for key, name in (("optimizers", OPTIMIZER), ("schedulers", SCHEDULER), (LOADERS, LOADER)):
+        state[key] = _each(partial(_optional, folder, partial(numbered, name), advance))
+    state[CUSTOM_KEY] = _each(partial(_optional, folder, CUSTOM.format, advance))
+    if (scaler := _optional(folder, str, advance, SCALER)) is not None:
+        state["scaler"] = scaler
+    recorded = _optional(folder, STREAMS.format, advance, 0)
+    step = None
+    if isinstance(recorded, dict):
+        step = whole_number(recorded.get("step"))
+        state[STREAMS_KEY] = _recorded(folder / STREAMS.format(0), recorded)
+    else:
+        notes.append("it has no random streams")
+    if (folder / STREAMS.format(1)).exists():
+        notes.append("it is of several processes: the random streams of the first one are kept")
+    if (folder / "sampler.bin").exists():
+        notes.append("sampler.bin left out: it is a pickled object; Accelerate makes its sampler again from the seed")
+    return Imported("accelerate", state, step, None, tuple(notes))
+
+
+def _each(read_one: Callable[[int], Any]) -> list[Any]:
+    """Objects number 0, 1, ... up to the first that is not there."""
+    return list(takewhile(lambda found: found is not None, map(read_one, count())))
+
+
+def _optional(folder: Path, name: Callable[[Any], str], advance: Advance, which: Any) -> Any:
+    file = folder / name(which)
+    if not file.exists():
+        return None
+    value = safe_load.load(file).value
+    advance(file.stat().st_size)
+    return value
+
+
+def _recorded(file: Path, recorded: dict[str, Any]) -> rng.RngState:
+    try:
+        return streams.from_legacy(
+            streams.Legacy(
+                recorded["random_state"],
+                recorded["numpy_random_seed"],
+                recorded["torch_manual_seed"],
+                tuple(recorded.get("torch_cuda_manual_seed") or ()),
+            )
+        )
+    except (KeyError, TypeError, ValueError, RuntimeError) as err:
+        raise CorruptError(f"{file} has no random streams: {err}") from err

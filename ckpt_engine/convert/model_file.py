@@ -1,14 +1,19 @@
-"""Weights as one safetensors file, the way `safetensors.torch.save_model` writes them: tied tensors once."""
+"""Weights as safetensors files, the way `safetensors.torch.save_model` writes them: tied tensors once."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ckpt_engine.convert import safe_load
+from ckpt_engine.convert.imported import Advance
+from ckpt_engine.errors import CorruptError, StorageMissingError
 from ckpt_engine.store.container import DTYPES
 
 
@@ -42,3 +47,56 @@ def untied(state_dict: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tens
         apart[name] = plain.clone() if tensor.numel() and where in memory else plain
         memory.add(where)
     return apart, tied
+
+
+def read(folder: Path, name: str, torch_name: str, advance: Advance) -> dict[str, Any] | None:
+    """The weights that lie in `folder` under either name, whole or in parts with an index; None if there are none.
+
+    Raises:
+        CorruptError: a file is damaged.
+        StorageMissingError: the index names a file that is not there.
+        UnstorableLeafError, ForeignError: as `safe_load.load`.
+    """
+    for one, reader in ((name, _read_safetensors), (torch_name, _read_torch)):
+        files = _parts(folder, one)
+        if files:
+            state_dict: dict[str, Any] = {}
+            for file in files:
+                state_dict |= reader(file)
+                advance(file.stat().st_size)
+            return state_dict
+    return None
+
+
+def _parts(folder: Path, name: str) -> list[Path]:
+    if (folder / name).exists():
+        return [folder / name]
+    index = folder / f"{name}.index.json"
+    if not index.exists():
+        return []
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        files = [folder / Path(one).name for one in names]
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise CorruptError(f"{index} is not an index of weights: {err}") from err
+    for file in files:
+        if not file.exists():
+            raise StorageMissingError(f"{file}, a part of the weights, is missing")
+    return files
+
+
+def _read_safetensors(file: Path) -> dict[str, Any]:
+    try:
+        with safe_open(file, "pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
+            tied = opened.metadata() or {}
+    except SafetensorError as err:
+        raise CorruptError(f"{file} is not a whole safetensors file: {err}") from err
+    return tensors | {name: tensors[same] for name, same in tied.items() if same in tensors and name not in tensors}
+
+
+def _read_torch(file: Path) -> dict[str, Any]:
+    value = safe_load.load(file).value
+    if not isinstance(value, dict):
+        raise CorruptError(f"{file} holds a {type(value).__name__} instead of weights by name")
+    return value

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.cli import ls
-from ckpt_engine.cli.main import VERBS, commands, main
+from ckpt_engine.cli.main import VERBS, commands, main, module_of
 
 Ckpt = Callable[..., Any]
 PAGE = (Path(__file__).parents[2] / "docs/cli.md").read_text()
@@ -24,7 +24,7 @@ def test_every_verb_is_a_module_of_that_name_with_help(ckpt: Ckpt) -> None:
     """One file per verb; each explains itself."""
     listing = ckpt("--help").out
     for verb in VERBS:
-        assert importlib.import_module(f"ckpt_engine.cli.{verb}").command.name == verb
+        assert importlib.import_module(f"ckpt_engine.cli.{module_of(verb)}").command.name == verb
         assert re.search(rf"^  {verb}  +\S", listing, re.MULTILINE)
         assert ckpt(verb, "-h").out.startswith(f"Usage: ckpt {verb}")
 

@@ -14,7 +14,10 @@ import click
 
 from ckpt_engine.errors import CkptError
 
-VERBS = ("ls", "show", "verify", "status", "export", "import", "cp", "prune", "pin", "unpin", "doctor", "schema")
+VERBS = (
+    *("ls", "show", "verify", "diff", "status"),
+    *("export", "import", "cp", "prune", "pin", "unpin", "doctor", "schema"),
+)
 
 
 class _Verbs(click.Group):

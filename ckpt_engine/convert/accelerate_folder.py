@@ -95,10 +95,16 @@ def read(folder: Path, advance: Advance) -> Imported:
     models = _each(lambda i: model_file.read(folder, numbered(MODEL, i), numbered(MODEL_TORCH, i), advance))
     if not models:
         raise ForeignError(f"{folder} has no {MODEL} and no {MODEL_TORCH}")
-    state: dict[str, Any] = {"models": models}
-    for key, name in (("optimizers", OPTIMIZER), ("schedulers", SCHEDULER), (LOADERS, LOADER)):
-        state[key] = _each(partial(_optional, folder, partial(numbered, name), advance))
-    state[CUSTOM_KEY] = _each(partial(_optional, folder, CUSTOM.format, advance))
+    state: dict[str, Any] = {}
+    for key, found in (
+        ("model", models),
+        ("optimizer", _each(partial(_optional, folder, partial(numbered, OPTIMIZER), advance))),
+        ("scheduler", _each(partial(_optional, folder, partial(numbered, SCHEDULER), advance))),
+    ):
+        state |= {numbered(key, index): one for index, one in enumerate(found)}
+    custom = _each(partial(_optional, folder, CUSTOM.format, advance))
+    state |= {f"{CUSTOM_KEY}{index}": one for index, one in enumerate(custom)}
+    state[LOADERS] = _each(partial(_optional, folder, partial(numbered, LOADER), advance))
     if (scaler := _optional(folder, str, advance, SCALER)) is not None:
         state["scaler"] = scaler
     recorded = _optional(folder, STREAMS.format, advance, 0)

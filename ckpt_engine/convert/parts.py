@@ -19,7 +19,8 @@ from ckpt_engine.tracking.packed import unpack
 
 AVERAGED = "current_model_state"
 """In Lightning snapshots with averaged weights: those that train. `state_dict` then has the averages."""
-CUSTOM = "custom"
+CUSTOM = "custom_checkpoint_"
+"""How the keys of objects registered with Accelerate begin; a number follows, as in the names of its files."""
 LOADERS = "loaders"
 FILES = "files"
 TRAINER_STATE = "trainer_state"
@@ -67,7 +68,8 @@ def recognise(state: Any) -> Parts:
     """
     if not isinstance(state, Mapping):
         return Parts()
-    skipped = {OWN_KEY, CUSTOM, LOADERS, FILES, TRAINER_STATE, STREAMS}
+    custom = {key: node for key, node in state.items() if str(key).startswith(CUSTOM)}
+    skipped = {OWN_KEY, LOADERS, FILES, TRAINER_STATE, STREAMS, *custom}
     if AVERAGED in state:
         skipped.add("state_dict")
     nodes = [pair for key, node in state.items() if key not in skipped for pair in _nodes(node, str(key), _DEPTH)]
@@ -78,7 +80,7 @@ def recognise(state: Any) -> Parts:
         optimizers={where: node for where, node in nodes if is_optimizer(node)},
         schedulers={where: node for where, node in nodes if is_scheduler(node)},
         scalers={where: node for where, node in nodes if is_scaler(node)},
-        custom=_sequence(state.get(CUSTOM)),
+        custom=tuple(custom.values()),
         loaders=_sequence(state.get(LOADERS)),
         streams=_streams(state),
         trainer_state=state.get(TRAINER_STATE),

@@ -68,7 +68,7 @@ def test_accelerate_loads_the_folder(ckpt: Ckpt, tmp_path: Path) -> None:
 
     loop, other = Loop().trained(3), nn.Linear(2, 2)
     streams = rng.capture()
-    state = {**loop.state(), "second": other.state_dict(), "custom": [{"best": 0.5}], "rng": streams}
+    state = {**loop.state(), "second": other.state_dict(), "custom_checkpoint_0": {"best": 0.5}, "rng": streams}
     _save(tmp_path / "run", state)
     result = ckpt("export", tmp_path / "run", tmp_path / "out", "--to", "accelerate")
     assert result.code == 0, result.err

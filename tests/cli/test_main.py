@@ -116,4 +116,4 @@ def test_every_command_is_documented() -> None:
         for parameter in command.params:
             for name in parameter.opts if parameter.param_type_name == "option" else ():
                 assert re.search(rf"[`\[ ]{name}\b", section[1]), (verb, name)
-    assert re.findall(r"^## ckpt (\w+)", PAGE, re.MULTILINE) == list(VERBS)
+    assert re.findall(r"^## ckpt ([\w-]+)", PAGE, re.MULTILINE) == list(VERBS)

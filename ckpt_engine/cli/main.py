@@ -15,8 +15,20 @@ import click
 from ckpt_engine.errors import CkptError
 
 VERBS = (
-    *("ls", "show", "verify", "diff", "status"),
-    *("export", "import", "cp", "prune", "pin", "unpin", "doctor", "schema"),
+    "ls",
+    "show",
+    "verify",
+    "diff",
+    "status",
+    "export",
+    "import",
+    "verify-resume",
+    "cp",
+    "prune",
+    "pin",
+    "unpin",
+    "doctor",
+    "schema",
 )
 
 

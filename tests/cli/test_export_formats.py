@@ -97,6 +97,7 @@ def test_accelerate_loads_the_folder(ckpt: Ckpt, tmp_path: Path) -> None:
     same_tree(second.state_dict(), other.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_resumes_from_the_folder_as_from_its_own(ckpt: Ckpt, tmp_path: Path) -> None:
     """The Trainer ends with bitwise the same weights; `from_pretrained` reads the tied model."""
@@ -128,6 +129,41 @@ def test_transformers_resumes_from_the_folder_as_from_its_own(ckpt: Ckpt, tmp_pa
         ends.append({**again.model.state_dict(), "step": torch.tensor(again.state.global_step)})
     assert int(ends[0]["step"]) == 8
     same_tree(*ends)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_lightning_snapshot_becomes_an_accelerate_folder(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Its random streams are in the part that adapters pack, and are those of the snapshot's instant."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from safetensors.torch import load_file
+
+    from lightning_ckpt import AdaptiveCheckpoint
+
+    class AtTheEnd(pl.Callback):
+        def on_train_end(self, *_: Any) -> None:
+            self.streams = rng.capture()
+
+    end, model = AtTheEnd(), BoringModel()
+    trainer = pl.Trainer(
+        max_epochs=1,
+        limit_train_batches=3,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+        callbacks=[AdaptiveCheckpoint(tmp_path / "run", writer="thread"), end],
+    )
+    trainer.fit(model)
+    result = ckpt("export", tmp_path / "run", tmp_path / "out", "--to", "accelerate")
+    assert result.code == 0, result.err
+    assert "models: state_dict; optimizers: optimizer_states/0; schedulers: lr_schedulers/0" in result.out
+    same_tree(load_file(tmp_path / "out/model.safetensors"), dict(model.state_dict()))
+    recorded = torch.load(tmp_path / "out/random_states_0.pkl", weights_only=False)
+    assert recorded["step"] == 3
+    assert recorded["torch_manual_seed"].numpy().tobytes() == end.streams["torch"]
 
 
 def test_what_a_snapshot_lacks_is_said_with_what_can_be_exported_instead(ckpt: Ckpt, tmp_path: Path) -> None:

@@ -35,16 +35,18 @@ while kill -0 "$training" 2>/dev/null; do
   code=$?
 done
 
-if [ "$code" -eq 0 ]; then
-  echo "requeue.sh: training is complete"
-elif [ "$stopped" -eq 0 ]; then
-  echo "requeue.sh: training failed with exit code $code, and is not started again" >&2
-elif [ -n "${SLURM_JOB_ID:-}" ]; then
+# What the training ends with does not tell whether it was complete when it was told to stop. One that was finds nothing to
+# do when it is started again, and ends.
+if [ "$stopped" -eq 1 ] && [ -n "${SLURM_JOB_ID:-}" ]; then
   echo "requeue.sh: told to stop, queued again"
   scontrol requeue "$SLURM_JOB_ID"
-  code=0
-else
+  code=$?
+elif [ "$stopped" -eq 1 ]; then
   echo "requeue.sh: told to stop"
   code=143
+elif [ "$code" -eq 0 ]; then
+  echo "requeue.sh: training is complete"
+else
+  echo "requeue.sh: training failed with exit code $code, and is not started again" >&2
 fi
 exit "$code"

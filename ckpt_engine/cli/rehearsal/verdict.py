@@ -102,8 +102,8 @@ def _cause_resumed(area: Area, areas: set[Area]) -> str:
     if area is Area.BATCH and Area.POSITION not in areas:
         return (
             "the same samples come with other content: augmentation draws from a generator of its own "
-            "(np.random.default_rng(), random.Random()), workers seed themselves from the clock or the process id, or it "
-            "depends on the time; draw from the global streams (random, numpy, torch), which workers get back too"
+            "(np.random.default_rng(), random.Random()), workers seed themselves from the clock or the process id, or "
+            "it depends on the time; draw from the global streams (random, numpy, torch), which workers get back too"
         )
     if area in (Area.BATCH, Area.POSITION):
         return (

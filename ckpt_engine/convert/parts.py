@@ -6,6 +6,7 @@ dict of an optimizer has `state` and `param_groups` whatever it is called.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
@@ -25,6 +26,8 @@ LOADERS = "loaders"
 FILES = "files"
 TRAINER_STATE = "trainer_state"
 STREAMS = "rng"
+SURROUNDINGS = "surroundings"
+"""Where the adapter for transformers keeps `state`, the text of trainer_state.json, and `files`, texts by name."""
 _DEPTH = 2
 _KEPT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 
@@ -75,6 +78,8 @@ def recognise(state: Any) -> Parts:
     nodes = [pair for key, node in state.items() if key not in skipped for pair in _nodes(node, str(key), _DEPTH)]
     models = {where: node for where, node in nodes if is_model(node)}
     of_modules = {where: node for where, node in models.items() if hasattr(node, "_metadata")}
+    own = _own(state)
+    trainer_state, files = _of_trainer(own)
     return Parts(
         models=of_modules or models,
         optimizers={where: node for where, node in nodes if is_optimizer(node)},
@@ -82,9 +87,9 @@ def recognise(state: Any) -> Parts:
         scalers={where: node for where, node in nodes if is_scaler(node)},
         custom=tuple(custom.values()),
         loaders=_sequence(state.get(LOADERS)),
-        streams=_streams(state),
-        trainer_state=state.get(TRAINER_STATE),
-        files=_files(state.get(FILES)),
+        streams=_streams(state, own),
+        trainer_state=state.get(TRAINER_STATE, trainer_state),
+        files=files | _files(state.get(FILES)),
     )
 
 
@@ -140,12 +145,25 @@ def _files(node: Any) -> dict[str, bytes]:
     return {name: data for name, data in node.items() if isinstance(data, bytes) and is_kept_file(str(name))}
 
 
-def _streams(state: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def _own(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What an adapter needs besides the components, packed or not."""
     own = state.get(OWN_KEY)
-    candidates = [state.get(STREAMS)]
-    if isinstance(own, Mapping):
-        packed = own.get("packed")
-        if isinstance(packed, torch.Tensor):
-            candidates.append(unpack(packed)[0].get(STREAMS))
-        candidates.append(own.get(STREAMS))
-    return next((node for node in candidates if streams.looks_recorded(node)), None)
+    if not isinstance(own, Mapping):
+        return {}
+    packed = own.get("packed")
+    more = unpack(packed)[0] if isinstance(packed, torch.Tensor) else {}
+    return {**own, **more} if isinstance(more, Mapping) else own
+
+
+def _streams(state: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return next((node for node in (state.get(STREAMS), own.get(STREAMS)) if streams.looks_recorded(node)), None)
+
+
+def _of_trainer(own: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, dict[str, bytes]]:
+    """The state and files of a transformers Trainer, as its adapter keeps them: texts of JSON files."""
+    around = own.get(SURROUNDINGS)
+    if not isinstance(around, Mapping):
+        return None, {}
+    state, files = around.get("state"), around.get(FILES)
+    texts = {name: text.encode() for name, text in files.items()} if isinstance(files, Mapping) else {}
+    return (json.loads(state) if isinstance(state, str) else None), _files(texts)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.data import rng
+from ckpt_engine.tracking.packed import Packer
 from tests.convert.training import Loop, same_tree, tiny_trainer
 
 Ckpt = Callable[..., Any]
@@ -165,6 +166,18 @@ def test_a_lightning_snapshot_becomes_an_accelerate_folder(ckpt: Ckpt, tmp_path:
     recorded = torch.load(tmp_path / "out/random_states_0.pkl", weights_only=False)
     assert recorded["step"] == 3
     assert recorded["torch_manual_seed"].numpy().tobytes() == end.streams["torch"]
+
+
+def test_a_trainer_state_and_files_that_an_adapter_packs_are_found(ckpt: Ckpt, tmp_path: Path) -> None:
+    """The adapter for transformers keeps them as texts beside its counters."""
+    around = {"state": '{"global_step": 7, "log_history": [{"loss": 1.5}]}', "files": {"config.json": '{"a": 1}'}}
+    packed = Packer("ckpt_engine").pack({"surroundings": around, "rng": rng.capture()})
+    _save(tmp_path / "run", {"model": nn.Linear(2, 2).state_dict(), "ckpt_engine": {"version": 1, "packed": packed}})
+    result = ckpt("export", tmp_path / "run", tmp_path / "out", "--to", "transformers")
+    assert result.code == 0, result.err
+    assert json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"] == [{"loss": 1.5}]
+    assert (tmp_path / "out/config.json").read_text() == '{"a": 1}'
+    assert (tmp_path / "out/rng_state.pth").exists()
 
 
 def test_what_a_snapshot_lacks_is_said_with_what_can_be_exported_instead(ckpt: Ckpt, tmp_path: Path) -> None:

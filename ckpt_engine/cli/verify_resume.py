@@ -113,19 +113,25 @@ def _rehearse(runs: Runs, steps: int, at: int, *, quiet: bool) -> Report:
     _require_resumed(again, killed)
     notes = _about_folders(whole, killed, again)
     fresh, _ = _compare(runs, ("uninterrupted", "killed"), (whole, killed), (0, at), fresh=True)
-    second, first_step = "killed", at + 1
+    second = "killed"
     if fresh is not None:
         say("two runs from the start differ; run 4: started on a snapshot of the first one")
         notes += ("two runs from the start differ, so the restart was compared on a snapshot of the first one",)
         second = runs.cut(at)
         again = runs.again(second)
         _require_resumed(again, killed)
-    resumed, pairs = _compare(runs, ("uninterrupted", second), (whole, again), (first_step, steps), fresh=False)
+    # The last snapshot may be of a later step, in a loop that does not save every one; both runs end with it.
+    span = (at + 1, max(*whole.steps, *again.steps))
+    resumed, pairs = _compare(runs, ("uninterrupted", second), (whole, again), span, fresh=False)
+    if resumed is None:
+        resumed = _judge_end(whole, again)
     if not pairs:
         raise ResumeError(
-            f"there is no snapshot of both runs between step {first_step} and step {steps}",
+            f"there is no snapshot of both runs between step {span[0]} and step {span[1]}",
             hint="give later --steps: the script saves too seldom, or it ended before",
         )
+    if resumed is None and (lonely := _lonely(runs, second, span)):
+        notes += (f"{count(lonely, 'snapshot')} of the uninterrupted run had no counterpart and was not compared",)
     return Report(
         exact=resumed is None,
         steps=steps,
@@ -152,6 +158,19 @@ def _compare(
                 break  # what follows from a difference is of no interest
     pairs.sort(key=lambda pair: pair.step)
     return verdict.judge(pairs, fresh=fresh), pairs
+
+
+def _judge_end(whole: Trace, again: Trace) -> Divergence | None:
+    from ckpt_engine.cli.rehearsal import verdict  # torch
+
+    return verdict.judge_end(max(whole.steps), max(again.steps, default=0))
+
+
+def _lonely(runs: Runs, second: str, span: tuple[int, int]) -> int:
+    from ckpt_engine.cli.rehearsal import pairing  # torch
+
+    folders = zip(runs.folders("uninterrupted"), runs.folders(second), strict=False)
+    return sum(pairing.without_counterpart(a, b, *span) for a, b in folders)
 
 
 def _require_resumed(again: Trace, killed: Trace) -> None:

@@ -15,7 +15,7 @@ from ckpt_engine.cli.compare import Difference, Kind
 from ckpt_engine.cli.rehearsal.command_line import PythonCommand
 from ckpt_engine.cli.rehearsal.pairing import Pair
 from ckpt_engine.cli.rehearsal.spec import Spec, Trace, event_line
-from ckpt_engine.cli.rehearsal.verdict import Area, area_of, judge
+from ckpt_engine.cli.rehearsal.verdict import Area, area_of, judge, judge_end
 from ckpt_engine.errors import CorruptError
 
 Ckpt = Callable[..., Any]
@@ -28,7 +28,8 @@ def verify(ckpt: Ckpt, tmp_path: Path) -> Callable[..., Any]:
 
     def run(mistake: str, *options: object, script: str = "plain_loop.py") -> Any:
         command = (sys.executable, SCRIPTS / script, tmp_path / "run", *mistake.split())
-        return ckpt("verify-resume", "--steps", 6, "--timeout", 120, *options, "--", *command)
+        limits = () if "--steps" in options else ("--steps", 6)
+        return ckpt("verify-resume", *limits, "--timeout", 120, *options, "--", *command)
 
     return run
 
@@ -112,6 +113,14 @@ def test_what_cannot_be_verified_says_why(
 def test_another_folder_at_each_start_is_said(verify: Callable[..., Any]) -> None:
     """In the rehearsal it is found all the same; outside of it would not be."""
     assert "note: the script names another run folder at each start" in verify("new folder").out
+
+
+@pytest.mark.slow
+def test_a_resumed_run_that_goes_on_for_too_long_is_found(verify: Callable[..., Any]) -> None:
+    """It trains five steps per start, so that a resumed one ends later."""
+    result = verify("counts starts", "--steps", 9)
+    assert result.code == 1, result.err
+    assert "first: the uninterrupted run went on to step 5, the resumed one to step 9" in result.out
 
 
 @pytest.mark.slow
@@ -210,6 +219,18 @@ def test_the_first_divergence_is_the_most_telling_one_of_the_first_step() -> Non
     assert many is not None
     assert (len(many.others), many.hidden) == (10, 19)
     assert area_of("rng/python/words") is Area.STREAM
+
+
+def test_a_resumed_run_must_end_where_the_other_one_ends() -> None:
+    """Equal snapshots are no proof if there are fewer of them."""
+    assert judge_end(6, 6) is None
+    for whole, again, step in ((6, 4, 5), (4, 6, 5)):
+        found = judge_end(whole, again)
+        assert found is not None
+        assert (found.step, found.first) == (
+            step,
+            f"the uninterrupted run went on to step {whole}, the resumed one to step {again}",
+        )
 
 
 def test_a_trace_comes_back_as_it_was_written(tmp_path: Path) -> None:

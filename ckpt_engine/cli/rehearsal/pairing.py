@@ -51,6 +51,12 @@ def compare(a: Path, b: Path, traces: tuple[Trace, Trace], first: int, last: int
         yield Pair(place[0], tuple(found), comparison.compared, _batch(traces, place[0]))
 
 
+def without_counterpart(a: Path, b: Path, first: int, last: int) -> int:
+    """How many snapshots of `a` in these steps have none of the same place in `b`."""
+    ones, others = _by_place(a, first, last), _by_place(b, first, last)
+    return sum(place not in others for place in ones)
+
+
 def _by_place(folder: Path, first: int, last: int) -> Mapping[Place, Candidate]:
     """The newest snapshot of each place, in the order of training."""
     found: dict[Place, Candidate] = {}

@@ -74,6 +74,22 @@ def judge(pairs: Sequence[Pair], *, fresh: bool) -> Divergence | None:
     return None
 
 
+def judge_end(whole: int, again: int) -> Divergence | None:
+    """Whether the resumed run went on as far as the uninterrupted one.
+
+    Args:
+        whole, again: the last steps that were saved.
+    """
+    if whole == again:
+        return None
+    cause = (
+        "the script counts epochs or steps of this start instead of those of the run, or another limit applies to a "
+        "resumed run"
+    )
+    first = f"the uninterrupted run went on to step {whole}, the resumed one to step {again}"
+    return Divergence(min(whole, again) + 1, Area.VALUE, first, cause, (), 0)
+
+
 def _area(difference: Difference) -> Area:
     area = area_of(difference.path)
     return Area.VALUE if area is Area.WEIGHTS and difference.kind is not Kind.TENSOR else area

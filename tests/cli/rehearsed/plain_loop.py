@@ -33,7 +33,7 @@ def main(run: str, mistake: str) -> None:
             start = state["step"]
             if mistake == "draws at start":
                 torch.rand(1)
-        for step in range(start + 1, 101):
+        for step in range(start + 1, start + 6 if mistake == "counts starts" else 101):
             batch = torch.randn(8, 4)
             if mistake == "own generator":
                 batch *= own.random()

@@ -23,6 +23,7 @@ from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.data import rng
 from ckpt_engine.errors import NewerFormatError, ResumeError
 from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.tracking import flags
@@ -38,6 +39,11 @@ from lightning_ckpt.loaders import TrainLoaders
 _log = logging.getLogger("lightning_ckpt")
 
 AUTO = "auto"
+_NOT_IN_A_FILE = {
+    "random streams": "a file of Lightning has none: they go on as this process has seeded them",
+    "data position": "a file of Lightning has none: the loaders start again at their beginning",
+    "running means": "a file of Lightning has none: logged means start anew",
+}
 
 
 class Resume:
@@ -120,9 +126,8 @@ class Resume:
             _log.info("loaded the weights of snapshot %s (step %d)", loaded.info.id, loaded.info.step)
             return
         if own is None:
-            raise ResumeError(
-                f"snapshot {loaded.info.id} was not taken in a Lightning run", hint="give this run its own folder"
-            )
+            self._resume_imported(state, loaded)
+            return
         self._weights = state.get("current_model_state", state["state_dict"])
         self._loaded_as = weights.dtypes_of(self._module)
         packed, notes = unpack(own.pop("packed"))
@@ -134,6 +139,19 @@ class Resume:
         # A resumed run has been past its sanity check; its validation must not run at other places than it did.
         self._trainer.num_sanity_val_steps = 0
         self._loaders.expect(own["loaders"], own["generators"])
+
+    def _resume_imported(self, state: Mapping[str, Any], loaded: Loaded) -> None:
+        """A file of Lightning's own: Lightning restores all that it has, and the report says what it has not."""
+        imported = loaded.manifest.notes.get("imported")
+        if imported is None or "loops" not in state:
+            raise ResumeError(
+                f"snapshot {loaded.info.id} was not taken in a Lightning run", hint="give this run its own folder"
+            )
+        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._trainer.optimizers)
+        self.report = ReportDraft(self._checkpointer.root_url, loaded)
+        self.report.notes.append(f"imported from {imported['from']}: from its step on the run is not an exact repeat")
+        self.report.restored += [Restored("weights"), Restored("optimizers", optimizers), Restored("loop counters")]
+        self.report.not_restored += [NotRestored(name, why) for name, why in _NOT_IN_A_FILE.items()]
 
     def _fits(self, manifest: Manifest) -> None:
         """Raises where the weights of the snapshot are not those of this model."""
@@ -219,6 +237,10 @@ class Resume:
     def finished(self) -> bool:
         """The snapshot shows an epoch that is over."""
         return Kind(self._own["kind"]) is Kind.FINISHED
+
+    def before_imported_epoch(self) -> None:
+        """Instead of `before_epoch`, where the snapshot is an imported file."""
+        weights.into_own_memory(self._trainer.optimizers)
 
     def restore_streams(self) -> None:
         """The random streams as the finished run left them, where a rerun trains nothing."""

@@ -218,6 +218,9 @@ class FitRun:
         if self.resume.pending:
             self.resume.before_epoch()
             self._report_due = True
+        elif self.resume.report is not None and not self._report_due:
+            self.resume.before_imported_epoch()
+            self._report_due = True
 
     def _after_epoch_start(self) -> None:
         self._loaders.measure()

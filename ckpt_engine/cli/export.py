@@ -1,19 +1,20 @@
-"""`ckpt export`: a snapshot as a file that other programs read."""
+"""`ckpt export`: a snapshot as files that other programs read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from ckpt_engine.cli import weights
-from ckpt_engine.cli.outfile import check_free, new_file
+from ckpt_engine.cli.outfile import check_free, check_free_folder, new_file, new_folder
 from ckpt_engine.cli.output import count, json_option, print_away, print_json, progress
 from ckpt_engine.cli.root import LATEST, Run, open_run
-from ckpt_engine.cli.tree import entry_nbytes
+from ckpt_engine.cli.tree import array_leaves, entry_nbytes
 from ckpt_engine.errors import FormatError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.restore.choose import Candidate, assemble
@@ -21,6 +22,8 @@ from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store.repository import Repository
 
 MODEL = "state_dict"
+FORMATS = ("safetensors", "lightning", "torch", "dcp", "accelerate", "transformers")
+FOLDERS = ("dcp", "accelerate", "transformers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,10 @@ class Exported:
     notes: tuple[str, ...] = ()
 
 
-@click.command("export", short_help="Write a snapshot as a file for other programs.")
+@click.command("export", short_help="Write a snapshot as files for other programs.")
 @click.argument("root")
 @click.argument("names", nargs=-1, required=True, metavar="[SNAPSHOT] OUT")
-@click.option("--to", "form", type=click.Choice(["safetensors", "lightning"]), required=True, help="What OUT becomes.")
+@click.option("--to", "form", type=click.Choice(FORMATS), required=True, help="What OUT becomes.")
 @click.option("--component", help=f"Top-level key of the state whose tensors are exported (default: {MODEL}).")
 @click.option("--all", "everything", is_flag=True, help="Export the tensors of all components.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
@@ -56,23 +59,33 @@ def command(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Write SNAPSHOT (default: latest) to the file OUT.
+    """Write SNAPSHOT (default: latest) to OUT: a file, or a folder for dcp, accelerate and transformers.
 
-    safetensors: the model's weights, for any safetensors reader. lightning: the whole training state without what only
-    ckpt-engine needs, for `trainer.fit(ckpt_path=OUT)`. Every byte is verified, and OUT appears whole or not at all.
+    \b
+    safetensors   the model's weights, for any safetensors reader
+    lightning     the training state, for `trainer.fit(ckpt_path=OUT)`
+    torch         the whole state, for `torch.load`
+    dcp           the whole state, for `torch.distributed.checkpoint`
+    accelerate    the training state, for `accelerator.load_state(OUT)`
+    transformers  of a transformers model: for `Trainer.train(resume_from_checkpoint=OUT)` and `from_pretrained`
+
+    Every byte is verified, and OUT appears whole or not at all. What only ckpt-engine could put back is left out.
     """
     if len(names) > 2:
         raise click.UsageError(f"expected [SNAPSHOT] OUT, got {' '.join(names)}")
-    if (component is not None or everything) and form == "lightning":
+    if (component is not None or everything) and form != "safetensors":
         raise click.UsageError("--component and --all are for --to safetensors")
     if component is not None and everything:
         raise click.UsageError("give --component or --all")
     run, out = open_run(root), Path(names[-1])
     chosen = _choose(*run.find(names[0] if len(names) == 2 else LATEST))
-    check_free(out, replace=force)
-    job = (
-        _lightning(chosen, out) if form == "lightning" else _safetensors(chosen, out, component, everything=everything)
-    )
+    (check_free_folder if form in FOLDERS else check_free)(out, replace=force)
+    if form == "safetensors":
+        job = _safetensors(chosen, out, component, everything=everything)
+    elif form in FOLDERS:
+        job = _folder(chosen, out, form)
+    else:
+        job = _file(chosen, out, form)
     done = replace(job.planned, notes=(*job.planned.notes, *_about_copies(run, chosen)))
     sources = Sources([place.storage for place in chosen.sources])
     if not dry_run:
@@ -136,23 +149,49 @@ def _planned(snapshot: Candidate, out: Path, form: str, arrays: int, nbytes: int
     return Exported(snapshot.info.id, snapshot.sources[0].storage.url, str(out), form, arrays, nbytes, False)
 
 
-def _lightning(snapshot: Candidate, out: Path) -> _Job:
-    from ckpt_engine.cli import lightning_file  # torch
+def _file(snapshot: Candidate, out: Path, form: str) -> _Job:
+    from ckpt_engine.convert import lightning_file, rebuilt, torch_file  # torch
 
     manifest = snapshot.manifest
-    lightning_file.require_lightning(manifest)
+    if form == "lightning":
+        lightning_file.require_lightning(manifest)
+    tree = rebuilt.foreign_tree(manifest)
+    planned = _planned_tree(snapshot, out, form, tree)
 
     def write(sources: Sources, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
+        state, notes = rebuilt.rebuild(sources, manifest, tree)
         with new_file(out, replace=force) as file:
-            notes = lightning_file.write(sources, manifest, file)
+            torch_file.write(state, file)
         advance(planned.nbytes)
-        refused = lightning_file.why_not_weights_only(out)
+        refused = torch_file.why_not_weights_only(out)
         return (*notes, f"torch.load needs weights_only=False: {refused}") if refused else notes
 
-    names = lightning_file.exported_entries(manifest)
-    nbytes = sum(entry_nbytes(manifest.entries[name]) for name in names)
-    planned = _planned(snapshot, out, "lightning", len(names), nbytes)
     return _Job(planned, write)
+
+
+def _folder(snapshot: Candidate, out: Path, form: str) -> _Job:
+    from ckpt_engine.convert import folders, rebuilt  # torch
+
+    manifest, info = snapshot.manifest, snapshot.info
+    tree = rebuilt.foreign_tree(manifest) if form == "dcp" else dict(manifest.tree)
+    planned = _planned_tree(snapshot, out, form, tree)
+    places = Sources([place.storage for place in snapshot.sources])
+    folders.CHECKS[form](rebuilt.outline(places, manifest, tree), info)
+
+    def write(sources: Sources, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
+        state, notes = rebuilt.rebuild(sources, manifest, tree)
+        with new_folder(out, replace=force) as folder:
+            notes += folders.WRITERS[form](state, info, folder)
+        advance(planned.nbytes)
+        return notes
+
+    return _Job(planned, write)
+
+
+def _planned_tree(snapshot: Candidate, out: Path, form: str, tree: Mapping[str, Any]) -> Exported:
+    names = list(dict.fromkeys(leaf.entry for leaf in array_leaves(tree)))
+    nbytes = sum(entry_nbytes(snapshot.manifest.entries[name]) for name in names)
+    return _planned(snapshot, out, form, len(names), nbytes)
 
 
 def _print(done: Exported) -> None:

@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 the answer is bad news (`verify` found damage); 2 it could
 
 from __future__ import annotations
 
+import keyword
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -17,10 +18,13 @@ VERBS = (
     "ls",
     "show",
     "verify",
+    "diff",
     "status",
     "save-now",
     "stop",
     "export",
+    "import",
+    "verify-resume",
     "cp",
     "prune",
     "pin",
@@ -39,15 +43,20 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in VERBS:
             return None
-        command = import_module(f"ckpt_engine.cli.{cmd_name.replace('-', '_')}").command
+        command = import_module(f"ckpt_engine.cli.{module_of(cmd_name)}").command
         assert isinstance(command, click.Command)
         return command
+
+
+def module_of(verb: str) -> str:
+    """The module of a verb: `import` and `verify-resume` are no names that Python takes."""
+    return f"{verb}_" if keyword.iskeyword(verb) else verb.replace("-", "_")
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="ckpt-engine", prog_name="ckpt")
 def commands() -> None:
-    """Look at, check, keep and export the snapshots of a training run, or ask it for one.
+    """Look at, check, keep, import and export the snapshots of a training run, or ask it for one.
 
     ROOT is the run's folder, its storage URL, or the ckpt.yaml that names its tiers. SNAPSHOT is an id as `ckpt ls`
     shows it or the start of one, a step (1200 or step=1200), or latest.

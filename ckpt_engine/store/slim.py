@@ -52,7 +52,7 @@ def slim_id(snapshot: str, without: Collection[str]) -> str:
 def foresee(whole: Manifest, without: Collection[str]) -> Slim | None:
     """What `whole` is without these components. None: its data is encoded in a way that cannot be taken apart here."""
     tree = {name: node for name, node in whole.tree.items() if name not in without}
-    wanted = set(_entries_in(tree)) & set(whole.entries)
+    wanted = set(entries_in(tree)) & set(whole.entries)
     entries = {name: entry for name, entry in whole.entries.items() if name in wanted}
     if any(piece.codec != "raw" or piece.base for entry in entries.values() for piece in entry.pieces):
         return None
@@ -144,13 +144,13 @@ def _info(info: SnapshotInfo, snapshot: str, nbytes: int, without: Collection[st
     return replace(info, id=snapshot, nbytes=nbytes, components=components)
 
 
-def _entries_in(node: Any) -> Iterator[str]:
+def entries_in(node: Any) -> Iterator[str]:
     """The entries that a tree refers to."""
     if isinstance(node, Mapping):
         if "$" in node and isinstance(node.get("entry"), str):
             yield node["entry"]
         for value in node.values():
-            yield from _entries_in(value)
+            yield from entries_in(value)
     elif isinstance(node, list | tuple):
         for value in node:
-            yield from _entries_in(value)
+            yield from entries_in(value)

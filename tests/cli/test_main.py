@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.cli import ls
-from ckpt_engine.cli.main import VERBS, commands, main
+from ckpt_engine.cli.main import VERBS, commands, main, module_of
 
 Ckpt = Callable[..., Any]
 PAGE = (Path(__file__).parents[2] / "docs/cli.md").read_text()
@@ -24,7 +24,7 @@ def test_every_verb_is_a_module_of_that_name_with_help(ckpt: Ckpt) -> None:
     """One file per verb; each explains itself."""
     listing = ckpt("--help").out
     for verb in VERBS:
-        assert importlib.import_module(f"ckpt_engine.cli.{verb.replace('-', '_')}").command.name == verb
+        assert importlib.import_module(f"ckpt_engine.cli.{module_of(verb)}").command.name == verb
         assert re.search(rf"^  {verb}  +\S", listing, re.MULTILINE)
         assert ckpt(verb, "-h").out.startswith(f"Usage: ckpt {verb}")
 
@@ -116,4 +116,4 @@ def test_every_command_is_documented() -> None:
         for parameter in command.params:
             for name in parameter.opts if parameter.param_type_name == "option" else ():
                 assert re.search(rf"[`\[ ]{name}\b", section[1]), (verb, name)
-    assert re.findall(r"^## ckpt ([a-z-]+)", PAGE, re.MULTILINE) == list(VERBS)
+    assert re.findall(r"^## ckpt ([\w-]+)", PAGE, re.MULTILINE) == list(VERBS)

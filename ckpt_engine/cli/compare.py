@@ -1,0 +1,232 @@
+"""Where two snapshots differ, leaf by leaf; what is stored under equal digests is not read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt_engine.cli.tree import children
+from ckpt_engine.restore.choose import Candidate
+from ckpt_engine.restore.read import read_entries
+from ckpt_engine.restore.rebuild import Rebuilder
+from ckpt_engine.restore.sources import Sources
+from ckpt_engine.store.manifest import Entry
+from ckpt_engine.store.slim import entries_in
+from ckpt_engine.tracking.packed import unpack
+
+PACKED = ("ckpt_engine", "packed")
+"""Where adapters keep what they need besides the state itself; compared by its content."""
+
+Path = tuple[str, ...]
+
+
+class Kind(StrEnum):
+    """What differs."""
+
+    TENSOR = "tensor"
+    FORM = "form"
+    VALUE = "value"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One leaf that differs.
+
+    Args:
+        path: its keys joined by "/".
+        a, b: what it is in each snapshot, for people; of a tensor the first elements that differ.
+        differing, elements: of a tensor.
+        index: of the first element that differs.
+        max_abs: largest absolute difference of a tensor's numbers; None where they are no numbers, or not finite.
+    """
+
+    path: str
+    kind: Kind
+    a: str
+    b: str
+    differing: int | None = None
+    elements: int | None = None
+    index: tuple[int, ...] | None = None
+    max_abs: float | None = None
+
+    def __str__(self) -> str:
+        if self.kind is Kind.TENSOR:
+            most = "" if self.max_abs is None else f", largest difference {self.max_abs:.4g}"
+            return (
+                f"{self.path}: {self.differing:,} of {self.elements:,} elements differ, "
+                f"the first at {list(self.index or ())}: {self.a} and {self.b}{most}"
+            )
+        return f"{self.path}: {self.a} and {self.b}"
+
+
+class Comparison:
+    """Two snapshots, compared when iterated over.
+
+    Args:
+        a, b: the snapshots.
+
+    Attributes:
+        compared: leaves seen, arrays and values.
+    """
+
+    def __init__(self, a: Candidate, b: Candidate) -> None:
+        self._sides = (_Side(a), _Side(b))
+        self.compared = 0
+
+    def __iter__(self) -> Iterator[Difference]:
+        """The differences in the order of the state.
+
+        Raises:
+            CorruptError, FormatError, StorageError: one of them cannot be read.
+        """
+        yield from self._nodes(self._sides[0].tree, self._sides[1].tree, ())
+
+    def _nodes(self, a: Any, b: Any, path: Path) -> Iterator[Difference]:
+        below_a, below_b = children(a), children(b)
+        if below_a is None or below_b is None or _kind(a) != _kind(b):
+            yield from self._leaves(a, b, path)
+            return
+        yield from self._keyed(dict(below_a), dict(below_b), path, self._nodes)
+
+    def _leaves(self, a: Any, b: Any, path: Path) -> Iterator[Difference]:
+        if self._same(a, b):
+            self.compared += 1
+            return
+        one, other = (side.rebuilt(node) for side, node in zip(self._sides, (a, b), strict=True))
+        if path == PACKED and isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            yield from self._objects(unpack(one)[0], unpack(other)[0], path[:1])
+        else:
+            yield from self._objects(one, other, path)
+
+    def _same(self, a: Any, b: Any) -> bool:
+        """Whether two leaf nodes are equal for sure, as far as manifests tell."""
+        names_a, names_b = list(entries_in(a)), list(entries_in(b))
+        if not names_a and not names_b:
+            return bool(a == b) and type(a) is type(b)
+        forms = (_without_entry(a), _without_entry(b))
+        entries = (self._sides[0].entries(names_a), self._sides[1].entries(names_b))
+        return bool(forms[0] == forms[1]) and [_stored(e) for e in entries[0]] == [_stored(e) for e in entries[1]]
+
+    def _objects(self, a: Any, b: Any, path: Path) -> Iterator[Difference]:
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            one, other = ({str(key): child for key, child in node.items()} for node in (a, b))
+            yield from self._keyed(one, other, path, self._objects)
+        elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and type(a) is type(b) and _nested(a, b):
+            one, other = ({str(index): child for index, child in enumerate(node)} for node in (a, b))
+            yield from self._keyed(one, other, path, self._objects)
+        else:
+            self.compared += 1
+            found = _difference("/".join(path) or "(root)", a, b)
+            if found is not None:
+                yield found
+
+    def _keyed(self, a: Mapping[str, Any], b: Mapping[str, Any], path: Path, go_on: Any) -> Iterator[Difference]:
+        for key in dict.fromkeys((*a, *b)):
+            if key in a and key in b:
+                yield from go_on(a[key], b[key], (*path, key))
+            else:
+                there, where = (a, "the first") if key in a else (b, "the second")
+                text = f"only in {where}", "absent"
+                yield Difference("/".join((*path, key)), Kind.MISSING, *(text if there is a else text[::-1]))
+
+
+class _Side:
+    """One of the two snapshots."""
+
+    def __init__(self, snapshot: Candidate) -> None:
+        self._manifest = snapshot.manifest
+        self._sources = Sources([place.storage for place in snapshot.sources])
+        tree = snapshot.manifest.tree
+        self.tree: Any = tree[""] if list(tree) == [""] else tree
+
+    def entries(self, names: Sequence[str]) -> list[Entry]:
+        """What the manifest says of these entries."""
+        return [self._manifest.entries[name] for name in names]
+
+    def rebuilt(self, node: Any) -> Any:
+        """The objects of one node."""
+        entries = read_entries(self._sources, self._manifest, list(dict.fromkeys(entries_in(node))))
+        return Rebuilder(entries).node(node, ())
+
+
+def _kind(node: Any) -> Any:
+    return node.get("$", "dict") if isinstance(node, dict) else type(node)
+
+
+def _without_entry(node: Any) -> Any:
+    """A leaf's node without the name of its entry, which may be another one for the same bytes."""
+    return {key: value for key, value in node.items() if key != "entry"} if isinstance(node, dict) else node
+
+
+def _stored(entry: Entry) -> tuple[Any, ...]:
+    return entry.dtype, entry.shape, tuple((p.digest, p.raw_nbytes, p.codec, p.base) for p in entry.pieces)
+
+
+def _nested(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    """Sequences of containers or arrays are compared child by child, those of plain values as one value."""
+    return any(isinstance(child, Mapping | list | tuple | torch.Tensor | np.ndarray) for child in (*a[:3], *b[:3]))
+
+
+def _difference(path: str, a: Any, b: Any) -> Difference | None:
+    one, other = _as_tensor(a), _as_tensor(b)
+    if one is not None and other is not None and type(a) is type(b):
+        return _arrays(path, one, other)
+    if type(a) is type(b) and (a == b or repr(a) == repr(b)):
+        return None
+    return Difference(path, Kind.VALUE, _shown(a), _shown(b))
+
+
+def _arrays(path: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return Difference(path, Kind.FORM, _form(a), _form(b))
+    flat_a, flat_b = a.detach().contiguous().view(-1), b.detach().contiguous().view(-1)
+    if not flat_a.numel():
+        return None
+    size = flat_a.element_size()
+    unequal = (flat_a.view(torch.uint8) != flat_b.view(torch.uint8)).view(-1, size).any(1)
+    count = int(unequal.sum())
+    if not count:
+        return None
+    first = int(unequal.nonzero()[0])
+    index = tuple(int(i) for i in np.unravel_index(first, a.shape)) if a.dim() else ()
+    shown = (_element(flat_a[first]), _element(flat_b[first]))
+    return Difference(path, Kind.TENSOR, *shown, count, flat_a.numel(), index, _max_abs(flat_a, flat_b, unequal))
+
+
+def _max_abs(a: torch.Tensor, b: torch.Tensor, unequal: torch.Tensor) -> float | None:
+    if a.dtype.is_complex or a.dtype is torch.bool:
+        return None
+    most = float((a[unequal].to(torch.float64) - b[unequal].to(torch.float64)).abs().max())
+    return most if math.isfinite(most) else None
+
+
+def _as_tensor(value: Any) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value
+    if isinstance(value, bytes | bytearray):
+        return torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(np.ascontiguousarray(value)) if value.dtype.kind in "biufc" else None
+    return None
+
+
+def _element(value: torch.Tensor) -> str:
+    found = value.item()
+    return f"{found:.9g}" if isinstance(found, float) else str(found)
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _shown(value: Any) -> str:
+    tensor = _as_tensor(value)
+    text = _form(tensor) if tensor is not None else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,211 @@
+"""Changes what our own classes do in a process that rehearses a script; nothing of the user's or of a trainer's.
+
+The parts of ckpt_engine are changed right after they are imported, when the script imports them, so that a script that
+sets up its surroundings before it imports torch finds them as it always does.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import xxhash
+
+from ckpt_engine.cli.rehearsal.spec import Spec, event_line
+
+WAIT_SECONDS = 600.0
+_OURS = ("tiers", "keep", "overhead", "max_lost_work", "mtbf", "every_n_steps", "every_seconds", "at_end", "on_error")
+"""Options that a rehearsal decides."""
+
+Patch = Callable[[ModuleType], None]
+
+
+class Rehearsal:
+    """What goes on in this process.
+
+    Args:
+        spec: where, how far, and when to die.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+        self._roots: list[str] = []
+        self._loaders: dict[int, int] = {}
+        self._batches: list[tuple[int, int, str]] = []
+        self._file = os.open(spec.trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def install(self) -> None:
+        """Take effect for everything that is imported from now on."""
+        patches: dict[str, Patch] = {
+            "ckpt_engine.config": self._patch_config,
+            "ckpt_engine.checkpointer": self._patch_checkpointer,
+            "ckpt_engine.data.iteration": self._patch_iteration,
+        }
+        for name in [name for name in patches if name in sys.modules]:
+            patches.pop(name)(sys.modules[name])
+        sys.meta_path.insert(0, _AfterImport(patches))
+
+    def _note(self, event: str, **values: Any) -> None:
+        os.write(self._file, event_line(event, **values))
+
+    # ---- what is changed
+
+    def _patch_config(self, module: ModuleType) -> None:
+        original = module.load_config
+
+        def load_config(source: Any = None, /, **options: Any) -> Any:
+            config = original(source, **options)
+            return config if config.root_url.startswith(self._spec.folder) else original(self._overlaid(config))
+
+        module.load_config = load_config  # type: ignore[attr-defined]
+
+    def _overlaid(self, config: Any) -> Mapping[str, Any]:
+        """The user's options, with a snapshot of each step, all kept, in a folder of the rehearsal."""
+        root = config.root_url
+        if root not in self._roots:
+            self._roots.append(root)
+            self._note("root", url=root)
+        kept = {name: value for name, value in config.options().items() if name not in _OURS}
+        return {
+            **kept,
+            "tiers": str(Path(self._spec.folder) / f"run{self._roots.index(root)}"),
+            "every_n_steps": 1,
+            "keep": {"last": 10 * self._spec.steps + 100},
+            "on_error": "raise",
+        }
+
+    def _patch_checkpointer(self, module: ModuleType) -> None:
+        rehearsal = self
+
+        class Checkpointer(module.Checkpointer):  # type: ignore[name-defined, misc]
+            """Waits instead of skipping, and ends the process where the rehearsal ends."""
+
+            def ready(self) -> bool:
+                self.wait(WAIT_SECONDS)
+                return bool(super().ready())
+
+            def save(self, state: Any, *, step: int, **more: Any) -> Any:
+                self.wait(WAIT_SECONDS)
+                rehearsal.saving(step)
+                handle = super().save(state, step=step, **more)
+                rehearsal.saved(self, handle, step)
+                return handle
+
+            def load(self, *args: Any, **kwargs: Any) -> Any:
+                state = super().load(*args, **kwargs)
+                if self.loaded is not None:
+                    rehearsal.loaded(self.loaded.info.id)
+                return state
+
+        module.Checkpointer = Checkpointer  # type: ignore[attr-defined]
+
+    def _patch_iteration(self, module: ModuleType) -> None:
+        original = module.FollowedIterator.__next__
+
+        def __next__(iterator: Any) -> Any:  # noqa: N807 - it becomes that method
+            batch = original(iterator)
+            self.fetched(iterator._loader, iterator._epoch.fetched - 1, batch)
+            return batch
+
+        module.FollowedIterator.__next__ = __next__
+
+    # ---- what happens
+
+    def fetched(self, loader: object, number: int, batch: Any) -> None:
+        """A batch was fetched for training."""
+        which = self._loaders.setdefault(id(loader), len(self._loaders))
+        seen = xxhash.xxh3_128()
+        _absorb(batch, seen)
+        self._batches.append((which, number, seen.hexdigest()))
+
+    def loaded(self, snapshot: str) -> None:
+        """The run resumes."""
+        self._note("loaded", snapshot=snapshot)
+
+    def saving(self, step: int) -> None:
+        """Everything up to the last snapshot is durable; here a killed run dies."""
+        if self._spec.kill_at is not None and step > self._spec.kill_at:
+            self._note("killed", step=step)
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._note("saving", step=step, batches=self._batches)
+        self._batches = []
+
+    def saved(self, checkpointer: Any, handle: Any, step: int) -> None:
+        """A snapshot was staged; the one of the last step ends the process."""
+        if step < self._spec.steps:
+            return
+        checkpointer.before_update()
+        handle.wait(WAIT_SECONDS)
+        checkpointer.close()
+        self._note("stopped", step=step)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Neither the rest of the script nor its exit handlers: it is in the middle of its training.
+        os._exit(0)
+
+
+class _AfterImport(MetaPathFinder):
+    """Calls a function with a module right after the module was imported."""
+
+    def __init__(self, patches: dict[str, Patch]) -> None:
+        self._patches = patches
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002 - importlib's signature
+        target: ModuleType | None = None,  # noqa: ARG002
+    ) -> ModuleSpec | None:
+        patch = self._patches.pop(fullname, None)
+        if patch is None:
+            return None
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Patching(spec.loader, patch)
+        return spec
+
+
+class _Patching(Loader):
+    """A module's own loader, and the function afterwards."""
+
+    def __init__(self, inner: Loader, patch: Patch) -> None:
+        self._inner = inner
+        self._patch = patch
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        self._patch(module)
+
+
+def _absorb(node: Any, seen: xxhash.xxh3_128) -> None:
+    """Everything in a batch that has bytes of its own."""
+    import numpy as np  # the script has imported torch by now
+    import torch
+
+    if isinstance(node, torch.Tensor):
+        plain = node.detach().cpu().contiguous()
+        seen.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
+        seen.update(plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b"")
+    elif isinstance(node, np.ndarray):
+        seen.update(f"{node.dtype}{node.shape}".encode() + node.tobytes())
+    elif isinstance(node, Mapping):
+        for key in node:
+            seen.update(str(key).encode())
+            _absorb(node[key], seen)
+    elif isinstance(node, list | tuple):
+        for child in node:
+            _absorb(child, seen)
+    else:
+        has_value = node is None or isinstance(node, bool | int | float | str | bytes)
+        seen.update((repr(node) if has_value else type(node).__qualname__).encode())

@@ -1,0 +1,143 @@
+"""What differences between two runs mean: which one is first, and what usually causes it. Pure functions of values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ckpt_engine.cli.compare import Difference, Kind
+from ckpt_engine.cli.rehearsal.pairing import Pair
+
+OTHERS = 10
+"""Further differences of the same step that a verdict names."""
+
+
+class Area(StrEnum):
+    """What a difference is about, the most telling first: batches come before weights that they change."""
+
+    BATCH = "batch"
+    POSITION = "data position"
+    STREAM = "random stream"
+    WEIGHTS = "tensor"
+    VALUE = "value"
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where two runs first differ.
+
+    Args:
+        step: of the first pair that differs.
+        first: what differs, with numbers.
+        cause: what usually causes that, and what to do.
+        others: further differences of this step.
+        hidden: how many more there are.
+    """
+
+    step: int
+    area: Area
+    first: str
+    cause: str
+    others: tuple[str, ...]
+    hidden: int
+
+
+def area_of(path: str) -> Area:
+    """What a place in the state is about."""
+    parts = path.split("/")
+    if "rng" in parts[:2] or parts[0] == "rng":
+        return Area.STREAM
+    if parts[0] == "ckpt_engine" and len(parts) > 1 and parts[1] in ("loaders", "generators", "feeds"):
+        return Area.POSITION
+    return Area.WEIGHTS
+
+
+def judge(pairs: Sequence[Pair], *, fresh: bool) -> Divergence | None:
+    """The first divergence, or None if all pairs are equal.
+
+    Args:
+        fresh: both runs started from nothing; otherwise the second was resumed.
+    """
+    for pair in pairs:
+        if not pair.differences and pair.batch is None:
+            continue
+        ranked = sorted(pair.differences, key=lambda one: list(Area).index(_area(one)))
+        if pair.batch is not None:
+            loader, number = pair.batch
+            area, first, rest = Area.BATCH, f"batch {number} of training loader {loader} has other content", ranked
+        else:
+            area, first, rest = _area(ranked[0]), _told(ranked[0]), ranked[1:]
+        areas = {area, *map(_area, ranked)}
+        cause = _cause_fresh(area) if fresh else _cause_resumed(area, areas)
+        return Divergence(pair.step, area, first, cause, tuple(map(_told, rest[:OTHERS])), max(len(rest) - OTHERS, 0))
+    return None
+
+
+def judge_end(whole: int, again: int) -> Divergence | None:
+    """Whether the resumed run went on as far as the uninterrupted one.
+
+    Args:
+        whole, again: the last steps that were saved.
+    """
+    if whole == again:
+        return None
+    cause = (
+        "the script counts epochs or steps of this start instead of those of the run, or another limit applies to a "
+        "resumed run"
+    )
+    first = f"the uninterrupted run went on to step {whole}, the resumed one to step {again}"
+    return Divergence(min(whole, again) + 1, Area.VALUE, first, cause, (), 0)
+
+
+def _area(difference: Difference) -> Area:
+    area = area_of(difference.path)
+    return Area.VALUE if area is Area.WEIGHTS and difference.kind is not Kind.TENSOR else area
+
+
+def _told(difference: Difference) -> str:
+    if area_of(difference.path) is Area.STREAM:
+        parts = difference.path.split("/")
+        name = parts[parts.index("rng") + 1] if "rng" in parts[:-1] else difference.path
+        return f"the random stream of {name} ({difference.path})"
+    return str(difference)
+
+
+def _cause_fresh(area: Area) -> str:
+    what = {
+        Area.BATCH: "the data or its augmentation is drawn from streams that nothing seeds, or reads the clock",
+        Area.POSITION: "the order of samples is drawn from a stream that nothing seeds",
+        Area.STREAM: "the streams are not seeded, or are drawn from a different number of times",
+        Area.WEIGHTS: "weights are initialised or trained with something that nothing seeds, or that reads the clock",
+        Area.VALUE: "the script keeps something that is new in every run (a time, a path, a random name) in its state",
+    }[area]
+    return f"{what}; seed everything at the start (random, numpy, torch, own generators) to compare whole runs"
+
+
+def _cause_resumed(area: Area, areas: set[Area]) -> str:
+    if area is Area.BATCH and Area.POSITION not in areas:
+        return (
+            "the same samples come with other content: augmentation draws from a generator of its own "
+            "(np.random.default_rng(), random.Random()), workers seed themselves from the clock or the process id, or "
+            "it depends on the time; draw from the global streams (random, numpy, torch), which workers get back too"
+        )
+    if area in (Area.BATCH, Area.POSITION):
+        return (
+            "the order of samples is not put back: a sampler with a generator of its own, a data set that changes "
+            "between starts, or a loader that is made in another way after a restart"
+        )
+    if area is Area.STREAM:
+        return (
+            "code draws from this stream a different number of times after a restart: something that runs at every "
+            "start or once per process (initialisation after resuming, a sanity check, sampling for logs)"
+        )
+    if area is Area.WEIGHTS:
+        return (
+            "data and random streams are equal, and still other numbers come out: a random generator or a counter "
+            "that the state does not hold (a plain attribute of the model, an own random.Random), code that reads the "
+            "clock, or operations that are not deterministic (torch.use_deterministic_algorithms shows those)"
+        )
+    return (
+        "this value is not put back, or counts something per process: the object that owns it needs a state_dict, "
+        "or it has to be computed from the step"
+    )

@@ -1,0 +1,216 @@
+"""`ckpt verify-resume`: does the user's own script continue, bit for bit, after it was killed?"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ckpt_engine.cli.output import count, json_option, print_json
+from ckpt_engine.cli.rehearsal.command_line import PythonCommand
+from ckpt_engine.cli.rehearsal.runs import Runs
+from ckpt_engine.cli.rehearsal.spec import Trace
+from ckpt_engine.errors import ResumeError
+
+if TYPE_CHECKING:
+    from ckpt_engine.cli.rehearsal.pairing import Pair
+    from ckpt_engine.cli.rehearsal.verdict import Divergence
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The answer.
+
+    Args:
+        exact: the resumed run equals the uninterrupted one in every snapshot after the restart.
+        killed_after: the step that the killed run had as its last snapshot.
+        snapshots, values: how much was compared after the restart.
+        resumed: where a resumed run first differs.
+        fresh: where two runs from the start first differ, before anything was killed.
+        notes: more that is worth knowing.
+        scratch: where snapshots and output were kept, or None.
+    """
+
+    exact: bool
+    steps: int
+    killed_after: int
+    snapshots: int
+    values: int
+    resumed: Divergence | None
+    fresh: Divergence | None
+    notes: tuple[str, ...]
+    scratch: str | None
+
+
+@click.command(
+    "verify-resume",
+    short_help="Prove that a script resumes bit for bit.",
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option("--steps", type=click.IntRange(min=2), default=20, show_default=True, help="How far each run goes.")
+@click.option("--kill-at", type=click.IntRange(min=1), help="Kill in the step after this one (default: half of them).")
+@click.option("--timeout", type=float, default=3600.0, show_default=True, help="Seconds that each run may take.")
+@click.option("--scratch", type=click.Path(path_type=Path), help="A new folder for snapshots and output, kept.")
+@json_option
+@click.argument("words", metavar="-- python train.py ...", nargs=-1, required=True, type=click.UNPROCESSED)
+def command(
+    steps: int, kill_at: int | None, timeout: float, scratch: Path | None, as_json: bool, words: tuple[str, ...]
+) -> None:
+    """Run a training script twice, kill it once in the middle, and compare.
+
+    The script runs as it is, with its snapshots of every step in a scratch folder: once uninterrupted to --steps, and
+    once killed with SIGKILL after --kill-at and started again. What both have saved after the restart is compared bit
+    for bit, and the first tensor, random stream, data position or batch that differs is named, with its usual cause.
+    Ends with exit code 1 if there is one.
+    """
+    at = steps // 2 if kill_at is None else kill_at
+    if at >= steps:
+        raise click.UsageError(f"--kill-at {at} must be less than --steps {steps}")
+    script = PythonCommand.parse(words)
+    place = _new_scratch(scratch)
+    report = None
+    try:
+        report = _rehearse(Runs(script, place, steps, timeout), steps, at, quiet=as_json)
+    finally:
+        keep = scratch is not None or report is None
+        if not keep:
+            shutil.rmtree(place, ignore_errors=True)
+    if scratch is not None:
+        report = replace(report, scratch=str(place))
+    if as_json:
+        print_json(asdict(report))
+    else:
+        _print(report)
+    if not report.exact:
+        sys.exit(1)
+
+
+def _new_scratch(wanted: Path | None) -> Path:
+    if wanted is None:
+        return Path(tempfile.mkdtemp(prefix="ckpt-verify-resume-"))
+    if wanted.exists():
+        raise click.UsageError(f"{wanted} exists already: --scratch makes a new folder")
+    wanted.mkdir(parents=True)
+    return wanted.absolute()
+
+
+def _rehearse(runs: Runs, steps: int, at: int, *, quiet: bool) -> Report:
+    def say(text: str) -> None:
+        if not quiet:
+            click.echo(text, err=True)
+
+    say(f"run 1: uninterrupted, to step {steps}")
+    whole = runs.uninterrupted()
+    say(f"run 2: killed in the step after {at}")
+    killed = runs.killed(at)
+    say("run 3: started again")
+    again = runs.again()
+    _require_resumed(again, killed)
+    notes = _about_folders(whole, killed, again)
+    fresh, _ = _compare(runs, ("uninterrupted", "killed"), (whole, killed), (0, at), fresh=True)
+    second = "killed"
+    if fresh is not None:
+        say("two runs from the start differ; run 4: started on a snapshot of the first one")
+        notes += ("two runs from the start differ, so the restart was compared on a snapshot of the first one",)
+        second = runs.cut(at)
+        again = runs.again(second)
+        _require_resumed(again, killed)
+    # The last snapshot may be of a later step, in a loop that does not save every one; both runs end with it.
+    span = (at + 1, max(*whole.steps, *again.steps))
+    resumed, pairs = _compare(runs, ("uninterrupted", second), (whole, again), span, fresh=False)
+    if resumed is None:
+        resumed = _judge_end(whole, again)
+    if not pairs:
+        raise ResumeError(
+            f"there is no snapshot of both runs between step {span[0]} and step {span[1]}",
+            hint="give later --steps: the script saves too seldom, or it ended before",
+        )
+    if resumed is None and (lonely := _lonely(runs, second, span)):
+        notes += (f"{count(lonely, 'snapshot')} of the uninterrupted run had no counterpart and was not compared",)
+    return Report(
+        exact=resumed is None,
+        steps=steps,
+        killed_after=max(step for step in killed.steps if step <= at),
+        snapshots=len(pairs),
+        values=sum(pair.values for pair in pairs),
+        resumed=resumed,
+        fresh=fresh,
+        notes=notes,
+        scratch=None,
+    )
+
+
+def _compare(
+    runs: Runs, names: tuple[str, str], traces: tuple[Trace, Trace], steps: tuple[int, int], *, fresh: bool
+) -> tuple[Divergence | None, list[Pair]]:
+    from ckpt_engine.cli.rehearsal import pairing, verdict  # torch
+
+    pairs: list[Pair] = []
+    for a, b in zip(runs.folders(names[0]), runs.folders(names[1]), strict=False):
+        for pair in pairing.compare(a, b, traces, *steps):
+            pairs.append(pair)
+            if pair.differences or pair.batch is not None:
+                break  # what follows from a difference is of no interest
+    pairs.sort(key=lambda pair: pair.step)
+    return verdict.judge(pairs, fresh=fresh), pairs
+
+
+def _judge_end(whole: Trace, again: Trace) -> Divergence | None:
+    from ckpt_engine.cli.rehearsal import verdict  # torch
+
+    return verdict.judge_end(max(whole.steps), max(again.steps, default=0))
+
+
+def _lonely(runs: Runs, second: str, span: tuple[int, int]) -> int:
+    from ckpt_engine.cli.rehearsal import pairing  # torch
+
+    folders = zip(runs.folders("uninterrupted"), runs.folders(second), strict=False)
+    return sum(pairing.without_counterpart(a, b, *span) for a, b in folders)
+
+
+def _require_resumed(again: Trace, killed: Trace) -> None:
+    if again.loaded:
+        return
+    other = ""
+    if killed.roots != again.roots:
+        other = f"; its run folder was {', '.join(killed.roots)} first and {', '.join(again.roots)} then"
+    raise ResumeError(
+        f"the script did not resume when it was started again: it loaded no snapshot{other}",
+        hint="Lightning: trainer.fit(..., ckpt_path='auto'); plain loops: state = ckpt.load(); "
+        "and the same run folder at every start",
+    )
+
+
+def _about_folders(*traces: Trace) -> tuple[str, ...]:
+    if len({trace.roots for trace in traces}) == 1:
+        return ()
+    found = "; ".join(", ".join(trace.roots) for trace in traces)
+    return (f"the script names another run folder at each start ({found}): outside of this rehearsal nothing is found",)
+
+
+def _print(report: Report) -> None:
+    if report.exact:
+        what = f"{count(report.snapshots, 'snapshot')}, {count(report.values, 'value')}"
+        click.echo(
+            f"exact: killed after step {report.killed_after}, equal to the uninterrupted run up to the end ({what})"
+        )
+    for divergence, when in ((report.resumed, "after the restart"), (report.fresh, "from the start")):
+        if divergence is None:
+            continue
+        title = "NOT EXACT" if divergence is report.resumed else "not seeded"
+        click.echo(f"{title}: the runs differ at step {divergence.step} {when}")
+        click.echo(f"  first: {divergence.first}")
+        click.echo(f"  usual cause: {divergence.cause}")
+        for other in divergence.others:
+            click.echo(f"  also: {other}")
+        if divergence.hidden:
+            click.echo(f"  and {divergence.hidden:,} more")
+    for note in report.notes:
+        click.echo(f"note: {note}")
+    if report.scratch is not None:
+        click.echo(f"snapshots and output are in {report.scratch}")

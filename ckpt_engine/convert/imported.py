@@ -1,0 +1,35 @@
+"""What was read from a foreign file or folder, before it becomes a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Advance = Callable[[int], object]
+"""Told the bytes that were read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A state and what is known about it.
+
+    Args:
+        form: what it was: lightning, torch, dcp, accelerate, transformers.
+        state: as it will be saved.
+        step, epoch: as the source says, or None.
+        notes: sentences for people: what was left out and why.
+    """
+
+    form: str
+    state: Mapping[str, Any]
+    step: int | None
+    epoch: int | None
+    notes: tuple[str, ...] = ()
+
+
+def whole_number(value: Any) -> int | None:
+    """A counter as a source stores it, or None if it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1 or value < 0:
+        return None
+    return int(value)

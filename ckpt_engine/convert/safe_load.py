@@ -1,0 +1,203 @@
+"""Reads files of `torch.save` without running what is in them: `weights_only` and a short list of harmless classes.
+
+Where torch refuses a class, the file is read once more with an inert stand-in for it, to say at which leaf it sits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import pathlib
+import pickle
+import re
+import struct
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from ckpt_engine.errors import CorruptError, ForeignError, StorageMissingError, UnstorableLeafError
+from ckpt_engine.store.storage.oserrors import translated
+
+Where = tuple[Any, ...]
+MayLose = Callable[[Where], bool]
+"""Whether a part of the state that holds a refused class may be left out."""
+
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+_SHOWN = 5
+UNREADABLE = (
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+    struct.error,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    EOFError,
+    MemoryError,
+)
+"""What reading nonsense raises."""
+_SAVE_AGAIN = (
+    "where you trust the file, load it with torch.load(weights_only=False), put plain data in that place "
+    "(numbers, texts, dicts, tensors), and torch.save it again"
+)
+
+
+class Refused:
+    """Stands for an object of a class that is not loaded; takes whatever a pickle hands it and keeps nothing."""
+
+    name = ""
+
+    def __new__(cls, *_: Any, **__: Any) -> Refused:
+        return object.__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a file holds.
+
+    Args:
+        left_out: paths of parts that held refused classes and that may be lost, with the class.
+    """
+
+    value: Any
+    left_out: Mapping[str, str]
+
+
+def load(path: Path, may_lose: MayLose | None = None) -> Opened:
+    """The content of a file of `torch.save`, on the CPU; its tensors stay in the file until they are used.
+
+    Raises:
+        UnstorableLeafError: it holds classes that are not loaded; names them and their leaves.
+        ForeignError: it is not a file of `torch.save`.
+        StorageError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            file.read(1)
+        zipped = zipfile.is_zipfile(path)
+        return Opened(_load(path, mmap=zipped), {})
+    except FileNotFoundError as err:
+        raise StorageMissingError(f"{path} does not exist") from err
+    except OSError as err:
+        raise translated(err, "read", str(path)) from err
+    except UNREADABLE as err:
+        return _second_look(path, zipped, err, may_lose)
+
+
+def load_bytes(data: bytes, what: str) -> Any:
+    """The content of bytes that `torch.save` has written; `what` is their name, for messages.
+
+    Raises:
+        UnstorableLeafError, ForeignError: as `load`.
+    """
+    try:
+        return _load(io.BytesIO(data), mmap=False)
+    except UNREADABLE as err:
+        if found := _GLOBAL.search(str(err)):
+            raise UnstorableLeafError(f"{what} holds {found[1]}, which is not loaded", hint=_SAVE_AGAIN) from err
+        raise CorruptError(f"{what} cannot be read: {_first_line(err)}") from err
+
+
+def _load(file: Path | IO[bytes], *, mmap: bool, more: list[Any] | None = None) -> Any:
+    with torch.serialization.safe_globals([*_HARMLESS, *(more or ())]):
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def _second_look(path: Path, zipped: bool, error: Exception, may_lose: MayLose | None) -> Opened:
+    if not zipped:
+        found = _GLOBAL.search(str(error))
+        if found and isinstance(error, pickle.UnpicklingError):
+            raise _refused(path, {}, [found[1]]) from error
+        raise _foreign(path, error) from error
+    try:
+        with torch.serialization.safe_globals(_HARMLESS):
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except UNREADABLE as err:
+        raise _foreign(path, err) from err
+    if not names:
+        raise _foreign(path, error) from error
+    stand_ins = [(type("Refused", (Refused,), {"name": name}), name) for name in names]
+    try:
+        value = _load(path, mmap=True, more=stand_ins)
+    except UNREADABLE as err:  # torch never loads some modules (os, sys), whatever stands in for them
+        raise _refused(path, {}, names) from err
+    places = dict(_places(value, ()))
+    kept = {where: name for where, name in places.items() if may_lose is None or not may_lose(where)}
+    if kept or not places:
+        raise _refused(path, kept, names) from error
+    lost = {tuple(map(str, where[:2])): name for where, name in places.items()}
+    return Opened(_without(value, set(lost), ()), {"/".join(where): name for where, name in lost.items()})
+
+
+def _places(node: Any, where: Where) -> Iterator[tuple[Where, str]]:
+    """Where stand-ins are."""
+    if isinstance(node, Refused) or (isinstance(node, type) and issubclass(node, Refused)):
+        yield where, node.name
+    elif isinstance(node, Mapping):
+        for key, child in node.items():
+            yield from _places(key, (*where, "(key)"))
+            yield from _places(child, (*where, key if not isinstance(key, Refused) else key.name))
+    elif isinstance(node, list | tuple | set | frozenset):
+        for index, child in enumerate(node):
+            yield from _places(child, (*where, index))
+    elif isinstance(node, argparse.Namespace):
+        yield from _places(vars(node), where)
+
+
+def _without(node: Any, lost: set[tuple[str, ...]], where: tuple[str, ...]) -> Any:
+    """The first two levels of a state without some of their children."""
+    if not isinstance(node, Mapping) or len(where) == 2:
+        return node
+    kept = {key: child for key, child in node.items() if (*where, str(key)) not in lost}
+    if any(path[: len(where)] == where for path in lost):
+        return {key: _without(child, lost, (*where, str(key))) for key, child in kept.items()}
+    return node
+
+
+def _refused(path: Path, places: Mapping[Where, str], names: list[str]) -> UnstorableLeafError:
+    if places:
+        shown = [f"{name} at {'/'.join(map(str, where)) or '(root)'}" for where, name in places.items()]
+    else:
+        shown = list(names)
+    more = f" and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return UnstorableLeafError(
+        f"{path} holds objects that are not loaded, because that can run code: {', '.join(shown[:_SHOWN])}{more}",
+        hint=_SAVE_AGAIN,
+    )
+
+
+def _foreign(path: Path, error: Exception) -> ForeignError:
+    return ForeignError(f"{path} is not a whole file of torch.save: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].partition(". ")[0] if lines else type(error).__name__
+
+
+def _harmless() -> list[Any]:
+    """Classes whose construction runs nothing of the file's choice: arrays, paths, parsed arguments."""
+    found: list[Any] = [np.ndarray, np.dtype, argparse.Namespace]
+    found += {type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"}
+    for name, made in (("_reconstruct", np.empty(0)), ("scalar", np.float64(0))):
+        function: Any = made.__reduce__()
+        found += [(function[0], f"numpy.{core}.multiarray.{name}") for core in ("core", "_core")]
+    for name in ("PosixPath", "PurePosixPath"):
+        found += [(getattr(pathlib, name), f"{module}.{name}") for module in ("pathlib", "pathlib._local")]
+    return found
+
+
+_HARMLESS = _harmless()

@@ -1,0 +1,131 @@
+"""`checkpoint-N` folders of transformers' Trainer, written (also for `from_pretrained`) and read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckpt_engine.convert import model_file, safe_load, streams
+from ckpt_engine.convert.imported import Advance, Imported, whole_number
+from ckpt_engine.convert.parts import FILES, Parts, is_kept_file
+from ckpt_engine.convert.parts import STREAMS as STREAMS_KEY
+from ckpt_engine.convert.parts import TRAINER_STATE as TRAINER_STATE_KEY
+from ckpt_engine.data import rng
+from ckpt_engine.errors import CorruptError, ForeignError, MismatchError
+
+MODEL, MODEL_TORCH, CONFIG = "model.safetensors", "pytorch_model.bin", "config.json"
+OPTIMIZER, SCHEDULER, SCALER, STREAMS = "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth"
+TRAINER_STATE = "trainer_state.json"
+ARGUMENTS = "training_args.bin"
+
+
+def require(parts: Parts, snapshot: str) -> None:
+    """Refuse a snapshot that is not of a transformers model.
+
+    Raises:
+        MismatchError: it has no weights, several models, or no configuration of the model.
+    """
+    if len(parts.models) != 1:
+        found = ", ".join(parts.models) or "none"
+        raise MismatchError(
+            f"{snapshot} cannot become a transformers checkpoint, which has one model; it has: {found}",
+            hint="--to accelerate exports several models, --to safetensors --component one of them",
+        )
+    if CONFIG not in parts.files:
+        raise MismatchError(
+            f"{snapshot} has no model configuration ({CONFIG}), without which transformers cannot make the model",
+            hint="--to safetensors exports the weights for a model that you make yourself; --to accelerate all states",
+        )
+
+
+def write(parts: Parts, step: int, epoch: int | None, folder: Path) -> tuple[str, ...]:
+    """Write the files into `folder`, which exists; returns notes on what is there and what is not."""
+    notes = [f"taken as {parts.sources()}"]
+    notes += model_file.write(next(iter(parts.models.values())), folder, MODEL, MODEL_TORCH)
+    for name, states in ((OPTIMIZER, parts.optimizers), (SCHEDULER, parts.schedulers), (SCALER, parts.scalers)):
+        for state in list(states.values())[:1]:
+            torch.save(state, folder / name)
+    if parts.streams is not None:
+        torch.save(_streams(parts.streams), folder / STREAMS)
+    state = parts.trainer_state or {"global_step": step, "epoch": float(epoch or 0)}
+    (folder / TRAINER_STATE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
+    for name, data in parts.files.items():
+        (folder / name).write_bytes(data)
+    return (*notes, *_missing(parts))
+
+
+def _streams(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    legacy = streams.to_legacy(recorded)
+    state = {"python": legacy.python, "numpy": legacy.numpy, "cpu": legacy.cpu}
+    return {**state, "cuda": legacy.cuda[0]} if legacy.cuda else state
+
+
+def _missing(parts: Parts) -> Iterator[str]:
+    for what, there in (("optimizer state", parts.optimizers), ("scheduler state", parts.schedulers)):
+        if not there:
+            yield f"no {what} in the snapshot: the Trainer resumes with a fresh one"
+    if parts.trainer_state is None:
+        yield "no state of a Trainer in the snapshot: its log history and the states of callbacks are empty"
+    if parts.streams is None:
+        yield "no random streams in the snapshot: the Trainer leaves them as they are"
+
+
+def read(folder: Path, advance: Advance) -> Imported:
+    """A `checkpoint-N` folder of a Trainer that ran in one process.
+
+    Raises:
+        MismatchError: it has an adapter (PEFT) instead of a whole model.
+        ForeignError: it has no weights, or no state of a Trainer.
+        UnstorableLeafError, CorruptError, StorageError: a file cannot be read.
+    """
+    model = model_file.read(folder, MODEL, MODEL_TORCH, advance)
+    if model is None and next(folder.glob("adapter_model.*"), None) is not None:
+        raise MismatchError(
+            f"{folder} has an adapter and not the whole model",
+            hint="merge it (PeftModel.merge_and_unload) and save that, or go on with the Trainer's own resume",
+        )
+    if model is None:
+        raise ForeignError(f"{folder} has no {MODEL} and no {MODEL_TORCH}")
+    try:
+        trainer_state = json.loads((folder / TRAINER_STATE).read_bytes())
+        step, epoch = whole_number(trainer_state["global_step"]), whole_number((trainer_state.get("epoch") or 0) // 1)
+    except (ValueError, KeyError, TypeError, AttributeError) as err:
+        raise CorruptError(f"{folder / TRAINER_STATE} is not the state of a Trainer: {err}") from err
+    state: dict[str, Any] = {"model": model}
+    for key, name in (("optimizer", OPTIMIZER), ("scheduler", SCHEDULER), ("scaler", SCALER)):
+        if (folder / name).exists():
+            state[key] = safe_load.load(folder / name).value
+            advance((folder / name).stat().st_size)
+    notes = [f"no {key} in the folder" for key in ("optimizer", "scheduler") if key not in state]
+    recorded = next((path for path in (folder / STREAMS, folder / "rng_state_0.pth") if path.exists()), None)
+    if recorded is None:
+        notes.append("it has no random streams")
+    else:
+        state[STREAMS_KEY] = _recorded(recorded)
+        if recorded.name != STREAMS:
+            notes.append("it is of several processes: the random streams of the first one are kept")
+    state[TRAINER_STATE_KEY] = trainer_state
+    files = [path for path in sorted(folder.iterdir()) if path.is_file() and is_kept_file(path.name)]
+    state[FILES] = {path.name: path.read_bytes() for path in files if path.name != TRAINER_STATE and _is_no_index(path)}
+    if (folder / ARGUMENTS).exists():
+        notes.append(f"{ARGUMENTS} left out: it is a pickled object, and resuming does not read it")
+    return Imported("transformers", state, step, epoch, tuple(notes))
+
+
+def _is_no_index(path: Path) -> bool:
+    """Not an index of weights, which are one file again when exported."""
+    return not path.name.endswith(".index.json")
+
+
+def _recorded(file: Path) -> rng.RngState:
+    recorded = safe_load.load(file).value
+    try:
+        cuda = recorded.get("cuda")
+        devices = () if cuda is None else tuple(cuda) if isinstance(cuda, list | tuple) else (cuda,)
+        return streams.from_legacy(streams.Legacy(recorded["python"], recorded["numpy"], recorded["cpu"], devices))
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as err:
+        raise CorruptError(f"{file} has no random streams: {err}") from err

@@ -1,0 +1,183 @@
+"""`ckpt diff`: the places where two snapshots differ, and no others."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ckpt_engine import Checkpointer
+from ckpt_engine.data import rng
+from ckpt_engine.restore import sources
+from ckpt_engine.tracking.packed import Packer
+from tests.convert.training import Loop
+
+Ckpt = Callable[..., Any]
+
+
+def _save(root: Path, *states: Any) -> None:
+    with Checkpointer(root, writer="thread", keep={"last": 9}) as checkpointer:
+        for step, state in enumerate(states):
+            checkpointer.save(state, step=step).wait(60)
+
+
+def _state() -> dict[str, Any]:
+    return {
+        **Loop().trained(2).state(),
+        "array": np.arange(12.0).reshape(3, 4),
+        "nan": float("nan"),
+        "numbers": [1, 2, 3],
+        "nested": [{"a": (1, torch.zeros(2))}, b"x" * 100],
+        "half": torch.ones(3, dtype=torch.bfloat16),
+        "empty": torch.empty(0),
+    }
+
+
+def test_equal_snapshots_have_no_difference_and_their_tensors_are_not_read(
+    ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests are enough, for two runs too; not a number is equal to itself."""
+    _save(tmp_path / "a", _state())
+    _save(tmp_path / "b", _state(), _state())
+    monkeypatch.setattr(sources.Sources, "read", None)
+    result = ckpt("diff", tmp_path / "a", f"{tmp_path / 'b'}#0")
+    assert result.code == 0, result.err
+    assert "are equal, bit for bit" in result.out
+    found = ckpt("diff", tmp_path / "a", tmp_path / "b", "--json").json
+    assert found["differences"] == []
+    assert found["compared"] > 20
+
+
+def test_each_difference_has_its_place_count_first_index_and_size(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Tensors of all kinds, values, forms, and what only one of them has."""
+    a = _state()
+    a["model"]["0.weight"].fill_(0.25)
+    b = copy.deepcopy(a)
+    b["model"]["0.weight"][1, 2] += 0.5
+    b["model"]["0.weight"][3, 0] -= 1.0
+    b["array"][2, 1] = -1
+    b["half"][1] = -0.0
+    b["numbers"] = [1, 2, 4]
+    b["nested"][0]["a"] = (1, torch.zeros(3))
+    b["nested"][1] = b"x" * 99 + b"y"
+    b["step"] = True
+    b["more"] = 1
+    del b["nan"]
+    _save(tmp_path / "run", a, b)
+    result = ckpt("diff", f"{tmp_path / 'run'}#step=0", f"{tmp_path / 'run'}#latest", "--json")
+    assert result.code == 1
+    found = {one["path"]: one for one in result.json["differences"]}
+    assert set(found) == {
+        "model/0.weight",
+        "array",
+        "half",
+        "numbers/2",
+        "nested/0/a/1",
+        "nested/1",
+        "step",
+        "more",
+        "nan",
+    }
+    weight = found["model/0.weight"]
+    assert (weight["kind"], weight["differing"], weight["elements"], weight["index"]) == ("tensor", 2, 32, [1, 2])
+    assert weight["max_abs"] == 1.0
+    assert (found["array"]["a"], found["array"]["b"], found["array"]["index"]) == ("9", "-1", [2, 1])
+    assert (found["nested/0/a/1"]["a"], found["nested/0/a/1"]["b"]) == ("float32 [2]", "float32 [3]")
+    assert found["nested/1"]["index"] == [99]
+    assert (found["step"]["a"], found["step"]["b"]) == ("2", "True")
+    assert (found["more"]["kind"], found["nan"]["a"]) == ("missing", "only in the first")
+    text = ckpt("diff", f"{tmp_path / 'run'}#0", tmp_path / "run").out
+    assert "model/0.weight: 2 of 32 elements differ, the first at [1, 2]: " in text
+    assert text.splitlines()[-1].startswith("9 differences between 00000001-")
+
+
+def test_random_streams_and_positions_that_adapters_pack_are_compared_by_name(ckpt: Ckpt, tmp_path: Path) -> None:
+    """The packed part is one tensor; its difference would say nothing."""
+    packer = Packer("ckpt_engine")
+    states = []
+    for extra in (0, 1):
+        torch.manual_seed(1)
+        np.random.seed(1)
+        np.random.standard_normal(extra)
+        tree = {"rng": rng.capture_host(), "loaders": [{"batches": 3 + extra}]}
+        states.append({"a": 1, "ckpt_engine": {"version": 1, "packed": packer.pack(tree)}})
+    _save(tmp_path / "run", *states)
+    found = ckpt("diff", f"{tmp_path / 'run'}#0", tmp_path / "run", "--json").json["differences"]
+    paths = [one["path"] for one in found]
+    assert "ckpt_engine/loaders/0/batches" in paths
+    assert any(path.startswith("ckpt_engine/rng/numpy/") for path in paths)
+    assert not any("rng/torch" in path or "packed" in path for path in paths)
+
+
+def test_many_differences_are_cut_unless_all_are_asked_for(ckpt: Ckpt, tmp_path: Path) -> None:
+    """A terminal is not flooded."""
+    _save(tmp_path / "run", {str(i): i for i in range(50)}, {str(i): -i - 1 for i in range(50)})
+    common = ("diff", f"{tmp_path / 'run'}#0", tmp_path / "run")
+    assert len(ckpt(*common).out.splitlines()) == 21
+    assert "30 of them not shown" in ckpt(*common).out
+    assert len(ckpt(*common, "--all").out.splitlines()) == 51
+
+
+def test_a_state_that_is_no_dict_and_tied_tensors(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Names of entries do not matter, only what the state holds."""
+    one = torch.arange(4.0)
+    _save(tmp_path / "tied", [one, one])
+    _save(tmp_path / "apart", [one, one.clone()])
+    assert ckpt("diff", tmp_path / "tied", tmp_path / "apart").code == 0
+    _save(tmp_path / "other", [one, one + 1])
+    assert "1: 4 of 4 elements differ" in ckpt("diff", tmp_path / "tied", tmp_path / "other").out
+
+
+_LEAVES = st.one_of(
+    st.integers(-3, 3),
+    st.floats(allow_nan=True, width=32),
+    st.text(max_size=3),
+    st.none(),
+    st.booleans(),
+    st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=4).map(torch.tensor),
+)
+_TREES = st.dictionaries(
+    st.text("abc", min_size=1, max_size=2),
+    st.recursive(_LEAVES, lambda t: st.lists(t, max_size=3) | st.dictionaries(st.sampled_from("xyz"), t, max_size=3)),
+    max_size=4,
+)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(a=_TREES, b=_TREES)
+def test_there_is_a_difference_if_and_only_if_the_states_differ(
+    tmp_path_factory: pytest.TempPathFactory, a: Any, b: Any
+) -> None:
+    """And it is the same seen from the other side."""
+    from ckpt_engine.cli.compare import Comparison
+    from ckpt_engine.cli.diff import _snapshot
+
+    folder = tmp_path_factory.mktemp("diff")
+    _save(folder / "run", a, copy.deepcopy(a), b)
+    one, same, other = (_snapshot(f"{folder / 'run'}#{step}") for step in range(3))
+    assert list(Comparison(one, same)) == []
+    there, back = list(Comparison(one, other)), list(Comparison(other, one))
+    assert {d.path for d in there} == {d.path for d in back}
+    assert bool(there) == (not _equal(a, b))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(_equal(*pair) for pair in zip(a, b, strict=True))
+    if isinstance(a, float) and math.isnan(a):
+        return math.isnan(b)
+    return repr(a) == repr(b)

@@ -1,0 +1,251 @@
+"""`ckpt verify-resume`: correct scripts pass, and each usual mistake is found, named and explained."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from ckpt_engine.cli.compare import Difference, Kind
+from ckpt_engine.cli.rehearsal.command_line import PythonCommand
+from ckpt_engine.cli.rehearsal.pairing import Pair
+from ckpt_engine.cli.rehearsal.spec import Spec, Trace, event_line
+from ckpt_engine.cli.rehearsal.verdict import Area, area_of, judge, judge_end
+from ckpt_engine.errors import CorruptError
+
+Ckpt = Callable[..., Any]
+SCRIPTS = Path(__file__).parent / "rehearsed"
+
+
+@pytest.fixture
+def verify(ckpt: Ckpt, tmp_path: Path) -> Callable[..., Any]:
+    """Rehearses one of the scripts in few steps."""
+
+    def run(mistake: str, *options: object, script: str = "plain_loop.py") -> Any:
+        command = (sys.executable, SCRIPTS / script, tmp_path / "run", *mistake.split())
+        limits = () if "--steps" in options else ("--steps", 6)
+        return ckpt("verify-resume", *limits, "--timeout", 120, *options, "--", *command)
+
+    return run
+
+
+def test_a_correct_script_is_exact_and_nothing_of_its_own_is_touched(
+    verify: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Three snapshots after the restart equal the uninterrupted run's; its run folder does not come into being."""
+    result = verify("", "--kill-at", 2, "--scratch", tmp_path / "scratch")
+    assert result.code == 0, result.err
+    assert "exact: killed after step 2, equal to the uninterrupted run up to the end (4 snapshots, " in result.out
+    assert not (tmp_path / "run").exists()
+    killed = Trace.read(tmp_path / "scratch/killed.trace")
+    assert (killed.steps, killed.stopped) == ((1, 2), False)
+    assert '"killed"' in (tmp_path / "scratch/killed.trace").read_text()
+    assert len(Trace.read(tmp_path / "scratch/again.trace").loaded) == 1
+    assert "the end" not in (tmp_path / "scratch/again.log").read_text()
+
+
+def test_an_own_generator_is_found(verify: Callable[..., Any]) -> None:
+    """It starts anew after a restart, which no state holds: weights differ, streams do not."""
+    result = verify("own generator", "--json")
+    assert result.code == 1, result.err
+    report = result.json
+    assert (report["exact"], report["fresh"]) == (False, None)
+    assert (report["resumed"]["step"], report["resumed"]["area"]) == (4, "tensor")
+    assert report["resumed"]["first"].startswith("model/0.weight: ")
+    assert "an own random.Random" in report["resumed"]["cause"]
+
+
+@pytest.mark.slow
+def test_draws_at_every_start_are_found(verify: Callable[..., Any]) -> None:
+    """The stream is named before the weights that it changes."""
+    result = verify("draws at start")
+    assert result.code == 1, result.err
+    assert "NOT EXACT: the runs differ at step 4 after the restart" in result.out
+    assert "first: the random stream of torch (rng/torch)" in result.out
+    assert "draws from this stream a different number of times after a restart" in result.out
+    assert "also: model/0.weight" in result.out
+
+
+@pytest.mark.slow
+def test_code_that_reads_the_clock_is_found_from_the_start_and_after_the_restart(verify: Callable[..., Any]) -> None:
+    """The restart is compared on a snapshot of the first run, because the second one differs from it."""
+    result = verify("clock")
+    assert result.code == 1, result.err
+    assert "NOT EXACT: the runs differ at step 4 after the restart" in result.out
+    assert "code that reads the clock" in result.out
+    assert "not seeded: the runs differ at step 1 from the start" in result.out
+
+
+@pytest.mark.slow
+def test_a_script_without_a_seed_may_still_resume_exactly(verify: Callable[..., Any]) -> None:
+    """That two runs differ is said, and is no fault of the resume."""
+    result = verify("no seed")
+    assert result.code == 0, result.err
+    assert "exact: killed after step 3" in result.out
+    assert "not seeded: the runs differ at step 1 from the start" in result.out
+    assert "run 4" in result.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mistake", "options", "answer"),
+    [
+        ("forgets", (), "did not resume when it was started again"),
+        ("fails", (), "ValueError: a mistake of the script"),
+        ("saves nothing", (), "the script took no snapshot (uninterrupted run)"),
+        ("", ("--timeout", "0.01"), "had not reached step 6 after 0.01 s"),
+    ],
+)
+def test_what_cannot_be_verified_says_why(
+    verify: Callable[..., Any], mistake: str, options: tuple[str, ...], answer: str
+) -> None:
+    """Exit code 2, and the last lines of the script where it failed."""
+    result = verify(mistake, *options)
+    assert (result.code, answer in result.err) == (2, True), result.err
+
+
+@pytest.mark.slow
+def test_another_folder_at_each_start_is_said(verify: Callable[..., Any]) -> None:
+    """In the rehearsal it is found all the same; outside of it would not be."""
+    assert "note: the script names another run folder at each start" in verify("new folder").out
+
+
+@pytest.mark.slow
+def test_a_resumed_run_that_goes_on_for_too_long_is_found(verify: Callable[..., Any]) -> None:
+    """It trains five steps per start, so that a resumed one ends later."""
+    result = verify("counts starts", "--steps", 9)
+    assert result.code == 1, result.err
+    assert "first: the uninterrupted run went on to step 5, the resumed one to step 9" in result.out
+
+
+@pytest.mark.slow
+def test_lightning_with_workers_is_exact(verify: Callable[..., Any]) -> None:
+    """The callback's own options give way to a snapshot of each step."""
+    result = verify("", script="lightning_loop.py")
+    assert result.code == 0, result.err
+    assert "exact: killed after step 3" in result.out
+
+
+@pytest.mark.slow
+def test_augmentation_from_a_generator_of_the_workers_is_found(verify: Callable[..., Any]) -> None:
+    """Not the weights are named, but the first batch with other content."""
+    result = verify("workers", script="lightning_loop.py")
+    assert result.code == 1, result.err
+    assert "first: batch 3 of training loader 0 has other content" in result.out
+    assert "the same samples come with other content" in result.out
+    assert "not seeded: the runs differ at step 1 from the start" in result.out
+
+
+def test_a_module_and_its_surroundings_run_as_python_runs_them(tmp_path: Path) -> None:
+    """Arguments, `__main__`, the import path; and torch is not imported before the script does it."""
+    (tmp_path / "beside.py").write_text("here = True\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, beside\n"
+        "assert __name__ == '__main__' and beside.here and 'torch' not in sys.modules\n"
+        "print(sys.argv, sys.modules['__main__'].__file__)\n"
+    )
+    spec = Spec(str(tmp_path), str(tmp_path / "trace"), 3).write(tmp_path / "spec.json")
+    for words, shown in (
+        ([sys.executable, "-u", str(script), "--a", "b"], f"['{script}', '--a', 'b'] {script}\n"),
+        ([sys.executable, "-m", "script", "-c"], f"['{script}', '-c'] {script}\n"),
+    ):
+        command = PythonCommand.parse(words).rehearsed(spec)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+        assert done.stdout == shown, done.stderr
+
+
+def test_command_lines_are_understood_or_refused(tmp_path: Path) -> None:
+    """Options of the interpreter stay with it; what does not run one Python program is told what to write."""
+    script = tmp_path / "train.py"
+    script.touch()
+    parsed = PythonCommand.parse(["python3", "-u", "-X", "dev", str(script), "--lr", "1"])
+    assert parsed == PythonCommand(("python3", "-u", "-X", "dev"), "script", str(script), ("--lr", "1"))
+    assert PythonCommand.parse(["python", "-m", "pkg.train"]).kind == "module"
+    own = tmp_path / "mytrain"
+    own.write_text(f"#!{sys.executable} -s\nprint()\n")
+    own.chmod(0o755)
+    assert PythonCommand.parse([str(own), "-x"]) == PythonCommand((sys.executable, "-s"), "script", str(own), ("-x",))
+    for words, answer in (
+        (["python", "-c", "1"], "use a file"),
+        (["python"], "names no script"),
+        (["python", "no.py"], "is no file"),
+        (["torchrun", "train.py"], "starts several processes"),
+        (["ls"], "is no Python program"),
+    ):
+        with pytest.raises(click.UsageError, match=answer):
+            PythonCommand.parse(words)
+
+
+def test_wrong_usage(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Before anything runs."""
+    assert "must be less than --steps" in ckpt("verify-resume", "--steps", 5, "--kill-at", 5, "python", "x").err
+    script = SCRIPTS / "plain_loop.py"
+    assert "exists already" in ckpt("verify-resume", "--scratch", tmp_path, "--", "python", script).err
+
+
+def test_the_first_divergence_is_the_most_telling_one_of_the_first_step() -> None:
+    """Batches before positions before streams before tensors before values; later steps do not count."""
+
+    def difference(path: str, kind: Kind = Kind.TENSOR) -> Difference:
+        return Difference(path, kind, "1", "2", 1, 4, (0,), 1.0)
+
+    weights = difference("state_dict/w")
+    stream = difference("ckpt_engine/rng/numpy/key")
+    position = difference("ckpt_engine/loaders/0/order/digest", Kind.VALUE)
+    value = difference("lr_schedulers/0/last_epoch", Kind.VALUE)
+    assert judge([Pair(1, (), 3, None)], fresh=False) is None
+    for found, area in (
+        ((value, weights), Area.WEIGHTS),
+        ((value,), Area.VALUE),
+        ((weights, stream), Area.STREAM),
+        ((weights, stream, position), Area.POSITION),
+    ):
+        for fresh in (True, False):
+            verdict = judge([Pair(1, (), 3, None), Pair(2, found, 3, None), Pair(3, (stream,), 3, (0, 1))], fresh=fresh)
+            assert verdict is not None
+            assert (verdict.step, verdict.area) == (2, area)
+            assert len(verdict.others) == len(found) - 1
+    batch = judge([Pair(2, (weights, position), 3, (0, 7))], fresh=False)
+    assert batch is not None
+    assert (batch.area, batch.first) == (Area.BATCH, "batch 7 of training loader 0 has other content")
+    assert "the order of samples is not put back" in batch.cause
+    many = judge([Pair(1, tuple(difference(f"w/{i}") for i in range(30)), 3, None)], fresh=False)
+    assert many is not None
+    assert (len(many.others), many.hidden) == (10, 19)
+    assert area_of("rng/python/words") is Area.STREAM
+
+
+def test_a_resumed_run_must_end_where_the_other_one_ends() -> None:
+    """Equal snapshots are no proof if there are fewer of them."""
+    assert judge_end(6, 6) is None
+    for whole, again, step in ((6, 4, 5), (4, 6, 5)):
+        found = judge_end(whole, again)
+        assert found is not None
+        assert (found.step, found.first) == (
+            step,
+            f"the uninterrupted run went on to step {whole}, the resumed one to step {again}",
+        )
+
+
+def test_a_trace_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    """A missing one is empty, a torn one an error."""
+    path = tmp_path / "trace"
+    assert Trace.read(path) == Trace((), (), {}, (), False)
+    path.write_bytes(
+        event_line("root", url="/run")
+        + event_line("loaded", snapshot="x")
+        + event_line("saving", step=2, batches=[[0, 1, "aa"]])
+        + event_line("saving", step=2, batches=[[0, 2, "bb"]])
+        + event_line("stopped", step=2)
+    )
+    batches = {2: {(0, 1): "aa", (0, 2): "bb"}}
+    assert Trace.read(path) == Trace(("/run",), ("x",), batches, (2, 2), True)
+    path.write_bytes(b'{"event": "saving"}\n')
+    with pytest.raises(CorruptError):
+        Trace.read(path)

@@ -240,7 +240,7 @@ class Resume:
 
     def before_imported_epoch(self) -> None:
         """Instead of `before_epoch`, where the snapshot is an imported file."""
-        weights.into_own_memory(self._trainer.optimizers)
+        into_own_memory(self._trainer.optimizers)
 
     def restore_streams(self) -> None:
         """The random streams as the finished run left them, where a rerun trains nothing."""

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.persist.job import PersistJob
 from ckpt_engine.persist.spawn import ProcessWriter
 from ckpt_engine.snapshot.pipeline import Pipeline
@@ -37,8 +39,19 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return steps
 
 
-def test_every_boundary_without_a_durable_snapshot_has_one_in_memory(tmp_path: Path, held: list[int]) -> None:
-    """And the run is bit for bit the one without the callback."""
+def test_every_boundary_without_a_durable_snapshot_has_one_in_memory(
+    tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is bit for bit the one without the callback, and the cadence is told what each one cost."""
+    charged: list[int] = []
+    tell = Cadence.held
+
+    def noted(self: Cadence, step: int, stall_seconds: float) -> None:
+        assert stall_seconds > 0.0
+        charged.append(step)
+        tell(self, step, stall_seconds)
+
+    monkeypatch.setattr(Cadence, "held", noted)
     case = CASES["validation within epochs"]
     reference = fit(case)
     tiers = [{"url": "memory", "every_n_steps": 1}, str(tmp_path)]
@@ -48,17 +61,31 @@ def test_every_boundary_without_a_durable_snapshot_has_one_in_memory(tmp_path: P
     steps = reference.trainer.global_step
     assert held == sorted(set(range(1, steps)) - durable) or held == sorted(set(range(2, steps)) - durable)
     assert steps in durable
+    assert charged == held
 
 
-def test_no_snapshot_in_memory_while_gradients_accumulate(tmp_path: Path, held: list[int]) -> None:
-    """As for durable ones: it comes with the optimizer step."""
+def test_no_snapshot_in_memory_while_gradients_accumulate(
+    tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be taken right after the optimizer step is not made up for in the middle of an accumulation."""
+    ready, refused = Checkpointer.ready, []
+
+    def once_not(self: Checkpointer, *, durable: bool = True) -> bool:
+        if held and not durable and not refused:
+            refused.append(held[-1] + 1)
+            return False
+        return ready(self, durable=durable)
+
+    monkeypatch.setattr(Checkpointer, "ready", once_not)
     case = CASES["accumulation of 4"]
     reference = fit(case)
     tiers = [{"url": "memory", "every_n_steps": 1}, str(tmp_path)]
     watched = fit(case, [AdaptiveCheckpoint(tiers=tiers, every_n_steps=1000)])
     assert watched.digest == reference.digest
     assert held == sorted(set(held))
-    assert len(held) >= reference.trainer.global_step - 2
+    assert len(held) >= reference.trainer.global_step - 3
+    assert len(refused) == 1
+    assert not set(refused) & set(held)
 
 
 def test_without_a_rhythm_the_budget_decides(tmp_path: Path, held: list[int]) -> None:

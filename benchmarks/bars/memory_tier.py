@@ -45,8 +45,8 @@ class Size:
 
 
 SIZES = {
-    Scale.FULL: Size(8_000_000, 20, 7, 1_493_000_000, 5),
-    Scale.QUICK: Size(8_000_000, 10, 3, 1_493_000_000, 2),
+    Scale.FULL: Size(8_000_000, 10, 9, 1_493_000_000, 5),
+    Scale.QUICK: Size(8_000_000, 10, 3, 1_493_000_000, 3),
     Scale.TINY: Size(20_000, 3, 1, 4_000_000, 1),
 }
 PLAIN = "no snapshots"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_engine.frequency.account import Account
 from ckpt_engine.frequency.adaptive import AdaptiveTrigger, Moment
 from ckpt_engine.frequency.controller import Costs, Decision, FrequencyPolicy
 from ckpt_engine.frequency.failure_rate import FailureRate
+from ckpt_engine.frequency.learned import InFlight, Learned, Settled, measured
 from ckpt_engine.frequency.measure import CLEAN_WINDOW, CostMeter, StepTimes
 from ckpt_engine.frequency.memory import MemoryTrigger
 from ckpt_engine.frequency.settings import DEFAULT_OVERHEAD, FrequencySettings
@@ -27,30 +27,10 @@ from ckpt_engine.observe.events import (
     SnapshotSkipped,
 )
 
-STATE_VERSION = 1
 WARM_UP_STEPS = 2
 RETRY_SECONDS = 10.0
 _MOST_IN_FLIGHT = 64
 _NOT_STARTED = -1
-
-
-@dataclass(slots=True)
-class _InFlight:
-    """A snapshot that was taken and is not settled yet."""
-
-    step: int
-    instant: float
-    stall_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Settled:
-    """The end of an in-flight snapshot; `latency_seconds` is None where it failed."""
-
-    snapshot: _InFlight
-    latency_seconds: float | None
-    busy_seconds: float
-    written_bytes: float
 
 
 class Cadence:
@@ -82,14 +62,14 @@ class Cadence:
     _durable_step: int
     _fixed: FixedTriggers
     _held_back: bool
-    _in_flight: deque[_InFlight]
+    _in_flight: deque[InFlight]
     _mark: float
     _next: int
     _paused: float
     _pending: str | None
     _quiet_step: int
     _retry_time: float
-    _settled: list[_Settled]
+    _settled: list[Settled]
     _skip_told: bool
     _taken_step: int
     _taken_time: float
@@ -159,7 +139,7 @@ class Cadence:
 
     def exclude(self, seconds: float) -> None:
         """`seconds` since the last boundary were not training: validation, logging of the user, a debugger."""
-        self._paused += _measured(seconds)
+        self._paused += measured(seconds)
 
     def validation_ended(self) -> None:
         """A validation ended; the snapshot it may trigger is due at the next boundary."""
@@ -181,7 +161,7 @@ class Cadence:
             wait_seconds: how long training waited for a free slot before (0 where snapshots are skipped instead).
         """
         now = self._now()
-        stall, wait = _measured(stall_seconds), _measured(wait_seconds)
+        stall, wait = measured(stall_seconds), measured(wait_seconds)
         self._paused += stall + wait
         self._account.paused_seconds += stall + wait
         if wait > 0.0:
@@ -190,7 +170,7 @@ class Cadence:
             self._in_flight.popleft()
         if self._adaptive is not None:
             self._adaptive.window_began(0 if self._disturbed else step - self._quiet_step)
-        self._in_flight.append(_InFlight(step, now - stall, stall))
+        self._in_flight.append(InFlight(step, now - stall, stall))
         self._disturbed = True
         self._pending = None
         self._skip_told = False
@@ -204,14 +184,14 @@ class Cadence:
         """A snapshot that only stays in memory was taken at `step`; it blocked training for `stall_seconds`."""
         if self._memory is None:
             return
-        stall = _measured(stall_seconds)
+        stall = measured(stall_seconds)
         self._paused += stall
         self._account.elsewhere_seconds += stall
         self._memory.took(step, self._now(), stall)
 
     def fence(self, seconds: float) -> None:
         """Training waited `seconds` for staging to finish; part of the newest snapshot's stall."""
-        seconds = _measured(seconds)
+        seconds = measured(seconds)
         if seconds == 0.0:
             return
         self._paused += seconds
@@ -244,13 +224,13 @@ class Cadence:
             latency_seconds: from the snapshot instant.
             busy_seconds: how long it occupied the writer; None: all of the latency.
         """
-        latency = _measured(latency_seconds)
+        latency = measured(latency_seconds)
         snapshot = next((one for one in self._in_flight if one.step == step), None)
         instant = snapshot.instant if snapshot else self._now() - latency
         self._durable_step = max(self._durable_step, step)
         self._durable_instant = max(self._durable_instant, instant)
-        busy = latency if busy_seconds is None else _measured(busy_seconds)
-        self._settle(snapshot, latency, busy, _measured(written_bytes))
+        busy = latency if busy_seconds is None else measured(busy_seconds)
+        self._settle(snapshot, latency, busy, measured(written_bytes))
 
     def failed(self, step: int) -> None:
         """The snapshot taken at `step` will not become durable. The next one comes at the usual interval."""
@@ -305,13 +285,8 @@ class Cadence:
     def state(self) -> dict[str, Any]:
         """What was learned, as JSON; store it with each snapshot (never needed to rebuild the training state)."""
         step_seconds = self._steps.step_seconds() if self._steps.known else None
-        return {
-            "version": STATE_VERSION,
-            "failures": self._failures.survived(self._now() - self._failures_since).to_json(),
-            "costs": self._meter.to_json() if self._meter.known else None,
-            "step_seconds": step_seconds,
-            "interval_steps": self.interval_steps,
-        }
+        failures = self._failures.survived(self._now() - self._failures_since)
+        return Learned(failures, self._meter, step_seconds, self.interval_steps).to_json()
 
     def restore(self, state: Mapping[str, Any], *, failed: bool = True) -> None:
         """Starts from what an earlier run of this training had learned. Call before `start`.
@@ -323,19 +298,13 @@ class Cadence:
                 after that snapshot is unknown; half an interval is the expectation.
         """
         try:
-            if state["version"] != STATE_VERSION:
-                raise ValueError(f"version {state['version']!r}")
-            failures = FailureRate.from_json(state["failures"])
-            meter = CostMeter.from_json(state["costs"]) if state["costs"] is not None else CostMeter()
-            step_seconds = None if state["step_seconds"] is None else _measured(float(state["step_seconds"]))
-            interval_steps = None if state["interval_steps"] is None else int(state["interval_steps"])
+            learned = Learned.from_json(state)
         except (KeyError, TypeError, ValueError, OverflowError) as err:
             self._sink.emit(Notice("INFO", f"what the earlier run learned about snapshot costs is not usable: {err}"))
             return
-        if failed:
-            failures = failures.survived((interval_steps or 0) * (step_seconds or 0.0) / 2.0).failed()
-        self._failures, self._meter = failures, meter
-        self._steps = StepTimes(step_seconds)
+        self._failures = learned.after_failure if failed else learned.failures
+        self._meter = learned.meter
+        self._steps = StepTimes(learned.step_seconds)
         self._add_clean = self._add_warm_up
 
     # ------------------------------------------------------------------ inside
@@ -386,11 +355,11 @@ class Cadence:
             add(seconds / count)
         return self._wake(step, now)
 
-    def _settle(self, snapshot: _InFlight | None, latency: float | None, busy: float, written: float) -> None:
+    def _settle(self, snapshot: InFlight | None, latency: float | None, busy: float, written: float) -> None:
         """Notes the end of a snapshot; it is learned from at the next boundary, when that step is measured too."""
         if snapshot is None or any(one.snapshot is snapshot for one in self._settled):
             return
-        self._settled.append(_Settled(snapshot, latency, busy, written))
+        self._settled.append(Settled(snapshot, latency, busy, written))
         self._wake_step = -1
 
     def _wake(self, step: int, now: float) -> str | None:
@@ -473,8 +442,3 @@ class Cadence:
         self._wake_step = min(self._wake_step, answer.again_step)
         self._wake_time = min(self._wake_time, answer.again_time)
         return answer.due
-
-
-def _measured(seconds: float) -> float:
-    """A measurement from outside; negative, NaN and infinite ones are none."""
-    return seconds if 0.0 < seconds < math.inf else 0.0

@@ -36,7 +36,7 @@ class Desk:
         self._forward = forward
         self._trainer_lives = trainer_lives
         self._bye = bye
-        self._attended = True
+        self._attended = self._serves = True
         self._said_bye = threading.Event()
 
     @property
@@ -44,8 +44,13 @@ class Desk:
         """Whether the writer is not needed any more."""
         return self._said_bye.is_set()
 
-    def leave(self) -> None:
-        """The trainer is gone, or needs no more than its end; everything it sent was taken in."""
+    def leave(self, *, serves: bool) -> None:
+        """The trainer is gone, and everything it sent was taken in.
+
+        Args:
+            serves: what is held is for whoever restarts the training; else that was closed, and nothing is served.
+        """
+        self._serves = serves
         self._attended = False
 
     def answer(self, request: Body) -> Reply | None:
@@ -68,6 +73,8 @@ class Desk:
             if self._trainer_lives():
                 return Reply({"snapshot": None, "why": "its trainer is alive"})
             return None  # what it sent last has not been taken in yet
+        if not self._serves:
+            return Reply({"snapshot": None, "why": "the run was closed"})
         try:
             offer = self._held.offer()
         except (CkptError, OSError, ValueError) as err:

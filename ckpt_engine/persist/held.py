@@ -68,6 +68,11 @@ class Held:
         with self._lock:
             return read_pulse(self._pulse) if self._pulse >= 0 else None
 
+    @property
+    def unwanted(self) -> bool:
+        """Whether nobody wants what is held any more, see `let_go`."""
+        return self._unwanted
+
     def hold(self, order: Order) -> None:
         """Keep `order` instead of what was kept."""
         order.retain()

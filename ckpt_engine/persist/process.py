@@ -222,7 +222,7 @@ class Serving:
         else:
             worker.disown()  # it lives, speaks to us no more, and does with its memory what it wants
         assert self._desk is not None
-        self._desk.leave()
+        self._desk.leave(serves=not self._closing)
         if self._control is None and not self._closing:
             self._listen()  # whoever had the name may be gone by now
         self._poke()

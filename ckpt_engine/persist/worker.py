@@ -19,6 +19,9 @@ from ckpt_engine.persist.job import ErrorRecord, WriterConfig
 from ckpt_engine.persist.wire import Body
 from ckpt_engine.persist.writer import Emit, Writer
 
+RESCUE_SECONDS = 30.0
+"""How long a rescue that fails is tried again. Less than the next writer waits for the lease."""
+_AGAIN_SECONDS = 2.0
 _IDLE_SECONDS = 60.0
 _SEAL_SECONDS = 600.0
 
@@ -225,7 +228,7 @@ class Worker:
             try:
                 if self._abandoned:
                     self.held.wait_sealed(_SEAL_SECONDS)
-                self._writer.rescue(order)
+                self._insist(order)
             finally:
                 order.release()
         with self._changed:
@@ -235,6 +238,19 @@ class Worker:
         self._on_news()
         if hurried:
             self._writer.stop_draining()
+
+    def _insist(self, order: Order) -> None:
+        """Make it durable, with some patience if the trainer is gone: what killed it may have hit the disk too."""
+        deadline = time.monotonic() + RESCUE_SECONDS
+        while True:
+            self._writer.rescue(order)
+            with self._changed:
+                if order.durable or not self._abandoned or self._hurried or self.held.unwanted:
+                    return
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                self._changed.wait_for(lambda: self._hurried, min(_AGAIN_SECONDS, left))
 
 
 def refusal(body: Body) -> ErrorRecord:

@@ -10,6 +10,7 @@ Plans:
     die-in-persist GATE: submits step 1, whose storage hangs until GATE exists, and step 2 behind it; holds step 3.
     die-after-forget: holds step 1, lets the writer forget all that it refers to, and kills itself.
     die-away NEAR: holds step 1 of a run whose nearest tier, NEAR, cannot be written; ROOT is a further one.
+    die-blocked: holds step 1 of a run whose only tier cannot be written any more.
     die-empty: takes nothing at all.
     close: holds step 1, closes the writer, and ends.
     storm: steps without end, each held, every tenth submitted; logs each one before its memory is touched.
@@ -190,6 +191,12 @@ def main(root: str, path: str, plan: str, *rest: str) -> None:
         shutil.rmtree(Path(rest[0]) / "data")
         (Path(rest[0]) / "data").write_text("in the way")
         arena.take(2)
+        settle(client)
+        die()
+    elif plan == "die-blocked":
+        client = start(root, log)
+        (Path(root) / "data").write_text("in the way")
+        Arena(client).take(1)
         settle(client)
         die()
     elif plan == "die-empty":

@@ -267,7 +267,7 @@ def test_a_trainer_that_has_just_died_makes_answers_wait(sending: Trainer, held:
     visit.lives = False
     assert visit.ask(control.SNAPSHOT) is None
     assert visit.ask(control.BYE) is None
-    visit.desk.leave()
+    visit.desk.leave(serves=True)
     assert visit.ask(control.SNAPSHOT) is None
     held.seal(RUN)
     assert held.wait_sealed(WAIT_SECONDS)
@@ -278,6 +278,16 @@ def test_a_trainer_that_has_just_died_makes_answers_wait(sending: Trainer, held:
     assert not visit.desk.said_bye
     assert visit.ask(control.BYE, snapshot=reply.body["snapshot"]) == {"ok": True}
     assert visit.desk.said_bye and visit.byes == 1
+
+
+def test_a_run_that_was_closed_serves_nothing(sending: Trainer, held: Held) -> None:
+    """And says so at once, though what was held is still being written."""
+    visit = Visit(held)
+    held.hold(sending.hold(1))
+    visit.lives = False
+    visit.desk.leave(serves=False)
+    assert visit.ask(control.SNAPSHOT) == {"snapshot": None, "why": "the run was closed"}
+    assert visit.ask(control.BYE) == {"ok": True}
 
 
 def test_requests_are_forwarded_to_a_trainer_that_takes_them(held: Held) -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -38,6 +39,15 @@ def until(found: object, process: subprocess.Popen[bytes], root: Path) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.02)
         assert process.poll() is None and time.monotonic() < deadline, root.with_suffix(".err").read_text()
+
+
+def until_durable(root: Path, step: int) -> None:
+    """Wait until what is held is on a tier too."""
+    for _ in range(int(WAIT_SECONDS * 20)):
+        if asked(root, STATUS)["held"] == {"step": step, "durable": True}:
+            return
+        threading.Event().wait(0.05)
+    raise AssertionError(f"step {step} does not become durable")
 
 
 def asked(root: Path, what: str) -> dict[str, object]:
@@ -74,8 +84,7 @@ def test_a_termination_signal_ends_lingering_but_not_the_rescue(tmp_path: Path) 
     assert steps(root) == [1, 3]
     told = run_trainer(root, "die-holding", "7", TEST_LINGER="3600")
     place = attached(root)
-    while asked(root, STATUS)["held"] != {"step": 7, "durable": True}:
-        pass
+    until_durable(root, 7)
     os.kill(told["writer"], signal.SIGTERM)
     assert gone(told["writer"])
     assert step_in_memory(place) == 7  # who has the memory keeps it
@@ -177,6 +186,31 @@ def test_a_place_that_cannot_be_written_is_gone_without(tmp_path: Path) -> None:
     assert steps(root) == [1, 2]
 
 
+def test_a_rescue_that_fails_is_tried_again(tmp_path: Path) -> None:
+    """What killed the trainer may have hit the disk too, for a while; the snapshot is served meanwhile."""
+    root = tmp_path / "run"
+    told = run_trainer(root, "die-blocked")
+    place = attached(root)
+    assert step_in_memory(place) == 1
+    assert steps(root) == []
+    (root / "data").unlink()
+    until_durable(root, 1)
+    place.release(bye=False)
+    attached(root).release()
+    assert gone(told["writer"])
+    assert steps(root) == [1]
+
+
+def test_a_snapshot_that_nobody_takes_is_not_insisted_on(tmp_path: Path) -> None:
+    """Whoever has it from memory says so: the disk stays broken, and nobody waits for it."""
+    root = tmp_path / "run"
+    told = run_trainer(root, "die-blocked")
+    place = attached(root)
+    place.release()
+    assert gone(told["writer"])
+    assert steps(root) == []
+
+
 def test_memory_that_changes_afterwards_is_noticed_and_mended(tmp_path: Path) -> None:
     """The digests are those of the moment when the trainer was gone: damage costs the one copy, not the snapshot."""
     root = tmp_path / "run"
@@ -184,8 +218,7 @@ def test_memory_that_changes_afterwards_is_noticed_and_mended(tmp_path: Path) ->
     place = attached(root)
     storage = place.repository.storage
     assert isinstance(storage, MemoryStorage)
-    while asked(root, STATUS)["held"] != {"step": 2, "durable": True}:
-        pass
+    until_durable(root, 2)
     fd = os.open(f"/proc/self/fd/{storage._fd}", os.O_RDWR)
     os.pwrite(fd, b"\xee" * 8, 500_000)
     os.close(fd)
@@ -225,8 +258,7 @@ def test_memory_of_a_run_that_was_removed_is_left_out(tmp_path: Path) -> None:
     root = tmp_path / "run"
     told = run_trainer(root, "die-holding", "1")
     place = attached(root)
-    while asked(root, STATUS)["held"] != {"step": 1, "durable": True}:
-        pass
+    until_durable(root, 1)
     shutil.rmtree(root)
     disk = Repository(LocalStorage(root))
     with pytest.raises(NoUsableSnapshotError, match="run that no tier knows"):

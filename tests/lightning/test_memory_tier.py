@@ -1,0 +1,104 @@
+"""Snapshots that only stay in memory, in a Lightning run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.frequency.driver import Cadence
+from ckpt_engine.persist.job import PersistJob
+from ckpt_engine.persist.spawn import ProcessWriter
+from ckpt_engine.snapshot.pipeline import Pipeline
+from lightning_ckpt import AdaptiveCheckpoint
+from tests.lightning.cases import CASES
+from tests.lightning.runs import fit, saved
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps of the snapshots that the writer was told to keep in memory only; the arena is ready at once."""
+    steps: list[int] = []
+    hold, prepare = ProcessWriter.hold, Pipeline.prepare
+
+    def noted(self: ProcessWriter, job: PersistJob) -> None:
+        assert job.reason == "memory"
+        steps.append(job.step)
+        hold(self, job)
+
+    def at_once(self: Pipeline, state: Any, lazy: Any = None, share: float | None = None) -> None:
+        prepare(self, state, lazy, share)
+        while (warm := self._slots._warm_up) is not None:
+            warm._thread.join()
+            self._slots.ready()
+
+    monkeypatch.setattr(ProcessWriter, "hold", noted)
+    monkeypatch.setattr(Pipeline, "prepare", at_once)
+    return steps
+
+
+def test_every_boundary_without_a_durable_snapshot_has_one_in_memory(
+    tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is bit for bit the one without the callback, and the cadence is told what each one cost."""
+    charged: list[int] = []
+    tell = Cadence.held
+
+    def noted(self: Cadence, step: int, stall_seconds: float) -> None:
+        assert stall_seconds > 0.0
+        charged.append(step)
+        tell(self, step, stall_seconds)
+
+    monkeypatch.setattr(Cadence, "held", noted)
+    case = CASES["validation within epochs"]
+    reference = fit(case)
+    tiers = [{"url": "memory", "every_n_steps": 1}, str(tmp_path)]
+    watched = fit(case, [AdaptiveCheckpoint(tiers=tiers, every_n_steps=5, keep={"last": 100})])
+    assert (watched.trace, watched.digest) == (reference.trace, reference.digest)
+    durable = {snapshot.step for snapshot in saved(tmp_path)}
+    steps = reference.trainer.global_step
+    assert held == sorted(set(range(1, steps)) - durable) or held == sorted(set(range(2, steps)) - durable)
+    assert steps in durable
+    assert charged == held
+
+
+def test_no_snapshot_in_memory_while_gradients_accumulate(
+    tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What could not be taken right after the optimizer step is not made up for in the middle of an accumulation."""
+    ready, refused = Checkpointer.ready, []
+
+    def once_not(self: Checkpointer, *, durable: bool = True) -> bool:
+        if held and not durable and not refused:
+            refused.append(held[-1] + 1)
+            return False
+        return ready(self, durable=durable)
+
+    monkeypatch.setattr(Checkpointer, "ready", once_not)
+    case = CASES["accumulation of 4"]
+    reference = fit(case)
+    tiers = [{"url": "memory", "every_n_steps": 1}, str(tmp_path)]
+    watched = fit(case, [AdaptiveCheckpoint(tiers=tiers, every_n_steps=1000)])
+    assert watched.digest == reference.digest
+    assert held == sorted(set(held))
+    assert len(held) >= reference.trainer.global_step - 3
+    assert len(refused) == 1
+    assert not set(refused) & set(held)
+
+
+def test_without_a_rhythm_the_budget_decides(tmp_path: Path, held: list[int]) -> None:
+    """A generous one has them at many steps, the default one of 1 % at few of so short steps."""
+    case = CASES["shuffled"]
+    fit(case, [AdaptiveCheckpoint(tiers=["memory", str(tmp_path / "a")], every_n_steps=1000, overhead="99%")])
+    many = len(held)
+    held.clear()
+    fit(case, [AdaptiveCheckpoint(tiers=["memory", str(tmp_path / "b")], every_n_steps=1000)])
+    assert len(held) < many
+
+
+def test_without_a_memory_tier_nothing_is_kept(tmp_path: Path, held: list[int]) -> None:
+    """The engine works as before."""
+    fit(CASES["shuffled"], [AdaptiveCheckpoint(str(tmp_path), every_n_steps=5)])
+    assert held == []

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ckpt_engine.checkpointer import CLOSE_TIMEOUT_SECONDS, Checkpointer
 from ckpt_engine.config import Config
+from ckpt_engine.config.live import LiveFile
 from ckpt_engine.data.torch_private import is_dead_worker
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WaitTimeoutError, WriterError
 from ckpt_engine.frequency.driver import Cadence
@@ -47,9 +48,17 @@ class FitRun:
         module: what it fits.
         config: options.
         owner: the callback of the user; snapshots are taken only while it is in `trainer.callbacks`.
+        live: the file that `config` came from, which may be edited meanwhile.
     """
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, config: Config, owner: Callback) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        config: Config,
+        owner: Callback,
+        live: LiveFile | None = None,
+    ) -> None:
         self._trainer = trainer
         self._module = module
         self._config = config
@@ -61,7 +70,7 @@ class FitRun:
         self.telemetry = Telemetry(self.cadence)
         sinks.add(self.cadence)
         sinks.add(self.telemetry)
-        self.watches = Watches(config, clock, sinks, self._internals, self.telemetry)
+        self.watches = Watches(config, clock, sinks, self._internals, self.telemetry, live)
         self.checkpointer = Checkpointer(config)
         self.checkpointer.events = sinks
         self._loaders = TrainLoaders(self._internals, trainer)
@@ -224,6 +233,8 @@ class FitRun:
         if (stop := self.watches.boundary(step)) is not None:
             raise self._halt.now(stop)
         self._given = self._internals.combined_position
+        if (edited := self.watches.edited(self._config)) is not None:
+            self._apply(edited)
         self._asked |= self.watches.preemption.take_save() is not None
         reason = self.cadence.boundary(step) or ("manual" if self._asked else None)
         vetoed = self.watches.vetoed(due=reason is not None)
@@ -239,6 +250,12 @@ class FitRun:
             self.cadence.skipped(step, obstacle)
             return
         self._take(kind_of(position), reason, step)
+
+    def _apply(self, config: Config) -> None:
+        """The options of a file that was edited."""
+        if (settings := _settings(config)) != _settings(self._config):
+            self.cadence.retune(settings)
+        self._config = config
 
     def _batch_failed(self, error: Exception) -> None:
         """A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import lightning.pytorch as pl
 
 from ckpt_engine.config import Config
+from ckpt_engine.config.live import LiveFile, change
 from ckpt_engine.errors import DivergedError
 from ckpt_engine.observe.clock import Clock
 from ckpt_engine.observe.fanout import FanOutSink
@@ -22,6 +24,8 @@ from lightning_ckpt.compat import Internals
 from lightning_ckpt.losses import Losses
 from lightning_ckpt.telemetry import Telemetry
 
+_log = logging.getLogger("lightning_ckpt")
+
 
 class Watches:
     """From `start` to `close`, on the training thread.
@@ -32,10 +36,17 @@ class Watches:
         sinks: gets this run's events and takes those of the watches.
         internals: of the trainer.
         telemetry: the numbers for the status page.
+        live: the file that `config` came from.
     """
 
     def __init__(
-        self, config: Config, clock: Clock, sinks: FanOutSink, internals: Internals, telemetry: Telemetry
+        self,
+        config: Config,
+        clock: Clock,
+        sinks: FanOutSink,
+        internals: Internals,
+        telemetry: Telemetry,
+        live: LiveFile | None,
     ) -> None:
         self._config = config
         self._sinks = sinks
@@ -43,6 +54,7 @@ class Watches:
         self._board = Board(config.status, self.preemption.outlook, telemetry.plain_numbers)
         self._losses = Losses(On(config.guard)) if config.guard != "off" else None
         self._stale: StaleWatch | None = None
+        self._live = live
         sinks.add(self._ledger)
         sinks.add(self.preemption)
 
@@ -57,11 +69,15 @@ class Watches:
         self.preemption.boundary(step)
         self.preemption.start()
         self._board.start()
+        if self._live is not None:
+            self._live.start()
 
     def close(self) -> None:
         """Put signal handlers back, end all threads. Idempotent."""
         self.preemption.close()
         self._board.close()
+        if self._live is not None:
+            self._live.close()
 
     def batch_ended(self, step: int, outputs: Any) -> None:
         """What `training_step` returned."""
@@ -74,6 +90,21 @@ class Watches:
             self._sinks.emit(stale)
         self.preemption.boundary(step)
         return self.preemption.stop
+
+    def edited(self, config: Config) -> Config | None:
+        """The options from now on, if the file was edited in a way that changes some of `config` in a running job."""
+        found = None if self._live is None else self._live.take()
+        if found is None or self._live is None:
+            return None
+        if isinstance(found, str):
+            _log.warning("the edited options are not used: %s", found)
+            return None
+        made = change(config, found)
+        if made is None:
+            return None
+        _log.warning("%s", made.text(self._live.name))
+        self.preemption.grace_seconds = made.config.preemption.grace
+        return made.config if made.applied else None
 
     def vetoed(self, *, due: bool) -> bool:
         """Whether the loss speaks against a snapshot now; `due`: one would be taken.

@@ -119,7 +119,7 @@ class Cadence:
         self._begin(step, self._now())
 
     def retune(self, settings: FrequencySettings) -> None:
-        """Other settings from the next boundary on. What was measured stays; a snapshot that was due is not any more."""
+        """Other settings from the next boundary on. What was measured stays; what was due is not any more."""
         self._settings = settings
         now, step = self._now(), self._next - 1
         self._fixed = FixedTriggers(settings, step=step, now=now)

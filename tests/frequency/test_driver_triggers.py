@@ -160,14 +160,14 @@ def test_other_settings_hold_from_the_next_boundary_on() -> None:
 
 def test_another_budget_is_applied_to_what_was_measured() -> None:
     """Nothing is learned again: ten times the budget, about a tenth of the interval."""
-    rig = Rig(overhead=0.001)
+    rig = Rig(overhead=0.001, mtbf_seconds=200.0)
     for _ in range(3):
         rig.go(5000)
         rig.take(stall=0.1, latency=0.5)
     rig.go(1)
     before = rig.cadence.interval_steps
     assert before is not None and before > 50
-    rig.cadence.retune(FrequencySettings(overhead=0.01))
+    rig.cadence.retune(FrequencySettings(overhead=0.01, mtbf_seconds=200.0))
     rig.go(1)
     after = rig.cadence.interval_steps
     assert after is not None and after < before / 5

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config, load_config
+from ckpt_engine.config.live import live_file
 from ckpt_engine.errors import ConfigError
 from lightning_ckpt.cli_restart import allow_restart
 from lightning_ckpt.compat import Internals, is_fast_dev_run
@@ -81,6 +82,7 @@ class AdaptiveCheckpoint(Callback):
         super().__init__()
         options = {name: value for name, value in locals().items() if name not in ("self", "config", "__class__")}
         self.config: Config = load_config(config, **options)
+        self._source, self._options = config, options
         self._run: FitRun | None = None
         self._idle: Internals | None = None
 
@@ -110,7 +112,7 @@ class AdaptiveCheckpoint(Callback):
                     f"AdaptiveCheckpoint supports one process in this version, this run has {trainer.world_size}",
                     hint="use devices=1, or ModelCheckpoint for this run",
                 )
-            self._run = FitRun(trainer, pl_module, self.config, self)
+            self._run = FitRun(trainer, pl_module, self.config, self, live_file(self._source, self._options))
             self._run.connect()
             allow_restart(trainer, has_snapshots=bool(self._run.checkpointer.snapshots()))
 

@@ -12,16 +12,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ckpt_engine.checkpointer import CLOSE_TIMEOUT_SECONDS, Checkpointer
 from ckpt_engine.config import Config
+from ckpt_engine.config.live import LiveFile
 from ckpt_engine.data.torch_private import is_dead_worker
-from ckpt_engine.errors import CkptError, DivergedError, LeaseHeldError, StorageError, WaitTimeoutError, WriterError
+from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WaitTimeoutError, WriterError
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
 from ckpt_engine.observe.log import LogSink
-from ckpt_engine.preempt.board import Board
-from ckpt_engine.preempt.divergence import On
-from ckpt_engine.preempt.watch import open_watch
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.laziness import copies_lazily
 from ckpt_engine.tracking import flags
@@ -34,10 +32,10 @@ from lightning_ckpt.compat import Internals, callbacks_of
 from lightning_ckpt.guard import FenceGuard
 from lightning_ckpt.halt import Halt, exit_of
 from lightning_ckpt.loaders import TrainLoaders
-from lightning_ckpt.losses import Losses
 from lightning_ckpt.resume import Resume
 from lightning_ckpt.stopping import StopWatch, finish_again
 from lightning_ckpt.telemetry import BAR_NAMES, Telemetry
+from lightning_ckpt.watches import Watches
 
 _log = logging.getLogger("lightning_ckpt")
 
@@ -53,9 +51,17 @@ class FitRun:
         module: what it fits.
         config: options.
         owner: the callback of the user; snapshots are taken only while it is in `trainer.callbacks`.
+        live: the file that `config` came from, which may be edited meanwhile.
     """
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, config: Config, owner: Callback) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        config: Config,
+        owner: Callback,
+        live: LiveFile | None = None,
+    ) -> None:
         self._trainer = trainer
         self._module = module
         self._config = config
@@ -65,10 +71,9 @@ class FitRun:
         sinks, clock = FanOutSink(LogSink()), SystemClock()
         self.cadence = Cadence(cadence_settings(config), clock, sinks)
         self.telemetry = Telemetry(self.cadence)
-        self._ledger, self.preemption = open_watch(config, clock, self._internals.forget_sigterm)
-        for sink in (self.cadence, self.telemetry, self._ledger, self.preemption):
-            sinks.add(sink)
-        self._board = Board(config.status, self.preemption.outlook, self.telemetry.plain_numbers)
+        sinks.add(self.cadence)
+        sinks.add(self.telemetry)
+        self.watches = Watches(config, clock, sinks, self._internals, self.telemetry, live)
         self.checkpointer = Checkpointer(config)
         self.checkpointer.events = sinks
         self._loaders = TrainLoaders(self._internals, trainer)
@@ -78,10 +83,9 @@ class FitRun:
         self._prepare_share = prepare_share(config, trainer.strategy.root_device)
         self.guard = FenceGuard(self.fence, self)
         self._stop = StopWatch(trainer)
-        self._halt = Halt(self.preemption, self.checkpointer, self._take_here)
+        self._halt = Halt(self.watches.preemption, self.checkpointer, self._take_here)
         self._asked = False
         self._given: Any = None
-        self._losses = Losses(On(config.guard)) if config.guard != "off" else None
         self._step_fence = StepFence(self.fence)
         self._flags_at_start: dict[str, list[str]] = {"frozen": [], "eval": []}
         self._sanity_steps = trainer.num_sanity_val_steps
@@ -107,8 +111,7 @@ class FitRun:
 
     def disconnect(self) -> None:
         """Leave the trainer as it was found."""
-        self.preemption.close()
-        self._board.close()
+        self.watches.close()
         self._internals.unwrap()
         self._step_fence.remove()
         self._loaders.release()
@@ -139,13 +142,9 @@ class FitRun:
             self._stop.by_early_stopping = self.resume.stopped_early
             if (learned := self.resume.cadence_state) is not None:
                 self.cadence.restore(learned, failed=self.resume.after_failure)
-            if (loaded := self.checkpointer.loaded) is not None:
-                self._ledger.resumed(loaded.info.step, loaded.place)
         self._announce()
         self.cadence.start(self.step)
-        self.preemption.boundary(self.step)
-        self.preemption.start()
-        self._board.start()
+        self.watches.start(self.step, self._module, self.checkpointer.loaded if self.resume.pending else None)
 
     def validation_started(self) -> None:
         """Time from here to `validation_ended` is not training."""
@@ -171,8 +170,7 @@ class FitRun:
     def batch_ended(self, outputs: Any) -> None:
         """The loss for the guard; numbers for loggers and the progress bar."""
         self._validated = False
-        if self._losses is not None:
-            self._losses.add(self.step, outputs)
+        self.watches.batch_ended(self.step, outputs)
         self.telemetry.show(self._internals.metric_tables["progress_bar"])
         if self._trainer.loggers and self._internals.logs_now:
             self.telemetry.log(self._trainer, self._internals.batches_that_stepped)
@@ -184,12 +182,12 @@ class FitRun:
         try:
             self.checkpointer.close(self._halt.seconds_left(CLOSE_TIMEOUT_SECONDS))
         except WaitTimeoutError as err:
-            if self.preemption.stop is None:
+            if self.watches.preemption.stop is None:
                 raise
             _log.error("%s", err)
         finally:
             self.disconnect()
-        if (stop := self.preemption.stop) is not None:
+        if (stop := self.watches.preemption.stop) is not None:
             _log.warning("%s: it came when training was complete", stop.notice.who)
             raise exit_of(stop)
 
@@ -238,14 +236,15 @@ class FitRun:
         if self._prepare_share is not None:
             self.cadence.background(self.checkpointer.prepare_seconds)
         step = self.step
-        self.preemption.boundary(step)
-        if (stop := self.preemption.stop) is not None:
+        if (stop := self.watches.boundary(step)) is not None:
             raise self._halt.now(stop)
         self._given = self._internals.combined_position
-        self._asked |= self.preemption.take_save() is not None
+        if (edited := self.watches.edited(self._config)) is not None:
+            self._apply(edited)
+        self._asked |= self.watches.preemption.take_save() is not None
         self.checkpointer.begin_step(step + 1)
         reason = self.cadence.boundary(step) or ("manual" if self._asked else None)
-        vetoed = self._vetoed(due=reason is not None)
+        vetoed = self.watches.vetoed(due=reason is not None)
         if reason is None:
             self._announce()
         else:
@@ -265,9 +264,15 @@ class FitRun:
         if postponed(position) is None and self.checkpointer.ready(durable=False):
             self._take(kind_of(position), MEMORY, step, durable=False)
 
+    def _apply(self, config: Config) -> None:
+        """The options of a file that was edited."""
+        if (settings := cadence_settings(config)) != cadence_settings(self._config):
+            self.cadence.retune(settings)
+        self._config = config
+
     def _batch_failed(self, error: Exception) -> None:
         """A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then."""
-        stop = self.preemption.stop
+        stop = self.watches.preemption.stop
         if stop is None or self._halt.done or not self._loaders.one_with_workers:
             return
         nothing_came = self._given is not None and self._given == self._internals.combined_position
@@ -324,25 +329,12 @@ class FitRun:
         self._take(kind, "signal", self.step)
         self.fence()
 
-    def _vetoed(self, *, due: bool) -> bool:
-        """Whether the loss speaks against a snapshot now.
-
-        Raises:
-            DivergedError: training has diverged; says from where it can go on.
-        """
-        try:
-            return self._losses is not None and self._losses.veto(due=due)
-        except DivergedError as err:
-            self._losses = None
-            hint = f"{self.preemption.durable()}, from before; ckpt_path='auto' goes on there, with the same batches"
-            raise DivergedError(err.message, hint=hint) from None
-
     def _take_here(self, reason: str) -> SaveHandle | None:
         """At a boundary, also in the middle of an accumulation: its gradients are part of the state."""
         return self._take(kind_of(self._position()), reason, self.step)
 
     def _take(self, kind: Kind, reason: str, step: int, *, durable: bool = True) -> SaveHandle | None:
-        if self._vetoed(due=True):
+        if self.watches.vetoed(due=True):
             if durable:
                 _log.error("no snapshot of step %d: its loss is far above the usual ones", step)
                 self.cadence.skipped(step, "loss spike")

@@ -103,6 +103,17 @@ class Cadence:
         """
         self._begin(step, self._now())
 
+    def retune(self, settings: FrequencySettings) -> None:
+        """Other settings from the next boundary on. What was measured stays; what was due is not any more."""
+        self._settings = settings
+        now, step = self._now(), self._next - 1
+        self._fixed = FixedTriggers(settings, step=step, now=now)
+        self._adaptive = AdaptiveTrigger(settings) if settings.overhead is not None else None
+        if self._adaptive is not None:
+            self._adaptive.restart(step)
+        self._pending = None
+        self._wake_step = -1
+
     def boundary(self, step: int) -> str | None:
         """The reason of the snapshot that is due now, or None.
 

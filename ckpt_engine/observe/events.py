@@ -136,6 +136,16 @@ class WriterLost(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class StaleSnapshot(Event):
+    """None of the `tensors` that train has changed since the snapshot of `since_step`."""
+
+    name: ClassVar[str] = "stale_snapshot"
+    step: int
+    since_step: int
+    tensors: int
+
+
+@dataclass(frozen=True, slots=True)
 class Requested(Event):
     """Somebody on this machine asked the run to `save` or to `stop`; `who` is for people."""
 
@@ -166,6 +176,7 @@ KINDS: Mapping[str, type[Event]] = {
         TierRecovered,
         IntervalChanged,
         WriterLost,
+        StaleSnapshot,
         Requested,
         Notice,
     )

@@ -15,6 +15,7 @@ from ckpt_engine.observe.events import (
     SnapshotsForgotten,
     SnapshotSkipped,
     SnapshotStaged,
+    StaleSnapshot,
     TierDegraded,
     TierRecovered,
     WriterLost,
@@ -43,7 +44,7 @@ def level_of(event: Event) -> int:
             return logging.ERROR
         case TierDegraded(fatal=True):
             return logging.ERROR
-        case WriterLost() | TierDegraded():
+        case WriterLost() | TierDegraded() | StaleSnapshot():
             return logging.WARNING
         case SnapshotCommitted() | IntervalChanged() | SnapshotReplicated() | TierRecovered() | Requested():
             return logging.INFO
@@ -85,6 +86,11 @@ def line(event: Event) -> str:
             return f"{event.tier} works again after {duration(event.away_seconds)}"
         case IntervalChanged():
             return f"step {event.step}: snapshots {event.why}"
+        case StaleSnapshot():
+            return (
+                f"step {event.step}: none of {event.tensors} trainable tensors has changed since the snapshot of step "
+                f"{event.since_step}; does the optimizer step, and with what learning rate?"
+            )
         case Requested():
             return f"{event.who} asks to {'save now' if event.what == 'save' else event.what}"
         case WriterLost() | Notice():

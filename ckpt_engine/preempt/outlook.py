@@ -82,8 +82,15 @@ def outlook(
     )
 
 
-_OF_RUN = ("step", "durable_step", "age_of_last_durable_seconds", "work_at_risk_seconds", "work_at_risk_steps")
-_OF_RUN += ("seconds_to_durable", "snapshots_in_flight")
+_OF_RUN = (
+    "step",
+    "durable_step",
+    "age_of_last_durable_seconds",
+    "work_at_risk_seconds",
+    "work_at_risk_steps",
+    "seconds_to_durable",
+    "snapshots_in_flight",
+)
 _OF_TIER = ("newest_step", "age_seconds", "bytes_per_second", "away")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ckpt_engine.frequency.settings import FrequencySettings
 from ckpt_engine.observe.events import SnapshotSkipped
 from tests.frequency.rig import Rig
 
@@ -143,3 +144,30 @@ def test_waiting_for_a_slot_raises_the_interval_even_by_one_step() -> None:
         rig.cadence.committed(rig.step, latency, 10**9)
     rig.go(2)
     assert rig.cadence.interval_steps == 15
+
+
+def test_other_settings_hold_from_the_next_boundary_on() -> None:
+    """A denser grid fires on its own steps; what was due under the old settings is not due any more."""
+    rig = Rig(overhead=None, every_n_steps=10)
+    assert rig.go(10) == "every_n_steps"
+    rig.cadence.retune(FrequencySettings(overhead=None, every_n_steps=4))
+    assert rig.go(1) is None
+    assert rig.go(10) == "every_n_steps" and rig.step == 12
+    rig.take()
+    rig.cadence.retune(FrequencySettings(overhead=None, every_seconds=5.0))
+    assert rig.go(10) == "every_seconds" and rig.step == 17
+
+
+def test_another_budget_is_applied_to_what_was_measured() -> None:
+    """Nothing is learned again: ten times the budget, about a tenth of the interval."""
+    rig = Rig(overhead=0.001, mtbf_seconds=200.0)
+    for _ in range(3):
+        rig.go(5000)
+        rig.take(stall=0.1, latency=0.5)
+    rig.go(1)
+    before = rig.cadence.interval_steps
+    assert before is not None and before > 50
+    rig.cadence.retune(FrequencySettings(overhead=0.01, mtbf_seconds=200.0))
+    rig.go(1)
+    after = rig.cadence.interval_steps
+    assert after is not None and after < before / 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, get_worker_info
 
+from ckpt_engine.store import layout
+from ckpt_engine.store.storage.local import LocalStorage
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.cases import CASES
 from tests.lightning.runs import BATCH, Augmented, Case, Entry, Outcome, every_batch, fit, resumer, saved, tail
@@ -72,6 +75,26 @@ def test_a_crash_takes_no_new_snapshot_and_hides_no_exception(tmp_path: Path) ->
     interrupted(Case(), tmp_path, 3)
     assert [s.step for s in saved(tmp_path)] == [0, 1, 2, 3][-len(saved(tmp_path)) :]
     assert saved(tmp_path)[-1].step == 3
+
+
+def test_what_is_in_flight_at_a_crash_becomes_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception waits for it; nothing is said to other processes."""
+    put, crashed = LocalStorage.put, threading.Event()
+
+    def slow_put(self: LocalStorage, name: str, blocks: Any, **options: Any) -> None:
+        if name.startswith(layout.DATA):
+            assert crashed.wait(30)  # every write is still on its way when training fails
+        put(self, name, blocks, **options)
+
+    def fail() -> None:
+        threading.Timer(0.3, crashed.set).start()
+        raise CrashError
+
+    monkeypatch.setattr(LocalStorage, "put", slow_put)
+    ckpt = AdaptiveCheckpoint(str(tmp_path), every_n_steps=2, writer="thread")
+    with pytest.raises(CrashError):
+        fit(Case(), [ckpt, At(5, fail)])
+    assert saved(tmp_path)[-1].step == 4
 
 
 def test_the_trainer_is_left_as_it_was_found(tmp_path: Path) -> None:

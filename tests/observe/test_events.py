@@ -19,6 +19,7 @@ SAMPLES: list[Event] = [
     events.TierRecovered("s3://b/r", 60.0),
     events.IntervalChanged(5, 38, "every 38 steps: ..."),
     events.WriterLost("the writer process died"),
+    events.StaleSnapshot(40, 30, 12),
     events.Requested("save", "ann on node7"),
     events.Notice("WARNING", "something"),
 ]

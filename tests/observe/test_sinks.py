@@ -64,6 +64,11 @@ def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
         ("INFO", "s3://b/r works again after 60 s"),
         ("INFO", "step 5: snapshots every 38 steps: ..."),
         ("WARNING", "the writer process died"),
+        (
+            "WARNING",
+            "step 40: none of 12 trainable tensors has changed since the snapshot of step 30; does the optimizer step, "
+            "and with what learning rate?",
+        ),
         ("INFO", "ann on node7 asks to save now"),
         ("WARNING", "something"),
     ]

@@ -1,0 +1,154 @@
+"""Settings of a running job: what an edited YAML file may change, and a thread that notices the edit."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt_engine.config.load import load_config
+from ckpt_engine.config.models import Config
+from ckpt_engine.errors import ConfigError
+
+LOOK_SECONDS = 1.0
+_END_SECONDS = 10.0
+
+SAFE = (
+    "overhead",
+    "max_lost_work",
+    "mtbf",
+    "every_n_steps",
+    "every_seconds",
+    "on_validation_end",
+    "at_end",
+    "preemption.grace",
+)
+"""Options that take effect at the next step. All others are part of how the run was set up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What an edit comes to.
+
+    Args:
+        config: in force from now on.
+        applied: lines such as `overhead: 0.01 -> 0.02`.
+        refused: options whose change needs a restart.
+    """
+
+    config: Config
+    applied: tuple[str, ...]
+    refused: tuple[str, ...]
+
+    def text(self, path: str) -> str:
+        """One line for people."""
+        said = [f"{path}: {', '.join(self.applied)}"] if self.applied else [f"{path}: nothing is changed"]
+        if self.refused:
+            names = ", ".join(self.refused)
+            said.append(f"not in a running job: {names}; start it again for that")
+        return "; ".join(said)
+
+
+def change(now: Config, wanted: Config) -> Change | None:
+    """What of `wanted` takes effect in a run with the options `now`; None where both are the same."""
+    before, after = now.options(), wanted.options()
+    merged, applied = dict(before), []
+    for name in SAFE:
+        key, _, inner = name.partition(".")
+        old, new = _value(now, name), _value(wanted, name)
+        if old != new:
+            applied.append(f"{name}: {_shown(old)} -> {_shown(new)}")
+        if inner:
+            section = {k: v for k, v in before.get(key, {}).items() if k != inner}
+            section |= {k: v for k, v in after.get(key, {}).items() if k == inner}
+            if section:
+                merged[key] = section
+            continue
+        merged.pop(key, None)
+        if key in after:
+            merged[key] = after[key]
+    config = load_config(merged)
+    refused = tuple(name for name in type(now).model_fields if getattr(config, name) != getattr(wanted, name))
+    return Change(config, tuple(applied), refused) if applied or refused else None
+
+
+def _value(config: Config, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+class LiveFile:
+    """Notices that a YAML file was edited, once a second, on a thread: its storage may hang like any other.
+
+    Args:
+        path: of the file.
+        options: keywords that win over it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
+        self._path = Path(path).absolute()
+        self._options = dict(options)
+        self._seen = self._mark()
+        self._found: Config | str | None = None
+        self._ending = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._owner = os.getpid()
+
+    @property
+    def name(self) -> str:
+        """The path, for messages."""
+        return str(self._path)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread = threading.Thread(target=self._run, name="ckpt-live", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop looking. Idempotent."""
+        self._ending.set()
+        thread, self._thread = self._thread, None
+        if thread is not None and os.getpid() == self._owner:
+            thread.join(_END_SECONDS)
+
+    def take(self) -> Config | str | None:
+        """What the file says since it was edited, or what is wrong with it; None: nothing new. Never waits."""
+        found = self._found
+        if found is not None:
+            self._found = None
+        return found
+
+    def _run(self) -> None:
+        while not self._ending.wait(LOOK_SECONDS):
+            mark = self._mark()
+            if mark is None or mark == self._seen:
+                continue  # an editor may have removed it for a moment
+            self._seen = mark
+            try:
+                self._found = load_config(self._path, **self._options)
+            except ConfigError as err:
+                self._found = str(err)
+
+    def _mark(self) -> tuple[int, int, int] | None:
+        try:
+            stat = self._path.stat()
+        except OSError:
+            return None
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+
+
+def live_file(source: object, options: Mapping[str, Any]) -> LiveFile | None:
+    """The file behind a source of options, if it is a YAML file that exists."""
+    if not isinstance(source, str | os.PathLike):
+        return None
+    path = Path(os.fspath(source))
+    return LiveFile(path, options) if path.suffix.lower() in (".yaml", ".yml") and path.is_file() else None

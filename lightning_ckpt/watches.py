@@ -1,0 +1,120 @@
+"""Everything that watches a run beside its snapshots: who wants it to stop, losses, weights, the status page."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import lightning.pytorch as pl
+
+from ckpt_engine.config import Config
+from ckpt_engine.config.live import LiveFile, change
+from ckpt_engine.errors import DivergedError
+from ckpt_engine.observe.clock import Clock
+from ckpt_engine.observe.fanout import FanOutSink
+from ckpt_engine.preempt.board import Board
+from ckpt_engine.preempt.divergence import On
+from ckpt_engine.preempt.notice import Stop
+from ckpt_engine.preempt.stale import StaleWatch
+from ckpt_engine.preempt.watch import open_watch
+from ckpt_engine.restore.load import Loaded
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.open import open_storage
+from lightning_ckpt.compat import Internals
+from lightning_ckpt.losses import Losses
+from lightning_ckpt.telemetry import Telemetry
+
+_log = logging.getLogger("lightning_ckpt")
+
+
+class Watches:
+    """From `start` to `close`, on the training thread.
+
+    Args:
+        config: options.
+        clock: the source of moments.
+        sinks: gets this run's events and takes those of the watches.
+        internals: of the trainer.
+        telemetry: the numbers for the status page.
+        live: the file that `config` came from.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        clock: Clock,
+        sinks: FanOutSink,
+        internals: Internals,
+        telemetry: Telemetry,
+        live: LiveFile | None,
+    ) -> None:
+        self._config = config
+        self._sinks = sinks
+        self._ledger, self.preemption = open_watch(config, clock, internals.forget_sigterm)
+        self._board = Board(config.status, self.preemption.outlook, telemetry.plain_numbers)
+        self._losses = Losses(On(config.guard)) if config.guard != "off" else None
+        self._stale: StaleWatch | None = None
+        self._live = live
+        sinks.add(self._ledger)
+        sinks.add(self.preemption)
+
+    def start(self, step: int, module: pl.LightningModule, loaded: Loaded | None) -> None:
+        """Training of `module` starts at `step`, with what was loaded."""
+        if loaded is not None:
+            self._ledger.resumed(loaded.info.step, loaded.place)
+        nearest = self._config.tiers[0]
+        trained = [f"state_dict/{name}" for name, one in module.named_parameters() if one.requires_grad]
+        self._stale = StaleWatch(trained, Repository(open_storage(nearest.url, nearest.for_storage())).read)
+        self._sinks.add(self._stale)
+        self.preemption.boundary(step)
+        self.preemption.start()
+        self._board.start()
+        if self._live is not None:
+            self._live.start()
+
+    def close(self) -> None:
+        """Put signal handlers back, end all threads. Idempotent."""
+        self.preemption.close()
+        self._board.close()
+        if self._live is not None:
+            self._live.close()
+
+    def batch_ended(self, step: int, outputs: Any) -> None:
+        """What `training_step` returned."""
+        if self._losses is not None:
+            self._losses.add(step, outputs)
+
+    def boundary(self, step: int) -> Stop | None:
+        """Step `step` is complete; the stop, if the run is to stop here."""
+        if self._stale is not None and (stale := self._stale.take()) is not None:
+            self._sinks.emit(stale)
+        self.preemption.boundary(step)
+        return self.preemption.stop
+
+    def edited(self, config: Config) -> Config | None:
+        """The options from now on, if the file was edited in a way that changes some of `config` in a running job."""
+        found = None if self._live is None else self._live.take()
+        if found is None or self._live is None:
+            return None
+        if isinstance(found, str):
+            _log.warning("the edited options are not used: %s", found)
+            return None
+        made = change(config, found)
+        if made is None:
+            return None
+        _log.warning("%s", made.text(self._live.name))
+        self.preemption.grace_seconds = made.config.preemption.grace
+        return made.config if made.applied else None
+
+    def vetoed(self, *, due: bool) -> bool:
+        """Whether the loss speaks against a snapshot now; `due`: one would be taken.
+
+        Raises:
+            DivergedError: training has diverged; says from where it can go on.
+        """
+        try:
+            return self._losses is not None and self._losses.veto(due=due)
+        except DivergedError as err:
+            self._losses = None
+            hint = f"{self.preemption.durable()}, from before; ckpt_path='auto' goes on there, with the same batches"
+            raise DivergedError(err.message, hint=hint) from None

@@ -1,0 +1,106 @@
+"""Editing the YAML of a running job: what is taken over, what is refused, what is wrong."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_engine.config import live, load_config
+from ckpt_engine.config.live import SAFE, LiveFile, change, live_file
+from ckpt_engine.config.models import Config
+
+PATIENCE_SECONDS = 20.0
+
+
+def test_safe_options_are_taken_over_and_shown() -> None:
+    """Old and new in one line; a key that is removed is the default again."""
+    now = load_config("/data/run1", overhead="1%", every_seconds=60)
+    made = change(now, load_config("/data/run1", overhead="2%", preemption={"grace": "2 min"}))
+    assert made is not None and made.refused == ()
+    assert made.text("ckpt.yaml") == (
+        "ckpt.yaml: overhead: 0.01 -> 0.02, every_seconds: 60.0 -> none, preemption.grace: 30.0 -> 120.0"
+    )
+    assert (made.config.overhead, made.config.every_seconds, made.config.preemption.grace) == (0.02, None, 120.0)
+
+
+def test_other_options_are_refused_by_name_and_stay() -> None:
+    """Tiers, slots, the writer: how the run was set up. What is safe beside them is taken over."""
+    now = load_config("/data/run1")
+    made = change(now, load_config("/data/other", slots=3, writer="thread", every_n_steps=5))
+    assert made is not None
+    assert made.refused == ("tiers", "writer", "slots")
+    assert made.config == load_config("/data/run1", every_n_steps=5)
+    assert made.text("x").endswith("not in a running job: tiers, writer, slots; start it again for that")
+
+
+def test_signals_are_refused_though_their_grace_is_safe() -> None:
+    """Handlers and sources are installed once."""
+    now = load_config("/data/run1", preemption={"signals": ["TERM"], "grace": 5})
+    made = change(now, load_config("/data/run1", preemption={"signals": ["USR1"], "grace": 9}))
+    assert made is not None and made.refused == ("preemption",)
+    assert (made.config.preemption.signals, made.config.preemption.grace) == (("SIGTERM",), 9.0)
+
+
+def test_the_same_options_are_no_change() -> None:
+    """However they are written."""
+    assert change(load_config("/data/run1", overhead="1%"), load_config("/data/run1", overhead=0.01)) is None
+
+
+def test_every_safe_option_exists() -> None:
+    """The list names options, or one of a section."""
+    assert {name.partition(".")[0] for name in SAFE} <= set(Config.model_fields)
+
+
+@pytest.fixture
+def edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, LiveFile]]:
+    """A file that is looked at often, with a keyword that wins over it."""
+    monkeypatch.setattr(live, "LOOK_SECONDS", 0.01)
+    path = tmp_path / "ckpt.yaml"
+    path.write_text("tiers: /data/run1\n")
+    found = live_file(path, {"slots": 4})
+    assert found is not None
+    found.start()
+    yield path, found
+    found.close()
+    assert [thread.name for thread in threading.enumerate() if thread.name == "ckpt-live"] == []
+
+
+def taken(file: LiveFile) -> Any:
+    found: list[Any] = []
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not found or found[-1] is None:
+        assert time.monotonic() < deadline
+        found.append(file.take())
+        time.sleep(0.005)
+    return found[-1]
+
+
+def test_an_edit_is_noticed(edited: tuple[Path, LiveFile]) -> None:
+    """Also when the file is replaced, as editors do, or gone for a moment."""
+    path, file = edited
+    assert file.take() is None
+    path.unlink()
+    path.write_text("tiers: /data/run1\noverhead: 3%\n")
+    found = taken(file)
+    assert (found.overhead, found.slots) == (0.03, 4)
+    assert file.take() is None
+
+
+def test_a_broken_edit_is_told_and_a_good_one_after_it_is_used(edited: tuple[Path, LiveFile]) -> None:
+    """With file, line and key."""
+    path, file = edited
+    path.write_text("tiers: /data/run1\noverhed: 3%\n")
+    assert "line 2: overhed: unknown key; did you mean 'overhead'?" in taken(file)
+    path.write_text("tiers: /data/run1\noverhead: 4%\n")
+    assert taken(file).overhead == 0.04
+
+
+@pytest.mark.parametrize("source", [None, "/data/run1", {"tiers": "/data/run1"}, "s3://bucket/run.yaml", "gone.yaml"])
+def test_only_a_yaml_file_can_be_edited(source: Any) -> None:
+    """Everything else is what it was."""
+    assert live_file(source, {}) is None

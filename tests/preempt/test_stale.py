@@ -1,0 +1,128 @@
+"""The alarm for weights that do not change: digests of two manifests are compared, nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_engine.errors import StorageMissingError
+from ckpt_engine.observe.events import Event, SnapshotCommitted, StaleSnapshot
+from ckpt_engine.preempt.stale import StaleWatch, unchanged
+from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
+from lightning_ckpt import AdaptiveCheckpoint
+from tests.lightning.runs import Case, EverySnapshotIsDurable, Model, fit
+
+PATIENCE_SECONDS = 20.0
+
+
+def manifest(step: int, **digests: str) -> Manifest:
+    """A snapshot with one entry per keyword."""
+    info = SnapshotInfo(f"s{step}", step, step, None, "interval", 0.0, 8)
+    entries = {name: Entry("float32", (2,), (Piece(0, 0, 8, digest, 8),), "F32") for name, digest in digests.items()}
+    return Manifest(info, "run", {"size": 1}, {}, (DataFile("a", 8),), entries, {})
+
+
+def test_weights_that_are_the_same_are_told() -> None:
+    """Whatever else has changed: counters, buffers, random streams."""
+    before, after = manifest(1, w="a", b="b", rng="x"), manifest(2, w="a", b="b", rng="y")
+    assert unchanged(before, after, ["w", "b"])
+    assert not unchanged(before, manifest(2, w="a", b="c"), ["w", "b"])
+
+
+def test_nothing_is_told_where_nothing_is_known() -> None:
+    """No trainable entry in common, no step in between, bytes that are encoded, other pieces."""
+    before, after = manifest(1, w="a"), manifest(2, w="a")
+    assert not unchanged(before, after, [])
+    assert not unchanged(before, after, ["v"])
+    assert not unchanged(before, manifest(1, w="a"), ["w"])
+    piece = after.entries["w"].pieces[0]
+    for pieces in ((dataclasses.replace(piece, codec="zstd"),), (piece, piece)):
+        entry = dataclasses.replace(after.entries["w"], pieces=pieces)
+        assert not unchanged(before, dataclasses.replace(after, entries={"w": entry}), ["w"])
+
+
+def committed(snapshot: str) -> SnapshotCommitted:
+    return SnapshotCommitted(snapshot, 1, "/run", 8, 8, 1.0, 1.0, 0.0, 0.0)
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_snapshots_are_compared_without_waiting_for_storage() -> None:
+    """The first two always, then now and then; what was found is handed out once."""
+    gate = threading.Event()
+    asked: list[str] = []
+
+    def read(snapshot: str) -> Manifest:
+        asked.append(snapshot)
+        assert gate.wait(PATIENCE_SECONDS)
+        return manifest(int(snapshot[1:]), w="a")
+
+    watch = StaleWatch(["w"], read)
+    for snapshot in ("s1", "s2", "s3"):
+        watch.emit(committed(snapshot))
+    assert watch.take() is None
+    gate.set()
+    found: list[StaleSnapshot | None] = []
+    until(lambda: found.append(watch.take()) or found[-1])
+    assert found[-1] == StaleSnapshot(2, 1, 1)
+    assert watch.take() is None and asked == ["s1", "s2"]
+
+
+def test_a_manifest_that_is_gone_is_no_alarm() -> None:
+    """Retention may have removed it."""
+    done = threading.Event()
+
+    def read(snapshot: str) -> Manifest:
+        done.set()
+        raise StorageMissingError("gone")
+
+    watch = StaleWatch(["w"], read)
+    watch.emit(committed("s1"))
+    watch.emit(committed("s2"))
+    assert done.wait(PATIENCE_SECONDS)
+    until(lambda: not any(thread.name == "ckpt-stale" for thread in threading.enumerate()))
+    assert watch.take() is None
+
+
+class Stuck(Model):
+    """Trains with a learning rate of nothing."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize(("model", "stale"), [(Stuck, True), (Model, False)])
+def test_a_run_whose_optimizer_does_nothing_is_told(model: type[Model], stale: bool, tmp_path: Path) -> None:
+    """Batch norm's buffers and the counters change all the same. A run that trains hears nothing."""
+    ckpt = AdaptiveCheckpoint(str(tmp_path), every_n_steps=2, writer="thread")
+    events: list[Event] = []
+
+    class Listen(EverySnapshotIsDurable):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            run = ckpt._run
+            assert run is not None
+            run.watches._sinks.add(self)
+
+        def emit(self, event: Event) -> None:
+            events.append(event)
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            run = ckpt._run
+            assert run is not None and run.watches._stale is not None
+            if (thread := run.watches._stale._thread) is not None:
+                thread.join(PATIENCE_SECONDS)
+
+    fit(Case(model=model), [ckpt, Listen(ckpt)])
+    found = [event for event in events if isinstance(event, StaleSnapshot)]
+    assert found == ([StaleSnapshot(4, 2, 6)] if stale else [])

@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 LENGTH = 64
 
@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
+    set_seed(42)
 
     arguments = TrainingArguments(
         "transformers-out",

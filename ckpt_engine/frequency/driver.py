@@ -84,8 +84,7 @@ class Cadence:
         self._now: Callable[[], float] = clock.monotonic
         self._sink = sink
         self._adaptive = AdaptiveTrigger(settings, policy) if settings.overhead is not None else None
-        budget = DEFAULT_OVERHEAD if settings.overhead is None else settings.overhead
-        self._memory = MemoryTrigger(settings.memory, budget) if settings.memory is not None else None
+        self._memory = MemoryTrigger(settings.memory, _budget(settings)) if settings.memory is not None else None
         self._failures = FailureRate.prior()
         self._failures_since = self._now()
         self._background_seconds = 0.0
@@ -111,6 +110,8 @@ class Cadence:
         self._adaptive = AdaptiveTrigger(settings) if settings.overhead is not None else None
         if self._adaptive is not None:
             self._adaptive.restart(step)
+        if self._memory is not None:
+            self._memory.retune(_budget(settings))
         self._pending = None
         self._wake_step = -1
 

@@ -101,6 +101,11 @@ class MemoryTrigger:
         self._open_seconds: float | None = None
         self._step, self._time = step, now
 
+    def retune(self, budget: float) -> None:
+        """Another budget from now on; what one costs stays known."""
+        self._budget = budget
+        self.divide(0.0, self.cost_seconds, 0.0)
+
     def announce(self, nbytes: int) -> None:
         """The size of the state, for an assumption about the stall of the first one."""
         if self._cost.count == 0:

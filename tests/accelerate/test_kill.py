@@ -110,7 +110,7 @@ def assert_survives(
     assert reached == len(expected)
 
 
-@pytest.mark.parametrize("loop", ["accelerate", "plain"])
+@pytest.mark.parametrize("loop", ["accelerate", pytest.param("plain", marks=pytest.mark.slow)])
 def test_a_run_survives_two_kills(loop: str, tmp_path: Path, trainers: Trainers) -> None:
     """At moments that differ from run to run; the script that ends never calls close() by itself."""
     moment = random.SystemRandom()

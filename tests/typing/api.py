@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any, assert_type
 
 import lightning as L
+from accelerate import Accelerator
 
+import accelerate_ckpt
 from ckpt_engine import Checkpointer, CkptError, Config, SaveHandle, SnapshotInfo
 from lightning_ckpt import AdaptiveCheckpoint
 
@@ -28,3 +30,12 @@ Checkpointer(Path("ckpt.yaml"))
 Checkpointer({"tiers": "/data/run"})
 error: type[Exception] = CkptError
 L.Trainer(callbacks=[AdaptiveCheckpoint("/data/run", overhead=0.01, max_lost_work="10 min")])
+
+tracked = accelerate_ckpt.AdaptiveCheckpoint(Accelerator(), "/data/run", overhead=0.01)
+assert_type(tracked.epoch, int)
+assert_type(tracked.global_step, int)
+assert_type(tracked.resumed_batches, int)
+assert_type(tracked.metrics, dict[str, float])
+accelerate_ckpt.TransformersCallback("ckpt.yaml", overhead="1%")
+with Checkpointer("/data/run").track(model=state, optimizer=state) as loop:
+    assert_type(loop.epoch, int)

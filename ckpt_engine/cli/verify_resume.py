@@ -125,7 +125,7 @@ def _rehearse(runs: Runs, steps: int, at: int, *, quiet: bool) -> Report:
     resumed, pairs = _compare(runs, ("uninterrupted", second), (whole, again), span, fresh=False)
     if resumed is None:
         resumed = _judge_end(whole, again)
-    if not pairs:
+    if not pairs and resumed is None:
         raise ResumeError(
             f"there is no snapshot of both runs between step {span[0]} and step {span[1]}",
             hint="give later --steps: the script saves too seldom, or it ended before",

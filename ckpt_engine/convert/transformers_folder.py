@@ -21,7 +21,7 @@ MODEL, MODEL_TORCH, CONFIG = "model.safetensors", "pytorch_model.bin", "config.j
 OPTIMIZER, SCHEDULER, SCALER, STREAMS = "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth"
 TRAINER_STATE = "trainer_state.json"
 ARGUMENTS = "training_args.bin"
-_SWITCHES = {"TrainerControl": {"args": {}, "attributes": {}}}
+_SWITCHES: dict[str, Any] = {"TrainerControl": {"args": {}, "attributes": {}}}
 
 
 def require(parts: Parts, snapshot: str) -> None:

@@ -131,7 +131,7 @@ def _rehearse(runs: Runs, steps: int, at: int, *, quiet: bool) -> Report:
             hint="give later --steps: the script saves too seldom, or it ended before",
         )
     if resumed is None and (lonely := _lonely(runs, second, span)):
-        notes += (f"{count(lonely, 'snapshot')} of the uninterrupted run had no counterpart and was not compared",)
+        notes += (f"not compared, for want of a counterpart: {count(lonely, 'snapshot')} of the uninterrupted run",)
     return Report(
         exact=resumed is None,
         steps=steps,

@@ -125,13 +125,13 @@ def _rehearse(runs: Runs, steps: int, at: int, *, quiet: bool) -> Report:
     resumed, pairs = _compare(runs, ("uninterrupted", second), (whole, again), span, fresh=False)
     if resumed is None:
         resumed = _judge_end(whole, again)
-    if not pairs:
+    if not pairs and resumed is None:
         raise ResumeError(
             f"there is no snapshot of both runs between step {span[0]} and step {span[1]}",
             hint="give later --steps: the script saves too seldom, or it ended before",
         )
     if resumed is None and (lonely := _lonely(runs, second, span)):
-        notes += (f"{count(lonely, 'snapshot')} of the uninterrupted run had no counterpart and was not compared",)
+        notes += (f"not compared, for want of a counterpart: {count(lonely, 'snapshot')} of the uninterrupted run",)
     return Report(
         exact=resumed is None,
         steps=steps,

@@ -38,8 +38,8 @@ def _write_accelerate(state: Any, info: SnapshotInfo, folder: Path) -> tuple[str
     return accelerate_folder.write(recognise(state), info.step, folder)
 
 
-def _write_transformers(state: Any, info: SnapshotInfo, folder: Path) -> tuple[str, ...]:
-    return transformers_folder.write(recognise(state), info.step, info.epoch, folder)
+def _write_transformers(state: Any, _: SnapshotInfo, folder: Path) -> tuple[str, ...]:
+    return transformers_folder.write(recognise(state), folder)
 
 
 CHECKS: dict[str, Check] = {

@@ -27,7 +27,7 @@ FILES = "files"
 TRAINER_STATE = "trainer_state"
 STREAMS = "rng"
 SURROUNDINGS = "surroundings"
-"""Where the adapter for transformers keeps `state`, the text of trainer_state.json, and `files`, texts by name."""
+"""Where the adapter for transformers keeps texts: `state` (trainer_state.json), `callbacks`, and `files` by name."""
 _DEPTH = 2
 _KEPT_SUFFIXES = (".json", ".txt", ".jinja", ".model")
 
@@ -166,4 +166,14 @@ def _of_trainer(own: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, dict[
         return None, {}
     state, files = around.get("state"), around.get(FILES)
     texts = {name: text.encode() for name, text in files.items()} if isinstance(files, Mapping) else {}
-    return (json.loads(state) if isinstance(state, str) else None), _files(texts)
+    if not isinstance(state, str):
+        return None, _files(texts)
+    return {**json.loads(state), "stateful_callbacks": _callbacks(around.get("callbacks"))}, _files(texts)
+
+
+def _callbacks(saved: Any) -> dict[str, Any]:
+    """Names and texts of states in the form of transformers: several of a name as a list."""
+    found: dict[str, list[Any]] = {}
+    for name, text in saved if isinstance(saved, list) else ():
+        found.setdefault(name, []).append(json.loads(text))
+    return {name: states if len(states) > 1 else states[0] for name, states in found.items()}

@@ -21,6 +21,7 @@ MODEL, MODEL_TORCH, CONFIG = "model.safetensors", "pytorch_model.bin", "config.j
 OPTIMIZER, SCHEDULER, SCALER, STREAMS = "optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth"
 TRAINER_STATE = "trainer_state.json"
 ARGUMENTS = "training_args.bin"
+_SWITCHES: dict[str, Any] = {"TrainerControl": {"args": {}, "attributes": {}}}
 
 
 def require(parts: Parts, snapshot: str) -> None:
@@ -42,19 +43,23 @@ def require(parts: Parts, snapshot: str) -> None:
         )
 
 
-def write(parts: Parts, step: int, epoch: int | None, folder: Path) -> tuple[str, ...]:
+def write(parts: Parts, folder: Path) -> tuple[str, ...]:
     """Write the files into `folder`, which exists; returns notes on what is there and what is not."""
     notes = [f"taken as {parts.sources()}"]
     notes += model_file.write(next(iter(parts.models.values())), folder, MODEL, MODEL_TORCH)
+    for name, data in parts.files.items():
+        (folder / name).write_bytes(data)
+    if parts.trainer_state is None:
+        return (*notes, "no state of a Trainer in the snapshot: this is for from_pretrained, and not for resuming")
     for name, states in ((OPTIMIZER, parts.optimizers), (SCHEDULER, parts.schedulers), (SCALER, parts.scalers)):
         for state in list(states.values())[:1]:
             torch.save(state, folder / name)
     if parts.streams is not None:
         torch.save(_streams(parts.streams), folder / STREAMS)
-    state = parts.trainer_state or {"global_step": step, "epoch": float(epoch or 0)}
-    (folder / TRAINER_STATE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
-    for name, data in parts.files.items():
-        (folder / name).write_bytes(data)
+    # A Trainer that resumes counts on an entry for its own switches when it saves next.
+    callbacks = {**_SWITCHES, **(parts.trainer_state.get("stateful_callbacks") or {})}
+    text = json.dumps({**parts.trainer_state, "stateful_callbacks": callbacks}, indent=2, sort_keys=True)
+    (folder / TRAINER_STATE).write_text(text + "\n")
     return (*notes, *_missing(parts))
 
 
@@ -68,8 +73,6 @@ def _missing(parts: Parts) -> Iterator[str]:
     for what, there in (("optimizer state", parts.optimizers), ("scheduler state", parts.schedulers)):
         if not there:
             yield f"no {what} in the snapshot: the Trainer resumes with a fresh one"
-    if parts.trainer_state is None:
-        yield "no state of a Trainer in the snapshot: its log history and the states of callbacks are empty"
     if parts.streams is None:
         yield "no random streams in the snapshot: the Trainer leaves them as they are"
 

@@ -170,12 +170,22 @@ def test_a_lightning_snapshot_becomes_an_accelerate_folder(ckpt: Ckpt, tmp_path:
 
 def test_a_trainer_state_and_files_that_an_adapter_packs_are_found(ckpt: Ckpt, tmp_path: Path) -> None:
     """The adapter for transformers keeps them as texts beside its counters."""
-    around = {"state": '{"global_step": 7, "log_history": [{"loss": 1.5}]}', "files": {"config.json": '{"a": 1}'}}
+    around = {
+        "state": '{"global_step": 7, "log_history": [{"loss": 1.5}], "stateful_callbacks": {}}',
+        "callbacks": [["Patience", '{"args": {}}'], ["Two", "1"], ["Two", "2"]],
+        "files": {"config.json": '{"a": 1}'},
+    }
     packed = Packer("ckpt_engine").pack({"surroundings": around, "rng": rng.capture()})
     _save(tmp_path / "run", {"model": nn.Linear(2, 2).state_dict(), "ckpt_engine": {"version": 1, "packed": packed}})
     result = ckpt("export", tmp_path / "run", tmp_path / "out", "--to", "transformers")
     assert result.code == 0, result.err
-    assert json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"] == [{"loss": 1.5}]
+    state = json.loads((tmp_path / "out/trainer_state.json").read_text())
+    assert state["log_history"] == [{"loss": 1.5}]
+    assert state["stateful_callbacks"] == {
+        "Patience": {"args": {}},
+        "Two": [1, 2],
+        "TrainerControl": {"args": {}, "attributes": {}},
+    }
     assert (tmp_path / "out/config.json").read_text() == '{"a": 1}'
     assert (tmp_path / "out/rng_state.pth").exists()
 
@@ -230,11 +240,8 @@ def test_a_file_name_of_the_snapshot_cannot_leave_the_folder(ckpt: Ckpt, tmp_pat
     _save(tmp_path / "run", {"model": nn.Linear(2, 2).state_dict(), "files": files})
     result = ckpt("export", tmp_path / "run", tmp_path / "outs", "--to", "transformers")
     assert result.code == 0, result.err
-    assert {path.name for path in (tmp_path / "outs").iterdir()} == {
-        "config.json",
-        "model.safetensors",
-        "trainer_state.json",
-    }
+    assert "this is for from_pretrained, and not for resuming" in result.out
+    assert {path.name for path in (tmp_path / "outs").iterdir()} == {"config.json", "model.safetensors"}
     assert {path.name for path in tmp_path.iterdir()} == {"run", "outs"}
 
 

@@ -35,6 +35,17 @@ def test_the_python_example_continues(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "epoch 2 was complete" in report["notes"]
 
 
+def test_the_yaml_example_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its options are used as they are; both of their folders have snapshots."""
+    monkeypatch.chdir(tmp_path)
+    for epochs in (2, 3):
+        run(monkeypatch, "lightning_yaml.py", f"--epochs={epochs}")
+    folder = tmp_path / "lightning-out" / "yaml"
+    assert [s.epoch for s in saved(folder / "snapshots")][-1] == 3
+    assert saved(folder / "copy")
+    assert json.loads((folder / "snapshots/resume-report.json").read_text())["not_restored"] == []
+
+
 def test_the_cli_example_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its YAML is used as it is; only the folder is another one."""
     monkeypatch.chdir(tmp_path)

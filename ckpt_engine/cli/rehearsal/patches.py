@@ -88,6 +88,9 @@ class Rehearsal:
         class Checkpointer(module.Checkpointer):  # type: ignore[name-defined, misc]
             """Waits instead of skipping, and ends the process where the rehearsal ends."""
 
+            def prepare(self, *_: Any, **__: Any) -> None:
+                """Nothing: while memory is made ready in the background, snapshots are skipped."""
+
             def ready(self) -> bool:
                 self.wait(WAIT_SECONDS)
                 return bool(super().ready())

@@ -9,12 +9,12 @@ from typing import Any
 
 from ckpt_engine.frequency.account import Account
 from ckpt_engine.frequency.adaptive import AdaptiveTrigger, Moment
-from ckpt_engine.frequency.controller import Costs, Decision, FrequencyPolicy
+from ckpt_engine.frequency.controller import Decision, FrequencyPolicy
 from ckpt_engine.frequency.failure_rate import FailureRate
 from ckpt_engine.frequency.learned import InFlight, Learned, Settled, measured
 from ckpt_engine.frequency.measure import CLEAN_WINDOW, CostMeter, StepTimes
 from ckpt_engine.frequency.memory import MemoryTrigger
-from ckpt_engine.frequency.settings import DEFAULT_OVERHEAD, FrequencySettings
+from ckpt_engine.frequency.settings import FrequencySettings
 from ckpt_engine.frequency.triggers import INTERVAL, FixedTriggers
 from ckpt_engine.observe.clock import Clock
 from ckpt_engine.observe.events import (
@@ -84,7 +84,7 @@ class Cadence:
         self._now: Callable[[], float] = clock.monotonic
         self._sink = sink
         self._adaptive = AdaptiveTrigger(settings, policy) if settings.overhead is not None else None
-        self._memory = MemoryTrigger(settings.memory, _budget(settings)) if settings.memory is not None else None
+        self._memory = MemoryTrigger(settings.memory, settings.budget) if settings.memory is not None else None
         self._failures = FailureRate.prior()
         self._failures_since = self._now()
         self._background_seconds = 0.0
@@ -111,7 +111,7 @@ class Cadence:
         if self._adaptive is not None:
             self._adaptive.restart(step)
         if self._memory is not None:
-            self._memory.retune(_budget(settings))
+            self._memory.retune(settings.budget)
         self._pending = None
         self._wake_step = -1
 
@@ -413,26 +413,17 @@ class Cadence:
         if not (self._meter.known and self._steps.known):
             return
         costs = self._meter.costs(self._steps.step_seconds())
-        self._divide(costs)
+        part = self._memory.share_out(self._settings, costs, self.decision) if self._memory is not None else None
         if self._adaptive is None:
             return
+        if part is not None:
+            self._adaptive.rebudget(part)
         before = self._adaptive.decision
         after = self._adaptive.decide(step, costs, self._failures_per_second(now), held_back=self._held_back)
         if before is None or after.interval_steps != before.interval_steps:
             self._sink.emit(IntervalChanged(step=step, interval_steps=after.interval_steps, why=after.why))
         if not after.bounds.feasible and (before is None or before.bounds.feasible):
             self._sink.emit(Notice("WARNING", after.why))
-
-    def _divide(self, costs: Costs) -> None:
-        """Between the snapshots in memory and the durable ones, by what both cost now."""
-        if self._memory is None:
-            return
-        fixed = self._settings.every_seconds or (self._settings.every_n_steps or 1) * costs.step_seconds
-        before = self.decision
-        least = before.bounds.unbudgeted * costs.step_seconds if before is not None else fixed
-        part = self._memory.divide(costs.step_seconds, costs.cost_seconds, least)
-        if self._adaptive is not None:
-            self._adaptive.rebudget(part)
 
     def _failures_per_second(self, now: float) -> float:
         if self._settings.mtbf_seconds is not None:

@@ -27,8 +27,9 @@ from dataclasses import dataclass
 
 from ckpt_engine.frequency.account import Account
 from ckpt_engine.frequency.adaptive import ASSUMED_BYTES_PER_SECOND, ASSUMED_STALL_SECONDS
+from ckpt_engine.frequency.controller import Costs, Decision
 from ckpt_engine.frequency.measure import Ewma
-from ckpt_engine.frequency.settings import MemoryRhythm
+from ckpt_engine.frequency.settings import FrequencySettings, MemoryRhythm
 
 PROCESS_FAILURES = 0.75
 """Share of failures that leave the machine, and with it the writer process, alive."""
@@ -129,6 +130,16 @@ class MemoryTrigger:
         cost = max(durable_cost_seconds, LEAST_RATIO * self.cost_seconds)
         self.share, part = split(self._budget, memory, Level(cost, 1.0 - PROCESS_FAILURES, durable_least_seconds))
         return max(part, self._budget - (memory.most if self._rhythm.fixed else self.share))
+
+    def share_out(self, settings: FrequencySettings, costs: Costs, decision: Decision | None) -> float:
+        """Divide the budget by what durable snapshots cost now; their part of it.
+
+        Args:
+            decision: on their interval so far; None: it is fixed, or nothing was decided.
+        """
+        fixed = settings.every_seconds or (settings.every_n_steps or 1) * costs.step_seconds
+        least = decision.bounds.unbudgeted * costs.step_seconds if decision is not None else fixed
+        return self.divide(costs.step_seconds, costs.cost_seconds, least)
 
     def due(self, step: int, now: float, training_seconds: float) -> bool:
         """Whether one is due at this boundary.

@@ -71,6 +71,11 @@ class FrequencySettings:
         if self.overhead is not None and self.overhead > 1:
             raise ConfigError(f"overhead is a fraction of training time between 0 and 1, not {self.overhead!r}")
 
+    @property
+    def budget(self) -> float:
+        """The share of training time that snapshots of all kinds may cost."""
+        return DEFAULT_OVERHEAD if self.overhead is None else self.overhead
+
     @classmethod
     def from_options(
         cls,

@@ -125,3 +125,9 @@ def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
 def managed(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:
     """The parameters that optimizers manage."""
     return (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+
+
+def device_of(parts: Parts) -> torch.device:
+    """Where training computes."""
+    parameters = (p for module in parts.modules.values() for p in module.parameters())
+    return next((p.device for p in parameters), torch.device("cpu"))

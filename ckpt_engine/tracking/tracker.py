@@ -24,7 +24,7 @@ from ckpt_engine.tracking.capture import Capture
 from ckpt_engine.tracking.engine import Engine
 from ckpt_engine.tracking.feed import Feed, Source
 from ckpt_engine.tracking.fence import StepFence
-from ckpt_engine.tracking.parts import Parts, managed
+from ckpt_engine.tracking.parts import Parts, device_of, managed
 from ckpt_engine.tracking.resume import Resume
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
 from ckpt_engine.tracking.surroundings import Surroundings
@@ -72,7 +72,7 @@ class Tracker:
         """Numbers that retention may rank snapshots by; the loop keeps them up to date."""
         self._cadence = Cadence(cadence_settings(self._config), SystemClock(), engine.events)
         engine.events = FanOutSink(engine.events, self._cadence)
-        device = _device(parts)
+        device = device_of(parts)
         self._capture = Capture(parts)
         self._lazy = self._capture.is_lazy if copies_lazily(self._config.lazy, device) else None
         self._share = prepare_share(self._config, device)
@@ -448,9 +448,3 @@ class Tracker:
 
 def _at_its_end(state: Mapping[str, Any]) -> bool:
     return bool(state["delivered"]) and state["position"]["phase"] != "within"
-
-
-def _device(parts: Parts) -> torch.device:
-    """Where training computes."""
-    parameters = (p for module in parts.modules.values() for p in module.parameters())
-    return next((p.device for p in parameters), torch.device("cpu"))

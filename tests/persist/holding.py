@@ -168,6 +168,8 @@ def main(root: str, path: str, plan: str, *rest: str) -> None:
         os.environ["TEST_GATE"] = rest[0]
         arena = Arena(start(root, log))
         arena.take(1, durable=True)
+        while not Path(rest[0]).with_suffix(".reached").exists():
+            arena.poll(0.01)
         arena.take(2, durable=True)
         arena.take(3)
         settle(arena.client)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ckpt_engine.frequency.settings import MemoryRhythm
+from ckpt_engine.frequency.settings import FrequencySettings, MemoryRhythm
 from tests.frequency.rig import Rig
 
 
@@ -105,3 +105,15 @@ def test_a_fixed_durable_rhythm_shares_the_default_budget() -> None:
     assert len(rig.durable) == 60
     assert rig.overhead <= 0.01 * 1.1
     assert rig.overhead == pytest.approx(0.01, rel=0.2)
+
+
+def test_another_budget_holds_for_both_kinds() -> None:
+    """A file that was edited while training runs: more of both, and within the new budget."""
+    rig = TwoLevels(0.1, overhead=0.005, mtbf_seconds=3600.0).train(5000)
+    before = (len(rig.durable), len(rig.memory))
+    rig.cadence.retune(FrequencySettings(overhead=0.04, mtbf_seconds=3600.0, memory=MemoryRhythm()))
+    rig.durable, rig.memory, rig.training = [], [], 0.0
+    rig.train(5000)
+    assert len(rig.durable) > before[0]
+    assert len(rig.memory) > before[1]
+    assert 0.02 < rig.overhead <= 0.04 * 1.05

@@ -277,7 +277,8 @@ class Pipeline:
             return
         if self._writer is not None:
             # It would go on keeping a slot for a rescue: another one takes its place.
-            self._writer.client.close(WRITER_CLOSE_SECONDS)
+            if not self._writer.client.close(WRITER_CLOSE_SECONDS):
+                self._slots.discard_busy()  # it goes on by itself, and may still read them
             self.poll()
             self._lose_writer()
         self.memory = fit.memory

@@ -80,6 +80,11 @@ class Slots:
         if slot is not None:
             slot.close()
 
+    def discard_busy(self) -> None:
+        """None of the slots in use is used again."""
+        for index in list(self._busy):
+            self.discard(index)
+
     @property
     def touched_seconds(self) -> float:
         """Processor time that warm-ups have taken."""

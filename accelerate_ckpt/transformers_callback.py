@@ -26,7 +26,7 @@ from ckpt_engine.tracking.tracker import Tracker
 _FILE = "trainer_state.json"
 
 
-class TransformersCallback(TrainerCallback):  # type: ignore[misc]
+class TransformersCallback(TrainerCallback):
     """Exact, asynchronous snapshots of a transformers `Trainer`.
 
     ```python

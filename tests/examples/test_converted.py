@@ -57,6 +57,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name", [name if name == "plain_loop" else pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS]
 )

@@ -114,6 +114,14 @@ def test_a_finished_run_has_nothing_to_do_and_a_longer_one_goes_on(tmp_path: Pat
     assert longer.digest["weights"] == reference.digest["weights"]
 
 
+def test_a_run_that_max_steps_ended_within_an_epoch_ends_there_again(tmp_path: Path) -> None:
+    """It has no final snapshot: transformers would train one more step. Started again, it repeats the last step."""
+    first = train_hf({"max_steps": 4}, every_boundary(tmp_path / "run"), tmp_path / "out")
+    again = train_hf({"max_steps": 4}, every_boundary(tmp_path / "run"), tmp_path / "out", seed=6)
+    assert again.trace == first.trace[-len(again.trace) :]
+    assert again.digest == first.digest
+
+
 def test_the_folder_for_transformers_is_gone_once_training_begins(tmp_path: Path) -> None:
     """It holds the trainer's counters only."""
     train_hf({"max_steps": 4}, every_boundary(tmp_path / "run", at_end=False), tmp_path / "out")

@@ -75,7 +75,7 @@ class Internals:
         return {
             "accelerator": self._accelerator,
             "shard": DataLoaderShard([0]),
-            "dispatcher": DataLoaderDispatcher([0]),  # type: ignore[arg-type]
+            "dispatcher": DataLoaderDispatcher([0]),
         }
 
     def missing(self) -> list[PrivateName]:

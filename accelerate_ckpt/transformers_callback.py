@@ -26,7 +26,7 @@ from ckpt_engine.tracking.tracker import Tracker
 _FILE = "trainer_state.json"
 
 
-class TransformersCallback(TrainerCallback):  # type: ignore[misc]
+class TransformersCallback(TrainerCallback):
     """Exact, asynchronous snapshots of a transformers `Trainer`.
 
     ```python
@@ -156,7 +156,9 @@ class TransformersCallback(TrainerCallback):  # type: ignore[misc]
         """Take the final snapshot, unless the weights are those of an earlier step now; wait until all are durable."""
         if self._tracker is not None:
             best = args.load_best_model_at_end and state.best_model_checkpoint is not None
-            self._tracker.finish(complete=not best and state.global_step >= state.max_steps)
+            # Resumed in the middle of an epoch, transformers would train one more step before it sees that it is done.
+            over = state.global_step >= state.max_steps and float(state.epoch or 0.0).is_integer()
+            self._tracker.finish(complete=over and not best)
         self._release()
 
     # ---- private

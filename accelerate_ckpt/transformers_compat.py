@@ -6,8 +6,8 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
+import transformers.trainer
 from transformers import Trainer
-from transformers import trainer as trainer_module
 
 from accelerate_ckpt.compat import PrivateName
 from ckpt_engine.errors import CkptError
@@ -24,6 +24,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
 )
 """Those that all supported versions have; `tests/accelerate/test_transformers_compat.py` has a test for each."""
 
+_MODULE: Any = transformers.trainer
 _RUNNING_LOSS = "_tr_loss"  # 5.0 and later; a local variable of the loop before
 _LAST_LOGGED = "_globalstep_last_logged"
 _TOTAL_LOSS = "_total_loss_scalar"
@@ -43,7 +44,7 @@ class TrainerInternals:
 
     def missing(self) -> list[PrivateName]:
         """The names that this version of transformers does not have."""
-        owners = {"module": trainer_module, "Trainer": Trainer, "trainer": self._trainer}
+        owners = {"module": _MODULE, "Trainer": Trainer, "trainer": self._trainer}
         return [entry for entry in PRIVATE_NAMES if not hasattr(owners[entry.owner], entry.name)]
 
     def probe(self) -> None:
@@ -72,14 +73,14 @@ class TrainerInternals:
 
     def skip_with(self, skip: Callable[[Any, int], Any]) -> None:
         """`skip(loader, batches)` runs instead of `skip_first_batches`, once. Undone by `unwrap`."""
-        original = trainer_module.skip_first_batches
+        original = _MODULE.skip_first_batches
 
         def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
             self.unskip()
             return skip(dataloader, num_batches)
 
         self._skip_first_batches = original
-        trainer_module.skip_first_batches = skip_first_batches
+        _MODULE.skip_first_batches = skip_first_batches
 
     @property
     def skips(self) -> bool:
@@ -89,7 +90,7 @@ class TrainerInternals:
     def unskip(self) -> None:
         """Put `skip_first_batches` back."""
         if self._skip_first_batches is not None:
-            trainer_module.skip_first_batches = self._skip_first_batches
+            _MODULE.skip_first_batches = self._skip_first_batches
             self._skip_first_batches = None
 
     def unwrap(self) -> None:

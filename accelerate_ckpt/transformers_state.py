@@ -55,7 +55,7 @@ class TrainerSurroundings:
         for name, value in json.loads(saved["state"]).items():
             if name == _LONG or name.startswith(("best_", "total_", "num_input")):
                 setattr(state, name, value)
-        exportable = [callback for callback in self._internals.callbacks if isinstance(callback, ExportableState)]
+        exportable: Any = [callback for callback in self._internals.callbacks if isinstance(callback, ExportableState)]
         state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks  # as on a fresh start
         missing = []
         if not self._internals.restore_running_loss(saved["loss"]):

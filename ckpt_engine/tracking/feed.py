@@ -154,10 +154,12 @@ class Feed:
 
     def release(self) -> None:
         """Give the loader back as it was."""
+        outer = self._outer()
+        if outer is None:
+            return
         self.position.wrap = None
         self.position.detach()
-        outer = self._outer()
-        if outer is not None and swap.followed_by(outer) is self:
+        if swap.followed_by(outer) is self:
             swap.swap_back(outer)
 
     # -- swap.Iterations, for wrappers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -94,6 +94,7 @@ class Tracker:
         self._asked_at: dict[Feed, float] = {}
         self._closed = False
         engine.start()
+        self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
         self._feeds = [Feed(name, source, self) for name, source in sources.items()]
         self._resume = Resume(engine, parts, self._feeds, surroundings, folder, self._log)
         try:
@@ -424,7 +425,7 @@ class Tracker:
         def arrived(_: torch.Tensor) -> None:
             self._trains_again()
 
-        parameters = managed(self._parts.optimizers.values())
+        parameters: Iterable[Any] = managed(self._parts.optimizers.values())
         self._watched = [p.register_post_accumulate_grad_hook(arrived) for p in parameters if p.requires_grad]
 
     def _trains_again(self) -> None:
@@ -444,6 +445,7 @@ class Tracker:
     def _release_feeds(self) -> None:
         for feed in self._feeds:
             feed.release()
+        self._sources.clear()
 
 
 def _at_its_end(state: Mapping[str, Any]) -> bool:

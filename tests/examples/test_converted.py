@@ -57,11 +57,12 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name", [name if name == "plain_loop" else pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS]
 )
 def test_the_script_ends_as_the_original(name: str, tmp_path: Path) -> None:
-    """Killed after its first line of output and started again; started once more, it has nothing to do."""
+    """Killed after its first line of output and started again; started once more, it has no epoch to train."""
     original = run(EXAMPLES / "originals" / f"{name}.py", SCRIPTS[name], tmp_path)
     script = EXAMPLES / f"{name}.py"
     run(script, SCRIPTS[name], tmp_path, kill_after_lines=1)

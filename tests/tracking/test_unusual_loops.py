@@ -293,3 +293,14 @@ def test_the_loop_resumes_exactly(loop: Loop, tmp_path: Path) -> None:
         assert len(resumed.trace) < len(reference.trace), snapshot
         assert resumed.digest == reference.digest, snapshot
         assert resumed.trace or snapshot is snapshots[-1]
+
+
+def test_a_loader_that_the_script_drops_lives_as_long_as_it_is_tracked(tmp_path: Path) -> None:
+    """A loop in a function of its own, closed outside of it, still gets its final snapshot."""
+    run = Setting(every_boundary(tmp_path))
+    run.track()
+    for x, y, ids in run.loader:
+        run.train(x, y, tuple(ids.tolist()))
+    del run.loader
+    run.end()
+    assert saved(tmp_path)[-1].reason == "end"

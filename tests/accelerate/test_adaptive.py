@@ -109,7 +109,8 @@ def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> Non
     with pytest.raises(MismatchError, match=r"does not fit this model.*\n.*missing in the snapshot"):
         AdaptiveCheckpoint(other.accelerator, resume_only(tmp_path))
     assert same(before, other.weights())
-    Checkpointer(str(tmp_path), writer="thread").start()
+    with Checkpointer(str(tmp_path), writer="thread") as free:
+        free.start()
 
 
 def test_save_state_and_load_state_go_on_working(tmp_path: Path) -> None:

@@ -132,4 +132,5 @@ def test_the_folder_for_transformers_is_gone_once_training_begins(tmp_path: Path
     assert [path.name for path in Path(folder).iterdir()] == ["trainer_state.json"]
     ckpt._release()
     assert not Path(folder).exists()
-    Checkpointer(str(tmp_path / "run"), writer="thread").start()
+    with Checkpointer(str(tmp_path / "run"), writer="thread") as free:
+        free.start()

@@ -36,17 +36,25 @@ class Trainers:
             text=True,
             cwd=REPOSITORY,
         )
+        self._pid: int | None = None
 
     def start(self, job: dict[str, Any]) -> int:
-        """The process id of the new trainer."""
+        """The process id of the new trainer; one that was never joined, because its test has failed, is killed."""
+        if self._pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGKILL)
+            self.join()
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(job) + "\n")
         self._server.stdin.flush()
-        return int(self._answer()["pid"])
+        self._pid = int(self._answer()["pid"])
+        return self._pid
 
     def join(self) -> int:
         """The exit status of the trainer once it is gone; negative: the signal that killed it."""
-        return int(self._answer()["status"])
+        status = int(self._answer()["status"])
+        self._pid = None
+        return status
 
     def close(self) -> None:
         assert self._server.stdin is not None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import traceback
@@ -110,6 +111,7 @@ def main() -> None:
         if child == 0:
             status = 1
             os.setpgid(0, 0)
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it runs beside itself
             try:
                 output = os.open(Path(job["trace"]).with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.dup2(output, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,29 +20,11 @@ from ckpt_engine.store.lease import Lease, acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import SLACK_BYTES, policy_from
 from ckpt_engine.store.retention_usage import measure
-from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
+from tests.store.measured import MeasuredDisk
 from tests.store.samples import data_file, files, info, manifest, save
 
 SIZE = 300_000
-
-
-class _MeasuredDisk(Disk):
-    """Notes after each write how many bytes are below the root, temporary files included."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.most_bytes = 0
-        self.free_bytes = 1 << 40
-        self.broken = False
-
-    def write(self, fd: int, data: memoryview, offset: int) -> int:
-        if self.broken and offset > 0:
-            raise OSError(errno.EIO, "broken")
-        taken = super().write(fd, data, offset)
-        sizes = [path.stat().st_size for path in self.root.rglob("*") if path.is_file()]
-        self.most_bytes = max(self.most_bytes, sum(sizes))
-        return taken
 
 
 class _Storage(LocalStorage):
@@ -58,7 +39,7 @@ class _Storage(LocalStorage):
 class _Run:
     def __init__(self, root: Path, keep: dict[str, Any]) -> None:
         self.root = root
-        self.disk = _MeasuredDisk(root)
+        self.disk = MeasuredDisk(root)
         self.storage = _Storage(root, disk=self.disk)
         self.repository = Repository(self.storage)
         self.policy = policy_from(keep)

@@ -17,7 +17,9 @@ from ckpt_engine.store.collect import plan_prune, prune
 from ckpt_engine.store.lease import Lease, acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import policy_from
+from ckpt_engine.store.storage.local import LocalStorage
 from tests.cli.conftest import RunFolder
+from tests.store.measured import MeasuredDisk
 from tests.store.samples import files
 
 KEEP = {"last": 9, "components": {"optimizer": {"last": 2}}}
@@ -143,6 +145,16 @@ def test_slimming_waits_for_room(run: RunFolder, lease: Lease, ids: list[str]) -
     assert done.slimmed == {}
     assert "more room" in done.not_slimmed[ids[0]]
     assert list(prune(run.repository, lease, policy_from(KEEP | {"quota": used + 100_000})).slimmed) == ids[:2]
+
+
+@pytest.mark.parametrize("extra", range(0, 200_001, 10_000))
+def test_slimming_never_exceeds_the_quota(run: RunFolder, lease: Lease, ids: list[str], extra: int) -> None:
+    """Measured after each write, temporary files included, however much room there is beside the snapshots."""
+    quota = sum(path.stat().st_size for path in run.path.rglob("*") if path.is_file()) + extra
+    disk = MeasuredDisk(run.path)
+    done = prune(Repository(LocalStorage(run.path, disk=disk)), lease, policy_from(KEEP | {"quota": quota}))
+    assert disk.most_bytes <= quota
+    assert bool(done.slimmed) == (disk.most_bytes > 0)
 
 
 @pytest.mark.parametrize("damaged", [False, True])

@@ -216,7 +216,7 @@ class Pipeline:
         if not staging.complete:
             self._staging = staging
         handle.stall_seconds = time.perf_counter() - began
-        self._emit(SnapshotStaged("", step, handle.stall_seconds, capture.plan.nbytes))
+        self._emit(SnapshotStaged("", step, handle.stall_seconds, capture.plan.nbytes, durable))
         return handle
 
     def before_update(self) -> float:

@@ -164,6 +164,9 @@ class Tiers(tuple[Tier, ...]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tiers) and self.listed == other.listed
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other  # the one of tuple would not see `memory`
+
     def __hash__(self) -> int:
         return hash(self.listed)
 

@@ -186,5 +186,5 @@ def test_closing_at_once_lets_the_threads_end(tmp_path: pathlib.Path, monkeypatc
 
     monkeypatch.setattr(Copier, "_run", slowly)
     ckpt = Checkpointer(tmp_path, writer="thread")
-    ckpt.save({"weight": torch.ones(1000)}, step=1).wait(60.0)
+    ckpt.save(big_state(), step=1).wait(60.0)
     ckpt.close(0.0)

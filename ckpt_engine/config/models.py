@@ -164,6 +164,9 @@ class Tiers(tuple[Tier, ...]):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tiers) and self.listed == other.listed
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other  # the one of tuple would not see `memory`
+
     def __hash__(self) -> int:
         return hash(self.listed)
 
@@ -251,7 +254,8 @@ class Config(Section):
             raise option_error("the memory tier is the nearest one: it comes first, and once")
         tiers = Tiers.of(listed) if listed else None
         if not tiers:
-            raise option_error("must name a folder or storage URL")
+            more = ", too: memory does not outlive the machine" if listed else ""
+            raise option_error(f"must name a folder or storage URL{more}")
         first = tiers[0]
         if given := [name for name in ("every", "every_n_steps", "bandwidth") if getattr(first, name) is not None]:
             raise option_error(f"the nearest tier takes every snapshot at full speed: remove its {' and '.join(given)}")

@@ -21,13 +21,17 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotStaged(Event):
-    """The state left the training thread; `stall_seconds` is what training paid so far (capture, staging, fence)."""
+    """The state left the training thread; `stall_seconds` is what training paid so far (capture, staging, fence).
+
+    `durable`: it is on its way to a tier that keeps it; else it stays in memory only.
+    """
 
     name: ClassVar[str] = "snapshot_staged"
     snapshot: str
     step: int
     stall_seconds: float
     nbytes: int
+    durable: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,8 +99,10 @@ class Ledger:
         self.standing = Standing(tuple(one.standing for one in self._tiers.values()))
 
     def resumed(self, step: int, url: str) -> None:
-        """Training goes on from the snapshot of `step` that the tier at `url` served."""
-        tier = self._tier(url)
+        """Training goes on from the snapshot of `step` that came from `url`; only a tier has it durably, memory not."""
+        tier = self._tiers.get(_place(url))
+        if tier is None:
+            return
         tier.standing = TierStanding(tier.standing.url, newest_step=step, newest_instant=self._now())
         self._publish(self.standing.in_flight, self.standing.state_bytes, self.standing.stall_seconds)
 
@@ -109,10 +111,11 @@ class Ledger:
         flying, nbytes, stall = before.in_flight, before.state_bytes, before.stall_seconds
         match event:
             case SnapshotStaged():
-                if not flying:
-                    self._busy_since = self._now()
-                flying = (*flying, Flying(event.step, event.nbytes, self._now() - event.stall_seconds))
                 nbytes, stall = event.nbytes, event.stall_seconds
+                if event.durable:
+                    if not flying:
+                        self._busy_since = self._now()
+                    flying = (*flying, Flying(event.step, event.nbytes, self._now() - event.stall_seconds))
             case SnapshotCommitted():
                 instant = next((one.since for one in flying if one.step == event.step), None)
                 instant = self._now() - event.latency_seconds if instant is None else instant

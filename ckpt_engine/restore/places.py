@@ -76,13 +76,13 @@ def _ask(answer: Answer[T], question: Callable[[Repository], T]) -> None:
 def of_one_run(answers: Sequence[Answer[T]]) -> Sequence[Answer[T]]:
     """The same answers, in which a place with snapshots of another run than the nearest one's counts as an error.
 
-    A snapshot in memory counts only if it is of a run that another place knows, or if one of them does not answer: it
-    outlives a folder that was removed to start anew.
+    A snapshot in memory is left out, as if it was not there, if it is of a run that no other place knows and all of
+    them answer: it outlives a folder that was removed to start anew.
 
     Args:
         answers: to a question that has `look_up_run` among it: nothing is asked here any more.
     """
-    _leave_out_memory_of_other_runs(answers)
+    answers = _without_memory_of_other_runs(answers)
     ours: str | None = None
     for answer in answers if len(answers) > 1 else ():
         if not answer.value:
@@ -98,18 +98,16 @@ def of_one_run(answers: Sequence[Answer[T]]) -> Sequence[Answer[T]]:
     return answers
 
 
-def _leave_out_memory_of_other_runs(answers: Sequence[Answer[T]]) -> None:
-    held = [answer for answer in answers if isinstance(answer.place.storage, MemoryStorage)]
-    others = [answer for answer in answers if answer not in held]
-    if not held or all(answer.error is not None for answer in others):
-        return
+def _without_memory_of_other_runs(answers: Sequence[Answer[T]]) -> Sequence[Answer[T]]:
+    others = [answer for answer in answers if not _in_memory(answer)]
     known = {_run_of(answer.place) for answer in others if answer.error is None}
-    for answer in held:
-        run = _run_of(answer.place)
-        if run in known or (known == {None} and any(other.error is not None for other in others)):
-            continue
-        answer.value = None
-        answer.error = ForeignError("the snapshot in memory is of a run that no tier knows")
+    if known <= {None} and any(answer.error is not None for answer in others):
+        return answers  # whoever is away may know it
+    return [answer for answer in answers if not _in_memory(answer) or not others or _run_of(answer.place) in known]
+
+
+def _in_memory(answer: Answer[T]) -> bool:
+    return isinstance(answer.place.storage, MemoryStorage)
 
 
 def look_up_run(place: Repository) -> None:

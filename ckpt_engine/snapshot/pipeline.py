@@ -27,6 +27,8 @@ WAIT_SECONDS = 3600.0
 BEHIND_SECONDS = 0.5
 WRITER_CLOSE_SECONDS = 60.0
 _FLUSH_SECONDS = 0.01
+_CHUNK_SECONDS = 1.0
+"""For threads to end after the chunk they copy, which takes milliseconds, however short the time to close is."""
 
 
 class Pipeline:
@@ -216,7 +218,7 @@ class Pipeline:
         if not staging.complete:
             self._staging = staging
         handle.stall_seconds = time.perf_counter() - began
-        self._emit(SnapshotStaged("", step, handle.stall_seconds, capture.plan.nbytes))
+        self._emit(SnapshotStaged("", step, handle.stall_seconds, capture.plan.nbytes, durable))
         return handle
 
     def before_update(self) -> float:
@@ -331,7 +333,7 @@ class Pipeline:
             WaitTimeoutError: snapshots are still in flight; the writer goes on with them by itself.
         """
         drained = self.drain(timeout) if self._pending or self._staging or self._starting else True
-        self._copier.close(timeout)
+        self._copier.close(max(timeout, _CHUNK_SECONDS))
         if self._writer is not None:
             self._writer.client.close(timeout)
             self.poll()  # what further tiers had to say until the end

@@ -38,6 +38,13 @@ def test_other_options_are_refused_by_name_and_stay() -> None:
     assert made.text("x").endswith("not in a running job: tiers, writer, slots; start it again for that")
 
 
+def test_another_rhythm_of_the_memory_tier_is_refused_by_name() -> None:
+    """It is a tier like the others, though it is kept beside them."""
+    now = load_config(tiers=[{"url": "memory", "every_n_steps": 1}, "/data/run1"])
+    made = change(now, load_config(tiers=[{"url": "memory", "every_n_steps": 5}, "/data/run1"]))
+    assert made is not None and made.refused == ("tiers",)
+
+
 def test_signals_are_refused_though_their_grace_is_safe() -> None:
     """Handlers and sources are installed once."""
     now = load_config("/data/run1", preemption={"signals": ["TERM"], "grace": 5})

@@ -141,7 +141,7 @@ SECRET = {"url": "/b", "storage_options": {"secret": "hunter2"}}
         ),
         ([SECRET, "/b/"], "tiers: two tiers are the same place"),
         ([SECRET, "memory"], "tiers: the memory tier is the nearest one: it comes first"),
-        (["memory"], "tiers: must name a folder or storage URL"),
+        (["memory"], "tiers: must name a folder or storage URL, too: memory does not outlive the machine"),
         ("memory", "tiers: must name a folder or storage URL"),
         (["memory", "memory", "/a"], "tiers: the memory tier is the nearest one: it comes first, and once"),
         (

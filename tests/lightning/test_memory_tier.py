@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,15 @@ def test_every_boundary_without_a_durable_snapshot_has_one_in_memory(
     assert held == sorted(set(range(1, steps)) - durable) or held == sorted(set(range(2, steps)) - durable)
     assert steps in durable
     assert charged == held
+
+
+def test_no_stop_waits_for_what_only_stays_in_memory(tmp_path: Path, held: list[int]) -> None:
+    """The status, from whose numbers stops are planned, counts none of them as on its way to a tier."""
+    status = tmp_path / "status.json"
+    tiers = [{"url": "memory", "every_n_steps": 1}, str(tmp_path / "run")]
+    fit(CASES["shuffled"], [AdaptiveCheckpoint(tiers=tiers, every_n_steps=5, status={"file": str(status)})])
+    assert held
+    assert json.loads(status.read_text())["snapshots_in_flight"] == 0
 
 
 def test_no_snapshot_in_memory_while_gradients_accumulate(

@@ -50,6 +50,24 @@ def test_a_snapshot_is_in_flight_until_it_is_durable() -> None:
     assert book.standing.tiers == (TierStanding(NEAR, 500.0, 7, 99.5), TierStanding(FAR))
 
 
+def test_a_snapshot_that_only_stays_in_memory_is_never_in_flight() -> None:
+    """Nobody writes it, so no plan waits for it; its size and its stall are those of the next durable one."""
+    book, _ = ledger()
+    for step in range(7, 10):
+        book.emit(SnapshotStaged("", step, 0.5, 1000, durable=False))
+    assert book.standing.in_flight == ()
+    assert (book.standing.state_bytes, book.standing.stall_seconds) == (1000, 0.5)
+
+
+def test_a_run_that_goes_on_from_memory_has_no_tier_of_that_name() -> None:
+    """Nothing is known to be durable yet, and memory is no place that a stop could reach."""
+    book, _ = ledger()
+    book.resumed(5, "memory")
+    assert book.standing.tiers == (TierStanding(NEAR), TierStanding(FAR))
+    book.resumed(5, NEAR)
+    assert book.standing.tiers[0].newest_step == 5
+
+
 def test_a_failed_one_and_a_lost_writer_leave_nothing_in_flight() -> None:
     """What was durable before stays."""
     book, _ = ledger()

@@ -261,8 +261,7 @@ def test_memory_of_a_run_that_was_removed_is_left_out(tmp_path: Path) -> None:
     until_durable(root, 1)
     shutil.rmtree(root)
     disk = Repository(LocalStorage(root))
-    with pytest.raises(NoUsableSnapshotError, match="run that no tier knows"):
-        load([place.repository, disk])
+    assert load([place.repository, disk]) is None
     place.release()
     assert gone(told["writer"])
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pathlib
 import threading
 
 import pytest
 import torch
 
+from ckpt_engine import Checkpointer
 from ckpt_engine.errors import StateError
 from ckpt_engine.snapshot.arena import Slot, slot_bytes
 from ckpt_engine.snapshot.flatten import Flattener, Path
@@ -172,3 +174,17 @@ def test_a_warm_up_for_a_state_that_has_grown_starts_anew() -> None:
     assert len(slots.known()) == 2
     assert slots.take(large) is not None
     slots.close()
+
+
+def test_closing_at_once_lets_the_threads_end(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is in flight, so a second Ctrl-C, which waits for nothing, has no error to tell."""
+    run = Copier._run
+
+    def slowly(self: Copier, index: int) -> None:
+        run(self, index)
+        threading.Event().wait(0.1)  # as on a machine whose cores are busy
+
+    monkeypatch.setattr(Copier, "_run", slowly)
+    ckpt = Checkpointer(tmp_path, writer="thread")
+    ckpt.save(big_state(), step=1).wait(60.0)
+    ckpt.close(0.0)

@@ -403,7 +403,8 @@ class Tracker:
         assert loaded is not None
         self._steps = int(own["step"])
         self.metrics.update(own["metrics"])
-        self._cadence.restore(own["cadence"], failed=loaded.info.reason not in ("end", "signal"))
+        if own["cadence"] is not None:
+            self._cadence.restore(own["cadence"], failed=loaded.info.reason not in ("end", "signal"))
         if own["training"] is not None:
             self._training = self._resumed = next(one for one in self._feeds if one.name == own["training"])
             self._resumed_batches = self._training.delivered

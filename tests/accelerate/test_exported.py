@@ -26,6 +26,7 @@ def trained(
         resume = ours.resume_from(trainer)
     trainer.train(resume_from_checkpoint=resume)
     assert trainer.state.global_step == STEPS
+    assert isinstance(trainer.model, GPT2LMHeadModel)
     return trainer.model
 
 

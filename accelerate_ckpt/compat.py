@@ -149,8 +149,10 @@ class Internals:
         original = self._accelerator.end_training
 
         def end_training() -> None:
-            call()
-            original()
+            try:
+                call()
+            finally:
+                original()
 
         self._end_training = vars(self._accelerator).get("end_training")
         self._accelerator.end_training = end_training

@@ -154,12 +154,15 @@ class TransformersCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
     ) -> None:
         """Take the final snapshot, unless the weights are those of an earlier step now; wait until all are durable."""
-        if self._tracker is not None:
-            best = args.load_best_model_at_end and state.best_model_checkpoint is not None
-            # Resumed in the middle of an epoch, transformers would train one more step before it sees that it is done.
-            over = state.global_step >= state.max_steps and float(state.epoch or 0.0).is_integer()
-            self._tracker.finish(complete=over and not best)
-        self._release()
+        try:
+            if self._tracker is not None:
+                best = args.load_best_model_at_end and state.best_model_checkpoint is not None
+                # Resumed in the middle of an epoch, transformers would train one more step before it sees that it is
+                # done.
+                over = state.global_step >= state.max_steps and float(state.epoch or 0.0).is_integer()
+                self._tracker.finish(complete=over and not best)
+        finally:
+            self._release()
 
     # ---- private
 

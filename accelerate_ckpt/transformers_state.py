@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import Trainer, TrainerState
+from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer_callback import ExportableState, TrainerControl
 
 from accelerate_ckpt.transformers_compat import TrainerInternals
@@ -31,6 +31,9 @@ class TrainerSurroundings:
         self._trainer = trainer
         self._internals = internals
         self._own = own
+        model = trainer.model
+        # What `ckpt export --to transformers` needs besides the weights; too slow to be made for each snapshot.
+        self._files = {"config.json": model.config.to_json_string()} if isinstance(model, PreTrainedModel) else {}
 
     def accumulating(self) -> bool:
         return not self._trainer.accelerator.sync_gradients
@@ -44,6 +47,7 @@ class TrainerSurroundings:
                 if isinstance(callback, ExportableState)
             ],
             "loss": self._internals.running_loss(),
+            "files": self._files,
         }
 
     def notes(self) -> dict[str, Any]:

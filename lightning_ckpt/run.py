@@ -24,13 +24,13 @@ from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.laziness import copies_lazily
 from ckpt_engine.tracking import flags
 from ckpt_engine.tracking.fence import StepFence
+from ckpt_engine.tracking.halt import Halt
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind, Position, kind_of, postponed
 from lightning_ckpt.capture import Capture, Instant
 from lightning_ckpt.compat import Internals, callbacks_of
 from lightning_ckpt.guard import FenceGuard
-from lightning_ckpt.halt import Halt, exit_of
 from lightning_ckpt.loaders import TrainLoaders
 from lightning_ckpt.resume import Resume
 from lightning_ckpt.stopping import StopWatch, finish_again
@@ -83,7 +83,7 @@ class FitRun:
         self._prepare_share = prepare_share(config, trainer.strategy.root_device)
         self.guard = FenceGuard(self.fence, self)
         self._stop = StopWatch(trainer)
-        self._halt = Halt(self.watches.preemption, self.checkpointer, self._take_here)
+        self._halt = Halt(self.watches.preemption, self.checkpointer, SIGTERMException, _log)
         self._asked = False
         self._given: Any = None
         self._step_fence = StepFence(self.fence)
@@ -189,7 +189,7 @@ class FitRun:
             self.disconnect()
         if (stop := self.watches.preemption.stop) is not None:
             _log.warning("%s: it came when training was complete", stop.notice.who)
-            raise exit_of(stop)
+            raise self._halt.exit_of(stop)
 
     def abort(self, exception: BaseException) -> None:
         """Training failed: no collective, no new snapshot (but after a SIGTERM between two batches), a deadline."""
@@ -237,7 +237,7 @@ class FitRun:
             self.cadence.background(self.checkpointer.prepare_seconds)
         step = self.step
         if (stop := self.watches.boundary(step)) is not None:
-            raise self._halt.now(stop)
+            raise self._halt.now(stop, self._take_here)
         self._given = self._internals.combined_position
         if (edited := self.watches.edited(self._config)) is not None:
             self._apply(edited)
@@ -278,7 +278,7 @@ class FitRun:
         nothing_came = self._given is not None and self._given == self._internals.combined_position
         if nothing_came and is_dead_worker(error):
             _log.warning("%s: no batch came: %s", stop.notice.who, error)
-            raise self._halt.now(stop) from error
+            raise self._halt.now(stop, self._take_here) from error
 
     def _position(self) -> Position:
         return Position(

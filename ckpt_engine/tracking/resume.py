@@ -11,6 +11,7 @@ from ckpt_engine.data import rng
 from ckpt_engine.data.exactness import Level
 from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
 from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.tracking import flags
@@ -21,6 +22,14 @@ from ckpt_engine.tracking.packed import unpack
 from ckpt_engine.tracking.parts import OWN_KEY, Parts
 from ckpt_engine.tracking.report import ReportDraft, publish
 from ckpt_engine.tracking.surroundings import Surroundings
+
+IMPORTED = "imported"
+"""The note of a snapshot that was made of a checkpoint of another program."""
+_NOT_OF_OBJECTS = ("loaders", "rng")
+_NOT_FROM_OTHERS = {
+    "random streams": "streams without a data position repeat nothing: they go on as this process has seeded them",
+    "data position": "other programs do not store it: epochs count from 0, and loaders start at their beginning",
+}
 
 
 class Resume:
@@ -57,6 +66,8 @@ class Resume:
     def load(self) -> Mapping[str, Any] | None:
         """Choose a snapshot and put it back; what the loop saved about itself, or None for a fresh start.
 
+        Of a snapshot that was imported only the step is known: its `cadence` is None.
+
         Raises:
             NoUsableSnapshotError: there are snapshots, and none is usable.
             MismatchError: the snapshot is of another model; names the keys, before any data is read.
@@ -71,7 +82,9 @@ class Resume:
         loaded = self._engine.loaded
         assert state is not None
         assert loaded is not None
-        own = state.pop(OWN_KEY)
+        own = state.pop(OWN_KEY, None)
+        if own is None:
+            return self._load_imported(state, loaded)
         if own["version"] > OWN_VERSION:
             raise NewerFormatError(
                 f"snapshot {loaded.info.id} was written by a later version of ckpt-engine", hint="update ckpt-engine"
@@ -92,6 +105,18 @@ class Resume:
             self._put_back_flags()  # the script's code at the start of an epoch is still to come
             self.publish()
         return own
+
+    def _load_imported(self, state: dict[str, Any], loaded: Loaded) -> Mapping[str, Any]:
+        """A checkpoint of another program: what has a component of its name is put back, and the loop starts there."""
+        self._draft = draft = ReportDraft(self._engine.root_url, loaded)
+        for name in _NOT_OF_OBJECTS:
+            state.pop(name, None)
+        draft.restored, draft.not_restored = self._parts.load(state)
+        draft.not_restored += [NotRestored(name, why) for name, why in _NOT_FROM_OTHERS.items()]
+        source = loaded.manifest.notes[IMPORTED]["from"]
+        draft.notes.append(f"imported from {source}: from its step on the run is not an exact repeat")
+        self.publish()
+        return {"step": loaded.info.step, "metrics": {}, "cadence": None, "training": None}
 
     def at_first_fetch(self) -> None:
         """The script has set itself up again, and asks for its first batch."""
@@ -165,7 +190,8 @@ class Resume:
 
     def _fits(self, manifest: Manifest) -> None:
         """Raises where the weights of the snapshot are not those of these models."""
-        if OWN_KEY not in manifest.tree or "state_dict" in manifest.tree:
+        tracked = OWN_KEY in manifest.tree or IMPORTED in manifest.notes
+        if not tracked or "state_dict" in manifest.tree:
             raise ResumeError(
                 f"snapshot {manifest.info.id} was not taken by a tracked loop",
                 hint="give this run its own folder, or use Checkpointer.load",

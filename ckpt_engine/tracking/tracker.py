@@ -13,13 +13,14 @@ from typing import Any, Self
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckpt_engine.errors import LeaseHeldError, StorageError, WriterError
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
+from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.laziness import copies_lazily
 from ckpt_engine.tracking import flags
+from ckpt_engine.tracking.boundary import is_at_end, obstacle_of
 from ckpt_engine.tracking.capture import Capture
 from ckpt_engine.tracking.engine import Engine
 from ckpt_engine.tracking.feed import Feed, Source
@@ -27,9 +28,10 @@ from ckpt_engine.tracking.fence import StepFence
 from ckpt_engine.tracking.parts import Parts, device_of, managed
 from ckpt_engine.tracking.resume import Resume
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
+from ckpt_engine.tracking.stopping import END_WAIT_SECONDS, Stopping
 from ckpt_engine.tracking.surroundings import Surroundings
+from ckpt_engine.tracking.taking import Taker
 
-END_WAIT_SECONDS = 600.0
 _UNSEEN_STEPS = 100
 
 
@@ -71,7 +73,9 @@ class Tracker:
         self.metrics: dict[str, float] = {}
         """Numbers that retention may rank snapshots by; the loop keeps them up to date."""
         self._cadence = Cadence(cadence_settings(self._config), SystemClock(), engine.events)
-        engine.events = FanOutSink(engine.events, self._cadence)
+        engine.events = sinks = FanOutSink(engine.events, self._cadence)
+        self._stopping = Stopping(engine, self._cadence, sinks, self._log)
+        self._taker = Taker(engine, self._cadence, self._log)
         device = device_of(parts)
         self._capture = Capture(parts)
         self._lazy = self._capture.is_lazy if copies_lazily(self._config.lazy, device) else None
@@ -106,6 +110,7 @@ class Tracker:
         self._fence.install()
         self._after = register_optimizer_step_post_hook(self._after_step)
         self._cadence.start(self._steps)
+        self._stopping.start(self._steps)
 
     # ---- what the loop reads and calls
 
@@ -131,6 +136,7 @@ class Tracker:
 
         Raises:
             SnapshotFailedError: as `Checkpointer.poll`.
+            SystemExit, KeyboardInterrupt: the run was told to stop; what fits into the grace is durable.
         """
         feed = next((one for one in self._due if one.active), None)
         if self._dirty:
@@ -157,6 +163,9 @@ class Tracker:
         Args:
             complete: whether the loop ran to its end; None: the last pass over the training loader ended by itself,
                 and no exception is being handled.
+
+        Raises:
+            SystemExit, KeyboardInterrupt: the run was told to stop after its last boundary.
         """
         if self._closed:
             return
@@ -170,10 +179,12 @@ class Tracker:
             self._resume.publish()
         finally:
             self.release()
+            self._stopping.over()
 
     def release(self) -> None:
         """Leave the loop's objects as they were found, without a final snapshot."""
         self._closed = True
+        self._stopping.close()
         self._begun_again = True
         self._settle()
         self._fence.remove()
@@ -186,8 +197,10 @@ class Tracker:
         Raises:
             WaitTimeoutError, SnapshotFailedError: as `Checkpointer.close`.
         """
-        self.finish()
-        self._engine.close()
+        try:
+            self.finish()
+        finally:
+            self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -276,12 +289,15 @@ class Tracker:
             self._cadence.background(self._engine.prepare_seconds)
         self._counted = False
         self._boundaries_missed = 0
-        obstacle = self._obstacle(feed)
+        obstacle = obstacle_of(feed, accumulating=self._surroundings.accumulating())
         if obstacle is None:
             for one in self._due:
                 one.interior = one.delivered > 0
         self._engine.begin_step(self._steps + 1)
-        reason = self._cadence.boundary(self._steps)
+        stop = self._stopping.boundary(self._steps)
+        if stop is not None and obstacle is None and not (feed is not None and is_at_end(feed.state())):
+            raise self._stopping.end(stop, lambda reason: self._take(reason, feed, self._positions()))
+        reason = self._cadence.boundary(self._steps) or ("manual" if self._stopping.asked else None)
         if reason is None:
             self._announce(feed)
         taken = reason is not None and self._take_unless(obstacle, reason, feed)
@@ -292,27 +308,13 @@ class Tracker:
         self._due.clear()
         self._recent.clear()
 
-    def _obstacle(self, feed: Feed | None) -> str | None:
-        """Why no snapshot is taken at this boundary, or None where one may be.
-
-        At the end of an epoch what the script does between epochs is still to come, and at the start of a pass nobody
-        knows whether it will train: both wait for the next batch, unless epochs are too short for that.
-        """
-        if self._surroundings.accumulating():
-            return "accumulating"
-        if feed is None:
-            return None
-        if feed.delivered == 0:
-            return None if feed.starts_only else "start of an epoch"
-        return "end of an epoch" if feed.at_end else None
-
     def _take_unless(self, obstacle: str | None, reason: str, feed: Feed | None, *, durable: bool = True) -> bool:
         """Take a snapshot, for good or into memory only, unless there is an obstacle; whether that was tried."""
         if obstacle is None and not self._engine.ready(durable=durable):
             obstacle = "busy"
         if obstacle is None:
-            states = {one.name: one.state() for one in self._feeds}
-            if feed is not None and _at_its_end(states[feed.name]):
+            states = self._positions()
+            if feed is not None and is_at_end(states[feed.name]):
                 obstacle = "end of an epoch"
             else:
                 self._take(reason, feed, states, durable=durable)
@@ -327,7 +329,7 @@ class Tracker:
         reason = self._cadence.ended(self._steps)
         if reason is None:
             return
-        if not self._engine.ready() and not self._engine.wait(END_WAIT_SECONDS):
+        if not self._engine.ready() and not self._engine.wait(self._stopping.seconds_left(END_WAIT_SECONDS)):
             self._log.error("the final state was not saved: earlier snapshots are still being written")
             return
         states = {one.name: one.next_pass_state() for one in self._feeds}
@@ -342,38 +344,28 @@ class Tracker:
         *,
         finished: bool = False,
         durable: bool = True,
-    ) -> None:
-        began = time.perf_counter()
+    ) -> SaveHandle | None:
         self._announced = True
-        try:
-            handle = self._engine.save(
-                self._state(feed, states, finished=finished),
-                step=self._steps,
-                epoch=self.epoch,
-                reason=reason,
-                metrics=self.metrics,
-                lazy=self._lazy,
-                notes={
-                    "trainer": self._trainer,
-                    "batch": 0 if feed is None else feed.delivered,
-                    **self._surroundings.notes(),
-                },
-                durable=durable,
-            )
-        except (StorageError, WriterError) as err:
-            if isinstance(err, LeaseHeldError) or self._config.on_error == "raise":
-                raise
-            self._log.error("no snapshot of step %d: %s", self._steps, err)
-            self._cadence.skipped(self._steps, "error")
-            return
-        stall = time.perf_counter() - began
-        if handle.skipped is not None:
-            if durable:
-                self._cadence.skipped(self._steps, "busy")
-        elif durable:
-            self._cadence.taken(self._steps, stall)
-        else:
-            self._cadence.held(self._steps, stall)
+        handle = self._taker.take(
+            lambda: self._state(feed, states, finished=finished),
+            step=self._steps,
+            durable=durable,
+            epoch=self.epoch,
+            reason=reason,
+            metrics=self.metrics,
+            lazy=self._lazy,
+            notes={
+                "trainer": self._trainer,
+                "batch": 0 if feed is None else feed.delivered,
+                **self._surroundings.notes(),
+            },
+        )
+        if handle is not None and durable:
+            self._stopping.taken()
+        return handle
+
+    def _positions(self) -> dict[str, Any]:
+        return {one.name: one.state() for one in self._feeds}
 
     def _state(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> dict[str, Any]:
         there = None if feed is None else states[feed.name]
@@ -396,7 +388,7 @@ class Tracker:
         if self._announced:
             return
         self._announced = True
-        state = self._state(feed, {one.name: one.state() for one in self._feeds})
+        state = self._state(feed, self._positions())
         self._engine.prepare(state, lazy=self._lazy, share=self._share)
         self._cadence.announce(self._engine.snapshot_bytes)
 
@@ -411,7 +403,8 @@ class Tracker:
         assert loaded is not None
         self._steps = int(own["step"])
         self.metrics.update(own["metrics"])
-        self._cadence.restore(own["cadence"], failed=loaded.info.reason not in ("end", "signal"))
+        if own["cadence"] is not None:
+            self._cadence.restore(own["cadence"], failed=loaded.info.reason not in ("end", "signal"))
         if own["training"] is not None:
             self._training = self._resumed = next(one for one in self._feeds if one.name == own["training"])
             self._resumed_batches = self._training.delivered
@@ -446,7 +439,3 @@ class Tracker:
         for feed in self._feeds:
             feed.release()
         self._sources.clear()
-
-
-def _at_its_end(state: Mapping[str, Any]) -> bool:
-    return bool(state["delivered"]) and state["position"]["phase"] != "within"

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.accelerate.test_kill import Trainers
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -14,3 +16,10 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def trainers() -> Iterator[Trainers]:
+    server = Trainers()
+    yield server
+    server.close()

@@ -12,7 +12,8 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration
 
 from accelerate_ckpt import AdaptiveCheckpoint
-from tests.tracking.runs import Average, Case, Net, Outcome, digest, evaluate, lr, seed_everything
+from ckpt_engine import Checkpointer
+from tests.tracking.runs import Average, Case, Net, Outcome, digest, evaluate, lr, patient, seed_everything
 
 
 def make_accelerator(case: Case, **more: Any) -> Accelerator:
@@ -75,3 +76,6 @@ def durable(ckpt: AdaptiveCheckpoint | None) -> None:
     if ckpt is not None and ckpt._config.every_n_steps == 1:
         ckpt.before_update()
         assert ckpt._engine.wait(30)
+    elif ckpt is not None and ckpt._config.memory is not None:
+        assert isinstance(ckpt._engine, Checkpointer)
+        patient(ckpt._engine)

@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,17 @@ def read(path: Path) -> list[str]:
     return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
+def log(job: Mapping[str, Any]) -> str:
+    """What its process has logged."""
+    return Path(f"{job['trace']}.log").read_text()
+
+
+def _signal(pid: int, delay_seconds: float, number: int) -> None:
+    time.sleep(delay_seconds)  # a random moment, also in the middle of a step, a copy or a commit
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
 class Trainers:
     """Starts training processes, one at a time, from a process that has the imports already."""
 
@@ -42,8 +54,17 @@ class Trainers:
             cwd=REPOSITORY,
         )
 
-    def live(self, job: dict[str, object], entries: int | None, delay_seconds: float) -> list[str]:
-        """Run one process and kill it some time after its trace has so many entries; what it wrote."""
+    def live(
+        self, job: Mapping[str, Any], entries: int | None, delay_seconds: float = 0.0, number: int = signal.SIGKILL
+    ) -> list[str]:
+        """Run one process and signal it some time after its trace has so many entries; what it wrote."""
+        expected = (0,) if entries is None else (0, -number) if number == signal.SIGKILL else (128 + number,)
+        status, done = self.ends(job, entries, lambda pid: _signal(pid, delay_seconds, number))
+        assert status in expected, log(job)
+        return done
+
+    def ends(self, job: Mapping[str, Any], entries: int | None, then: Callable[[int], object]) -> tuple[int, list[str]]:
+        """Run one process and do something to it once its trace has so many entries; its status, and what it wrote."""
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(job) + "\n")
         self._server.stdin.flush()
@@ -51,14 +72,10 @@ class Trainers:
         if entries is not None:
             deadline = time.monotonic() + PATIENCE_SECONDS
             while len(done := read(trace)) < entries and not (done and done[-1].startswith("('digest'")):
-                assert time.monotonic() < deadline, Path(f"{trace}.log").read_text()
+                assert time.monotonic() < deadline, log(job)
                 time.sleep(0.001)
-            time.sleep(delay_seconds)  # a random moment, also in the middle of a step, a copy or a commit
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        status = self._answer("status")
-        assert status in ((0,) if entries is None else (0, -signal.SIGKILL)), Path(f"{trace}.log").read_text()
-        return read(trace)
+            then(pid)
+        return self._answer("status"), read(trace)
 
     def close(self) -> None:
         assert self._server.stdin is not None
@@ -70,13 +87,6 @@ class Trainers:
     def _answer(self, key: str) -> int:
         assert self._server.stdout is not None
         return int(json.loads(self._server.stdout.readline())[key])
-
-
-@pytest.fixture(scope="module")
-def trainers() -> Iterator[Trainers]:
-    server = Trainers()
-    yield server
-    server.close()
 
 
 def assert_survives(

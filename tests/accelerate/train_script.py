@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import logging
 import os
 import sys
 import time
@@ -44,7 +45,7 @@ def run(job: dict[str, Any]) -> None:
     case = replace(CASES[job["case"]], accumulate=job["accumulate"], epochs=job["epochs"])
     train = {"accelerate": train_accelerate, "plain": train_plain}[job["loop"]]
     trace = TraceFile(job["trace"])
-    options = {"tiers": job["root"], "every_n_steps": 2, "keep": {"last": 3}}
+    options = {"tiers": job["root"], "every_n_steps": 2, "keep": {"last": 3}, **job.get("options", {})}
     done = train(case, options, seed=job["seed"], trace=trace)
     trace.append(("digest", done.digest))
 
@@ -60,9 +61,13 @@ def main() -> None:
                 output = os.open(f"{job['trace']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
                 os.dup2(output, 1)
                 os.dup2(output, 2)
-                run(job)
+                logging.basicConfig(level=logging.INFO)
+                try:
+                    run(job)
+                    status = 0
+                except SystemExit as end:
+                    status = int(end.code or 0)
                 atexit._run_exitfuncs()  # as at the end of a script
-                status = 0
             except BaseException:  # noqa: BLE001 - the fork must never return into the server's loop
                 traceback.print_exc()
             finally:

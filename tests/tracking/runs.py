@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ BATCH = 4
 SAMPLES = 22
 """Six batches, the last of them short."""
 EPOCHS = 3
+READY_SECONDS = 60.0
 Entry = tuple[Any, ...]
 
 
@@ -237,6 +239,17 @@ def durable(ckpt: Checkpointer | None) -> None:
     if ckpt is not None and ckpt.config.every_n_steps == 1:
         ckpt.before_update()
         assert ckpt.wait(30)
+    elif ckpt is not None and ckpt.config.memory is not None:
+        patient(ckpt)
+
+
+def patient(ckpt: Checkpointer) -> None:
+    """Wait until a snapshot in memory is possible: there is somebody to keep it, and room."""
+    ckpt.before_update()
+    deadline = time.monotonic() + READY_SECONDS
+    while not ckpt.ready(durable=False):
+        assert time.monotonic() < deadline, "the arena does not become ready"
+        time.sleep(0.001)
 
 
 def lr(optimizer: Any) -> tuple[float, ...]:

@@ -7,17 +7,16 @@ import math
 import time
 from collections.abc import Callable
 
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-
-from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.units import duration
 from ckpt_engine.preempt.notice import Stop
 from ckpt_engine.preempt.plan import Choice, StopPlan
 from ckpt_engine.preempt.watch import PreemptionWatch
 from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.tracking.engine import Engine
 
-_log = logging.getLogger("lightning_ckpt")
+Take = Callable[[str], SaveHandle | None]
+"""Takes a snapshot with that reason; None: it could not be taken, and that was said."""
 
 _FOR_THE_EXIT = 0.1
 """Share of the time left that is not waited for further tiers: the process must end too."""
@@ -28,38 +27,44 @@ class Halt:
 
     Args:
         watch: who knows of the stop.
-        checkpointer: of the run.
-        take: takes a snapshot with that reason; None: it could not be taken, and that was said.
+        engine: of the run.
+        ends_with: makes of an exit code the exception that ends the run.
+        log: of the adapter.
     """
 
     def __init__(
-        self, watch: PreemptionWatch, checkpointer: Checkpointer, take: Callable[[str], SaveHandle | None]
+        self, watch: PreemptionWatch, engine: Engine, ends_with: Callable[[int], BaseException], log: logging.Logger
     ) -> None:
         self._watch = watch
-        self._checkpointer = checkpointer
-        self._take = take
+        self._engine = engine
+        self._ends_with = ends_with
+        self._log = log
         self.done = False
 
-    def now(self, stop: Stop) -> BaseException:
+    def now(self, stop: Stop, take: Take) -> BaseException:
         """Do what fits, wait for it as long as there is time, say what came of it.
 
         Returns:
-            What ends the run: `SIGTERMException` with an exit code, or `KeyboardInterrupt` after a Ctrl-C.
+            What ends the run; see `exit_of`.
 
         Raises:
             KeyboardInterrupt: another Ctrl-C.
         """
         self._watch.attend()
         plan = self._watch.plan(stop)
-        _log.warning("%s: %s", stop.notice.who, plan.why)
+        self._log.warning("%s: %s", stop.notice.who, plan.why)
         try:
-            self._make_durable(plan, stop)
+            self._make_durable(plan, stop, take)
         except CkptError as err:
-            _log.error("%s: %s", stop.notice.who, err)
+            self._log.error("%s: %s", stop.notice.who, err)
         else:
             self._tell(stop)
         self.done = True
-        return exit_of(stop)
+        return self.exit_of(stop)
+
+    def exit_of(self, stop: Stop) -> BaseException:
+        """What ends a run that has stopped: `KeyboardInterrupt` after a Ctrl-C, else what carries the exit code."""
+        return KeyboardInterrupt() if stop.notice.interrupts else self._ends_with(stop.notice.exit_code)
 
     def seconds_left(self, at_most: float) -> float:
         """How long something may be waited for: `at_most`, and not beyond the deadline of a stop."""
@@ -73,26 +78,21 @@ class Halt:
         at_once = isinstance(exception, KeyboardInterrupt) and not self.done
         return 0.0 if at_once else self.seconds_left(math.inf)
 
-    def _make_durable(self, plan: StopPlan, stop: Stop) -> None:
+    def _make_durable(self, plan: StopPlan, stop: Stop, take: Take) -> None:
         if plan.choice is not Choice.SNAPSHOT:
-            self._checkpointer.wait(_left(stop))
+            self._engine.wait(_left(stop))
             return
-        if not self._checkpointer.ready():
-            self._checkpointer.wait(_left(stop))  # a slot is free when what is in flight is durable
-        handle = self._take("signal")
+        if not self._engine.ready():
+            self._engine.wait(_left(stop))  # a slot is free when what is in flight is durable
+        handle = take("signal")
         if handle is not None:
             handle.wait(_left(stop))
 
     def _tell(self, stop: Stop) -> None:
-        self._checkpointer.poll()
+        self._engine.poll()
         left = _left(stop)
         spare = f"{duration(left)} to spare" if left > 0.0 else "too late"
-        _log.warning("%s: %s (%s)", stop.notice.who, self._watch.durable(), spare)
-
-
-def exit_of(stop: Stop) -> BaseException:
-    """What ends a run that has stopped."""
-    return KeyboardInterrupt() if stop.notice.interrupts else SIGTERMException(stop.notice.exit_code)
+        self._log.warning("%s: %s (%s)", stop.notice.who, self._watch.durable(), spare)
 
 
 def _left(stop: Stop) -> float:

@@ -1,0 +1,154 @@
+"""A tracked loop that somebody wants something of; signals go to this very process."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_engine import Checkpointer
+from ckpt_engine.observe.events import Requested
+from tests.tracking.runs import LOADERS, Net, saved, seed_everything
+
+STEPS = 12
+PATIENCE_SECONDS = 60.0
+Act = Callable[[Checkpointer], object]
+
+
+def train(root: Path, at: int, act: Act, *, seed: int = 0, **options: Any) -> list[str]:
+    """Two epochs that are closed by `with`; `act` is done in the body of the loop right after step `at`."""
+    seed_everything(seed)
+    losses: list[str] = []
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    loader = LOADERS["shuffled"]()
+    with Checkpointer({"tiers": str(root), "every_n_steps": 10**9, "writer": "thread", **options}) as ckpt:
+        run = ckpt.track(model=model, optimizer=optimizer, loader=loader)
+        for _ in range(run.epoch, 2):
+            for x, y, _ids in loader:
+                loss = ((model(x) - y) ** 2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item().hex())
+                if run.global_step == at:
+                    act(ckpt)
+    return losses
+
+
+def nothing(_: Checkpointer) -> None:
+    """Nobody wants anything."""
+
+
+def sigterm(_: Checkpointer) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def ask(what: str) -> Act:
+    """As `ckpt stop` and `ckpt save-now` do, once the memory for a snapshot is ready."""
+
+    def act(ckpt: Checkpointer) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not ckpt.ready():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        ckpt.events.emit(Requested(what, "ann (pid 7)"))
+
+    return act
+
+
+def assert_goes_on(tmp_path: Path, step: int) -> None:
+    """The run that was stopped at `step` continues with the next batch, and is then the uninterrupted run."""
+    reference = train(tmp_path / "reference", 0, nothing, at_end=False)
+    assert train(tmp_path / "run", 0, nothing, seed=5, at_end=False) == reference[step:]
+
+
+def test_stop_saves_and_ends_with_0(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is lost, and the log says who it was."""
+    with pytest.raises(SystemExit) as ended:
+        train(tmp_path / "run", 4, ask("stop"))
+    assert ended.value.code == 0
+    assert [one.step for one in saved(tmp_path / "run")] == [4]
+    assert "ann (pid 7): step 4 is durable on" in caplog.text
+    assert_goes_on(tmp_path, 4)
+
+
+def test_save_now_takes_one_snapshot_and_goes_on(tmp_path: Path) -> None:
+    """At the end of the step; its manifest says that somebody wanted it."""
+    train(tmp_path, 4, ask("save"), at_end=False)
+    (snapshot,) = saved(tmp_path)
+    assert (snapshot.step, snapshot.reason) == (4, "manual")
+
+
+def test_a_stop_at_the_end_of_an_epoch_waits_for_the_first_step_of_the_next(tmp_path: Path) -> None:
+    """What the script does between two epochs is not repeated by a snapshot at their seam."""
+    with pytest.raises(SystemExit) as ended:
+        train(tmp_path / "run", STEPS // 2, sigterm)
+    assert ended.value.code == 143
+    assert [one.step for one in saved(tmp_path / "run")] == [STEPS // 2 + 1]
+    assert_goes_on(tmp_path, STEPS // 2 + 1)
+
+
+def test_a_stop_after_the_last_batch_saves_the_final_state(tmp_path: Path) -> None:
+    """The run was complete: it ends with the number of the signal all the same, as schedulers expect."""
+    with pytest.raises(SystemExit) as ended:
+        train(tmp_path, STEPS, sigterm)
+    assert ended.value.code == 143
+    assert [one.reason for one in saved(tmp_path)] == ["end"]
+
+
+def test_ctrl_c_interrupts_after_a_snapshot(tmp_path: Path) -> None:
+    """Once: the second one would stop at once."""
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", 4, lambda _: os.kill(os.getpid(), signal.SIGINT))
+    assert_goes_on(tmp_path, 4)
+
+
+def test_signal_handlers_are_put_back(tmp_path: Path) -> None:
+    """After a run that was stopped, and after one that ended by itself."""
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)]
+    with pytest.raises(SystemExit):
+        train(tmp_path / "stopped", 4, sigterm)
+    train(tmp_path / "ended", 0, nothing)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)] == before
+
+
+def test_an_error_of_the_script_is_not_replaced_by_a_stop(tmp_path: Path) -> None:
+    """The script's own exception is the one that is seen."""
+
+    def fail(ckpt: Checkpointer) -> None:
+        sigterm(ckpt)
+        raise ValueError("of the script")
+
+    with pytest.raises(ValueError, match="of the script"):
+        train(tmp_path, 4, fail)
+
+
+def test_the_status_file_shows_a_loop(tmp_path: Path) -> None:
+    """As for every trainer."""
+    status = tmp_path / "status.json"
+    train(tmp_path / "run", 0, nothing, status={"file": str(status)})
+    shown = json.loads(status.read_text())
+    assert shown["ended"]
+    assert shown["step"] >= STEPS - 2
+
+
+def test_a_thread_that_is_not_the_main_one_trains_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Signals belong to the main thread of Python; a warning says that they are not watched."""
+    with caplog.at_level(logging.WARNING):
+        thread = Thread(target=train, args=(tmp_path, 0, nothing))
+        thread.start()
+        thread.join(60)
+    assert [one.reason for one in saved(tmp_path)] == ["end"]
+    assert "training does not run on the main thread" in caplog.text

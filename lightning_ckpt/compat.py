@@ -7,6 +7,7 @@ a Lightning object. When an upstream release renames something, `Internals.probe
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
@@ -24,6 +25,7 @@ from lightning_ckpt.private_names import PRIVATE_NAMES, PrivateName
 VERSION: str = version("lightning")
 MINIMUM_VERSION = (2, 5)
 _RESULT_MODULE = "lightning.pytorch.trainer.connectors.logger_connector.result"
+_NOT_RESUMABLE = r"You're resuming from a checkpoint that ended before the epoch ended and your dataloader is not"
 
 
 def installed_version() -> tuple[int, ...]:
@@ -144,6 +146,19 @@ class Internals:
             after()
 
         self._wrap(fit_loop, "on_advance_start", on_advance_start)
+
+    def wrap_loop_reset(self, is_exact: Callable[[], bool]) -> None:
+        """Where `is_exact()`, the epoch loop does not warn that a plain loader starts again at its beginning."""
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        original = epoch_loop.reset
+
+        def reset() -> None:
+            with warnings.catch_warnings():
+                if is_exact():
+                    warnings.filterwarnings("ignore", _NOT_RESUMABLE)
+                original()
+
+        self._wrap(epoch_loop, "reset", reset)
 
     def wrap_fetch(self, boundary: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """`boundary()` runs right before every training batch is asked for, when the previous one is finished.

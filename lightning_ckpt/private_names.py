@@ -38,6 +38,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("fit_loop", "_skip_backward", "gradients in the last epoch of StochasticWeightAveraging"),
     PrivateName("fit_loop", "_last_train_dl_reload_epoch", "reload_dataloaders_every_n_epochs after a resume"),
     PrivateName("epoch_loop", "advance", "the snapshot instant (wrapped)"),
+    PrivateName("epoch_loop", "reset", "no false warning about loaders at an exact resume (wrapped)"),
     PrivateName("epoch_loop", "batch_progress", "the position in the epoch"),
     PrivateName("epoch_loop", "_restarting", "validation and plateau schedulers after a resume"),
     PrivateName("epoch_loop", "_should_accumulate", "waiting for the end of gradient accumulation"),

@@ -103,6 +103,7 @@ class FitRun:
         internals.wrap_resume_start(self.resume.resolve)
         internals.wrap_process_dataloader(self._loaders.follow)
         internals.wrap_epoch_start(self._before_epoch, self._after_epoch_start)
+        internals.wrap_loop_reset(lambda: self.resume.pending)
         internals.wrap_fetch(self._boundary, self._batch_failed)
         self._step_fence.install()
         others = [callback for callback in callbacks_of(self._trainer) if callback is not self._owner]

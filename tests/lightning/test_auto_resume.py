@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import shutil
+import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -403,3 +405,20 @@ def test_a_folder_with_other_things_in_it_is_refused(tmp_path: Path) -> None:
         fit(Case(), [resumer(tmp_path)])
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
     shutil.rmtree(tmp_path)
+
+
+def test_an_exact_resume_is_not_called_unreliable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning warns of every loader without a `state_dict`; ours are put back. Without us the warning is right."""
+    fit(Case(), every_batch(tmp_path / "run"))
+    middle = next(one for one in saved(tmp_path / "run") if one.epoch == 1 and one.batch == 2)
+    always = partial(warnings.simplefilter, "always")
+    with warnings.catch_warnings(record=True) as caught:
+        monkeypatch.setattr(warnings, "simplefilter", lambda *_, **__: always())
+        fit(Case(), [resumer(only(tmp_path / "run", middle, tmp_path / "one"))], ckpt_path="auto")
+        assert "not resumable" not in " ".join(str(one.message) for one in caught)
+        writes = ModelCheckpoint(tmp_path, every_n_train_steps=8)
+        trainer = make_trainer(Case(), [writes], False, max_steps=8, enable_checkpointing=True)
+        train(trainer, Case().model(Case(), []), Case(), None)
+        plain = next(tmp_path.glob("*.ckpt"))
+        train(make_trainer(Case(), [], False, max_steps=9), Case().model(Case(), []), Case(), str(plain))
+        assert "not resumable" in " ".join(str(one.message) for one in caught)

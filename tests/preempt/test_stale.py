@@ -125,4 +125,6 @@ def test_a_run_whose_optimizer_does_nothing_is_told(model: type[Model], stale: b
 
     fit(Case(model=model), [ckpt, Listen(ckpt)])
     found = [event for event in events if isinstance(event, StaleSnapshot)]
-    assert found == ([StaleSnapshot(4, 2, 6)] if stale else [])
+    # Which snapshots these are depends on when the arena was ready.
+    assert [one.tensors for one in found] == ([6] if stale else [])
+    assert all(one.step > one.since_step for one in found)

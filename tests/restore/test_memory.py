@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.errors import CorruptError, NoUsableSnapshotError, StorageError, StorageMissingError
+from ckpt_engine.errors import CorruptError, StorageError, StorageMissingError
 from ckpt_engine.persist.pulse import Beat
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore.memory import MemoryStorage
@@ -127,8 +127,7 @@ def test_a_run_that_the_tiers_do_not_know_is_left_out(tmp_path: Path, memory: Me
     """The folder was made anew: it counts, and the memory of the old run does not."""
     other = write(tmp_path / "other", 1)
     found = load(memory.place, other)
-    assert (found.info.step, found.place) == (1, other.storage.url)
-    assert any("memory is left out" in note for note in found.notes)
+    assert (found.info.step, found.place, found.from_memory) == (1, other.storage.url, False)
 
 
 def test_a_tier_that_does_not_answer_does_not_cost_the_memory(memory: Memory, tmp_path: Path) -> None:
@@ -151,12 +150,9 @@ def test_a_new_further_tier_does_not_cost_the_memory(disk: Repository, memory: M
     assert load(memory.place, Repository(LocalStorage(tmp_path / "empty")), disk).from_memory
 
 
-def test_the_error_names_places_that_can_be_looked_at(tmp_path: Path, memory: Memory) -> None:
-    """Memory is none."""
-    with pytest.raises(NoUsableSnapshotError) as error:
-        restore.load([memory.place, Repository(LocalStorage(tmp_path / "gone"))])
-    assert error.value.hint is None or "memory" not in error.value.hint
-    assert "in file://" in error.value.message
+def test_a_folder_that_was_removed_starts_anew(tmp_path: Path, memory: Memory) -> None:
+    """The memory of the run that was in it does not count, and is no place that fails to answer either."""
+    assert restore.load([memory.place, Repository(LocalStorage(tmp_path / "gone"))]) is None
 
 
 def test_ranges_are_those_of_the_file(memory: Memory) -> None:

@@ -108,8 +108,12 @@ def test_a_stop_after_the_last_batch_saves_the_final_state(tmp_path: Path) -> No
 
 def test_ctrl_c_interrupts_after_a_snapshot(tmp_path: Path) -> None:
     """Once: the second one would stop at once."""
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "run", 4, lambda _: os.kill(os.getpid(), signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "run", 4, lambda _: os.kill(os.getpid(), signal.SIGINT))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert_goes_on(tmp_path, 4)
 
 

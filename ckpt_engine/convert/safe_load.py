@@ -87,7 +87,7 @@ def load(path: Path, may_lose: MayLose | None = None) -> Opened:
     try:
         with path.open("rb") as file:
             file.read(1)
-        zipped = zipfile.is_zipfile(path)
+        zipped = is_zip(path)
         return Opened(_load(path, mmap=zipped), {})
     except FileNotFoundError as err:
         raise StorageMissingError(f"{path} does not exist") from err
@@ -95,6 +95,18 @@ def load(path: Path, may_lose: MayLose | None = None) -> Opened:
         raise translated(err, "read", str(path)) from err
     except UNREADABLE as err:
         return _second_look(path, zipped, err, may_lose)
+
+
+def is_zip(path: Path) -> bool:
+    """Whether it is a zip file, as torch writes it.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:  # a damaged end can look like one volume of several
+        return False
 
 
 def load_bytes(data: bytes, what: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,7 +80,7 @@ def _file_form(path: Path) -> str:
             f"{path} has weights only, and a training state has more",
             hint="weights need no import: safetensors.torch.load_file reads them into a model",
         )
-    if not zipfile.is_zipfile(path):
+    if not safe_load.is_zip(path):
         return "torch"  # of an old torch, or nothing: its reader tells
     state = safe_load.load(path, lambda _: True).value
     lightning = isinstance(state, dict) and lightning_file.VERSION_KEY in state

@@ -1,0 +1,103 @@
+"""What one repository is known to hold already: the pieces of its newest snapshot, by which the next one is drafted."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ckpt_engine.errors import CkptError
+from ckpt_engine.persist import image as drafts
+from ckpt_engine.persist.image import Draft
+from ckpt_engine.persist.pieces import CutLayout
+from ckpt_engine.persist.snapshots import Staged
+from ckpt_engine.store import layout
+from ckpt_engine.store.digest import digest
+from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.repository import Repository
+
+SMALL_BYTES = 64 << 20
+"""Images up to this size are digested before they are written whenever there is an older snapshot: it takes no time."""
+SAMPLES = 8
+
+
+class Known:
+    """Drafts the snapshots of one writer in one repository, one after another.
+
+    The image is digested before it is written only where that is likely to spare writing: if the snapshot before had
+    enough in common with the one before it, or if samples of it are unchanged. Else digesting runs beside writing.
+    """
+
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
+        self._asked = False
+        self._newest: Manifest | None = None
+        self._expects: bool | None = None
+
+    def draft(self, staged: Staged) -> Draft | None:
+        """What the snapshot has to write; None: its whole image.
+
+        Raises:
+            WriterError: the image cannot be read.
+        """
+        before = self._before()
+        if before is None or not self._is_promising(staged, before):
+            return None
+        began = time.thread_time()
+        digests, digest_seconds = staged.timed_digest()
+        made = drafts.partial(staged.snapshot, staged.cut_layout, digests, before)
+        if made is None or not self.stands(made):
+            return None
+        return replace(made, cpu_seconds=time.thread_time() - began + digest_seconds)
+
+    def stands(self, draft: Draft) -> bool:
+        """Whether everything that a draft refers to is still there, and will be as long as nothing is forgotten.
+
+        Raises:
+            StorageError: that cannot be told.
+        """
+        if draft.source is None:
+            return True
+        if all(parsed.id != draft.source for parsed in self._repository.ids()):
+            return False
+        sizes = {item.name: item.nbytes for item in self._repository.storage.list(layout.DATA)}
+        return all(sizes.get(file.name) == file.nbytes for file in draft.old_files)
+
+    def committed(self, manifest: Manifest, cut_layout: CutLayout, digests: Sequence[str]) -> None:
+        """Note the snapshot that is the newest now, and how much of it was there before."""
+        before = self._newest
+        if before is not None:
+            share = drafts.unchanged_bytes(cut_layout, digests, before)
+            self._expects = share > 0 and share >= drafts.PAYS * cut_layout.nbytes
+        self._asked, self._newest = True, manifest
+
+    def _before(self) -> Manifest | None:
+        if not self._asked:
+            self._asked = True
+            ids = self._repository.ids()
+            try:
+                self._newest = self._repository.read(ids[-1].id) if ids else None
+            except CkptError:
+                self._newest = None  # damaged or gone: then all is written
+        return self._newest
+
+    def _is_promising(self, staged: Staged, before: Manifest) -> bool:
+        if self._expects is not None:
+            return self._expects
+        cut_layout = staged.cut_layout
+        if staged.digests.known is not None or cut_layout.nbytes <= SMALL_BYTES:
+            return True
+        cuts = zip(cut_layout.layout.entries, cut_layout.extents, strict=True)
+        pieces = [(extent.offset, extent.nbytes, entry.name) for entry, extents in cuts for extent in extents]
+        with staged.slot.image(staged.data.nbytes) as whole:
+            for number in range(SAMPLES):
+                # Evenly over the bytes: it is bytes that are to be spared.
+                middle = staged.data.nbytes * (2 * number + 1) // (2 * SAMPLES)
+                offset, nbytes, name = pieces[max(0, bisect_right(pieces, (middle,)) - 1)]
+                old = before.entries.get(name)
+                with whole[offset : offset + nbytes] as part:
+                    found = digest(part)
+                if old is not None and any(drafts.content_digest(piece) == found for piece in old.pieces):
+                    return True
+        return False

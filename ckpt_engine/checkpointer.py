@@ -11,14 +11,17 @@ from types import TracebackType
 from typing import Any, Self
 
 from ckpt_engine.config import Config, Tier, load_config
-from ckpt_engine.errors import ConfigError, SnapshotFailedError
+from ckpt_engine.errors import ConfigError, RanksError, SnapshotFailedError
 from ckpt_engine.observe.events import Event, EventSink, Notice, TierDegraded
 from ckpt_engine.observe.log import LogSink
 from ckpt_engine.observe.resume_report import resumed_from_memory
 from ckpt_engine.persist.client import WriterClient, open_client
 from ckpt_engine.persist.job import TierConfig, WriterConfig
+from ckpt_engine.ranks.session import LOAD_SECONDS, Session
+from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore import places
+from ckpt_engine.restore.as_rank import as_rank
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.memory import MemoryPlace, attach
 from ckpt_engine.snapshot.flatten import LazyPredicate
@@ -40,6 +43,7 @@ class Checkpointer:
 
     Args:
         root: folder or `file://` URL of the run, a YAML file, or a mapping of options.
+        ranks: where several processes train together, see docs/many-ranks.md; None: this one is alone.
         options: see docs/configuration.md.
 
     Nothing is started, written or locked before the first `start`, `prepare` or `save`. All methods belong to the
@@ -55,15 +59,23 @@ class Checkpointer:
         ...     handle.wait()
     """
 
-    def __init__(self, root: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+        *,
+        ranks: Ranks | None = None,
+        **options: Any,
+    ) -> None:
         self.config = load_config(root, **options)
+        self._session = Session(ranks) if ranks is not None and ranks.size > 1 else None
         self.events: EventSink = LogSink()
         self.loaded: restore.Loaded | None = None
         self._pipeline = Pipeline(
             self._open_writer,
             self.config.arena_slots,
             self._emit,
-            memory=self.config.memory is not None,
+            memory=self._has_memory,
+            session=self._session,
             pickle_paths=self.config.pickle,
             check_lazy=self.config.debug,
         )
@@ -226,7 +238,40 @@ class Checkpointer:
                 tier does not answer.
             ResumeError: no snapshot of `step`.
         """
-        return restore.choose(self._places(), step, check)
+        session = self._session
+        if session is None:
+            return restore.choose(self._places(), step, check)
+        found = restore.choose(self._places(), step, _seen_by(session, check)) if session.coordinates else None
+        agreed = session.agree(lambda: found.info.id if found is not None else None, LOAD_SECONDS)
+        if agreed is None or session.coordinates:
+            return found
+        return restore.choose(self._places(), None, _seen_by(session, check), only=agreed)
+
+    def _load(self, step: int | None, into: Any, check: Check | None) -> restore.Loaded | None:
+        """All ranks load the snapshot that rank 0 has loaded: it has seen that every byte of it is there."""
+        session, pickled = self._session, self.config.pickle
+        if session is None:
+            return restore.load(self._places(), step, into=into, check=check, pickle_paths=pickled)
+        ranks = session.ranks
+        mine: list[restore.Loaded] = []
+
+        def load(only: str | None) -> str | None:
+            places = self._places()
+            found = restore.load(
+                places, step, into=into, check=check, pickle_paths=pickled, only=only, rank=ranks.rank, size=ranks.size
+            )
+            mine.extend([found] if found is not None else [])
+            return found.info.id if found is not None else None
+
+        agreed = session.agree(lambda: load(None), LOAD_SECONDS)
+        if agreed is None:
+            return None
+        if not session.coordinates and load(agreed) is None:
+            raise RanksError(
+                f"rank 0 has loaded {agreed} from {self.root_url}, and rank {ranks.rank} finds no snapshot there",
+                hint="all ranks need the same folder: a shared file system, or an object store",
+            )
+        return mine[0]
 
     def load(self, step: int | None = None, *, into: Any = None, check: Check | None = None) -> Any | None:
         """The state of the newest valid snapshot (of `step`), or None if there are none at all.
@@ -246,7 +291,7 @@ class Checkpointer:
             MismatchError: `into` has other tensors; names them. Nothing was overwritten.
         """
         try:
-            found = restore.load(self._places(), step, into=into, check=check, pickle_paths=self.config.pickle)
+            found = self._load(step, into, check)
         finally:
             self._detach()
         # The state belongs to the caller: a second reference here would hold its memory for the whole run.
@@ -318,7 +363,17 @@ class Checkpointer:
             memory=memory,
             linger_seconds=self.config.linger,
         )
-        return open_client(config, thread=self.config.writer == "thread", emit=emit)
+        is_thread = self.config.writer == "thread"
+        if self._session is None:
+            return open_client(config, thread=is_thread, emit=emit)
+        return self._session.open(
+            lambda ranks: open_client(dataclasses.replace(config, ranks=ranks), thread=is_thread, emit=emit)
+        )
+
+    @property
+    def _has_memory(self) -> bool:
+        # Of several ranks each writer would hold its share only.
+        return self.config.memory is not None and self._session is None
 
     def _tier(self, tier: Tier) -> TierConfig:
         return TierConfig(
@@ -338,7 +393,7 @@ class Checkpointer:
 
     def _attach(self) -> None:
         """Reach for the snapshot that the writer of a dead trainer offers, before a new writer takes its place."""
-        if self._attached is None and self.config.memory is not None and not self._pipeline.started:
+        if self._attached is None and self._has_memory and not self._pipeline.started:
             self._attached = attach(self.root_url, ATTACH_SECONDS)
             self._pipeline.behind |= self._attached is not None
 
@@ -362,6 +417,10 @@ class Checkpointer:
             raise SnapshotFailedError(
                 f"a snapshot failed in the background: {failure.message}", hint=failure.hint
             ) from failure
+
+
+def _seen_by(session: Session, check: Check | None) -> Check | None:
+    return None if check is None else lambda manifest: check(as_rank(manifest, session.ranks.rank))
 
 
 def _close_at_exit(checkpointer: Checkpointer) -> Any:

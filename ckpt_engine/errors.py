@@ -24,7 +24,8 @@ CkptError                      CKPT000
 │   └── WaitTimeoutError       CKPT603   also a TimeoutError
 ├── ResumeError                CKPT700
 │   └── NoUsableSnapshotError  CKPT701   the store is not empty and nothing in it is usable
-└── DivergedError              CKPT800   the loss is not finite, or far above its usual values
+├── DivergedError              CKPT800   the loss is not finite, or far above its usual values
+└── RanksError                 CKPT900   the ranks of a run cannot reach each other, or do not agree
 ```
 
 Codes never change meaning; a message says what, where, and the next command.
@@ -141,3 +142,7 @@ class NoUsableSnapshotError(ResumeError):
 
 class DivergedError(CkptError):
     code = "CKPT800"
+
+
+class RanksError(CkptError):
+    code = "CKPT900"

@@ -28,6 +28,9 @@ class WriterClient(Protocol):
     one and send everything again. In a forked child of the trainer a client does nothing.
     """
 
+    first_seq: int
+    """The lowest number that a snapshot may get, as the writer saw it when it started."""
+
     @property
     def alive(self) -> bool:
         """Whether jobs are still taken."""
@@ -55,6 +58,10 @@ class WriterClient(Protocol):
         Raises:
             WriterError: the writer is lost, or the job has something that is not JSON; no `JobDone` comes.
         """
+        ...
+
+    def cancel(self, snapshot: str, why: str) -> None:
+        """Tell that this rank has no part in a snapshot of all ranks. Sent to a dead writer this does nothing."""
         ...
 
     def hold(self, job: PersistJob) -> None:
@@ -109,6 +116,7 @@ class Client(abc.ABC):
     def __init__(self, config: WriterConfig) -> None:
         self._mailbox = Mailbox(config.url)
         self._owner = os.getpid()
+        self.first_seq = 0
 
     @abc.abstractmethod
     def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
@@ -146,6 +154,9 @@ class Client(abc.ABC):
         except WriterError:
             self._mailbox.withdraw(job)
             raise
+
+    def cancel(self, snapshot: str, why: str) -> None:
+        self._tell({"kind": protocol.CANCEL, "snapshot": snapshot, "why": why})
 
     def hold(self, job: PersistJob) -> None:
         self._require_own()

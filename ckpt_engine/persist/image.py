@@ -85,9 +85,9 @@ class _Part:
     old: Piece | None
 
 
-def whole(snapshot: str, cut_layout: CutLayout, digests: Sequence[str]) -> Draft:
-    """The image as it is, as one data file."""
-    data = NewFile(names.data_name(snapshot), b"", (Extent(0, cut_layout.layout.nbytes),))
+def whole(name: str, cut_layout: CutLayout, digests: Sequence[str]) -> Draft:
+    """The image as it is, as one data file of that name."""
+    data = NewFile(name, b"", (Extent(0, cut_layout.layout.nbytes),))
     return Draft((data,), (data.data,), cut_layout.entries(digests))
 
 

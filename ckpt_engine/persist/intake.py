@@ -57,7 +57,7 @@ class Order:
         unknown: str | None,
     ) -> None:
         self.job = job
-        self.snapshot: str | None = None
+        self.snapshot: str | None = job.snapshot
         self.durable = False
         self.failed = False
         self._slot = slot

@@ -28,6 +28,8 @@ class EntryLayout:
         container_dtype: dtype code in the container header.
         offset: absolute byte offset in the file (header included).
         nbytes: bytes of the array; its elements are C-contiguous, little endian.
+        whole: shape of the array of which this is a slice; None: it is the array.
+        start: byte in that array where the slice begins.
     """
 
     name: str
@@ -36,6 +38,8 @@ class EntryLayout:
     container_dtype: str
     offset: int
     nbytes: int
+    whole: tuple[int, ...] | None = None
+    start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +47,16 @@ class Layout:
     """What an arena slot holds: a whole data file of `nbytes` bytes, of which the first `header_nbytes` are its header.
 
     The header bytes MUST be in the slot before a job names this layout.
+
+    Args:
+        structure: what all ranks must have in common to make one snapshot; "" for one rank.
     """
 
     id: int
     header_nbytes: int
     nbytes: int
     entries: tuple[EntryLayout, ...]
+    structure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,8 @@ class PersistJob:
         parent: id of the snapshot this run resumed from.
         notes: free JSON for adapters.
         software: versions by name.
+        snapshot: the id that all ranks have given it; None: the writer gives one.
+        rank: of the trainer.
     """
 
     job: int
@@ -82,6 +92,8 @@ class PersistJob:
     parent: str | None = None
     notes: Mapping[str, Any] = field(default_factory=dict)
     software: Mapping[str, str] = field(default_factory=dict)
+    snapshot: str | None = None
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +180,24 @@ class TierConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class RankConfig:
+    """Which of several ranks a writer works for. Rank 0 is the coordinator: it holds the lease and commits.
+
+    Args:
+        rank, size: of `size` ranks.
+        session: unique text that the ranks have agreed on.
+        first_seq: snapshots of this session with lower numbers are settled; None: there are none yet.
+        wait_seconds: how long the coordinator waits for the part of a rank that does not get on.
+    """
+
+    rank: int
+    size: int
+    session: str
+    first_seq: int | None
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class WriterConfig:
     """What a writer needs to know before its first job.
 
@@ -185,6 +215,7 @@ class WriterConfig:
         memory: the writer is a tier too: it keeps the newest job it was told of, makes it durable if the trainer is
             gone, and serves it from memory.
         linger_seconds: how long it goes on serving that once it is durable.
+        ranks: where several ranks write the run together; None: one rank.
     """
 
     url: str
@@ -198,18 +229,31 @@ class WriterConfig:
     fatal: bool = False
     memory: bool = False
     linger_seconds: float = 0.0
+    ranks: RankConfig | None = None
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
     """`layout` as JSON; entries become rows without their field names, because there may be 10,000 of them."""
-    rows = [[e.name, e.dtype, list(e.shape), e.container_dtype, e.offset, e.nbytes] for e in layout.entries]
-    return {"id": layout.id, "header_nbytes": layout.header_nbytes, "nbytes": layout.nbytes, "entries": rows}
+    rows = [
+        [e.name, e.dtype, list(e.shape), e.container_dtype, e.offset, e.nbytes, e.whole, e.start]
+        for e in layout.entries
+    ]
+    return {
+        "id": layout.id,
+        "header_nbytes": layout.header_nbytes,
+        "nbytes": layout.nbytes,
+        "entries": rows,
+        "structure": layout.structure,
+    }
 
 
 def layout_from_json(data: Mapping[str, Any]) -> Layout:
     """The inverse of `layout_to_json`."""
-    entries = tuple(EntryLayout(n, d, tuple(s), c, o, b) for n, d, s, c, o, b in data["entries"])
-    return Layout(data["id"], data["header_nbytes"], data["nbytes"], entries)
+    entries = tuple(
+        EntryLayout(n, d, tuple(s), c, o, b, None if w is None else tuple(w), a)
+        for n, d, s, c, o, b, w, a in data["entries"]
+    )
+    return Layout(data["id"], data["header_nbytes"], data["nbytes"], entries, data["structure"])
 
 
 def job_to_json(job: PersistJob) -> dict[str, Any]:
@@ -241,4 +285,6 @@ def config_to_json(config: WriterConfig) -> dict[str, Any]:
 
 def config_from_json(data: Mapping[str, Any]) -> WriterConfig:
     """The inverse of `config_to_json`."""
-    return WriterConfig(**{**data, "tiers": tuple(TierConfig(**tier) for tier in data["tiers"])})
+    tiers = tuple(TierConfig(**tier) for tier in data["tiers"])
+    ranks = data["ranks"] and RankConfig(**data["ranks"])
+    return WriterConfig(**{**data, "tiers": tiers, "ranks": ranks})

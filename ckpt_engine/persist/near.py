@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 
 from ckpt_engine.errors import CkptError, LeaseHeldError
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotsForgotten
+from ckpt_engine.persist.commit import Gathering, InFlight
 from ckpt_engine.persist.image import Draft
-from ckpt_engine.persist.job import ErrorRecord
+from ckpt_engine.persist.job import ErrorRecord, RankConfig
 from ckpt_engine.persist.known import Known
 from ckpt_engine.persist.room import Room
-from ckpt_engine.persist.snapshots import Staged, write_snapshot
+from ckpt_engine.persist.snapshots import ALONE, Finish, Staged, write_snapshot
 from ckpt_engine.persist.stall import AbandonedError, Progress
 from ckpt_engine.store.collect import Collected, Pruned, collect, prune
 from ckpt_engine.store.lease import Lease
@@ -33,6 +34,7 @@ class Near:
         progress: of the lane that the methods run in.
         emit: takes events.
         made_room: told the snapshots that had to go for the next one.
+        ranks: where this is the coordinator of several ranks.
     """
 
     def __init__(
@@ -46,6 +48,8 @@ class Near:
         progress: Progress,
         emit: Callable[[Event], object],
         made_room: Callable[[Sequence[str]], object],
+        ranks: RankConfig | None = None,
+        in_flight: InFlight | None = None,
     ) -> None:
         self._url = url
         self._repository = repository
@@ -56,9 +60,14 @@ class Near:
         self._progress = progress
         self._emit = emit
         self._made_room = made_room
-        self._room = Room(repository, lease, policy, self._notice)
         self._known = Known(repository)
         self._swept = False
+        self._ranks = ranks
+        self._in_flight: Container[str] = () if in_flight is None else in_flight
+        self._room = Room(repository, lease, policy, self._notice, self._in_flight)
+        self._finish: Finish = ALONE
+        if ranks is not None and in_flight is not None:
+            self._finish = Gathering(ranks, in_flight, progress, lambda: self._lease.check())
 
     def write(self, staged: Staged) -> SnapshotCommitted:
         """Make a snapshot durable, making room before.
@@ -73,7 +82,8 @@ class Near:
             self._repository.write_catalog_if_due()
         self._progress.check()
         known = self._known
-        draft = known.draft(staged)
+        # What a share does not write again would have to be known to all ranks.
+        draft = known.draft(staged) if self._ranks is None else None
         self._make_room(staged, draft)
         if draft is not None and not known.stands(draft):
             draft = None
@@ -86,13 +96,16 @@ class Near:
             self._not_undone(staged),
             draft,
             known.stands,
+            self._finish,
         )
-        known.committed(manifest, staged.cut_layout, staged.digest())
+        if self._ranks is None:
+            known.committed(manifest, staged.cut_layout, staged.digest())
         self._room.committed(staged.snapshot)
         return committed
 
     def _make_room(self, staged: Staged, draft: Draft | None) -> None:
         nbytes = staged.data.nbytes if draft is None else draft.new_bytes
+        nbytes *= self._ranks.size if self._ranks is not None else 1  # shares are equal
         # Digests may not be known yet; any will do to see how much will be written.
         room = self._room.before(nbytes, lambda: staged.foresee(self._repository.run_id, draft))
         if room is not None:
@@ -105,7 +118,7 @@ class Near:
             return
         self._swept = True
         try:
-            self._report(collect(self._repository, self._lease))
+            self._report(collect(self._repository, self._lease, in_flight=self._in_flight))
         except AbandonedError:
             self._swept = False
         except Exception as err:  # noqa: BLE001 - reported; garbage harms nobody
@@ -120,7 +133,14 @@ class Near:
         if isinstance(self._policy, KeepAll):
             return
         try:
-            pruned = prune(self._repository, self._lease, self._policy, protected=protected, verified=(newest,))
+            pruned = prune(
+                self._repository,
+                self._lease,
+                self._policy,
+                protected=protected,
+                verified=(newest,),
+                in_flight=self._in_flight,
+            )
         except AbandonedError:
             return
         except Exception as err:  # noqa: BLE001 - reported; tried again after the next snapshot
@@ -150,7 +170,7 @@ class Near:
             self._progress.moved(LEASE_SECONDS)
             self._lease = self._acquire()
             self._repository = adopt_run(self._run, storage)
-            self._room = Room(self._repository, self._lease, self._policy, self._notice)
+            self._room = Room(self._repository, self._lease, self._policy, self._notice, self._in_flight)
             self._known = Known(self._repository)
 
     def _not_undone(self, staged: Staged) -> Callable[[CkptError], None]:

@@ -95,6 +95,7 @@ class Serving:
         self._worker: Worker | None = None
         self._desk: Desk | None = None
         self._url = ""
+        self._listens = True
         self._control: Control | None = None
         self._drain_seconds = self._linger_seconds = 0.0
         self._closing = False
@@ -171,6 +172,7 @@ class Serving:
             # Linux keeps this per thread: threads started from here on inherit it. The I/O priority follows from it.
             os.nice(_NICE)
         self._url = config.url
+        self._listens = config.ranks is None or config.ranks.rank == 0
         self._worker = Worker(config, self._channel.send, self._worker_ended, self._listen, self._poke)
         self._desk = Desk(self._worker.held, self._forward, lambda: not self._peer.ended(), self._take_leave)
         self._worker.start()
@@ -180,6 +182,8 @@ class Serving:
         from ckpt_engine.persist.control import Control
 
         assert self._desk is not None
+        if not self._listens:
+            return
         control = Control(self._url, self._desk.answer)
         try:
             control.open(_NAME_SECONDS)

@@ -11,11 +11,12 @@ To the writer, in this order:
 | `persist`  | `job`                                     | a job whose slot, layout and skeletons were sent before |
 | `hold`     | `job`                                     | the same, to be kept in memory until a newer job comes |
 | `pulse`    | one file descriptor                       | where the trainer says how far it is, see `pulse` |
+| `cancel`   | `snapshot`, `why`                         | this rank has no part in that snapshot of all ranks |
 | `forget`   | `slots`, `layouts`, `skeletons`           | no later job names these |
 | `close`    |                                           | finish everything, then exit |
 
-To the trainer: `started`, or `refused` with `error` (the writer then exits); per job `event`s, one `done`, perhaps
-events of the retention that follows, one `settled`. Jobs are done in the order they were sent. A `done` may say that
+To the trainer: `started` with `first_seq`, or `refused` with `error` (the writer then exits); per job `event`s, one
+`done`, perhaps events of the retention that follows, one `settled`. Jobs are done in the order they were sent. A `done` may say that
 its slot is held by a call that hangs: then a `freed` with the `slot` follows, perhaps never. Nothing is sent after
 `refused`. A `request` with `what` and `who` may come at any time: what somebody asked the trainer for from outside.
 Else nothing but answers to jobs is sent after `started` with one tier that does not hang. Otherwise events come at any
@@ -36,6 +37,7 @@ LAYOUT = "layout"
 SKELETON = "skeleton"
 PERSIST = "persist"
 HOLD = "hold"
+CANCEL = "cancel"
 PULSE = "pulse"
 FORGET = "forget"
 CLOSE = "close"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from dataclasses import dataclass
 
 from ckpt_engine.store import layout, manifest_codec
 from ckpt_engine.store.collect import Pruned, make_room
@@ -18,18 +19,38 @@ ROOMY_BYTES = 256 << 20
 Warn = Callable[[str], object]
 
 
+@dataclass(frozen=True, slots=True)
+class Also(Container[str]):
+    """One more snapshot that is being written."""
+
+    snapshot: str
+    others: Container[str]
+
+    def __contains__(self, snapshot: object) -> bool:
+        return snapshot == self.snapshot or snapshot in self.others
+
+
 class Room:
     """Makes room for the snapshots of one writer, one after another.
 
     Args:
         warn: told once, before the first snapshot, if what the policy keeps will not fit.
+        in_flight: snapshots that others may be writing.
     """
 
-    def __init__(self, repository: Repository, lease: Lease, policy: RetentionPolicy, warn: Warn) -> None:
+    def __init__(
+        self,
+        repository: Repository,
+        lease: Lease,
+        policy: RetentionPolicy,
+        warn: Warn,
+        in_flight: Container[str] = (),
+    ) -> None:
         self._repository = repository
         self._lease = lease
         self._policy = policy
         self._warn = warn
+        self._in_flight = in_flight
         self._warned = False
         self._whole: tuple[str, ...] = ()
 
@@ -58,7 +79,7 @@ class Room:
             data_bytes + len(manifest_codec.encode(coming)),
             incoming=coming.info,
             verified=self._whole,
-            in_flight=(coming.info.id,),
+            in_flight=Also(coming.info.id, self._in_flight),
         )
 
     def committed(self, snapshot: str) -> None:

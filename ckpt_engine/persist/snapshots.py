@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from ckpt_engine.errors import CkptError, StorageMissingError, WriterError
 from ckpt_engine.observe.events import SnapshotCommitted
@@ -60,7 +61,7 @@ class Staged:
     @property
     def data(self) -> DataFile:
         """Its data file."""
-        return DataFile(names.data_name(self.snapshot), self.cut_layout.layout.nbytes)
+        return DataFile(names.data_name(self.snapshot, self.job.rank), self.cut_layout.layout.nbytes)
 
     def manifest(self, run: str, draft: Draft) -> Manifest:
         """Its manifest in `run`, where it is stored as in `draft`."""
@@ -78,7 +79,7 @@ class Staged:
             nbytes=cut_layout.nbytes,
             metrics=job.metrics,
             parent=job.parent,
-            components={key: sum(sizes[name] for name in one.entries) for key, one in self.skeletons.items()},
+            components={key: sum(sizes.get(name, 0) for name in one.entries) for key, one in self.skeletons.items()},
         )
         return Manifest(
             info=info,
@@ -109,11 +110,39 @@ class Staged:
 
     def whole(self, digests: list[str]) -> Draft:
         """The image as one file, given the digests of all pieces."""
-        return whole(self.snapshot, self.cut_layout, digests)
+        return whole(self.data.name, self.cut_layout, digests)
 
     def foresee(self, run: str, draft: Draft | None) -> Manifest:
         """Its manifest before the digests are known, unless there is a draft: as long as it will be."""
         return self.manifest(run, draft or self.whole(self.cut_layout.blank_digests()))
+
+
+class Finish(Protocol):
+    """How a snapshot comes to exist once its data is durable."""
+
+    def commit(self, staged: Staged, repository: Repository, manifest: Manifest) -> Manifest:
+        """Make it exist; its manifest."""
+        ...
+
+    def undo(self, staged: Staged, repository: Repository, new: Sequence[str]) -> None:
+        """It does not exist: free its data files `new`."""
+        ...
+
+
+class Alone:
+    """The one writer of a run commits what it has written."""
+
+    def commit(self, _staged: Staged, repository: Repository, manifest: Manifest) -> Manifest:
+        repository.commit(manifest)
+        return manifest
+
+    def undo(self, staged: Staged, repository: Repository, new: Sequence[str]) -> None:
+        # The manifest goes first: a commit may have landed although it reported an error.
+        repository.forget([staged.snapshot])
+        repository.storage.delete(*new)
+
+
+ALONE: Finish = Alone()
 
 
 def write_snapshot(
@@ -124,6 +153,7 @@ def write_snapshot(
     undo_failed: Callable[[CkptError], object],
     draft: Draft | None = None,
     stands: Callable[[Draft], bool] = lambda _: True,
+    finish: Finish = ALONE,
 ) -> tuple[SnapshotCommitted, Manifest]:
     """Make `staged` durable in `repository`. Needs its lease.
 
@@ -135,6 +165,7 @@ def write_snapshot(
         undo_failed: told if data of a snapshot that was not committed stays.
         draft: what is written; None: the whole image, which is digested meanwhile.
         stands: whether what a draft refers to is still there; asked last before the commit.
+        finish: what happens when the data is durable.
 
     Raises:
         CkptError: it does not exist there.
@@ -154,7 +185,7 @@ def write_snapshot(
             if digesting is not None:
                 digesting.abandon()
             if draft is not None:
-                _undo(staged, repository, draft, undo_failed)
+                _undo(staged, repository, draft, undo_failed, finish)
             raise
         write_seconds = time.monotonic() - began
         if digesting is not None:
@@ -168,16 +199,15 @@ def write_snapshot(
         progress.check()
         if not stands(stored):
             raise StorageMissingError(f"what {staged.snapshot} refers to was removed while it was written")
-        manifest = staged.manifest(repository.run_id, stored)
-        repository.commit(manifest)
+        manifest = finish.commit(staged, repository, staged.manifest(repository.run_id, stored))
     except BaseException:
-        _undo(staged, repository, stored, undo_failed)
+        _undo(staged, repository, stored, undo_failed, finish)
         raise
     committed = SnapshotCommitted(
         snapshot=staged.snapshot,
         step=job.step,
         tier=tier,
-        nbytes=staged.cut_layout.nbytes,
+        nbytes=manifest.info.nbytes,
         written_bytes=stored.new_bytes,
         latency_seconds=time.monotonic() - job.instant_monotonic,
         write_seconds=write_seconds,
@@ -196,14 +226,17 @@ def _put(repository: Repository, file: NewFile, image: memoryview) -> None:
         repository.storage.put(file.name, [held.enter_context(block) for block in file.blocks(image)])
 
 
-def _undo(staged: Staged, repository: Repository, stored: Draft | None, failed: Callable[[CkptError], object]) -> None:
-    """Free the data of a snapshot that could not be committed.
-
-    The manifest goes first: a commit may have landed although it reported an error.
-    """
+def _undo(
+    staged: Staged,
+    repository: Repository,
+    stored: Draft | None,
+    failed: Callable[[CkptError], object],
+    finish: Finish,
+) -> None:
+    """Free the data of a snapshot that could not be committed."""
     try:
-        repository.forget([staged.snapshot])
-        new = [file.name for file in stored.new] if stored is not None else [staged.data.name]
-        repository.storage.delete(*new)
+        finish.undo(
+            staged, repository, [file.name for file in stored.new] if stored is not None else [staged.data.name]
+        )
     except CkptError as err:
         failed(err)

@@ -173,6 +173,7 @@ class ProcessWriter(Client):
     def _hear(self, body: Body) -> None:
         match body["kind"]:
             case protocol.STARTED:
+                self.first_seq = body["first_seq"]
                 self._answered.set()
             case protocol.REFUSED:
                 self._closing = True

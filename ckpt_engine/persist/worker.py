@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import Notice
 from ckpt_engine.persist import protocol
+from ckpt_engine.persist.commit import Cancelled
 from ckpt_engine.persist.held import Held
 from ckpt_engine.persist.ids import Ids
 from ckpt_engine.persist.intake import Intake, Order
@@ -59,7 +60,7 @@ class Worker:
         self._writer = Writer(config, emit, self._ids)
         self.held = Held(self._ids, on_news)
         self._on_news = on_news
-        self._todo: deque[Order] = deque()
+        self._todo: deque[Order | Cancelled] = deque()
         self._finishing = self._abandoned = self._hurried = False
         self._broken: str | None = None
         self._changed = threading.Condition()
@@ -90,6 +91,9 @@ class Worker:
     def _take(self, body: Body, fds: Sequence[int]) -> None:
         if body["kind"] == protocol.PULSE:
             self.held.take_pulse(fds[0])
+            return
+        if body["kind"] == protocol.CANCEL:
+            self._todo.append(Cancelled(body["snapshot"], body["why"]))
             return
         order = self._intake.take(body, fds)
         if order is None:
@@ -151,7 +155,7 @@ class Worker:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _drop(self, unwanted: Callable[[Order], bool]) -> None:
+    def _drop(self, unwanted: Callable[[Order | Cancelled], bool]) -> None:
         kept = []
         for order in self._todo:
             if unwanted(order):
@@ -197,7 +201,7 @@ class Worker:
             return False
         self._on_open()
         self.opened = True
-        self._emit({"kind": protocol.STARTED})
+        self._emit({"kind": protocol.STARTED, "first_seq": self._writer.first_seq})
         return True
 
     def _serve(self) -> None:
@@ -205,13 +209,16 @@ class Worker:
         self._on_news()
         while (order := self._next()) is not None:
             try:
+                if isinstance(order, Cancelled):
+                    self._writer.cancel(order)
+                    continue
                 self._writer.persist(order)
             finally:
                 order.release()
         if self._broken is None:
             self._rescue()
 
-    def _next(self) -> Order | None:
+    def _next(self) -> Order | Cancelled | None:
         """The next order, numbered; None: no more will come."""
         with self._changed:
             while not self._todo and not self._finishing:
@@ -219,7 +226,8 @@ class Worker:
             if not self._todo:
                 return None
             order = self._todo.popleft()
-            self._ids.of(order)
+            if isinstance(order, Order):
+                self._ids.of(order)
             return order
 
     def _rescue(self) -> None:

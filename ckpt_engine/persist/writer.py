@@ -24,13 +24,15 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotFailed
 from ckpt_engine.persist import job as values
-from ckpt_engine.persist import protocol
+from ckpt_engine.persist import parts, protocol
+from ckpt_engine.persist.commit import Cancelled, InFlight
 from ckpt_engine.persist.fleet import Fleet
 from ckpt_engine.persist.holds import Holds
 from ckpt_engine.persist.ids import Ids
 from ckpt_engine.persist.intake import Order
-from ckpt_engine.persist.job import ErrorRecord, JobDone, PersistJob, WriterConfig
+from ckpt_engine.persist.job import ErrorRecord, JobDone, PersistJob, RankConfig, WriterConfig
 from ckpt_engine.persist.near import Near
+from ckpt_engine.persist.share import Share
 from ckpt_engine.persist.snapshots import Staged
 from ckpt_engine.persist.stall import AbandonedError, Lane
 from ckpt_engine.persist.status import Unfinished
@@ -65,7 +67,7 @@ class Writer:
         self._config = config
         self._emit = emit
         self._ids = ids
-        self._near: Near
+        self._near: Near | Share
         self._lane: Lane
         self._keeps_all = False
         self._seq = 0
@@ -92,6 +94,12 @@ class Writer:
         plain = open_storage(config.url, config.storage_options)
         self._lane = lane = Lane(plain.url)
         storage = watched(open_storage(config.url, config.storage_options), lane.progress)
+        ranks = config.ranks
+        if ranks is not None and ranks.rank:
+            self._near = Share(config.url, Repository(storage), ranks, lane.progress, self._emit_event)
+            self._keeps_all = self._opened = True
+            self._ids.begin(0)
+            return
         fleet = Fleet(config, plain, holder, self._emit_event) if config.tiers else None
         with ExitStack() as undo:
             lease = acquire(plain, holder, config.lease_wait_seconds)
@@ -104,6 +112,7 @@ class Writer:
                 fleet.start()
             self._fleet = fleet
             self._seq = repository.next_seq()
+            in_flight = self._recover(repository, ranks) if ranks is not None else None
             if fleet is None:
                 self._ids.begin(self._seq)
             if config.memory:
@@ -119,9 +128,39 @@ class Writer:
                 lane.progress,
                 self._emit_event,
                 fleet.gone if fleet else lambda _: None,
+                ranks,
+                in_flight,
             )
             self._opened = True
             undo.pop_all()
+
+    @property
+    def first_seq(self) -> int:
+        """The lowest number that a snapshot may get; several ranks number them by themselves from there on."""
+        return self._seq
+
+    def _recover(self, repository: Repository, ranks: RankConfig) -> InFlight:
+        """Finish or drop what ranks of dead sessions have left. What the living one may be writing is not touched."""
+        if self._fleet is not None:
+            self._seq = max(self._seq, self._fleet.next_seq())
+        if ranks.first_seq is not None:
+            self._seq = max(self._seq, ranks.first_seq)
+        in_flight = InFlight(ranks.session, self._seq)
+        found = parts.recover(repository, in_flight)
+        self._seq = max(self._seq, repository.next_seq())
+        for snapshot in found.completed:
+            self._notice(f"{snapshot} was written by all ranks and is committed now")
+        for snapshot in found.discarded:
+            self._notice(f"{snapshot} was not written by all ranks and is dropped")
+        return in_flight
+
+    def cancel(self, order: Cancelled) -> None:
+        """This rank has no part in a snapshot that all ranks take."""
+        if isinstance(self._near, Share):
+            try:
+                self._lane.call(partial(self._near.cancel, order.snapshot, order.why))
+            except StorageStalledError as err:
+                self._notice(err.message)
 
     def close(self) -> None:
         """Give back the lease. Idempotent. A tier that hangs does so when it has ended."""
@@ -223,6 +262,8 @@ class Writer:
 
     def _make_durable_elsewhere(self, staged: Staged, error: Exception) -> SnapshotCommitted | None:
         """The nearest tier has failed: write the snapshot to the next one that works. None: none does."""
+        if self._config.ranks is not None:
+            return None  # the other ranks would not know where
         if self._fleet is None or not isinstance(error, StorageError | LeaseHeldError):
             return None
         self._fleet.primary_failed(error)

@@ -72,7 +72,12 @@ class Candidate:
 
 
 def candidates(
-    where: Sequence[Repository], search: Search, *, step: int | None = None, check: Check | None = None
+    where: Sequence[Repository],
+    search: Search,
+    *,
+    step: int | None = None,
+    check: Check | None = None,
+    only: str | None = None,
 ) -> Iterator[Candidate]:
     """Usable snapshots, newest first; what is skipped is noted in `search`.
 
@@ -84,6 +89,7 @@ def candidates(
     Args:
         where: all places of the run, nearest first.
         step: only snapshots of this step.
+        only: no other snapshot than this one.
 
     Raises:
         CkptError: whatever `check` raises, and the storage's if no place can be read at all.
@@ -98,7 +104,7 @@ def candidates(
     sizes = _Sizes()
     slimmed: list[Candidate] = []
     for parsed in sorted(holders, key=lambda parsed: (parsed.seq, parsed.id), reverse=True):
-        if step is not None and parsed.step != step:
+        if (step is not None and parsed.step != step) or only not in (None, parsed.id):
             continue
         try:
             copies = _assemble(parsed.id, holders[parsed], sizes)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_engine.errors import ForeignError, FormatError, StorageError, StorageMissingError
 from ckpt_engine.restore import memory
+from ckpt_engine.restore.as_rank import as_rank, entries_of, own_trees, size_of
 from ckpt_engine.restore.choose import Away, Candidate, Check, Rejected, Search, candidates, none_usable
 from ckpt_engine.restore.into import copy_into, live_shapes, live_targets
 from ckpt_engine.restore.match import require_match, tensor_shapes
@@ -37,6 +38,7 @@ class Loaded:
         place: URL of the place that served.
         repairs: what another place had to serve.
         away: places that did not answer: there may be something newer.
+        own: where another number of ranks wrote it: what each of them had of its own, by component.
         lost_steps: steps that had begun after this snapshot when the trainer died; None where nobody knows.
     """
 
@@ -51,6 +53,7 @@ class Loaded:
     repairs: tuple[Repair, ...] = ()
     away: tuple[Away, ...] = ()
     lost_steps: int | None = None
+    own: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     def from_memory(self) -> bool:
@@ -58,18 +61,21 @@ class Loaded:
         return self.place == memory.URL
 
 
-def choose(where: Sequence[Repository], step: int | None = None, check: Check | None = None) -> Candidate | None:
+def choose(
+    where: Sequence[Repository], step: int | None = None, check: Check | None = None, only: str | None = None
+) -> Candidate | None:
     """The snapshot `load` would try first, or None if there are none at all.
 
     Args:
         where: all places of the run, nearest first.
+        only: no other snapshot than this one.
 
     Raises:
         NoUsableSnapshotError: there are snapshots, and none is usable; or there are none, and not every place answers.
         ResumeError: no snapshot of `step`.
     """
     search = Search()
-    for candidate in candidates(where, search, step=step, check=check):
+    for candidate in candidates(where, search, step=step, check=check, only=only):
         return candidate
     error = none_usable(where, search, step)
     if error is not None:
@@ -84,6 +90,9 @@ def load(
     into: Any = None,
     check: Check | None = None,
     pickle_paths: Sequence[str] = (),
+    only: str | None = None,
+    rank: int = 0,
+    size: int = 1,
 ) -> Loaded | None:
     """Read the newest valid snapshot (of `step`), or None if there are none at all.
 
@@ -95,6 +104,8 @@ def load(
         into: live state of the same structure; its tensors are overwritten in place and returned in the state. If
             an error is raised after reading began, their content is undefined.
         check: see `choose.Check`.
+        only: no other snapshot than this one.
+        rank, size: as which of how many ranks.
 
     Raises:
         NoUsableSnapshotError, ResumeError: as `choose`.
@@ -103,22 +114,26 @@ def load(
     began = time.perf_counter()
     search = Search()
 
-    def fits(manifest: Manifest) -> None:
+    def fits(found: Manifest) -> None:
+        manifest = as_rank(found, rank)
         if into is not None:
             require_match(live_shapes(into), tensor_shapes(manifest), what="state", snapshot=manifest.info.id)
         if check is not None:
             check(manifest)
 
-    for candidate in candidates(where, search, step=step, check=fits):
-        manifest = candidate.manifest
+    for candidate in candidates(where, search, step=step, check=fits, only=only):
+        manifest = as_rank(candidate.manifest, rank)
+        others = own_trees(candidate.manifest) if size_of(candidate.manifest) != size else {}
         sources = Sources([place.storage for place in candidate.sources])
         try:
             targets = live_targets(manifest.tree, into, manifest.entries) if into is not None else {}
             stream_into(sources, manifest, targets)
-            rest = [name for name in manifest.entries if name not in targets]
+            wanted = entries_of([manifest.tree, *others.values()]) if size_of(manifest) > 1 else set(manifest.entries)
+            rest = [name for name in manifest.entries if name in wanted and name not in targets]
             entries = {**targets, **read_entries(sources, manifest, rest)}
             rebuilder = Rebuilder(entries, pickle_paths)
             state = rebuilder.state(manifest.tree)
+            own = {number: rebuilder.state(tree) for number, tree in others.items()}
         except (FormatError, StorageError) as err:
             if len(where) == 1 and not isinstance(err, FormatError | StorageMissingError):
                 raise
@@ -138,6 +153,7 @@ def load(
             repairs=tuple(sources.repairs),
             away=tuple(search.away),
             lost_steps=_lost_steps(where, candidate.info.step),
+            own=own,
         )
     error = none_usable(where, search, step)
     if error is not None:

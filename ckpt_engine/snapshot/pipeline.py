@@ -11,6 +11,7 @@ from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, SnapshotS
 from ckpt_engine.persist.client import WriterClient
 from ckpt_engine.persist.job import JobDone, PersistJob, SlotFreed
 from ckpt_engine.persist.pulse import Pulse
+from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot import headroom
 from ckpt_engine.snapshot.arena import slot_bytes
 from ckpt_engine.snapshot.flatten import Flattener, LazyPredicate
@@ -42,6 +43,7 @@ class Pipeline:
         room: how much host memory is left; see `headroom`.
         pickle_paths: see `Flattener`.
         check_lazy: debug mode, see `Staging`.
+        session: where several ranks take each snapshot together.
 
     `behind` is to be set where the writer of an earlier trainer may still hold the lease for a while.
 
@@ -58,11 +60,13 @@ class Pipeline:
         room: Callable[[], headroom.Room | None] = headroom.look,
         pickle_paths: tuple[str, ...] = (),
         check_lazy: bool = False,
+        session: Session | None = None,
     ) -> None:
         self._open_writer = open_writer
         self._emit = emit
         self._check_lazy = check_lazy
-        self._planner = Planner(Flattener(pickle_paths))
+        self._session = session
+        self._planner = Planner(Flattener(pickle_paths), session)
         self._slots = Slots(slots)
         self._room = room
         self._fitted_bytes = 0
@@ -171,6 +175,31 @@ class Pipeline:
         durable: bool = True,
     ) -> SaveHandle:
         """Take a snapshot of this instant; see `Checkpointer.save`."""
+        if self._session is None or not durable:
+            return self._save(state, step, metrics, epoch, reason, lazy, notes, durable, None)
+        self.start()
+        snapshot = self._session.number(step, self.parent)
+        why = "it failed there"
+        try:
+            handle = self._save(state, step, metrics, epoch, reason, lazy, notes, durable, snapshot)
+            why = handle.skipped or ""
+        finally:
+            if why and self._writer is not None:
+                self._writer.client.cancel(snapshot, why)  # nobody waits for this rank
+        return handle
+
+    def _save(
+        self,
+        state: Any,
+        step: int,
+        metrics: Mapping[str, float],
+        epoch: int | None,
+        reason: str,
+        lazy: LazyPredicate | None,
+        notes: Mapping[str, Any],
+        durable: bool,
+        snapshot: str | None,
+    ) -> SaveHandle:
         began = time.perf_counter()
         created, instant = time.time(), time.monotonic()
         self.before_update()
@@ -205,6 +234,8 @@ class Pipeline:
             parent=self.parent,
             notes=notes,
             software=software(),
+            snapshot=snapshot,
+            rank=self._session.ranks.rank if self._session is not None else 0,
         )
         handle = SaveHandle(self, step, durable=durable)
         if durable:

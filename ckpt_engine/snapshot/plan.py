@@ -11,6 +11,9 @@ import torch
 
 from ckpt_engine.errors import StateError
 from ckpt_engine.persist.job import EntryLayout, Layout
+from ckpt_engine.ranks.session import Session
+from ckpt_engine.snapshot import shares
+from ckpt_engine.snapshot.draft import Draft
 from ckpt_engine.snapshot.flatten import ArrayLeaf, Flattener, LazyPredicate, Path, Scan, tensor_problem
 from ckpt_engine.store.container import build_header, container_form
 
@@ -32,19 +35,26 @@ class Source:
         storage_bytes: None for the array itself; (start, nbytes) of its storage when several views overlap in it.
         lazy: may be copied until the next fence.
         path: of the first leaf that uses the entry.
+        rows: (dimension, first, count) of the rows that this rank writes; None: all.
     """
 
     array: int
     storage_bytes: tuple[int, int] | None
     lazy: bool
     path: Path
+    rows: tuple[int, int, int] | None = None
 
     def tensor(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
         """The live tensor to copy."""
         found = arrays[self.array]
         if self.storage_bytes is None:
+            if self.rows is not None:
+                found = found.detach().narrow(*self.rows)
             return found.view(torch.uint8) if found.dtype in WITHOUT_COPY else found
         start, nbytes = self.storage_bytes
+        if self.rows is not None:
+            _, first, nbytes = self.rows
+            start += first
         return torch.empty(0, dtype=torch.uint8, device=found.device).set_(
             found.untyped_storage(), start, (nbytes,), (1,)
         )
@@ -89,11 +99,14 @@ def components_of(state: Any) -> dict[str, Any]:
 class Planner:
     """Captures states of one run, planning again only when something about their structure changed.
 
+    With a `session` of several ranks it plans the share of this rank.
+
     Not thread safe: used on the training thread only.
     """
 
-    def __init__(self, flattener: Flattener) -> None:
+    def __init__(self, flattener: Flattener, session: Session | None = None) -> None:
         self._flattener = flattener
+        self._session = session
         self._skeletons = 0
         self._layouts = 0
         self._known: _Known | None = None
@@ -105,6 +118,8 @@ class Planner:
             UnstorableLeafError, StateError: the state cannot be stored; names the leaf.
         """
         components = components_of(state)
+        if self._session is not None:
+            components = self._session.arranged(components)
         scans = {key: self._flattener.scan(node, (key,) if key else ()) for key, node in components.items()}
         arrays = [array for scan in scans.values() for array in scan.arrays]
         known = self._known
@@ -150,9 +165,13 @@ class Planner:
         shared = _shared([meta[0] for meta in metas])
         return _Known(plan, {k: s.signature for k, s in scans.items()}, metas, lazy, shared, views)
 
-    def _lay_out(self, drafts: Sequence[_Draft]) -> tuple[Layout, bytes, tuple[Source, ...]]:
+    def _lay_out(self, drafts: Sequence[Draft]) -> tuple[Layout, bytes, tuple[Source, ...]]:
         # Largest item size first: every entry is then naturally aligned without holes, which safetensors forbids.
         ordered = sorted(drafts, key=lambda d: -d.dtype.itemsize)
+        structure = ""
+        if self._session is not None:
+            structure = shares.structure_of(ordered)
+            ordered = shares.mine(ordered, self._session.ranks)
         rows = []
         for draft in ordered:
             name = _dtype_name(draft.dtype)
@@ -161,14 +180,16 @@ class Planner:
         header = build_header([(n, code, shape, nbytes) for n, _, code, shape, nbytes in rows], {"format": "pt"})
         offset, entries = len(header), []
         for draft, (name, dtype, code, _, nbytes) in zip(ordered, rows, strict=True):
-            entries.append(EntryLayout(name, dtype, tuple(draft.shape), code, offset, nbytes))
+            form = (tuple(draft.shape), code, offset, nbytes)
+            entries.append(EntryLayout(name, dtype, *form, draft.whole, draft.start_bytes))
             offset += nbytes
-        sources = tuple(Source(d.array, d.storage_bytes, d.lazy, d.leaves[0].path) for d in ordered)
+        sources = tuple(Source(d.array, d.storage_bytes, d.lazy, d.leaves[0].path, d.rows) for d in ordered)
         known = self._known.plan.layout if self._known else None
-        if known and known.entries == tuple(entries) and known.header_nbytes == len(header):
+        is_known = known and known.entries == tuple(entries) and known.header_nbytes == len(header)
+        if known and is_known and known.structure == structure:
             return known, header, sources
         self._layouts += 1
-        return Layout(self._layouts, len(header), offset, tuple(entries)), header, sources
+        return Layout(self._layouts, len(header), offset, tuple(entries), structure), header, sources
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,28 +243,14 @@ def _shared(addresses: Sequence[int]) -> list[int]:
     return [first.setdefault(address, i) if address else i for i, address in enumerate(addresses)]
 
 
-@dataclass(slots=True)
-class _Draft:
-    """An entry before it has an offset."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    nbytes: int
-    array: int
-    storage_bytes: tuple[int, int] | None
-    lazy: bool
-    leaves: list[ArrayLeaf]
-
-
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _drafts(leaves: Sequence[ArrayLeaf], arrays: Sequence[torch.Tensor], lazy: LazyPredicate | None) -> list[_Draft]:
+def _drafts(leaves: Sequence[ArrayLeaf], arrays: Sequence[torch.Tensor], lazy: LazyPredicate | None) -> list[Draft]:
     """One draft per distinct array; leaves that share memory share a draft."""
     names = _Names()
-    drafts: list[_Draft] = []
+    drafts: list[Draft] = []
     groups: dict[int, list[int]] = defaultdict(list)
     for index, (leaf, array) in enumerate(zip(leaves, arrays, strict=True)):
         if leaf.node["$"] == "tensor" and array.numel():
@@ -287,7 +294,7 @@ def _draft(
     arrays: Sequence[torch.Tensor],
     names: _Names,
     lazy: LazyPredicate | None,
-) -> _Draft:
+) -> Draft:
     first = arrays[cluster[0]]
     used = [leaves[i] for i in cluster]
     for i in cluster:
@@ -303,7 +310,7 @@ def _draft(
             if leaf.node["$"] == "tensor" and not first.is_contiguous() and _dense(first):
                 leaf.node["stride"] = list(first.stride())
         nbytes = first.numel() * first.element_size()
-        return _Draft(name, first.dtype, tuple(first.shape), nbytes, cluster[0], None, is_lazy, used)
+        return Draft(name, first.dtype, tuple(first.shape), nbytes, cluster[0], None, is_lazy, used)
     start = min(_extent(arrays[i])[0] for i in cluster)
     stop = max(_extent(arrays[i])[1] for i in cluster)
     for i in cluster:
@@ -315,7 +322,7 @@ def _draft(
             "stride": list(array.stride()),
             "byte_offset": int(array.storage_offset()) * array.element_size() - start,
         }
-    return _Draft(name, torch.uint8, (stop - start,), stop - start, cluster[0], (start, stop - start), is_lazy, used)
+    return Draft(name, torch.uint8, (stop - start,), stop - start, cluster[0], (start, stop - start), is_lazy, used)
 
 
 def _dense(array: torch.Tensor) -> bool:

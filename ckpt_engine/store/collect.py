@@ -6,7 +6,7 @@ without its data; the next collection removes it. Pinned snapshots stay (see `pi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -103,7 +103,7 @@ def prune(
     *,
     protected: Mapping[str, str] = _NOTHING,
     verified: Collection[str] = (),
-    in_flight: Collection[str] = (),
+    in_flight: Container[str] = (),
 ) -> Pruned:
     """Forget what `policy` does not keep, then collect. Arguments as of `plan_prune` and `collect`."""
     decided = plan_prune(repository, policy, protected=protected, verified=verified)
@@ -119,7 +119,7 @@ def execute(
     decided: Plan,
     limits: Limits = _NO_LIMITS,
     *,
-    in_flight: Collection[str] = (),
+    in_flight: Container[str] = (),
 ) -> Pruned:
     """Forget what a plan removes, except what was pinned since, collect, and slim what it slims.
 
@@ -156,7 +156,7 @@ def make_room(
     incoming: SnapshotInfo | None = None,
     protected: Mapping[str, str] = _NOTHING,
     verified: Collection[str] = (),
-    in_flight: Collection[str] = (),
+    in_flight: Container[str] = (),
 ) -> Pruned | None:
     """Before a write: forget and collect so much that it breaks no limit at any instant. None: there is room.
 
@@ -210,7 +210,7 @@ def make_room(
     return done
 
 
-def collect(repository: Repository, lease: Lease, *, in_flight: Collection[str] = ()) -> Collected:
+def collect(repository: Repository, lease: Lease, *, in_flight: Container[str] = ()) -> Collected:
     """Remove the data files no snapshot needs and what interrupted writes left. Never touches a foreign file.
 
     Args:

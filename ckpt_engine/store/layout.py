@@ -5,6 +5,7 @@ ckpt.json                            the run record
 lease.json                           who writes the run
 snapshots/<id>.json                  manifests; <id> = <seq>-s<step>-<random>
 data/<id>-r<rank>[-p<part>].safetensors   data files
+parts/<id>-r<rank>.json              part records: what one of several ranks has written of a snapshot to be committed
 pins/<id>.json                       pins: snapshots that retention leaves alone
 status.json                          what the writer of several tiers was doing last
 catalog.json                         what many manifests say: a cache
@@ -14,6 +15,7 @@ Whatever does not match is foreign: never read as ours, never deleted.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from dataclasses import dataclass
@@ -25,10 +27,12 @@ CATALOG = "catalog.json"
 MANIFESTS = "snapshots/"
 DATA = "data/"
 PINS = "pins/"
+PARTS = "parts/"
 
 _ID = re.compile(r"([0-9]{8,})-s([0-9]{10,})-([0-9a-f]{8})")
 _MANIFEST = re.compile(rf"snapshots/({_ID.pattern})\.json")
 _PIN = re.compile(rf"pins/({_ID.pattern})\.json")
+_PART = re.compile(rf"parts/({_ID.pattern})-r([0-9]{{5,}})\.json")
 _DATA = re.compile(rf"data/({_ID.pattern})-r[0-9]{{5,}}(-p[0-9]{{3,}})?\.safetensors")
 
 
@@ -52,6 +56,21 @@ def snapshot_id(seq: int, step: int) -> str:
     return f"{seq:08d}-s{step:010d}-{os.urandom(4).hex()}"
 
 
+def session_id(session: str, seq: int, step: int) -> str:
+    """The id that every rank of a session gives to a snapshot without asking the others.
+
+    Args:
+        session: unique text that the ranks have agreed on at their start.
+
+    Raises:
+        ValueError: a negative number.
+    """
+    if seq < 0 or step < 0:
+        raise ValueError(f"seq and step must not be negative: seq={seq}, step={step}")
+    text = f"{session}/{seq}/{step}"
+    return f"{seq:08d}-s{step:010d}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
 def parse_id(snapshot: str) -> ParsedId | None:
     """The parts of a snapshot's id, or None if this is no id."""
     match = _ID.fullmatch(snapshot)
@@ -66,6 +85,18 @@ def manifest_name(snapshot: str) -> str:
 def data_name(snapshot: str, rank: int = 0, part: int = 0) -> str:
     """The object name of the `part`-th data file that `rank` wrote for a snapshot."""
     return f"{DATA}{snapshot}-r{rank:05d}{f'-p{part:03d}' if part else ''}.safetensors"
+
+
+def part_name(snapshot: str, rank: int) -> str:
+    """The object name of the part record of `rank`."""
+    return f"{PARTS}{snapshot}-r{rank:05d}.json"
+
+
+def part_owner(name: str) -> tuple[ParsedId, int] | None:
+    """The snapshot and the rank whose part record has this object name, or None if it is not a part record's name."""
+    match = _PART.fullmatch(name)
+    owner = _owner(match)
+    return (owner, int(match[5])) if match and owner else None
 
 
 def pin_name(snapshot: str) -> str:
@@ -95,5 +126,5 @@ def _owner(match: re.Match[str] | None) -> ParsedId | None:
 def is_ours(name: str) -> bool:
     """Whether an object of this name may have been written by us."""
     return name in (RECORD, LEASE, STATUS, CATALOG) or any(
-        part(name) is not None for part in (manifest_id, data_owner, pin_id)
+        part(name) is not None for part in (manifest_id, data_owner, pin_id, part_owner)
     )

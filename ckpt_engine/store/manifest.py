@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FORMAT = "ckpt-engine"
+RANKS = "ranks"
+"""The key of a tree under which each of several ranks has what is its own, by its number as text."""
 VERSION = 1
 """Of the run's record and of the catalog, and of manifests that use nothing else."""
 MANIFEST_VERSION = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -194,7 +194,7 @@ class Repository:
             self._files.pop(snapshot, None)
         self.storage.delete(*(layout.manifest_name(snapshot) for snapshot in gone))
 
-    def unreferenced(self, in_flight: Iterable[str] = ()) -> Garbage:
+    def unreferenced(self, in_flight: Container[str] = ()) -> Garbage:
         """The data files no snapshot needs, by reachability over all manifests.
 
         A file is kept while a snapshot of its own name exists in whatever condition. A manifest that cannot be read may
@@ -203,12 +203,13 @@ class Repository:
         Args:
             in_flight: ids of snapshots being written now, whose manifests are still to come.
         """
-        busy = set(in_flight)
         # Data first, then manifests: data of a snapshot that is committed between the two is then seen as needed.
         found = [(item, layout.data_owner(item.name)) for item in self.storage.list(layout.DATA)]
         listed = self._manifests()
         alive = {parsed.id for parsed, _ in listed}
-        loose = [(item, owner) for item, owner in found if owner and owner.id not in alive and owner.id not in busy]
+        loose = [
+            (item, owner) for item, owner in found if owner and owner.id not in alive and owner.id not in in_flight
+        ]
         if not loose:
             return Garbage((), (), ())
         needed, damaged = self._references(listed)

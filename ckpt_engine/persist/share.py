@@ -1,0 +1,83 @@
+"""The nearest tier as the writer of any rank but the coordinator works on it: it writes its share, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from ckpt_engine.errors import CkptError, ForeignError
+from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
+from ckpt_engine.persist import parts
+from ckpt_engine.persist.commit import Contributing
+from ckpt_engine.persist.job import RankConfig
+from ckpt_engine.persist.snapshots import Staged, write_snapshot
+from ckpt_engine.persist.stall import Progress
+from ckpt_engine.store.repository import Repository
+
+
+class Share:
+    """Has no lease, no retention and no further tiers: all of that is the coordinator's. As `near.Near` otherwise.
+
+    Args:
+        url: how it is called in events.
+        repository: of the run, which the coordinator has made.
+        ranks: whose share it is.
+        progress: of the lane that the methods run in.
+        emit: takes events.
+
+    Raises:
+        ForeignError, CorruptError, NewerFormatError, StorageError: this place is not the coordinator's.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        repository: Repository,
+        ranks: RankConfig,
+        progress: Progress,
+        emit: Callable[[Event], object],
+    ) -> None:
+        if repository.record() is None:
+            raise ForeignError(
+                f"rank {ranks.rank} finds no run at {url}, which rank 0 writes",
+                hint="all ranks need the same folder: a shared file system, or an object store",
+            )
+        self._tier = f"{url}, the share of rank {ranks.rank}"
+        self._repository = repository
+        self._ranks = ranks
+        self._progress = progress
+        self._emit = emit
+
+    def write(self, staged: Staged) -> SnapshotCommitted:
+        """Make the share durable, and say so to the coordinator.
+
+        Raises:
+            CkptError: it is not.
+        """
+
+        def not_undone(err: CkptError) -> None:
+            self._notice(f"cannot take back the share of the failed snapshot {staged.snapshot}: {err}")
+
+        finish = Contributing(self._ranks)
+        return write_snapshot(staged, self._repository, self._tier, self._progress, not_undone, finish=finish)[0]
+
+    def cancel(self, snapshot: str, why: str) -> None:
+        """Tell the coordinator that there is no share of a snapshot. If that fails its patience will have to do."""
+        part = parts.no_part(snapshot, why, self._repository.run_id, self._ranks)
+        with suppress(CkptError):
+            parts.put(self._repository.storage, part)
+
+    def sweep(self) -> None:
+        """Nothing is this rank's to remove."""
+
+    def sweep_again(self) -> None:
+        """As `sweep`."""
+
+    def prune(self, newest: str, protected: Mapping[str, str]) -> None:
+        """As `sweep`."""
+
+    def release(self) -> None:
+        """There is no lease to give back."""
+
+    def _notice(self, message: str) -> None:
+        self._emit(Notice("WARNING", message))

@@ -1,0 +1,90 @@
+"""The ranks of a torch process group: their store, and what they share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
+
+from ckpt_engine.errors import ConfigError, RanksError, WaitTimeoutError
+
+WAIT_SECONDS = 300.0
+_SHORT_SECONDS = 30.0
+_worlds = itertools.count()
+
+
+def _everything(_path: tuple[Any, ...]) -> bool:
+    return True
+
+
+class GroupStore:
+    """The process group's store, under keys of our own and over connections of our own."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._short = PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
+        self._short.set_timeout(timedelta(seconds=_SHORT_SECONDS))
+        # A wait holds its connection: what must be quick has another one.
+        self._long = PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
+
+    def set(self, key: str, value: str) -> None:
+        try:
+            self._short.set(key, value)
+        except RuntimeError as err:  # DistNetworkError and DistStoreError are kinds of it
+            raise _gone(err) from err
+
+    def get(self, key: str) -> str | None:
+        try:
+            return bytes(self._short.get(key)).decode() if self._short.check([key]) else None
+        except RuntimeError as err:
+            raise _gone(err) from err
+
+    def wait(self, key: str, timeout: float) -> str:
+        try:
+            self._long.wait([key], timedelta(seconds=timeout))
+            return bytes(self._long.get(key)).decode()
+        except dist.DistStoreError as err:
+            raise WaitTimeoutError(
+                f"rank 0 has not said what all ranks wait for within {timeout:.0f} s",
+                hint="every rank must make its checkpointers and call load and save in the same order",
+            ) from err
+        except RuntimeError as err:
+            raise _gone(err) from err
+
+
+class ProcessGroupRanks:
+    """The default process group as `world.Ranks`. Every rank makes one for each checkpointer, in the same order.
+
+    Args:
+        own: components of the state that differ between ranks.
+        divides: whether the array at a path is the same on all ranks.
+        wait_seconds: how long the coordinator's writer waits for the part of a rank.
+
+    Raises:
+        ConfigError: there is no process group.
+    """
+
+    def __init__(
+        self,
+        own: Collection[str] = (),
+        divides: Callable[[tuple[Any, ...]], bool] = _everything,
+        wait_seconds: float = WAIT_SECONDS,
+    ) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ConfigError("there is no process group", hint="call torch.distributed.init_process_group() first")
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.own = frozenset(own)
+        self.wait_seconds = wait_seconds
+        self._divides = divides
+        self.store = GroupStore(distributed_c10d._get_default_store(), f"ckpt_engine/{next(_worlds)}")
+
+    def divides(self, path: tuple[Any, ...]) -> bool:
+        return self._divides(path)
+
+
+def _gone(err: RuntimeError) -> RanksError:
+    return RanksError(f"the store of the process group does not answer: {err}", hint="rank 0 may be gone")

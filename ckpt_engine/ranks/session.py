@@ -1,0 +1,122 @@
+"""One start of all ranks: what they agree on once, and the ids that follow from it without asking again."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ckpt_engine.errors import CkptError, ConfigError
+from ckpt_engine.persist.client import WriterClient
+from ckpt_engine.persist.job import ErrorRecord, RankConfig
+from ckpt_engine.ranks.world import Ranks
+from ckpt_engine.store import layout
+from ckpt_engine.store.manifest import RANKS
+
+START_SECONDS = 300.0
+"""How long other ranks wait for rank 0 to have its writer; longer than waiting for a lease takes."""
+LOAD_SECONDS = 3600.0
+"""How long they wait for rank 0 to have loaded a snapshot."""
+
+T = TypeVar("T")
+
+
+class Session:
+    """The ranks' common numbering of snapshots. Training thread only.
+
+    Args:
+        ranks: who takes part.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self._session = ""
+        self._next_seq = 0
+        self._questions = 0
+
+    @property
+    def coordinates(self) -> bool:
+        """Whether this is rank 0."""
+        return self.ranks.rank == 0
+
+    def open(self, start: Callable[[RankConfig], WriterClient]) -> WriterClient:
+        """Start this rank's writer. The first time rank 0's starts first, and says from where the numbers go on.
+
+        Raises:
+            CkptError: what rank 0 could not start for, on every rank; or what this rank cannot.
+        """
+        if self._session:
+            return start(self._config(self._session, self._next_seq))
+        if self.coordinates:
+            clients: list[WriterClient] = []
+
+            def begin() -> dict[str, Any]:
+                session = os.urandom(16).hex()
+                clients.append(start(self._config(session, None)))
+                return {"session": session, "first_seq": clients[0].first_seq}
+
+            self._adopt(self.agree(begin, START_SECONDS))
+            return clients[0]
+        self._adopt(self.agree(dict, START_SECONDS))
+        return start(self._config(self._session, self._next_seq))
+
+    def number(self, step: int, parent: str | None) -> str:
+        """The id of the next snapshot; the same on every rank.
+
+        Args:
+            step: of training.
+            parent: the snapshot that this run resumed from: numbers are higher than its.
+        """
+        before = layout.parse_id(parent) if parent is not None else None
+        if before is not None:
+            self._next_seq = max(self._next_seq, before.seq + 1)
+        snapshot = layout.session_id(self._session, self._next_seq, step)
+        self._next_seq += 1
+        return snapshot
+
+    def agree(self, make: Callable[[], T], timeout: float) -> T:
+        """What `make` returns on rank 0, a JSON value. Others wait at most `timeout` seconds for it.
+
+        Raises:
+            CkptError: what `make` has raised there, on every rank.
+            WaitTimeoutError: rank 0 does not answer.
+        """
+        self._questions += 1
+        key = f"agreed/{self._questions}"
+        store = self.ranks.store
+        if not self.coordinates:
+            answer = json.loads(store.wait(key, timeout))
+            if "error" in answer:
+                raise ErrorRecord(**answer["error"]).exception()
+            found: T = answer["value"]
+            return found
+        try:
+            value = make()
+        except CkptError as err:
+            record = ErrorRecord.of(err)
+            error = {"code": record.code, "message": f"on rank 0: {record.message}", "hint": record.hint}
+            store.set(key, json.dumps({"error": error}))
+            raise
+        store.set(key, json.dumps({"value": value}))
+        return value
+
+    def arranged(self, components: dict[str, Any]) -> dict[str, Any]:
+        """A state's components with this rank's own ones where a manifest has them.
+
+        Raises:
+            ConfigError: the state has a component of that name.
+        """
+        if RANKS in components:
+            raise ConfigError(
+                f"a state of several ranks cannot have a component {RANKS!r}", hint="give it another name"
+            )
+        own = {key: value for key, value in components.items() if key in self.ranks.own}
+        shared = {key: value for key, value in components.items() if key not in own}
+        return {**shared, RANKS: {str(self.ranks.rank): own}}
+
+    def _adopt(self, agreed: dict[str, Any]) -> None:
+        self._session, self._next_seq = agreed["session"], agreed["first_seq"]
+
+    def _config(self, session: str, first_seq: int | None) -> RankConfig:
+        return RankConfig(self.ranks.rank, self.ranks.size, session, first_seq, self.ranks.wait_seconds)

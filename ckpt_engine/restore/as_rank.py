@@ -1,0 +1,44 @@
+"""A snapshot of several ranks as one of them sees it, and what each of the others had of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpt_engine.store.manifest import RANKS, Manifest
+
+
+def size_of(manifest: Manifest) -> int:
+    """How many ranks wrote it."""
+    return int(manifest.world.get("size", 1))
+
+
+def as_rank(manifest: Manifest, rank: int) -> Manifest:
+    """The manifest with the components of its own that `rank` had, instead of those of all ranks.
+
+    Where there were fewer ranks it is those of `rank` modulo their number.
+    """
+    if size_of(manifest) == 1:
+        return manifest
+    shared = {key: node for key, node in manifest.tree.items() if key != RANKS}
+    return replace(manifest, tree={**shared, **own_trees(manifest).get(rank % size_of(manifest), {})})
+
+
+def own_trees(manifest: Manifest) -> dict[int, Mapping[str, Any]]:
+    """What each rank had of its own, as trees by component; nothing where one rank wrote."""
+    if size_of(manifest) == 1:
+        return {}
+    return {int(rank): tree for rank, tree in manifest.tree.get(RANKS, {}).items()}
+
+
+def entries_of(node: Any) -> set[str]:
+    """The entries that a tree refers to."""
+    if isinstance(node, list):
+        return {name for child in node for name in entries_of(child)}
+    if not isinstance(node, dict):
+        return set()
+    found = {name for child in node.values() for name in entries_of(child)}
+    if node.get("$") is not None and isinstance(node.get("entry"), str):
+        found.add(node["entry"])
+    return found

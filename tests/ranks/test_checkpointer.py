@@ -1,0 +1,283 @@
+"""Several ranks save one snapshot together: each its share, and it exists when all shares are there."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from ckpt_engine import checkpointer
+from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.errors import ConfigError, LeaseHeldError, SnapshotFailedError
+from ckpt_engine.persist import parts
+from ckpt_engine.persist.job import RankConfig
+from ckpt_engine.store import layout
+from ckpt_engine.store.manifest import RANKS
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.open import open_storage
+from tests.ranks.runs import on_all, open_ranks
+
+
+def state_of(step: int, rank: int) -> dict[str, Any]:
+    """A state in which every byte tells the step, and `own` the rank."""
+    generator = torch.Generator().manual_seed(step)
+    weight = torch.randn(257, 33, generator=generator)
+    return {
+        "model": {
+            "weight": weight,
+            "tied": weight,
+            "column": torch.randn(1, 3001, generator=generator),
+            "channels": torch.randn(40, 3, 5, 5, generator=generator).to(memory_format=torch.channels_last),
+            "scalar": torch.tensor(step),
+            "empty": torch.empty(0, 4),
+            "half": torch.randn(500, generator=generator).to(torch.bfloat16),
+        },
+        "optimizer": {"state": {0: {"exp_avg": torch.randn(257, 33, generator=generator)}}, "lr": 0.1 * step},
+        "own": {"rng": torch.full((100 + rank,), 10 * step + rank), "rank": rank},
+    }
+
+
+def save_all(ranks: list[Checkpointer], step: int) -> None:
+    handles = on_all(lambda rank: ranks[rank].save(state_of(step, rank), step=step), len(ranks))
+    for handle in handles:
+        handle.wait(60)
+
+
+def close_all(ranks: list[Checkpointer]) -> None:
+    on_all(lambda rank: ranks[rank].close(), len(ranks))
+
+
+def check(state: Any, step: int, rank: int) -> None:
+    expected = state_of(step, rank)
+
+    def compare(found: Any, wanted: Any) -> None:
+        if isinstance(wanted, torch.Tensor):
+            assert found.dtype == wanted.dtype
+            assert found.shape == wanted.shape
+            assert found.stride() == wanted.stride()
+            assert torch.equal(found, wanted)
+        elif isinstance(wanted, dict):
+            assert list(found) == list(wanted)
+            for key, value in wanted.items():
+                compare(found[key], value)
+        else:
+            assert found == wanted
+
+    compare(state, expected)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_rank_gets_back_what_it_saved(tmp_path: Path, size: int) -> None:
+    """Shared tensors are those of all ranks, and each rank's own components are its own."""
+    first = open_ranks(tmp_path / "run", size)
+    for step in (1, 2):
+        save_all(first, step)
+    close_all(first)
+    again = open_ranks(tmp_path / "run", size)
+    for rank, state in enumerate(on_all(lambda rank: again[rank].load(), size)):
+        check(state, 2, rank)
+    assert [info.step for info in again[0].snapshots()] == [1, 2]
+    assert not list((tmp_path / "run" / "parts").iterdir())
+    close_all(again)
+
+
+def test_a_share_is_its_part_of_the_bytes_and_a_safetensors_file(tmp_path: Path) -> None:
+    """Each rank's file has the same bytes within five percent, and any reader of safetensors opens it alone."""
+    ranks = open_ranks(tmp_path / "run", 4)
+    state = {"model": {f"layer{i}": torch.randn(64, 100) for i in range(20)}, "own": {}}
+    for handle in on_all(lambda rank: ranks[rank].save(state, step=1), 4):
+        handle.wait(60)
+    close_all(ranks)
+    sizes = []
+    for file in sorted((tmp_path / "run" / "data").iterdir()):
+        with safe_open(file, "pt") as data:
+            sizes.append(sum(data.get_tensor(name).nbytes for name in data.keys()))  # noqa: SIM118
+    share = sum(t.nbytes for t in state["model"].values()) / 4
+    assert len(sizes) == 4
+    assert all(abs(nbytes - share) <= 0.05 * share for nbytes in sizes)
+
+
+def test_one_process_reads_what_several_have_written(tmp_path: Path) -> None:
+    """A checkpointer alone loads the state of rank 0, and is told what the other ranks had of their own."""
+    ranks = open_ranks(tmp_path / "run", 2)
+    save_all(ranks, 3)
+    close_all(ranks)
+    with Checkpointer(tmp_path / "run") as alone:
+        check(alone.load(), 3, 0)
+        assert alone.loaded is not None
+        assert {rank: own["own"]["rank"] for rank, own in alone.loaded.own.items()} == {0: 0, 1: 1}
+        alone.save(state_of(4, 0), step=4).wait(60)
+    four = open_ranks(tmp_path / "run", 4)
+    for state in on_all(lambda rank: four[rank].load(), 4):
+        check(state, 4, 0)
+    close_all(four)
+
+
+def test_tensors_are_read_into_live_ones(tmp_path: Path) -> None:
+    """`load(into=...)` fills each rank's own tensors in place."""
+    ranks = open_ranks(tmp_path / "run", 2)
+    save_all(ranks, 5)
+    live = [state_of(0, rank) for rank in range(2)]
+    for rank, state in enumerate(on_all(lambda rank: ranks[rank].load(into=live[rank]), 2)):
+        check(state, 5, rank)
+        assert state["model"]["weight"] is live[rank]["model"]["weight"]
+    close_all(ranks)
+
+
+def test_a_rank_that_does_not_come_makes_the_snapshot_absent_and_nobody_waits_for_ever(tmp_path: Path) -> None:
+    """The other ranks' snapshot fails after the patience of the coordinator; the next one of all ranks is fine."""
+    ranks = open_ranks(tmp_path / "run", 2, wait_seconds=0.5)
+    save_all(ranks, 1)
+    late = ranks[0].save(state_of(2, 0), step=2)
+    with pytest.raises(SnapshotFailedError, match="no part of .* came from rank 1"):
+        late.wait(60)
+    ranks[1].save(state_of(2, 1), step=2).wait(60)
+    save_all(ranks, 3)
+    close_all(ranks)
+    assert [info.step for info in open_ranks(tmp_path / "run", 1)[0].snapshots()] == [1, 3]
+    assert_only_needed(tmp_path / "run", restarts=True)
+
+
+def test_a_rank_that_skips_says_so(tmp_path: Path) -> None:
+    """With its arena full a rank takes no snapshot: that of all ranks fails at once, with the reason."""
+    ranks = open_ranks(tmp_path / "run", 2, wait_seconds=50.0)
+    save_all(ranks, 1)
+    pipeline = ranks[1]._pipeline
+    take, pipeline._slots.take = pipeline._slots.take, lambda plan: None  # type: ignore[method-assign]
+    handles = on_all(lambda rank: ranks[rank].save(state_of(2, rank), step=2), 2)
+    assert handles[1].skipped is not None
+    with pytest.raises(SnapshotFailedError, match="rank 1 has no part in it: busy"):
+        handles[0].wait(20)
+    pipeline._slots.take = take  # type: ignore[method-assign]
+    save_all(ranks, 3)
+    close_all(ranks)
+    assert_only_needed(tmp_path / "run", restarts=True)
+
+
+def test_states_that_differ_in_structure_are_no_snapshot(tmp_path: Path) -> None:
+    """A shared tensor of another shape on another rank is noticed by the coordinator."""
+    ranks = open_ranks(tmp_path / "run", 2)
+    states = [{"w": torch.zeros(8, 3)}, {"w": torch.zeros(8, 4)}]
+    handle = on_all(lambda rank: ranks[rank].save(states[rank], step=1), 2)[0]
+    with pytest.raises(SnapshotFailedError, match="ranks 0 and 1 differ in structure"):
+        handle.wait(60)
+    close_all(ranks)
+
+
+def test_a_component_may_not_have_the_name_of_what_is_ours(tmp_path: Path) -> None:
+    """`ranks` is where a manifest has what each rank has of its own."""
+    ranks = open_ranks(tmp_path / "run", 2)
+
+    def save(rank: int) -> None:
+        with pytest.raises(ConfigError, match="ranks"):
+            ranks[rank].save({"ranks": 1}, step=1)
+
+    on_all(save, 2)
+    close_all(ranks)
+
+
+def test_no_rank_starts_where_the_coordinator_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that somebody else holds is told to all ranks."""
+    with Checkpointer(tmp_path / "run", writer="thread") as other:
+        other.start()
+        ranks = open_ranks(tmp_path / "run", 2)
+
+        def start(rank: int) -> None:
+            with pytest.raises(LeaseHeldError, match="is being written by"):
+                ranks[rank].start()
+
+        monkeypatch.setattr(checkpointer, "LEASE_WAIT_SECONDS", 0.1)
+        on_all(start, 2)
+
+
+def leave_parts(root: Path, ranks: list[int], size: int, step: int) -> str:
+    """Take a snapshot of two ranks, and undo its commit: what a coordinator leaves that dies before it."""
+    made = open_ranks(root, size)
+    save_all(made, step)
+    close_all(made)
+    repository = Repository(open_storage(root))
+    snapshot = repository.ids()[-1].id
+    manifest = repository.read(snapshot)
+    for rank in range(size):
+        if rank not in ranks:
+            continue
+        share = parts_of(manifest, rank, size)
+        parts.put(repository.storage, share)
+    repository.forget([snapshot])
+    return snapshot
+
+
+def parts_of(manifest: Any, rank: int, size: int) -> parts.Part:
+    """The part record of a rank, from the manifest that was made of it."""
+    entries, slices = {}, {}
+    for name, entry in manifest.entries.items():
+        at, start, mine = 0, None, []
+        for piece in entry.pieces:
+            if piece.file == rank:
+                start = at if start is None else start
+                mine.append(replace(piece, file=0))
+            at += piece.raw_nbytes
+        if mine or (rank == 0 and not entry.pieces):
+            entries[name] = replace(entry, pieces=tuple(mine))
+            slices[name] = (start or 0, entry.shape)
+    tree = {k: v for k, v in manifest.tree.items() if k != RANKS} if rank == 0 else {}
+    tree[RANKS] = {str(rank): manifest.tree[RANKS][str(rank)]}
+    own = replace(manifest, files=(manifest.files[rank],), entries=entries, tree=tree)
+    config = RankConfig(rank, size, "dead", 1, 1.0)
+    return parts.Part(config.rank, config.size, "same", slices, own)
+
+
+def test_what_a_dead_coordinator_left_complete_is_committed_at_the_next_start(tmp_path: Path) -> None:
+    """All parts are there and only the manifest is not: the restarted ranks resume from it."""
+    root = tmp_path / "run"
+    snapshot = leave_parts(root, [0, 1], 2, 7)
+    ranks = open_ranks(root, 2)
+    on_all(lambda rank: ranks[rank].start(), 2)
+    for rank, state in enumerate(on_all(lambda rank: ranks[rank].load(), 2)):
+        check(state, 7, rank)
+    assert ranks[0].snapshots()[-1].id == snapshot
+    close_all(ranks)
+    assert_only_needed(root)
+
+
+@pytest.mark.parametrize("left", [[0], [1]])
+def test_what_is_not_complete_is_let_go(tmp_path: Path, left: list[int]) -> None:
+    """A part is missing: neither the snapshot nor its data stays, and earlier snapshots are as they were."""
+    root = tmp_path / "run"
+    ranks = open_ranks(root, 2)
+    save_all(ranks, 1)
+    close_all(ranks)
+    leave_parts(root, left, 2, 7)
+    ranks = open_ranks(root, 2)
+    save_all(ranks, 8)
+    close_all(ranks)
+    assert [info.step for info in ranks[0].snapshots()] == [1, 8]
+    assert_only_needed(root)
+
+
+def test_a_part_whose_data_is_gone_completes_nothing(tmp_path: Path) -> None:
+    """Part records without their data files make no snapshot."""
+    root = tmp_path / "run"
+    snapshot = leave_parts(root, [0, 1], 2, 7)
+    os.remove(root / layout.data_name(snapshot, 1))  # noqa: PTH107
+    ranks = open_ranks(root, 2)
+    on_all(lambda rank: ranks[rank].start(), 2)
+    assert ranks[0].snapshots() == []
+    close_all(ranks)
+
+
+def assert_only_needed(root: Path, *, restarts: bool = False) -> None:
+    """No data file and no part record is left that no snapshot needs, at the latest after one more start."""
+    if restarts:
+        ranks = open_ranks(root, 2)
+        on_all(lambda rank: ranks[rank].start(), 2)
+        close_all(ranks)
+    repository = Repository(open_storage(root))
+    needed = {name for parsed in repository.ids() for name in repository.files_of(parsed.id)}
+    assert {f"data/{file.name}" for file in (root / "data").iterdir()} == needed
+    assert not list((root / "parts").iterdir())

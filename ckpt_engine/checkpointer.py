@@ -8,20 +8,19 @@ import os
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from ckpt_engine.config import Config, Tier, load_config
-from ckpt_engine.errors import ConfigError, RanksError, SnapshotFailedError
+from ckpt_engine.errors import ConfigError, SnapshotFailedError
 from ckpt_engine.observe.events import Event, EventSink, Notice, TierDegraded
 from ckpt_engine.observe.log import LogSink
 from ckpt_engine.observe.resume_report import resumed_from_memory
 from ckpt_engine.persist.client import WriterClient, open_client
 from ckpt_engine.persist.job import TierConfig, WriterConfig
-from ckpt_engine.ranks.session import LOAD_SECONDS, Session
+from ckpt_engine.ranks.session import Session
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import load as restore
-from ckpt_engine.restore import places
-from ckpt_engine.restore.as_rank import as_rank
+from ckpt_engine.restore import places, together
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.memory import MemoryPlace, attach
 from ckpt_engine.snapshot.flatten import LazyPredicate
@@ -36,6 +35,8 @@ from ckpt_engine.tracking.tracker import Tracker
 LEASE_WAIT_SECONDS = 60.0
 ATTACH_SECONDS = 60.0
 CLOSE_TIMEOUT_SECONDS = 600.0
+AGREE_SECONDS = 300.0
+T = TypeVar("T")
 
 
 class Checkpointer:
@@ -212,6 +213,19 @@ class Checkpointer:
             durable=durable,
         )
 
+    def miss(self, step: int, why: str) -> None:
+        """Of several ranks: this one takes no durable snapshot of `step` although the others do."""
+        self._pipeline.miss(step, why)
+
+    def agree(self, make: Callable[[], T], timeout: float = AGREE_SECONDS) -> T:
+        """What `make` returns on rank 0, a JSON value, on every rank; without ranks what it returns. See `Session`."""
+        return make() if self._session is None else self._session.agree(make, timeout)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """Who takes the snapshots together; None: this process alone."""
+        return self._session.ranks if self._session is not None else None
+
     def before_update(self) -> float:
         """The fence: call right before the state is mutated. Returns the seconds it waited; cheap if nothing stages.
 
@@ -238,40 +252,9 @@ class Checkpointer:
                 tier does not answer.
             ResumeError: no snapshot of `step`.
         """
-        session = self._session
-        if session is None:
-            return restore.choose(self._places(), step, check)
-        found = restore.choose(self._places(), step, _seen_by(session, check)) if session.coordinates else None
-        agreed = session.agree(lambda: found.info.id if found is not None else None, LOAD_SECONDS)
-        if agreed is None or session.coordinates:
-            return found
-        return restore.choose(self._places(), None, _seen_by(session, check), only=agreed)
-
-    def _load(self, step: int | None, into: Any, check: Check | None) -> restore.Loaded | None:
-        """All ranks load the snapshot that rank 0 has loaded: it has seen that every byte of it is there."""
-        session, pickled = self._session, self.config.pickle
-        if session is None:
-            return restore.load(self._places(), step, into=into, check=check, pickle_paths=pickled)
-        ranks = session.ranks
-        mine: list[restore.Loaded] = []
-
-        def load(only: str | None) -> str | None:
-            places = self._places()
-            found = restore.load(
-                places, step, into=into, check=check, pickle_paths=pickled, only=only, rank=ranks.rank, size=ranks.size
-            )
-            mine.extend([found] if found is not None else [])
-            return found.info.id if found is not None else None
-
-        agreed = session.agree(lambda: load(None), LOAD_SECONDS)
-        if agreed is None:
-            return None
-        if not session.coordinates and load(agreed) is None:
-            raise RanksError(
-                f"rank 0 has loaded {agreed} from {self.root_url}, and rank {ranks.rank} finds no snapshot there",
-                hint="all ranks need the same folder: a shared file system, or an object store",
-            )
-        return mine[0]
+        if self._session is not None:
+            return together.choose(self._session, self._places, step, check)
+        return restore.choose(self._places(), step, check)
 
     def load(self, step: int | None = None, *, into: Any = None, check: Check | None = None) -> Any | None:
         """The state of the newest valid snapshot (of `step`), or None if there are none at all.
@@ -291,7 +274,12 @@ class Checkpointer:
             MismatchError: `into` has other tensors; names them. Nothing was overwritten.
         """
         try:
-            found = self._load(step, into, check)
+            pickled = self.config.pickle
+            if self._session is not None:
+                places = self._places
+                found = together.load(self._session, places, step, into=into, check=check, pickle_paths=pickled)
+            else:
+                found = restore.load(self._places(), step, into=into, check=check, pickle_paths=pickled)
         finally:
             self._detach()
         # The state belongs to the caller: a second reference here would hold its memory for the whole run.
@@ -417,10 +405,6 @@ class Checkpointer:
             raise SnapshotFailedError(
                 f"a snapshot failed in the background: {failure.message}", hint=failure.hint
             ) from failure
-
-
-def _seen_by(session: Session, check: Check | None) -> Check | None:
-    return None if check is None else lambda manifest: check(as_rank(manifest, session.ranks.rank))
 
 
 def _close_at_exit(checkpointer: Checkpointer) -> Any:

@@ -14,7 +14,6 @@ from typing_extensions import override
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
-from ckpt_engine.errors import ConfigError
 from lightning_ckpt.cli_restart import allow_restart
 from lightning_ckpt.compat import Internals, is_fast_dev_run
 from lightning_ckpt.resume import AUTO, Resume
@@ -107,11 +106,6 @@ class AdaptiveCheckpoint(Callback):
             self._idle.probe()
             self._idle.wrap_resume_start(_start_fresh)
         else:
-            if trainer.world_size > 1:
-                raise ConfigError(
-                    f"AdaptiveCheckpoint supports one process in this version, this run has {trainer.world_size}",
-                    hint="use devices=1, or ModelCheckpoint for this run",
-                )
             self._run = FitRun(trainer, pl_module, self.config, self, live_file(self._source, self._options))
             self._run.connect()
             allow_restart(trainer, has_snapshots=bool(self._run.checkpointer.snapshots()))

@@ -317,7 +317,7 @@ class Resume:
         url = self._checkpointer.root_url.removeprefix("file://")
         folder = url if "://" not in url else self._trainer.log_dir or self._trainer.default_root_dir
         report, self.report = self.report.finish(), None
-        publish(report, Path(folder), _log)
+        publish(report, Path(folder), _log, self._trainer.global_rank)
 
 
 def _where(own: Mapping[str, Any]) -> str:

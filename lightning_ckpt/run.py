@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ckpt_engine.checkpointer import CLOSE_TIMEOUT_SECONDS, Checkpointer
 from ckpt_engine.config import Config
 from ckpt_engine.config.live import LiveFile
+from ckpt_engine.config.status import Status
 from ckpt_engine.data.torch_private import is_dead_worker
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WaitTimeoutError, WriterError
 from ckpt_engine.frequency.driver import Cadence
@@ -20,18 +21,22 @@ from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
 from ckpt_engine.observe.log import LogSink
+from ckpt_engine.preempt.notice import Stop
+from ckpt_engine.preempt.plan import Choice
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.laziness import copies_lazily
 from ckpt_engine.tracking import flags
 from ckpt_engine.tracking.fence import StepFence
 from ckpt_engine.tracking.halt import Halt
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
+from ckpt_engine.tracking.together import Together
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind, Position, kind_of, postponed
 from lightning_ckpt.capture import Capture, Instant
 from lightning_ckpt.compat import Internals, callbacks_of
 from lightning_ckpt.guard import FenceGuard
 from lightning_ckpt.loaders import TrainLoaders
+from lightning_ckpt.ranks import ranks_of
 from lightning_ckpt.resume import Resume
 from lightning_ckpt.stopping import StopWatch, finish_again
 from lightning_ckpt.telemetry import BAR_NAMES, Telemetry
@@ -73,9 +78,12 @@ class FitRun:
         self.telemetry = Telemetry(self.cadence)
         sinks.add(self.cadence)
         sinks.add(self.telemetry)
-        self.watches = Watches(config, clock, sinks, self._internals, self.telemetry, live)
-        self.checkpointer = Checkpointer(config)
+        ranks = ranks_of(trainer, module)
+        watched = config if ranks is None or ranks.rank == 0 else config.model_copy(update={"status": Status()})
+        self.watches = Watches(watched, clock, sinks, self._internals, self.telemetry, live)
+        self.checkpointer = Checkpointer(config, ranks=ranks)
         self.checkpointer.events = sinks
+        self._together = Together(ranks, self.cadence, self.checkpointer) if ranks is not None else None
         self._loaders = TrainLoaders(self._internals, trainer)
         self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders)
         self._capture = Capture(self._internals, trainer, module)
@@ -145,6 +153,8 @@ class FitRun:
                 self.cadence.restore(learned, failed=self.resume.after_failure)
         self._announce()
         self.cadence.start(self.step)
+        if self._together is not None:
+            self._together.start(self.step)
         self.watches.start(self.step, self._module, self.checkpointer.loaded if self.resume.pending else None)
 
     def validation_started(self) -> None:
@@ -237,7 +247,11 @@ class FitRun:
         if self._prepare_share is not None:
             self.cadence.background(self.checkpointer.prepare_seconds)
         step = self.step
-        if (stop := self.watches.boundary(step)) is not None:
+        stop = self.watches.boundary(step)
+        if self._together is not None:
+            self._boundary_together(self._together, step, stop)
+            return
+        if stop is not None:
             raise self._halt.now(stop, self._take_here)
         self._given = self._internals.combined_position
         if (edited := self.watches.edited(self._config)) is not None:
@@ -259,6 +273,26 @@ class FitRun:
             self.cadence.skipped(step, obstacle)
         if self.checkpointer.memory and self.cadence.memory_due(step):
             self._take_into_memory(step)
+
+    def _boundary_together(self, together: Together, step: int, stop: Stop | None) -> None:
+        """The fetch boundary of one of several ranks: what rank 0 has decided, and what it decides for the next one."""
+        decision = together.decided(step)
+        if decision is not None and decision.stop is not None:
+            raise self._halt.over(together.halt(decision, self._take_here))
+        if decision is not None and decision.reason is not None:
+            position = self._position()
+            obstacle = postponed(position)
+            if obstacle is None:
+                self._take(kind_of(position), decision.reason, step)
+            else:
+                self.checkpointer.miss(step, obstacle)
+                self.cadence.skipped(step, obstacle)
+        preemption = self.watches.preemption
+        self._asked |= preemption.take_save() is not None
+        last = stop is not None and preemption.plan(stop).choice is Choice.SNAPSHOT
+        together.lead(step, stop, asked=self._asked, snapshot_on_stop=last)
+        if decision is None:
+            self._announce()
 
     def _take_into_memory(self, step: int) -> None:
         position = self._position()
@@ -335,7 +369,7 @@ class FitRun:
         return self._take(kind_of(self._position()), reason, self.step)
 
     def _take(self, kind: Kind, reason: str, step: int, *, durable: bool = True) -> SaveHandle | None:
-        if self.watches.vetoed(due=True):
+        if self._together is None and self.watches.vetoed(due=True):
             if durable:
                 _log.error("no snapshot of step %d: its loss is far above the usual ones", step)
                 self.cadence.skipped(step, "loss spike")

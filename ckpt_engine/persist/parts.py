@@ -11,7 +11,7 @@ from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_engine.errors import CorruptError, FormatError, SnapshotFailedError, StorageMissingError
+from ckpt_engine.errors import CorruptError, FormatError, SnapshotFailedError, SnapshotSkippedError, StorageMissingError
 from ckpt_engine.persist.job import Layout, RankConfig
 from ckpt_engine.persist.skeleton import Skeleton
 from ckpt_engine.store import layout as names
@@ -113,7 +113,8 @@ def merge(parts: Sequence[Part]) -> Manifest:
     What the snapshot is besides its data (step, epoch, metrics, notes, replicated tree) is what rank 0 says.
 
     Raises:
-        SnapshotFailedError: a rank has cancelled it; or the parts do not fit together, names the ranks.
+        SnapshotSkippedError: a rank has no part in it; says why.
+        SnapshotFailedError: the parts do not fit together, names the ranks.
     """
     ordered = sorted(parts, key=lambda part: part.rank)
     first = ordered[0]
@@ -150,7 +151,7 @@ def merge(parts: Sequence[Part]) -> Manifest:
 def _require_one_structure(parts: Sequence[Part]) -> None:
     for part in parts:
         if part.cancelled is not None:
-            raise SnapshotFailedError(f"rank {part.rank} has no part in it: {part.cancelled}")
+            raise SnapshotSkippedError(f"rank {part.rank} has no part in it: {part.cancelled}")
         if (part.size, part.structure) != (parts[0].size, parts[0].structure):
             raise SnapshotFailedError(
                 f"the states of ranks {parts[0].rank} and {part.rank} differ in structure, and are not one snapshot",
@@ -199,7 +200,7 @@ def recover(repository: Repository, in_flight: Container[str]) -> Recovered:
             try:
                 manifest = merge(list(_readable(storage, snapshot, ranks)))
                 _require_files(storage, manifest)
-            except (FormatError, SnapshotFailedError, StorageMissingError):
+            except (FormatError, SnapshotSkippedError, SnapshotFailedError, StorageMissingError):
                 discarded.append(snapshot)
             else:
                 repository.commit(manifest)

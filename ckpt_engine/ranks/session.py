@@ -36,6 +36,11 @@ class Session:
         self._questions = 0
 
     @property
+    def is_open(self) -> bool:
+        """Whether the ranks have agreed on their numbering."""
+        return bool(self._session)
+
+    @property
     def coordinates(self) -> bool:
         """Whether this is rank 0."""
         return self.ranks.rank == 0

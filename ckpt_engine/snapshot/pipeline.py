@@ -177,16 +177,27 @@ class Pipeline:
         """Take a snapshot of this instant; see `Checkpointer.save`."""
         if self._session is None or not durable:
             return self._save(state, step, metrics, epoch, reason, lazy, notes, durable, None)
-        self.start()
+        if not self._session.is_open:
+            self.start()
+        # Whatever fails here: all ranks go on counting alike.
         snapshot = self._session.number(step, self.parent)
         why = "it failed there"
         try:
             handle = self._save(state, step, metrics, epoch, reason, lazy, notes, durable, snapshot)
             why = handle.skipped or ""
         finally:
-            if why and self._writer is not None:
-                self._writer.client.cancel(snapshot, why)  # nobody waits for this rank
+            if why:
+                self._cancel(snapshot, why)
         return handle
+
+    def miss(self, step: int, why: str) -> None:
+        """This rank takes no snapshot of `step` though all ranks do: it is counted, and nobody waits for this rank."""
+        if self._session is not None and self._session.is_open:
+            self._cancel(self._session.number(step, self.parent), why)
+
+    def _cancel(self, snapshot: str, why: str) -> None:
+        if self._writer is not None:
+            self._writer.client.cancel(snapshot, why)
 
     def _save(
         self,
@@ -424,4 +435,5 @@ class Pipeline:
 
     def _fail(self, handle: SaveHandle, error: CkptError) -> None:
         handle.error = error
-        self._failures.append(error)
+        if not isinstance(error, SnapshotSkippedError):  # another rank was busy: no failure of anything
+            self._failures.append(error)

@@ -62,6 +62,14 @@ class Halt:
         self.done = True
         return self.exit_of(stop)
 
+    def over(self, stop: Stop) -> BaseException:
+        """All that could be done about the stop was done by others; what ends the run."""
+        self._watch.attend()
+        self._log.warning("%s", stop.notice.who)
+        self._tell(stop)
+        self.done = True
+        return self.exit_of(stop)
+
     def exit_of(self, stop: Stop) -> BaseException:
         """What ends a run that has stopped: `KeyboardInterrupt` after a Ctrl-C, else what carries the exit code."""
         return KeyboardInterrupt() if stop.notice.interrupts else self._ends_with(stop.notice.exit_code)

@@ -49,15 +49,20 @@ class ReportDraft:
         )
 
 
-def publish(report: ResumeReport, folder: Path, log: logging.Logger) -> Path | None:
+def publish(report: ResumeReport, folder: Path, log: logging.Logger, rank: int = 0) -> Path | None:
     """Log the report to `log` and write it to `folder` as `resume-report.json`; returns the file.
+
+    Ranks other than 0 put their number behind its name.
 
     A folder that cannot be written costs a warning, never the run.
     """
     level = logging.WARNING if report.not_restored or report.rejected else logging.INFO
     log.log(level, "%s", report.text())
     try:
-        return _replace(folder / FILE_NAME, json.dumps(report.to_json(), indent=2) + "\n")
+        return _replace(
+            (folder / FILE_NAME).with_stem(f"resume-report-r{rank:05d}") if rank else folder / FILE_NAME,
+            json.dumps(report.to_json(), indent=2) + "\n",
+        )
     except OSError as err:
         log.warning("the resume report could not be written to %s: %s", folder, err)
         return None

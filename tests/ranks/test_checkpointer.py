@@ -134,7 +134,7 @@ def test_a_rank_that_does_not_come_makes_the_snapshot_absent_and_nobody_waits_fo
     ranks = open_ranks(tmp_path / "run", 2, wait_seconds=0.5)
     save_all(ranks, 1)
     late = ranks[0].save(state_of(2, 0), step=2)
-    with pytest.raises(SnapshotFailedError, match="no part of .* came from rank 1"):
+    with pytest.raises(SnapshotFailedError, match=r"no part of .* came from rank 1"):
         late.wait(60)
     ranks[1].save(state_of(2, 1), step=2).wait(60)
     save_all(ranks, 3)

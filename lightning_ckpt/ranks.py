@@ -1,0 +1,40 @@
+"""Which processes train together under a Lightning strategy, and what of their states is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.strategies import DDPStrategy
+
+from ckpt_engine.errors import ConfigError
+from ckpt_engine.ranks.process_group import ProcessGroupRanks
+from ckpt_engine.ranks.world import Ranks
+from lightning_ckpt.capture import OWN_KEY
+
+
+def ranks_of(trainer: pl.Trainer, module: pl.LightningModule) -> Ranks | None:
+    """All ranks of `trainer`; None: it is one process.
+
+    Parameters and what optimizers know of them are the same on all ranks of DDP. Buffers are those of rank 0, which DDP
+    hands to the others before the next forward. Streams, positions and metrics are each rank's own.
+
+    Raises:
+        ConfigError: a strategy whose state is divided in ways that are not supported.
+    """
+    if trainer.world_size == 1:
+        return None
+    strategy = trainer.strategy
+    if type(strategy) is not DDPStrategy:  # kinds of it divide the optimizer's state
+        raise ConfigError(
+            f"of several processes AdaptiveCheckpoint supports those of DDP, and this run has {type(strategy).__name__}",
+            hint="use strategy='ddp', 'ddp_spawn' or 'ddp_fork', or ModelCheckpoint for this run",
+        )
+    parameters = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
+
+    def alike(path: tuple[Any, ...]) -> bool:
+        if path[0] in ("state_dict", "current_model_state"):
+            return len(path) == 2 and path[1] in parameters
+        return path[0] == "optimizer_states" and len(path) > 2 and path[2] == "state"
+
+    return ProcessGroupRanks(own={OWN_KEY}, divides=alike)

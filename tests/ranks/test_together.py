@@ -1,0 +1,120 @@
+"""Decisions reach all ranks one step ahead, and every rank counts them alike."""
+
+from __future__ import annotations
+
+import time
+
+from ckpt_engine.frequency.driver import Cadence
+from ckpt_engine.frequency.settings import FrequencySettings
+from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.observe.log import LogSink
+from ckpt_engine.preempt.notice import Stop, StopNotice
+from ckpt_engine.tracking.together import Together
+from tests.ranks.runs import SharedStore, ThreadRanks
+
+
+class Engine:
+    """Remembers what a rank had no part in."""
+
+    def __init__(self) -> None:
+        self.missed: list[int] = []
+        self.is_ready = True
+
+    def ready(self, *, durable: bool = True) -> bool:
+        return self.is_ready
+
+    def miss(self, step: int, why: str) -> None:
+        self.missed.append(step)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return True
+
+
+class Rank:
+    """One rank with a cadence of its own."""
+
+    def __init__(self, rank: int, store: SharedStore, every_n_steps: int) -> None:
+        self.engine = Engine()
+        cadence = Cadence(FrequencySettings.from_options(every_n_steps=every_n_steps), SystemClock(), LogSink())
+        self.cadence = cadence
+        self.together = Together(ThreadRanks(rank, 2, store), cadence, self.engine)
+        cadence.start(0)
+        self.together.start(0)
+        self.took: list[int] = []
+
+    def step(self, step: int, stop: Stop | None = None) -> str | None:
+        found = self.together.decided(step)
+        if found is not None and found.reason is not None:
+            self.took.append(step)
+            self.cadence.taken(step, 0.0)
+        self.together.lead(step, stop, asked=False, snapshot_on_stop=True)
+        return found.stop if found is not None else None
+
+
+def ranks(every_n_steps: int) -> tuple[Rank, Rank]:
+    store = SharedStore()
+    return Rank(0, store, every_n_steps), Rank(1, store, every_n_steps)
+
+
+def test_snapshots_are_taken_at_the_very_steps_that_were_asked_for() -> None:
+    """`every_n_steps` hits its multiples on all ranks, although rank 0 may already be a step further."""
+    first, second = ranks(3)
+    for step in range(1, 20):
+        first.step(step)
+        if step > 1:
+            second.step(step - 1)
+    assert first.took == [3, 6, 9, 12, 15, 18]
+    assert second.took == [3, 6, 9, 12, 15, 18]
+    assert second.engine.missed == []
+
+
+def test_every_step_is_possible() -> None:
+    """The first step can be decided before there was any."""
+    first, second = ranks(1)
+    for step in range(1, 6):
+        first.step(step)
+        second.step(step)
+    assert first.took == second.took == [1, 2, 3, 4, 5]
+
+
+def test_a_rank_that_was_ahead_says_that_it_missed_a_decision() -> None:
+    """It has no part in that snapshot, and takes the next one with all others."""
+    first, second = ranks(2)
+    second.step(1)
+    second.step(2)  # nothing synchronised these steps: rank 0 has not even begun
+    for step in range(1, 4):
+        first.step(step)
+    second.step(3)
+    first.step(4)
+    second.step(4)
+    assert second.engine.missed == [2]
+    assert (first.took, second.took) == ([2, 4], [4])
+
+
+def test_a_signal_on_any_rank_stops_all_after_the_same_step() -> None:
+    """Rank 0 hears of it through the store and decides when."""
+    first, second = ranks(100)
+    now = time.monotonic()
+    stop = Stop(StopNotice("SIGTERM", now, 30.0, 3), now + 30.0)
+    stopped = []
+    for step in range(1, 6):
+        stopped.append((first.step(step), second.step(step, stop if step >= 2 else None)))
+        if stopped[-1][0]:
+            break
+    assert stopped[-1] == ("SIGTERM", "SIGTERM")
+    assert len(stopped) == 4
+    assert first.took == second.took == [4]
+
+
+def test_nothing_is_decided_while_rank_0_is_busy() -> None:
+    """A due snapshot waits for a free slot."""
+    first, second = ranks(2)
+    first.engine.is_ready = False
+    for step in (1, 2, 3):
+        first.step(step)
+        second.step(step)
+    first.engine.is_ready = True
+    for step in (4, 5):
+        first.step(step)
+        second.step(step)
+    assert first.took == second.took == [5]

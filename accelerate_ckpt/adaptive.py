@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 from accelerate_ckpt.compat import Internals
 from accelerate_ckpt.parts import AcceleratedParts
+from accelerate_ckpt.ranks import ranks_of
 from accelerate_ckpt.surroundings import Accumulation
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.data import native
@@ -42,7 +43,7 @@ class AdaptiveCheckpoint(Tracker):
         options: the same options as keywords; they win over `config`.
 
     Raises:
-        ConfigError: an option is unknown or impossible, nothing was prepared, or this is one of several processes.
+        ConfigError: an option is unknown or impossible, nothing was prepared, or several processes divide the state.
         CkptError: this version of Accelerate lacks something that is needed; names it.
         NoUsableSnapshotError: there are snapshots, and none is usable.
         MismatchError: the newest snapshot is of another model; names the keys. Nothing was changed.
@@ -55,8 +56,7 @@ class AdaptiveCheckpoint(Tracker):
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        engine = Checkpointer(config, **options)
-        require_one_process(accelerator)
+        engine = Checkpointer(config, ranks=ranks_of(accelerator, Internals(accelerator)), **options)
         self._internals = internals = Internals(accelerator)
         internals.probe()
         parts = AcceleratedParts(accelerator, internals)

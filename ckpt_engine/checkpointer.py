@@ -217,9 +217,14 @@ class Checkpointer:
         """Of several ranks: this one takes no durable snapshot of `step` although the others do."""
         self._pipeline.miss(step, why)
 
-    def agree(self, make: Callable[[], T], timeout: float = AGREE_SECONDS) -> T:
+    def agree(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, a JSON value, on every rank; without ranks what it returns. See `Session`."""
-        return make() if self._session is None else self._session.agree(make, timeout)
+        return make() if self._session is None else self._session.agree(make, AGREE_SECONDS)
+
+    @property
+    def count(self) -> int:
+        """Of several ranks: how many snapshots they have counted, those that failed or were missed included."""
+        return self._session.count if self._session is not None else 0
 
     @property
     def ranks(self) -> Ranks | None:

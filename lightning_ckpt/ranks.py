@@ -27,7 +27,7 @@ def ranks_of(trainer: pl.Trainer, module: pl.LightningModule) -> Ranks | None:
     strategy = trainer.strategy
     if type(strategy) is not DDPStrategy:  # kinds of it divide the optimizer's state
         raise ConfigError(
-            f"of several processes AdaptiveCheckpoint supports those of DDP, and this run has {type(strategy).__name__}",
+            f"several processes are supported with DDP only, and this run has {type(strategy).__name__}",
             hint="use strategy='ddp', 'ddp_spawn' or 'ddp_fork', or ModelCheckpoint for this run",
         )
     parameters = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))

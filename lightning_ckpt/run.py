@@ -83,7 +83,7 @@ class FitRun:
         self.watches = Watches(watched, clock, sinks, self._internals, self.telemetry, live)
         self.checkpointer = Checkpointer(config, ranks=ranks)
         self.checkpointer.events = sinks
-        self._together = Together(ranks, self.cadence, self.checkpointer) if ranks is not None else None
+        self._together = Together(ranks, self.cadence.boundary, self.checkpointer) if ranks is not None else None
         self._loaders = TrainLoaders(self._internals, trainer)
         self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders)
         self._capture = Capture(self._internals, trainer, module)

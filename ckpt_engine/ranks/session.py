@@ -34,6 +34,8 @@ class Session:
         self._session = ""
         self._next_seq = 0
         self._questions = 0
+        self.count = 0
+        """Snapshots that were given an id."""
 
     @property
     def is_open(self) -> bool:
@@ -78,6 +80,7 @@ class Session:
             self._next_seq = max(self._next_seq, before.seq + 1)
         snapshot = layout.session_id(self._session, self._next_seq, step)
         self._next_seq += 1
+        self.count += 1
         return snapshot
 
     def agree(self, make: Callable[[], T], timeout: float) -> T:

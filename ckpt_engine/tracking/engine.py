@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 from ckpt_engine.config import Config
 from ckpt_engine.observe.events import EventSink
+from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.snapshot.flatten import LazyPredicate
 from ckpt_engine.snapshot.handle import SaveHandle
+
+T = TypeVar("T")
 
 
 class Engine(Protocol):
@@ -28,6 +31,16 @@ class Engine(Protocol):
 
     @property
     def memory(self) -> bool: ...
+
+    @property
+    def ranks(self) -> Ranks | None: ...
+
+    @property
+    def count(self) -> int: ...
+
+    def miss(self, step: int, why: str) -> None: ...
+
+    def agree(self, make: Callable[[], T]) -> T: ...
 
     def begin_step(self, step: int) -> None: ...
 

@@ -28,10 +28,10 @@ def track_objects(engine: Engine, objects: Mapping[str, Any]) -> Tracker:
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         processes = torch.distributed.get_world_size()
-        if processes > 1:
+        if processes > 1 and engine.ranks is None:
             raise ConfigError(
-                f"track() supports one process in this version, this run has {processes}",
-                hint="train in one process, or save and load by yourself in each",
+                f"this is one of {processes} processes, and this Checkpointer does not know of the others",
+                hint="pass ranks=ProcessGroupRanks(own={'ckpt_engine'}), see docs/many-ranks.md",
             )
     sources = {name: source for name, value in objects.items() if (source := source_of(value)) is not None}
     parts = NamedParts({name: value for name, value in objects.items() if name not in sources})

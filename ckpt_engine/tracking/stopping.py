@@ -12,9 +12,11 @@ from ckpt_engine.observe.fanout import FanOutSink
 from ckpt_engine.observe.metrics import RunMetrics
 from ckpt_engine.preempt.board import Board
 from ckpt_engine.preempt.notice import Stop
+from ckpt_engine.preempt.plan import Choice
 from ckpt_engine.preempt.watch import open_watch
 from ckpt_engine.tracking.engine import Engine
 from ckpt_engine.tracking.halt import Halt, Take
+from ckpt_engine.tracking.shared import SharedCadence
 
 END_WAIT_SECONDS = 600.0
 """How long the end of a run waits for what is in flight, where nobody stops it."""
@@ -37,6 +39,7 @@ class Stopping:
         config = engine.config
         self._engine = engine
         self._log = log
+        self._shared = cadence if isinstance(cadence, SharedCadence) else None
         metrics = RunMetrics(cadence)
         self._ledger, self._watch = open_watch(config, SystemClock())
         self._board = Board(config.status, self._watch.outlook, metrics.numbers)
@@ -65,12 +68,16 @@ class Stopping:
         """Step `step` is complete; the stop, if there is one."""
         self._watch.boundary(step)
         self._asked |= self._watch.take_save() is not None
-        return self._watch.stop
+        if self._shared is None:
+            return self._watch.stop
+        own = self._watch.stop
+        fits = own is not None and self._watch.plan(own).choice is Choice.SNAPSHOT
+        return self._shared.stop(step, own, asked=self._asked, fits=fits)
 
     @property
     def asked(self) -> bool:
-        """Somebody has asked for a snapshot, and none was taken since."""
-        return self._asked
+        """Somebody has asked for a snapshot, and none was taken since; of several ranks rank 0 sees to that."""
+        return self._asked and self._shared is None
 
     def taken(self) -> None:
         """A durable snapshot was taken."""
@@ -83,6 +90,8 @@ class Stopping:
             KeyboardInterrupt: another Ctrl-C.
         """
         try:
+            if self._shared is not None:
+                return self._halt.over(self._shared.halt(take))
             return self._halt.now(stop, take)
         finally:
             self.close()

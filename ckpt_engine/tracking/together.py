@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
-from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.preempt.notice import Stop, StopNotice
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.snapshot.handle import SaveHandle
@@ -73,14 +72,14 @@ class Together:
 
     Args:
         ranks: all of them.
-        cadence: decides on rank 0; is told of snapshots on all.
+        due: the reason of the snapshot that is due after a step, or None; asked on rank 0, one step ahead.
         engine: takes them.
     """
 
-    def __init__(self, ranks: Ranks, cadence: Cadence, engine: SharedEngine) -> None:
+    def __init__(self, ranks: Ranks, due: Callable[[int], str | None], engine: SharedEngine) -> None:
         self._ranks = ranks
         self._leads = ranks.rank == 0
-        self._cadence = cadence
+        self._due = due
         self._engine = engine
         self._published: deque[Decision] = deque(maxlen=_REMEMBERED)
         self._text: str | None = None
@@ -129,7 +128,7 @@ class Together:
                 self._told_stop = True
                 self._ranks.store.set(_STOP, json.dumps(_stop_to_json(stop)))
             return
-        reason = self._cadence.boundary(step + self._stride) or ("manual" if asked else None)
+        reason = self._due(step + self._stride) or ("manual" if asked else None)
         found = _stop_to_json(stop) if stop is not None else self._stop_of_others()
         if found is not None and not self._told_stop:
             self._told_stop = True

@@ -13,7 +13,6 @@ from typing import Any, Self
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
@@ -28,6 +27,7 @@ from ckpt_engine.tracking.fence import StepFence
 from ckpt_engine.tracking.parts import Parts, device_of, managed
 from ckpt_engine.tracking.resume import Resume
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
+from ckpt_engine.tracking.shared import cadence_of
 from ckpt_engine.tracking.stopping import END_WAIT_SECONDS, Stopping
 from ckpt_engine.tracking.surroundings import Surroundings
 from ckpt_engine.tracking.taking import Taker
@@ -72,7 +72,7 @@ class Tracker:
         self._log = logging.getLogger(f"ckpt_engine.{trainer}")
         self.metrics: dict[str, float] = {}
         """Numbers that retention may rank snapshots by; the loop keeps them up to date."""
-        self._cadence = Cadence(cadence_settings(self._config), SystemClock(), engine.events)
+        self._cadence = cadence_of(cadence_settings(self._config), SystemClock(), engine)
         engine.events = sinks = FanOutSink(engine.events, self._cadence)
         self._stopping = Stopping(engine, self._cadence, sinks, self._log)
         self._taker = Taker(engine, self._cadence, self._log)

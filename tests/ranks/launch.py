@@ -1,20 +1,28 @@
-"""Starts the ranks of a run as processes, as `torchrun` does, kills some, and waits for all."""
+"""Starts the ranks of a run as processes, as `torchrun` does: `python -m tests.ranks.launch MODULE` serves its input.
+
+Each run is one line of JSON: `job`, `size`, `port`, `log`. Its ranks are forks of this process, so that the imports are
+paid once; each calls `MODULE.main(job)`. Answers the process ids, and when all are gone their exit statuses. One rank
+that fails ends the others.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
-PATIENCE_SECONDS = 150.0
+PATIENCE_SECONDS = 120.0
 
 
 def free_port() -> int:
@@ -23,65 +31,114 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-class Launched:
-    """All ranks of one start of a run."""
+class Launcher:
+    """Starts runs of one module, one at a time."""
 
-    def __init__(self, module: str, job: dict[str, Any], size: int, log: Path) -> None:
-        port = str(free_port())
-        self._log = log
-        self.ranks = []
-        for rank in range(size):
-            environment = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(size),
-                "LOCAL_WORLD_SIZE": str(size),
-                "GROUP_RANK": "0",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
-                "TORCHELASTIC_RUN_ID": port,
-                "OMP_NUM_THREADS": "1",
-                "GLOO_SOCKET_IFNAME": "lo",
-            }
-            with open(f"{log}.{rank}", "ab") as output:  # noqa: PTH123
-                self.ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, "-W", "ignore", "-m", module, json.dumps(job)],
-                        cwd=REPOSITORY,
-                        env={**os.environ, **environment},
-                        stdin=subprocess.DEVNULL,
-                        stdout=output,
-                        stderr=output,
-                    )
-                )
+    def __init__(self, module: str) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.ranks.launch", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+        )
 
-    def writers(self) -> list[int]:
-        """The writer processes of the ranks that live."""
-        found = []
-        for rank in self.ranks:
+    def start(self, job: dict[str, Any], size: int, log: Path) -> list[int]:
+        """The process ids of the ranks."""
+        assert self._server.stdin is not None
+        run = {"job": job, "size": size, "port": free_port(), "log": str(log)}
+        self._server.stdin.write(json.dumps(run) + "\n")
+        self._server.stdin.flush()
+        pids: list[int] = self._answer()
+        return pids
+
+    def join(self) -> list[int]:
+        """The exit statuses; negative: the signal that killed it."""
+        statuses: list[int] = self._answer()
+        return statuses
+
+    def close(self) -> None:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.close()
+        self._server.wait(PATIENCE_SECONDS)
+        self._server.stdout.close()
+
+    def _answer(self) -> Any:
+        assert self._server.stdout is not None
+        return json.loads(self._server.stdout.readline())
+
+
+def writers_of(pids: list[int]) -> list[int]:
+    """The writer processes of these ranks."""
+    found = []
+    for pid in pids:
+        for task in Path(f"/proc/{pid}/task").glob("*/children"):
             with suppress(OSError):
-                children = Path(f"/proc/{rank.pid}/task/{rank.pid}/children").read_text().split()
-                found += [int(pid) for pid in children]
-        return found
+                found += [int(child) for child in task.read_text().split()]
+    return found
 
-    def wait(self) -> list[int]:
-        """The exit status of every rank; one that fails ends the others, as under `torchrun`."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while any(rank.poll() is None for rank in self.ranks):
-            assert time.monotonic() < deadline, f"the ranks hang: {self.text()}"
-            if any(rank.poll() for rank in self.ranks):
-                self.kill()
-            time.sleep(0.02)
-        return [rank.returncode for rank in self.ranks]
 
-    def kill(self) -> None:
-        """All ranks, at once and without a word."""
-        for rank in self.ranks:
-            with suppress(ProcessLookupError):
-                rank.send_signal(signal.SIGKILL)
-        for rank in self.ranks:
-            rank.wait(PATIENCE_SECONDS)
+def serve(module: str) -> None:
+    """Serve runs until standard input ends."""
+    main = importlib.import_module(module).main
+    for line in sys.stdin:
+        run = json.loads(line)
+        pids = [_fork(main, run, rank) for rank in range(run["size"])]
+        print(json.dumps(pids), flush=True)
+        print(json.dumps(_wait(pids)), flush=True)
 
-    def text(self) -> str:
-        """What the ranks have said."""
-        return "\n".join(Path(f"{self._log}.{n}").read_text()[-6000:] for n in range(len(self.ranks)))
+
+def _wait(pids: list[int]) -> list[int]:
+    statuses: dict[int, int] = {}
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(statuses) < len(pids):
+        for pid in pids:
+            if pid not in statuses:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    statuses[pid] = os.waitstatus_to_exitcode(status)
+        if any(statuses.values()) or time.monotonic() > deadline:
+            for pid in pids:
+                if pid not in statuses:
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return [statuses[pid] for pid in pids]
+
+
+def _fork(main: Any, run: dict[str, Any], rank: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        output = os.open(f"{run['log']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(run["size"]),
+            LOCAL_WORLD_SIZE=str(run["size"]),
+            GROUP_RANK="0",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(run["port"]),
+            TORCHELASTIC_RUN_ID=str(run["port"]),
+            GLOO_SOCKET_IFNAME="lo",
+        )
+        logging.basicConfig(level=logging.INFO)
+        main(run["job"])
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 0
+    except BaseException:  # noqa: BLE001 - the fork must never return into the server's loop
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

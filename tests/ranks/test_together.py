@@ -37,7 +37,7 @@ class Rank:
         self.engine = Engine()
         cadence = Cadence(FrequencySettings.from_options(every_n_steps=every_n_steps), SystemClock(), LogSink())
         self.cadence = cadence
-        self.together = Together(ThreadRanks(rank, 2, store), cadence, self.engine)
+        self.together = Together(ThreadRanks(rank, 2, store), cadence.boundary, self.engine)
         cadence.start(0)
         self.together.start(0)
         self.took: list[int] = []

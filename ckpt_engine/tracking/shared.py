@@ -1,0 +1,85 @@
+"""The cadence of one of several ranks: what `together` has decided looks like what the rank has decided itself."""
+
+from __future__ import annotations
+
+from ckpt_engine.frequency.driver import Cadence
+from ckpt_engine.frequency.settings import FrequencySettings
+from ckpt_engine.observe.clock import Clock
+from ckpt_engine.observe.events import EventSink
+from ckpt_engine.preempt.notice import Stop
+from ckpt_engine.tracking.engine import Engine
+from ckpt_engine.tracking.together import Decision, Take, Together
+
+
+class SharedCadence(Cadence):
+    """Asked like any cadence. At each boundary `stop` MUST be called before `boundary`."""
+
+    def __init__(self, settings: FrequencySettings, clock: Clock, sink: EventSink, engine: Engine) -> None:
+        super().__init__(settings, clock, sink)
+        assert engine.ranks is not None
+        self._engine = engine
+        self._together = Together(engine.ranks, super().boundary, engine)
+        self._decision: Decision | None = None
+        self._halting: Decision | None = None
+        self._own_stop: Stop | None = None
+        self._asked = self._fits = False
+        self._counted: int | None = None
+
+    def start(self, step: int) -> None:
+        super().start(step)
+        self._together.start(step)
+
+    def stop(self, step: int, own: Stop | None, *, asked: bool, fits: bool) -> Stop | None:
+        """The stop of all ranks after `step`, if there is one.
+
+        Args:
+            own: what this rank knows of a stop.
+            asked: somebody has asked it for a snapshot.
+            fits: a last snapshot fits into the time that is left.
+        """
+        self._own_stop, self._asked, self._fits = own, asked, fits
+        self._decision = self._together.decided(step)
+        if self._decision is not None and self._decision.stop is not None:
+            self._halting, self._decision = self._decision, None
+        return None if self._halting is None else self._halting.as_stop()
+
+    def halt(self, take: Take) -> Stop:
+        """See `Together.halt`."""
+        assert self._halting is not None
+        return self._together.halt(self._halting, take)
+
+    def boundary(self, step: int) -> str | None:
+        decision, self._decision = self._decision, None
+        if decision is None or decision.reason is None:
+            self._lead(step)
+            return None
+        self._counted = self._engine.count
+        return decision.reason
+
+    def taken(self, step: int, stall_seconds: float, wait_seconds: float = 0.0) -> None:
+        super().taken(step, stall_seconds, wait_seconds)
+        self._done(step)
+
+    def skipped(self, step: int, reason: str) -> None:
+        super().skipped(step, reason)
+        if self._counted is not None and self._counted == self._engine.count:
+            self._engine.miss(step, reason)  # the other ranks count it
+        self._done(step)
+
+    def ended(self, step: int) -> str | None:
+        return self._engine.agree(lambda: super(SharedCadence, self).ended(step))
+
+    def _done(self, step: int) -> None:
+        if self._counted is not None:
+            self._counted = None
+            self._lead(step)
+
+    def _lead(self, step: int) -> None:
+        self._together.lead(step, self._own_stop, asked=self._asked, snapshot_on_stop=self._fits)
+
+
+def cadence_of(settings: FrequencySettings, clock: Clock, engine: Engine) -> Cadence:
+    """The cadence of a run, for one process or for one of several ranks."""
+    if engine.ranks is None:
+        return Cadence(settings, clock, engine.events)
+    return SharedCadence(settings, clock, engine.events, engine)

@@ -1,0 +1,52 @@
+"""One rank of an Accelerate DDP run: its launcher has set the environment and calls `main(job)`.
+
+Appends a line per batch to `<trace>.<rank>`, as `train_lightning` does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate_ckpt import AdaptiveCheckpoint
+from tests.ranks.train_lightning import Samples
+
+
+def main(job: dict[str, Any]) -> None:
+    """Train to the end."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    set_seed(job["seed"])
+    accelerator = Accelerator(cpu=True)
+    net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 4))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.9)
+    loader = DataLoader(Samples(job.get("samples", 64)), batch_size=4, shuffle=True)
+    net, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
+    set_seed(job["seed"] + accelerator.process_index)
+    ckpt = AdaptiveCheckpoint(accelerator, tiers=job["root"], every_n_steps=2, keep={"last": 3})
+    rank = accelerator.process_index
+    fd = os.open(f"{job['trace']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for epoch in range(ckpt.epoch, job["epochs"]):
+        for ids, x in loader:
+            loss = net(x).square().mean()
+            os.write(fd, f"{epoch} {ids.tolist()} {torch.rand(()).item()!r} {loss.item()!r}\n".encode())
+            time.sleep(job["pace"])
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    if accelerator.is_main_process:
+        weights = {name: value.flatten().tolist() for name, value in accelerator.unwrap_model(net).state_dict().items()}
+        with open(job["trace"] + ".end", "w") as file:  # noqa: PTH123
+            json.dump(weights, file)
+    accelerator.end_training()

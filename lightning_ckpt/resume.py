@@ -23,6 +23,7 @@ from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.data import rng
 from ckpt_engine.errors import NewerFormatError, ResumeError
 from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.restore.as_rank import require_size
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
@@ -156,6 +157,8 @@ class Resume:
     def _fits(self, manifest: Manifest) -> None:
         """Raises where the weights of the snapshot are not those of this model."""
         module = self._module
+        if self._loaders is not None:
+            require_size(manifest, self._trainer.world_size)
         if is_overridden("on_load_checkpoint", module):
             return  # the user's hook may well convert the old weights
         expected = {

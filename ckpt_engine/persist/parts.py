@@ -6,6 +6,7 @@ its data is durable. It makes nothing exist. A rank that has no part says so in 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -166,9 +167,13 @@ def _joined(name: str, whole: tuple[int, ...], slices: Sequence[tuple[int, Entry
         if start != at:
             raise SnapshotFailedError(f"bytes {at} to {start} of {name!r} are missing, or two ranks have them")
         at += sum(piece.raw_nbytes for piece in entry.pieces)
+    first = ordered[0][1]
+    first_bytes = sum(piece.raw_nbytes for piece in first.pieces)
+    if at * math.prod(first.shape) != first_bytes * math.prod(whole):
+        raise SnapshotFailedError(f"the bytes of {name!r} from {at} on are missing, or two ranks have them")
     # An array without bytes has one part without pieces.
     pieces = tuple(piece for _, entry in ordered for piece in entry.pieces)
-    return replace(ordered[0][1], shape=whole, pieces=pieces)
+    return replace(first, shape=whole, pieces=pieces)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ckpt_engine.errors import ResumeError
 from ckpt_engine.store.manifest import RANKS, Manifest
 
 
@@ -23,6 +24,19 @@ def as_rank(manifest: Manifest, rank: int) -> Manifest:
         return manifest
     shared = {key: node for key, node in manifest.tree.items() if key != RANKS}
     return replace(manifest, tree={**shared, **own_trees(manifest).get(rank % size_of(manifest), {})})
+
+
+def require_size(manifest: Manifest, size: int) -> None:
+    """Raise where an exact resume is impossible because another number of ranks has taken the snapshot.
+
+    Raises:
+        ResumeError: says both numbers.
+    """
+    if size_of(manifest) != size:
+        raise ResumeError(
+            f"{size_of(manifest)} ranks took snapshot {manifest.info.id}, and this run has {size}",
+            hint=f"start it with {size_of(manifest)} ranks; Checkpointer.load takes the weights to any number",
+        )
 
 
 def own_trees(manifest: Manifest) -> dict[int, Mapping[str, Any]]:

@@ -11,6 +11,7 @@ from ckpt_engine.data import rng
 from ckpt_engine.data.exactness import Level
 from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
 from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.restore.as_rank import require_size
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.store.manifest import Manifest
@@ -190,6 +191,7 @@ class Resume:
 
     def _fits(self, manifest: Manifest) -> None:
         """Raises where the weights of the snapshot are not those of these models."""
+        require_size(manifest, self._engine.ranks.size if self._engine.ranks is not None else 1)
         tracked = OWN_KEY in manifest.tree or IMPORTED in manifest.notes
         if not tracked or "state_dict" in manifest.tree:
             raise ResumeError(

@@ -22,6 +22,10 @@ FIRST_LOOK_SECONDS = 0.005
 LAST_LOOK_SECONDS = 0.5
 """Bounds of the distance between two looks for the parts of other ranks; it grows in between."""
 _LOOKS_GROW = 1.5
+ALONE_SECONDS = 5.0
+"""How long parts are waited for once the trainer is gone: the lease must be free before a restarted one gives up."""
+
+_never = threading.Event()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +70,23 @@ class Gathering:
         in_flight: told what is settled.
         progress: of the lane that it runs in; waiting for others is no hang of the storage.
         still_ours: raises `LeaseHeldError` if the lease is lost; asked right before the commit.
+        alone: set when the trainer is gone. Whoever restarts it waits for the lease then, and can complete the snapshot
+            as well: it is left as it is after `ALONE_SECONDS`.
     """
 
     def __init__(
-        self, ranks: RankConfig, in_flight: InFlight, progress: Progress, still_ours: Callable[[], object]
+        self,
+        ranks: RankConfig,
+        in_flight: InFlight,
+        progress: Progress,
+        still_ours: Callable[[], object],
+        alone: threading.Event,
     ) -> None:
         self._ranks = ranks
         self._in_flight = in_flight
         self._progress = progress
         self._still_ours = still_ours
-        self._pause = threading.Event()  # never set: a wait with a bound that ends with the process
+        self._alone = alone
 
     def commit(self, staged: Staged, repository: Repository, manifest: Manifest) -> Manifest:
         """Raises `WaitTimeoutError` if a part does not come, `SnapshotFailedError` if the parts make no snapshot."""
@@ -91,6 +102,8 @@ class Gathering:
         return whole
 
     def undo(self, staged: Staged, repository: Repository, new: Sequence[str]) -> None:
+        if self._alone.is_set():
+            return  # the next start completes it, if the last part has come by then, or removes it
         # A commit may have landed although it reported an error. Without its records nobody can complete it later.
         repository.forget([staged.snapshot])
         parts.remove(repository.storage, staged.snapshot, range(self._ranks.size))
@@ -101,6 +114,7 @@ class Gathering:
         storage, found = repository.storage, dict[int, Part]()
         wanted = set(range(1, self._ranks.size))
         deadline = time.monotonic() + self._ranks.wait_seconds
+        alone_until: float | None = None
         pause = FIRST_LOOK_SECONDS
         while wanted:
             self._progress.moved()
@@ -110,14 +124,17 @@ class Gathering:
                     wanted.discard(rank)
             if not wanted or any(part.cancelled is not None for part in found.values()):
                 break
-            left = deadline - time.monotonic()
+            now = time.monotonic()
+            if self._alone.is_set() and alone_until is None:
+                alone_until = now + ALONE_SECONDS
+            left = min(deadline, alone_until or deadline) - now
             if left <= 0.0:
                 raise WaitTimeoutError(
-                    f"no part of {snapshot} came from {_listed(wanted)} within {self._ranks.wait_seconds:.0f} s",
+                    f"no part of {snapshot} came from {_listed(wanted)} in time ({self._ranks.wait_seconds:.0f} s)",
                     hint="see whether these ranks live, and whether they write to the same place",
                 )
             self._progress.check()
-            self._pause.wait(min(pause, left))
+            (_never if self._alone.is_set() else self._alone).wait(min(pause, left))
             pause = min(pause * _LOOKS_GROW, LAST_LOOK_SECONDS)
         return list(found.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 
@@ -34,7 +35,7 @@ class Near:
         progress: of the lane that the methods run in.
         emit: takes events.
         made_room: told the snapshots that had to go for the next one.
-        ranks: where this is the coordinator of several ranks.
+        ranks, in_flight, alone: where this is the coordinator of several ranks, see `commit.Gathering`.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Near:
         made_room: Callable[[Sequence[str]], object],
         ranks: RankConfig | None = None,
         in_flight: InFlight | None = None,
+        alone: threading.Event | None = None,
     ) -> None:
         self._url = url
         self._repository = repository
@@ -66,8 +68,8 @@ class Near:
         self._in_flight: Container[str] = () if in_flight is None else in_flight
         self._room = Room(repository, lease, policy, self._notice, self._in_flight)
         self._finish: Finish = ALONE
-        if ranks is not None and in_flight is not None:
-            self._finish = Gathering(ranks, in_flight, progress, lambda: self._lease.check())
+        if ranks is not None and in_flight is not None and alone is not None:
+            self._finish = Gathering(ranks, in_flight, progress, lambda: self._lease.check(), alone)
 
     def write(self, staged: Staged) -> SnapshotCommitted:
         """Make a snapshot durable, making room before.

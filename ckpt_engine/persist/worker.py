@@ -127,6 +127,7 @@ class Worker:
                 self._drop(lambda order: order is not newest)
             self._intake.close()  # what no order needs is nobody's memory any more
             self._finishing = self._abandoned = True
+            self._writer.leave_alone()
             self._changed.notify()
         if self._memory:
             self.held.seal(self._writer.run)

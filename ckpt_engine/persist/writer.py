@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -76,6 +77,7 @@ class Writer:
         self._held_back: str | None = None
         """The newest snapshot when retention had to spare one that was being copied."""
         self._opened = False
+        self._alone = threading.Event()
 
     def open(self) -> None:
         """Take the lease and make the run's folder ready.
@@ -130,6 +132,7 @@ class Writer:
                 fleet.gone if fleet else lambda _: None,
                 ranks,
                 in_flight,
+                self._alone,
             )
             self._opened = True
             undo.pop_all()
@@ -153,6 +156,10 @@ class Writer:
         for snapshot in found.discarded:
             self._notice(f"{snapshot} was not written by all ranks and is dropped")
         return in_flight
+
+    def leave_alone(self) -> None:
+        """The trainer is gone: nobody is waited for long any more. Any thread may call this."""
+        self._alone.set()
 
     def cancel(self, order: Cancelled) -> None:
         """This rank has no part in a snapshot that all ranks take."""

@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, Store, distributed_c10d  # type: igno
 
 from ckpt_engine.errors import ConfigError, RanksError, WaitTimeoutError
 
-WAIT_SECONDS = 300.0
+WAIT_SECONDS = 120.0
 _SHORT_SECONDS = 30.0
 _worlds = itertools.count()
 

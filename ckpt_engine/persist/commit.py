@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckpt_engine.errors import CkptError, StorageMissingError, WaitTimeoutError
+from ckpt_engine.errors import CkptError, WaitTimeoutError
 from ckpt_engine.persist import parts
 from ckpt_engine.persist.job import RankConfig
 from ckpt_engine.persist.parts import Part
@@ -118,10 +118,9 @@ class Gathering:
         pause = FIRST_LOOK_SECONDS
         while wanted:
             self._progress.moved()
-            for rank in sorted(wanted & parts.there(storage, snapshot).get(snapshot, set())):
-                with suppress(StorageMissingError):  # listed before it can be read: it comes
-                    found[rank] = parts.read(storage, snapshot, rank)
-                    wanted.discard(rank)
+            new = parts.read_all(storage, snapshot, wanted & parts.there(storage, snapshot).get(snapshot, set()))
+            found |= new
+            wanted -= new.keys()
             if not wanted or any(part.cancelled is not None for part in found.values()):
                 break
             now = time.monotonic()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,8 @@ from ckpt_engine.store import manifest_codec
 from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
+
+READS_AT_ONCE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,28 @@ def read(storage: Storage, snapshot: str, rank: int) -> Part:
     if part.rank != rank or manifest.info.id != snapshot:
         raise CorruptError(f"{storage.url}/{name} is of rank {part.rank} and of {manifest.info.id}")
     return part
+
+
+def read_all(storage: Storage, snapshot: str, ranks: Collection[int]) -> dict[int, Part]:
+    """The part records of these ranks, many at once; those that are not there are left out.
+
+    Raises:
+        FormatError, StorageError: one cannot be read.
+    """
+
+    def attempt(rank: int) -> Part | None:
+        try:
+            return read(storage, snapshot, rank)
+        except StorageMissingError:
+            return None
+
+    ordered = sorted(ranks)
+    if len(ordered) < 2:
+        found = [attempt(rank) for rank in ordered]
+    else:
+        with ThreadPoolExecutor(min(READS_AT_ONCE, len(ordered)), thread_name_prefix="ckpt-parts") as pool:
+            found = list(pool.map(attempt, ordered))
+    return {part.rank: part for part in found if part is not None}
 
 
 def there(storage: Storage, snapshot: str | None = None) -> dict[str, set[int]]:
@@ -203,7 +228,7 @@ def recover(repository: Repository, in_flight: Container[str]) -> Recovered:
             continue
         if snapshot not in existing:
             try:
-                manifest = merge(list(_readable(storage, snapshot, ranks)))
+                manifest = merge(list(read_all(storage, snapshot, ranks).values()))
                 _require_files(storage, manifest)
             except (FormatError, SnapshotSkippedError, SnapshotFailedError, StorageMissingError):
                 discarded.append(snapshot)
@@ -212,11 +237,6 @@ def recover(repository: Repository, in_flight: Container[str]) -> Recovered:
                 completed.append(snapshot)
         remove(storage, snapshot, ranks)
     return Recovered(tuple(completed), tuple(discarded))
-
-
-def _readable(storage: Storage, snapshot: str, ranks: Collection[int]) -> Iterator[Part]:
-    for rank in sorted(ranks):
-        yield read(storage, snapshot, rank)
 
 
 def _require_files(storage: Storage, manifest: Manifest) -> None:

@@ -1,8 +1,8 @@
 """Plans what a snapshot writes into one repository: its whole image as one file, or only what is not there yet.
 
-What is there is referred to in files of older snapshots. A file stays on the disk as long as one byte of it is needed, so
-a reference is only worth making to files that are mostly needed: what lies unchanged in others is written once more,
-apart from what changes, and referred to from then on.
+What is there is referred to in files of older snapshots. A file stays on the disk as long as one byte of it is needed,
+so a reference is only worth making to files that are mostly needed: what lies unchanged in others is written once
+more, apart from what changes, and referred to from then on.
 """
 
 from __future__ import annotations
@@ -93,18 +93,13 @@ def whole(snapshot: str, cut_layout: CutLayout, digests: Sequence[str]) -> Draft
 
 def unchanged_bytes(cut_layout: CutLayout, digests: Sequence[str], before: Manifest) -> int:
     """Bytes of the pieces that an older snapshot has too, in the same place of the same entry."""
-    return sum(
-        part.extent.nbytes
-        for _, parts in _paired(cut_layout, digests, before)
-        for part in parts
-        if part.old is not None
-    )
+    return _old_bytes(_paired(cut_layout, digests, before))
 
 
 def partial(snapshot: str, cut_layout: CutLayout, digests: Sequence[str], before: Manifest) -> Draft | None:
     """Only what an older snapshot does not have. None: writing the whole image is no worse."""
     paired = _paired(cut_layout, digests, before)
-    old_bytes = sum(part.extent.nbytes for _, parts in paired for part in parts if part.old is not None)
+    old_bytes = _old_bytes(paired)
     if old_bytes == 0 or old_bytes < PAYS * cut_layout.nbytes:
         return None
     kept = _worth_keeping(paired, before)
@@ -131,6 +126,10 @@ def _paired(cut_layout: CutLayout, digests: Sequence[str], before: Manifest) -> 
             position += 1
         found.append((entry, parts))
     return found
+
+
+def _old_bytes(paired: Sequence[tuple[EntryLayout, Sequence[_Part]]]) -> int:
+    return sum(part.extent.nbytes for _, parts in paired for part in parts if part.old is not None)
 
 
 def content_digest(piece: Piece) -> str:

@@ -1,13 +1,15 @@
-"""Stores a snapshot anew in the most awkward way that the format allows: in pieces, files, codecs and bases by chance."""
+"""Stores a snapshot anew as awkwardly as the format allows: in pieces, files, codecs and bases by chance."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 
 from ckpt_engine.store import codecs, layout
 from ckpt_engine.store.codecs.base import Chunk, Codec, get_codec
+from ckpt_engine.store.container import ALIGN_BYTES, build_header
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
@@ -61,8 +63,10 @@ class Scatter:
         files = []
         for part, blob in enumerate(self.blobs):
             name = layout.data_name(snapshot, part=part + 1)
-            repository.storage.put(name, [memoryview(blob)])
-            files.append(DataFile(name, len(blob)))
+            header = build_header([("blob", "U8", (len(blob),), len(blob))])
+            assert len(header) == ALIGN_BYTES
+            repository.storage.put(name, [memoryview(header), memoryview(blob)])
+            files.append(DataFile(name, ALIGN_BYTES + len(blob)))
         made = replace(plain, files=tuple(files), entries=entries, bases=self.bases)
         repository.commit(made)
         return made
@@ -70,10 +74,11 @@ class Scatter:
     def _cut(self, name: str, entry: Entry, data: bytes, depth: int = 0) -> Iterator[Piece]:
         if not data:
             return
+        # At least two pieces, never back to back: else the entry would have to be an array of the file.
         count = self.random.randrange(1, self.most_pieces + 1)
-        cuts = sorted({0, len(data), *(self.random.randrange(len(data)) for _ in range(count - 1))})
+        cuts = sorted({0, len(data) // 2, len(data), *(self.random.randrange(len(data)) for _ in range(count - 1))})
         kinds = ["raw", "raw", "zstd", *(["flip"] if depth < self.depth else [])]
-        parts = [(low, high, self.random.choice(kinds)) for low, high in zip(cuts, cuts[1:], strict=False)]
+        parts = [(low, high, self.random.choice(kinds)) for low, high in pairwise(cuts)]
         base, base_id = b"", layout.snapshot_id(1, depth)
         if any(kind == "flip" for _, _, kind in parts):
             base = self.random.randbytes(len(data))
@@ -89,9 +94,9 @@ class Scatter:
             kind, made = "raw", data
         number = self.random.randrange(len(self.blobs))
         blob = self.blobs[number]
-        offset = len(blob)
+        offset = ALIGN_BYTES + len(blob)
         blob += made
-        blob += b"?" * self.random.randrange(5)
+        blob += b"?" * self.random.randrange(1, 5)
         raw_digest = None if kind == "raw" else digest(data)
         return Piece(number, offset, len(made), digest(bytes(made)), len(data), kind, base_id, raw_digest)
 

@@ -121,7 +121,7 @@ def _paired(cut_layout: CutLayout, digests: Sequence[str], before: Manifest) -> 
         for extent in extents:
             piece = there.get(extent.offset - entry.offset)
             wanted = digests[position]
-            is_same = piece is not None and piece.raw_nbytes == extent.nbytes and content_digest(piece) == wanted
+            is_same = piece is not None and piece.raw_nbytes == extent.nbytes and piece.content_digest == wanted
             parts.append(_Part(extent, wanted, piece if is_same else None))
             position += 1
         found.append((entry, parts))
@@ -130,11 +130,6 @@ def _paired(cut_layout: CutLayout, digests: Sequence[str], before: Manifest) -> 
 
 def _old_bytes(paired: Sequence[tuple[EntryLayout, Sequence[_Part]]]) -> int:
     return sum(part.extent.nbytes for _, parts in paired for part in parts if part.old is not None)
-
-
-def content_digest(piece: Piece) -> str:
-    """The digest of what a piece is when it is decoded."""
-    return piece.raw_digest or piece.digest
 
 
 def _by_start(pieces: Sequence[Piece]) -> dict[int, Piece]:

@@ -33,7 +33,7 @@ class Known:
         self._repository = repository
         self._asked = False
         self._newest: Manifest | None = None
-        self._expects: bool | None = None
+        self._expects = False
 
     def draft(self, staged: Staged) -> Draft | None:
         """What the snapshot has to write; None: its whole image.
@@ -83,10 +83,8 @@ class Known:
         return self._newest
 
     def _is_promising(self, staged: Staged, before: Manifest) -> bool:
-        if self._expects is not None:
-            return self._expects
         cut_layout = staged.cut_layout
-        if staged.digests.known is not None or cut_layout.nbytes <= SMALL_BYTES:
+        if self._expects or staged.digests.known is not None or cut_layout.nbytes <= SMALL_BYTES:
             return True
         cuts = zip(cut_layout.layout.entries, cut_layout.extents, strict=True)
         pieces = [(extent.offset, extent.nbytes, entry.name) for entry, extents in cuts for extent in extents]
@@ -98,6 +96,6 @@ class Known:
                 old = before.entries.get(name)
                 with whole[offset : offset + nbytes] as part:
                     found = digest(part)
-                if old is not None and any(drafts.content_digest(piece) == found for piece in old.pieces):
+                if old is not None and any(piece.content_digest == found for piece in old.pieces):
                     return True
         return False

@@ -76,6 +76,11 @@ class Piece:
     base: str | None = None
     raw_digest: str | None = None
 
+    @property
+    def content_digest(self) -> str | None:
+        """The digest of the decoded bytes; None: not known."""
+        return self.digest if self.codec == RAW else self.raw_digest
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:

@@ -87,7 +87,7 @@ class Near:
             draft,
             known.stands,
         )
-        known.committed(manifest, staged.cut_layout, staged.digest())
+        known.committed(manifest)
         self._room.committed(staged.snapshot)
         return committed
 

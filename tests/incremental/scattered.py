@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -48,14 +48,14 @@ class Scatter:
         self.depth = depth
         self.most_pieces = most_pieces
         self.blobs: list[bytearray] = [bytearray(b"?" * self.random.randrange(9)) for _ in range(3)]
-        self.bases: dict[str, dict[str, Entry]] = {}
+        self.bases: dict[str, dict[str, dict[int, Piece]]] = {}
 
     def rewrite(self, snapshot: str) -> Manifest:
         """Store it anew under its id; returns its manifest."""
         repository = self.repository
         plain = repository.read(snapshot)
         entries = {
-            name: replace(entry, pieces=tuple(self._cut(name, entry, bytes_of(repository, plain, entry))))
+            name: replace(entry, pieces=tuple(self._cut(name, bytes_of(repository, plain, entry))))
             for name, entry in plain.entries.items()
         }
         repository.forget([snapshot])
@@ -71,21 +71,22 @@ class Scatter:
         repository.commit(made)
         return made
 
-    def _cut(self, name: str, entry: Entry, data: bytes, depth: int = 0) -> Iterator[Piece]:
+    def _cut(self, name: str, data: bytes) -> Iterator[Piece]:
         if not data:
             return
         # At least two pieces, never back to back: else the entry would have to be an array of the file.
         count = self.random.randrange(1, self.most_pieces + 1)
         cuts = sorted({0, len(data) // 2, len(data), *(self.random.randrange(len(data)) for _ in range(count - 1))})
-        kinds = ["raw", "raw", "zstd", *(["flip"] if depth < self.depth else [])]
-        parts = [(low, high, self.random.choice(kinds)) for low, high in pairwise(cuts)]
-        base, base_id = b"", layout.snapshot_id(1, depth)
-        if any(kind == "flip" for _, _, kind in parts):
-            base = self.random.randbytes(len(data))
-            kept = self.bases.setdefault(base_id, {})
-            kept[name] = replace(entry, pieces=tuple(self._cut(name, entry, base, depth + 1)))
-        for low, high, kind in parts:
-            yield self._store(data[low:high], kind, base[low:high], base_id if kind == "flip" else None)
+        for low, high in pairwise(cuts):
+            yield self._piece(name, low, data[low:high])
+
+    def _piece(self, name: str, start: int, data: bytes, depth: int = 0) -> Piece:
+        kind = self.random.choice(["raw", "raw", "zstd", *(["flip"] if depth < self.depth else [])])
+        if kind != "flip":
+            return self._store(data, kind, b"", None)
+        base, base_id = self.random.randbytes(len(data)), f"00000000-s{depth:010d}-00000000"
+        self.bases.setdefault(base_id, {}).setdefault(name, {})[start] = self._piece(name, start, base, depth + 1)
+        return self._store(data, kind, base, base_id)
 
     def _store(self, data: bytes, kind: str, base: bytes, base_id: str | None) -> Piece:
         codec: Codec = get_codec(kind)
@@ -105,9 +106,3 @@ def bytes_of(repository: Repository, manifest: Manifest, entry: Entry) -> bytes:
     """The bytes of a plain entry."""
     read = repository.storage.get
     return b"".join(read(manifest.files[piece.file].name, piece.offset, piece.nbytes) for piece in entry.pieces)
-
-
-def chained(entry: Entry, bases: Mapping[str, Mapping[str, Entry]], name: str) -> int:
-    """The longest chain of bases behind an entry."""
-    behind = [piece.base for piece in entry.pieces if piece.base]
-    return max((1 + chained(bases[one][name], bases, name) for one in behind), default=0)

@@ -233,3 +233,75 @@ def test_whatever_changes_every_snapshot_is_what_was_saved(
     life.save(*states.values())
     life.check(states)
     assert {one.info.step for one in life.manifests()} <= set(states)
+
+
+class Table:
+    """A big table of which a few rows change between snapshots, beside a small tensor that changes everywhere."""
+
+    def __init__(self, rows: int = 20_000, width: int = 16) -> None:
+        self.random = torch.Generator().manual_seed(0)
+        self.table = torch.randn(rows, width, generator=self.random)
+        self.step = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.table.nbytes
+
+    def touch(self, share: float = 0.01) -> dict[str, Any]:
+        self.step += 1
+        rows = torch.randperm(len(self.table), generator=self.random)[: int(share * len(self.table))]
+        self.table = self.table.clone()
+        self.table[rows] += 1
+        return {"table": self.table, "head": torch.randn(100, generator=self.random), "step": self.step}
+
+
+def test_of_a_table_only_the_rows_that_changed_are_written(tmp_path: Path, ckpt: Callable[..., Outcome]) -> None:
+    """At most twice their bytes, until the chain is as long as it may be and the table is written anew."""
+    life, table = Life(tmp_path / "run", keep={"last": 99}), Table()
+    states = {one["step"]: one for one in (table.touch() for _ in range(12))}
+    life.save(*states.values())
+    sizes = [life.written(manifest) for manifest in life.manifests()]
+    touched = table.nbytes // 100
+    small = [nbytes for nbytes in sizes[1:] if nbytes <= 2 * touched + 2 * 4096]
+    assert len(small) >= 10, sizes
+    depths = [len(manifest.bases) for manifest in life.manifests()]
+    assert max(depths) == 8 and depths[0] == 0, depths
+    life.check(states)
+    assert ckpt("verify", life.root).code == 0
+
+
+def test_a_table_outlives_the_snapshots_it_was_written_by(tmp_path: Path) -> None:
+    """Retention keeps the data of bases although their snapshots are gone."""
+    life, table = Life(tmp_path / "run", keep={"last": 1}), Table()
+    states = {one["step"]: one for one in (table.touch() for _ in range(6))}
+    life.save(*states.values())
+    (only,) = life.manifests()
+    assert len(only.bases) == 5
+    life.check(states)
+
+
+def test_a_damaged_base_is_noticed_and_the_snapshot_before_it_used(tmp_path: Path) -> None:
+    """Those that build on it cannot be used, and none is loaded wrong."""
+    life, table = Life(tmp_path / "run", keep={"last": 99}), Table()
+    whole = {"other": torch.ones(3), "step": 0}
+    life.save(whole, *(table.touch() for _ in range(3)))
+    manifests = life.manifests()
+    name, pieces = next(iter(next(iter(manifests[-1].bases.values())).items()))
+    assert name == "table"
+    base = manifests[1].entries["table"].pieces[0]
+    flip_bit(life.root / manifests[1].files[base.file].name, base.offset + 5)
+    found = load([life.repository])
+    assert found is not None and same(found.state, whole)
+    assert [one.snapshot for one in found.rejected] == [one.info.id for one in reversed(manifests[1:])]
+    assert all("table" in one.reason for one in found.rejected)
+    assert pieces
+
+
+def test_a_table_that_changes_everywhere_again_is_written_whole(tmp_path: Path) -> None:
+    """Deltas end as soon as they do not pay, and begin again when they do."""
+    life, table = Life(tmp_path / "run", keep={"last": 99}), Table()
+    states = {one["step"]: one for one in (table.touch(share) for share in (0.01, 0.01, 1.0, 0.9, 0.01, 0.01))}
+    life.save(*states.values())
+    sizes = [life.written(manifest) for manifest in life.manifests()]
+    assert [nbytes > table.nbytes // 2 for nbytes in sizes] == [True, False, True, True, False, False]
+    life.check(states)

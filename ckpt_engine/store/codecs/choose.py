@@ -145,8 +145,7 @@ def due(known: Knowledge, classes: Sequence[str], codecs: Sequence[str], snapsho
         (kind, codec)
         for kind in classes
         for codec in codecs
-        if codec != RAW
-        and ((kind, codec) not in known or snapshot - known[kind, codec].snapshot >= RETRY_SNAPSHOTS)
+        if codec != RAW and ((kind, codec) not in known or snapshot - known[kind, codec].snapshot >= RETRY_SNAPSHOTS)
     ]
 
 

@@ -23,7 +23,8 @@ from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece
 PAYS = 0.05
 """Less than this share of unchanged bytes is not looked for."""
 ALIVE = 0.5
-"""A file of which a smaller share is needed is not referred to any more."""
+"""A file of which a smaller share is needed is not referred to any more, unless it is no more than a header."""
+HEADER_BYTES = 16 << 10
 MOST_FILES = 16
 """Older files that one snapshot refers to, at most."""
 CHANGED, SETTLED, DELTAS = 1, 2, 3
@@ -175,7 +176,7 @@ def _worth_keeping(paired: _Paired, before: Manifest) -> frozenset[int]:
     needed: dict[int, int] = {}
     for piece in pieces:
         needed[piece.file] = needed.get(piece.file, 0) + piece.nbytes
-    alive = [index for index, nbytes in needed.items() if nbytes >= ALIVE * before.files[index].nbytes]
+    alive = [index for index, nbytes in needed.items() if nbytes >= ALIVE * (before.files[index].nbytes - HEADER_BYTES)]
     alive.sort(key=lambda index: (-needed[index], index))
     return frozenset(alive[:MOST_FILES])
 

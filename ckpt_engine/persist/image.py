@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from ckpt_engine.persist.deltas import CODEC
+from ckpt_engine.persist.deltas import CODEC, Delta
 from ckpt_engine.persist.job import EntryLayout
 from ckpt_engine.persist.pieces import CutLayout, Extent
 from ckpt_engine.store import layout as names
@@ -30,7 +30,7 @@ MOST_FILES = 16
 CHANGED, SETTLED, DELTAS = 1, 2, 3
 """Parts of a snapshot: its data file of what changes, that of what stays, and that of what changes in few rows."""
 
-Encode = Callable[[EntryLayout, Extent, str, Sequence[Piece]], bytes | None]
+Encode = Callable[[EntryLayout, Extent, str, tuple[Piece, ...]], Delta | None]
 """A piece of the image (with its digest) as a delta against the older snapshot's piece, which comes with its bases."""
 
 
@@ -92,8 +92,8 @@ class _Part:
 
     Args:
         start: where it begins in its entry.
-        chain: what the older snapshot has there, and its bases; empty: nothing of use.
-        delta: the piece encoded against that; None: it is the same, if there is something.
+        chain: what the older snapshot has there, or what the delta was made against, and its bases; empty: nothing.
+        delta: None: the piece is the same as the older one, if there is one.
         is_slow: few of its rows have changed until now: it is stored apart from what changes everywhere.
     """
 
@@ -101,12 +101,13 @@ class _Part:
     start: int
     digest: str
     chain: tuple[Piece, ...] = ()
-    delta: bytes | None = None
+    delta: Delta | None = None
     is_slow: bool = False
 
     @property
     def spared_bytes(self) -> int:
-        return self.extent.nbytes - len(self.delta or b"") if self.chain else 0
+        stored_bytes = len(self.delta.stored) if self.delta is not None else 0
+        return self.extent.nbytes - stored_bytes if self.chain else 0
 
 
 _Paired = list[tuple[EntryLayout, list[_Part]]]
@@ -148,7 +149,7 @@ def _paired(cut_layout: CutLayout, digests: Sequence[str], before: Manifest, enc
                 if piece.content_digest == wanted:
                     part = replace(part, chain=chain)
                 elif (delta := encode(entry, extent, wanted, chain)) is not None:
-                    part = replace(part, chain=chain, delta=delta)
+                    part = replace(part, chain=delta.over, delta=delta)
                 else:
                     part = replace(part, is_slow=len(chain) > 1)
             parts.append(part)
@@ -236,7 +237,7 @@ class _Composer:
     def _chunk(self, entry: EntryLayout, part: _Part, target: int) -> Piece:
         """A piece of an entry whose pieces are in several places."""
         if target in (0, DELTAS):
-            self._keep_bases(entry.name, part, of_older=target == 0)
+            self._keep_bases(entry.name, part)
         if target == 0:
             return part.chain[0]
         piece = self._stored(target, part)
@@ -249,12 +250,13 @@ class _Composer:
         new, raw_nbytes = self._new[target], part.extent.nbytes
         if target != DELTAS or part.delta is None:
             return Piece(0, new.append(part.extent), raw_nbytes, part.digest, raw_nbytes)
-        offset, older = new.append(part.delta), self._before.info.id
-        return Piece(0, offset, len(part.delta), digest(part.delta), raw_nbytes, CODEC, older, part.digest)
+        stored = part.delta.stored
+        offset = new.append(stored)
+        return Piece(0, offset, len(stored), digest(stored), raw_nbytes, CODEC, part.delta.base, part.digest)
 
-    def _keep_bases(self, name: str, part: _Part, *, of_older: bool) -> None:
-        base = part.chain[0].base if of_older else self._before.info.id
-        for piece in part.chain[1:] if of_older else part.chain:
+    def _keep_bases(self, name: str, part: _Part) -> None:
+        base = part.chain[0].base if part.delta is None else part.delta.base
+        for piece in part.chain[1:] if part.delta is None else part.chain:
             assert base is not None
             self._bases.setdefault(base, {}).setdefault(name, {})[part.start] = piece
             base = piece.base

@@ -89,10 +89,12 @@ class Decoder:
             CkptError: whatever `fetch` raises.
         """
         self._fill(name, start, chain_of(self._manifest, name, start, piece), out)
+        _require_content(name, start, piece, out)
 
     def decode(self, name: str, start: int, piece: Piece, stored: memoryview, out: memoryview) -> None:
         """As `read`, where the stored bytes of the piece are there, verified."""
         self._decode(name, start, chain_of(self._manifest, name, start, piece), stored, out)
+        _require_content(name, start, piece, out)
 
     def _fill(self, name: str, start: int, chain: list[Piece], out: memoryview) -> None:
         piece = chain[0]
@@ -117,8 +119,6 @@ class Decoder:
             codec.decode(stored, out, base)
         except CorruptError as err:
             raise CorruptError(f"{name!r}: {err.message}") from err
-        if piece.raw_digest is not None and digest(out) != piece.raw_digest:
-            raise CorruptError(f"{name!r}: bytes {start} to {start + out.nbytes} are not what was encoded")
 
     def _buffer(self, number: int, nbytes: int) -> memoryview:
         """Memory that this thread reuses: two buffers per step of a chain."""
@@ -126,3 +126,9 @@ class Decoder:
         if len(kept.get(number, b"")) < nbytes:
             kept[number] = bytearray(nbytes)
         return memoryview(kept[number])[:nbytes]
+
+
+def _require_content(name: str, start: int, piece: Piece, out: memoryview) -> None:
+    """Once per chain: what is under it was verified as it was stored."""
+    if piece.raw_digest is not None and digest(out) != piece.raw_digest:
+        raise CorruptError(f"{name!r}: bytes {start} to {start + out.nbytes} are not what was encoded")

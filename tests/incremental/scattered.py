@@ -59,7 +59,7 @@ class Scatter:
             for name, entry in plain.entries.items()
         }
         repository.forget([snapshot])
-        repository.storage.delete(*(file.name for file in plain.files))
+        repository.storage.delete(*(file.name for file in plain.files if snapshot in file.name))
         files = []
         for part, blob in enumerate(self.blobs):
             name = layout.data_name(snapshot, part=part + 1)

@@ -88,7 +88,8 @@ class RowsCodec:
             into[:] = coded
         else:
             DeltaCodec().decode(coded, into, memoryview(old[changed].reshape(-1)))  # type: ignore[arg-type]
-        np.copyto(new, old)
+        if new.ctypes.data != old.ctypes.data:  # else it is decoded over its base
+            np.copyto(new, old)
         new[changed] = touched
         out[new.nbytes :] = tail
 

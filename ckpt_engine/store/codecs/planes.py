@@ -48,8 +48,6 @@ Sink = Callable[[int, int, Words], None]
 _HEADER = struct.Struct("<4sBBHIIQQ")
 HEADER_BYTES = _HEADER.size
 _AS_IS, _FRAME, _ZEROS, _PAIR, _WITH_PREVIOUS = range(5)
-_MOST_BLOCK_WORDS = 1 << 20
-
 _SETTINGS = {
     "strategy": 1,
     "min_match": 7,
@@ -113,7 +111,7 @@ class Header:
         if found[:3] == magic[:3] and found[3] > magic[3]:
             raise NewerFormatError(f"a piece is encoded with a later version of {codec!r}")
         good = found == magic and width in WIDTHS and turned <= 1 and zero == zero2 == 0
-        if not good or not 1 <= block_words <= min(BLOCK_WORDS, _MOST_BLOCK_WORDS):
+        if not good or not 1 <= block_words <= BLOCK_WORDS:
             raise damaged(codec, "its header makes no sense")
         if raw != nbytes:
             raise damaged(codec, f"it holds {raw} bytes where {nbytes} belong")

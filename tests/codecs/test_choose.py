@@ -61,9 +61,7 @@ def test_codecs_that_restore_too_slowly_are_left_out() -> None:
     assert choose([slow], Limits(0.1 * GB, 4, 60)).codecs["values/float32"] == "zstd"
 
 
-speeds = st.builds(
-    Speed, st.floats(0.9, 20), st.floats(1e-11, 1e-7), st.floats(1e-11, 1e-8)
-)
+speeds = st.builds(Speed, st.floats(0.9, 20), st.floats(1e-11, 1e-7), st.floats(1e-11, 1e-8))
 classes = st.lists(
     st.builds(
         TensorClass,

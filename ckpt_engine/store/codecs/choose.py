@@ -149,8 +149,7 @@ def due(known: Knowledge, classes: Sequence[str], codecs: Sequence[str], snapsho
         (kind, codec)
         for kind in classes
         for codec in codecs
-        if codec != RAW
-        and ((kind, codec) not in known or snapshot - known[kind, codec].snapshot >= RETRY_SNAPSHOTS)
+        if codec != RAW and ((kind, codec) not in known or snapshot - known[kind, codec].snapshot >= RETRY_SNAPSHOTS)
     ]
 
 
@@ -176,11 +175,7 @@ def choose(classes: Sequence[TensorClass], limits: Limits) -> Choice:
         now = max(nbytes / link, cpu / cores)
         steps = [step for kind in classes for step in _steps(kind, codecs[kind.name], limits)]
         affordable = [step for step in steps if cpu + step.seconds <= limits.cpu_seconds]
-        better = [
-            step
-            for step in affordable
-            if max((nbytes - step.nbytes) / link, (cpu + step.seconds) / cores) < now
-        ]
+        better = [step for step in affordable if max((nbytes - step.nbytes) / link, (cpu + step.seconds) / cores) < now]
         if not better:
             break
         best = max(better, key=lambda step: (step.worth, step.nbytes))

@@ -40,7 +40,7 @@ def _decode(stored: Mapping[str, bytes], old: State) -> State:
 def test_one_step_of_torch_takes_a_third(
     kind: type[torch.optim.Adam], betas: tuple[float, float], options: dict[str, bool]
 ) -> None:
-    """Every implementation of Adam and AdamW is predicted: the weights but for a few last bits, the second moment nearly."""
+    """Every implementation of Adam and AdamW is predicted: weights but for a few last bits, second moments nearly."""
     steps = one_step(kind, betas=betas, **options)
     stored = _encode(steps.new, steps.old, steps.told)
     assert stored is not None
@@ -52,7 +52,7 @@ def test_one_step_of_torch_takes_a_third(
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 def test_weights_are_predicted_to_the_last_bit_nearly_everywhere(options: dict[str, bool]) -> None:
-    """Of a thousand weights at most one is off; the square root of torch's vector library is not always rounded right."""
+    """Of a thousand weights at most one is off: torch's vector library does not always round square roots right."""
     from ckpt_engine.store.codecs.planes import scratch
     from ckpt_engine.store.codecs.predict import AdamStep, predict_weights
 

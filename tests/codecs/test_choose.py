@@ -108,15 +108,15 @@ def _simulate(rounds: list[tuple[float, Speed]]) -> list[str]:
     used = "raw"
     chosen = []
     for number, (link, truth) in enumerate(rounds):
-        tried = {key for key in due(known, ["w"], ["delta"], number)} | ({("w", used)} - {("w", "raw")})
-        known = learn(known, {key: truth for key in tried}, number)
+        tried = set(due(known, ["w"], ["delta"], number)) | ({("w", used)} - {("w", "raw")})
+        known = learn(known, dict.fromkeys(tried, truth), number)
         used = choose(with_speeds(known, {"w": GB}), Limits(link, 1, 60)).codecs["w"]
         chosen.append(used)
     return chosen
 
 
 def test_a_codec_that_loses_is_switched_off_within_two_snapshots() -> None:
-    """It stops saving, it becomes slow, or the link becomes fast: the second snapshot after that is raw, at the latest."""
+    """It stops saving, becomes slow, or the link becomes fast: the second snapshot after that is raw at the latest."""
     good, useless, slow = Speed(3, 2e-9, 2e-9), Speed(1.01, 2e-9, 2e-9), Speed(3, 5e-8, 2e-9)
     for after in ((0.1 * GB, useless), (0.1 * GB, slow), (5 * GB, good)):
         chosen = _simulate([(0.1 * GB, good)] * 5 + [after] * 5)

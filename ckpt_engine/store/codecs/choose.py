@@ -1,7 +1,7 @@
 """Which codec for which tensors: a pure choice from measured speeds, the link and the processor time allowed.
 
-Encoding overlaps sending. A snapshot is durable after the longer of the two, so that a codec pays as long as the link is
-the slower one: cheap savings are taken first, until the link waits for the processor or the budget is spent.
+Encoding overlaps sending. A snapshot is durable after the longer of the two, so that a codec pays as long as the link
+is the slower one: cheap savings are taken first, until the link waits for the processor or the budget is spent.
 """
 
 from __future__ import annotations

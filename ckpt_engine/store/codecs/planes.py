@@ -59,7 +59,7 @@ _SETTINGS = {
     "target_length": 0,
     "write_content_size": 1,
 }
-"""Almost nothing but Huffman coding: planes of numbers hardly repeat, and looking for repetitions costs time and bytes."""
+"""Little but Huffman coding: planes of numbers hardly repeat; looking for repetitions costs time, and even bytes."""
 _REST_BLOCKS = 8
 """Blocks after a plane that did not pay for which it is not tried again."""
 _SAMPLE_RUNS, _SAMPLE_WORDS = 4, 1024
@@ -228,7 +228,7 @@ class PlaneEncoder:
         if turned:
             lane = lane << np.uint16(1) | lane >> np.uint16(15)
         sample = (lane >> np.uint16(8 * (plane % 2))).astype(np.uint8)
-        return len(compress(memoryview(sample), _SETTINGS)) <= HOPELESS * sample.size  # type: ignore[arg-type]
+        return bool(len(compress(memoryview(sample), _SETTINGS)) <= HOPELESS * sample.size)
 
     def _plane(self, number: int, plane: Bytes) -> int:
         data: bytes | memoryview = memoryview(plane)  # type: ignore[arg-type]

@@ -20,6 +20,7 @@ NAMES = (
     "restore",
     "memory",
     "listing",
+    "codecs",
 )
 """Bars in the order in which they run and are shown."""
 

@@ -1,4 +1,4 @@
-"""The adam codec: float32 weights and moments one step of AdamW after their base, of which only the first moment travels.
+"""The adam codec: float32 weights and moments one step of AdamW after their base; only the first moment travels.
 
 The first moment is stored as a difference, or raw. From it and the base follow the second moment, nearly, and from both
 moments the weights, exactly; what is stored of these two is the difference to the prediction.
@@ -6,8 +6,8 @@ moments the weights, exactly; what is stored of these two is the difference to t
 ```
 header   as in planes.py
 more     role (u32: 0 first moment, 1 second, 2 weights), kind (u32: 0 as it is, 1 difference to the base, 2 to the
-         prediction, 3 to the prediction with contracted arithmetic), xxh3-64 of the decoded bytes (u64), lr, beta1, beta2,
-         eps, weight decay (f64 each), step (u64)
+         prediction, 3 to the prediction with contracted arithmetic), xxh3-64 of the decoded bytes (u64), lr, beta1,
+         beta2, eps, weight decay (f64 each), step (u64)
 rest     the bytes, or blocks of planes
 ```
 """
@@ -149,8 +149,8 @@ class AdamCodec:
         header = Header.read(self.name, _MAGIC, stored, out.nbytes, base)
         if stored.nbytes < HEADER_BYTES + _MORE.size or header.width != 4 or out.nbytes % 4:
             raise damaged(self.name, "its header makes no sense")
-        number, kind, check, *numbers, count = _MORE.unpack_from(stored, HEADER_BYTES)
-        step = AdamStep(*numbers, count)
+        number, kind, check, lr, beta1, beta2, eps, decay, count = _MORE.unpack_from(stored, HEADER_BYTES)
+        step = AdamStep(lr, beta1, beta2, eps, decay, count)
         if number != _ROLES.index(role) or kind > _CONTRACTED or not step.sensible():
             raise damaged(self.name, "its header makes no sense")
         position = HEADER_BYTES + _MORE.size

@@ -18,7 +18,7 @@ class BytePlaneCodec:
     name = "byteplane-zstd"
     needs_base = False
 
-    def encode(self, data: memoryview, chunk: Chunk, base: memoryview | None) -> memoryview | None:
+    def encode(self, data: memoryview, chunk: Chunk, base: memoryview | None) -> memoryview | None:  # noqa: ARG002
         """A stream of planes (docs/codecs.md), or None if it saves less than three in a hundred bytes."""
         data = data.cast("B")
         words = words_in(data, width_of(chunk.dtype))
@@ -26,7 +26,7 @@ class BytePlaneCodec:
         stored = PlaneEncoder(header).encode(lambda start, stop: words[start:stop], data[words.nbytes :])
         return stored if stored.nbytes <= PAYS * data.nbytes else None
 
-    def decode(self, stored: memoryview, out: memoryview, base: memoryview | None) -> None:
+    def decode(self, stored: memoryview, out: memoryview, base: memoryview | None) -> None:  # noqa: ARG002
         """Join the planes."""
         stored, out = stored.cast("B"), out.cast("B")
         header = Header.read(self.name, _MAGIC, stored, out.nbytes, None)

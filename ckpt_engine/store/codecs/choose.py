@@ -1,13 +1,13 @@
 """Which codec for which tensors: a pure choice from measured speeds, the link and the processor time allowed.
 
-Encoding overlaps sending. A snapshot is durable after the longer of the two, so that a codec pays as long as the link is
-the slower one: cheap savings are taken first, until the link waits for the processor or the budget is spent.
+Encoding overlaps sending. A snapshot is durable after the longer of the two, so that a codec pays as long as the link
+is the slower one: cheap savings are taken first, until the link waits for the processor or the budget is spent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from ckpt_engine.store.codecs.base import Chunk
@@ -117,11 +117,15 @@ Knowledge = Mapping[tuple[str, str], Known]
 class _Step:
     """Another codec for one class: `seconds` more processor time save `nbytes` more bytes."""
 
-    worth: float
     kind: str
     codec: str
     nbytes: float
-    seconds: float = field(compare=False)
+    seconds: float
+
+    @property
+    def worth(self) -> float:
+        """Bytes saved per second spent."""
+        return self.nbytes / self.seconds if self.seconds > 0 else float("inf")
 
 
 def class_of(chunk: Chunk) -> str:
@@ -167,23 +171,20 @@ def choose(classes: Sequence[TensorClass], limits: Limits) -> Choice:
     raw_nbytes = float(sum(kind.nbytes for kind in classes))
     nbytes, cpu = raw_nbytes, 0.0
     link, cores = limits.link_bytes_per_second, limits.cores
-    bound = "no codec saves more"
-    refused: set[str] = set()
-    for step in sorted((s for kind in classes for s in _steps(kind, limits)), reverse=True):
-        if step.kind in refused:
-            # Steps of a class build on each other.
-            continue
+    while True:
         now = max(nbytes / link, cpu / cores)
-        then = max((nbytes - step.nbytes) / link, (cpu + step.seconds) / cores)
-        if cpu + step.seconds > limits.cpu_seconds:
-            bound = f"processor budget {limits.cpu_seconds:.3g} s"
-        elif then >= now:
-            bound = "the link is faster than encoding"
-        else:
-            nbytes, cpu = nbytes - step.nbytes, cpu + step.seconds
-            codecs[step.kind] = step.codec
-            continue
-        refused.add(step.kind)
+        steps = [step for kind in classes for step in _steps(kind, codecs[kind.name], limits)]
+        affordable = [step for step in steps if cpu + step.seconds <= limits.cpu_seconds]
+        better = [step for step in affordable if max((nbytes - step.nbytes) / link, (cpu + step.seconds) / cores) < now]
+        if not better:
+            break
+        best = max(better, key=lambda step: (step.worth, step.nbytes))
+        codecs[best.kind] = best.codec
+        nbytes, cpu = nbytes - best.nbytes, cpu + best.seconds
+    if len(affordable) < len(steps):
+        bound = f"processor budget {limits.cpu_seconds:.3g} s"
+    else:
+        bound = "the link is faster than more encoding" if steps else "no codec saves more"
     seconds = max(nbytes / link, cpu / cores)
     raw_seconds = raw_nbytes / link
     parts = [f"{kind}: {codec}" for kind, codec in codecs.items()]
@@ -194,27 +195,19 @@ def choose(classes: Sequence[TensorClass], limits: Limits) -> Choice:
     return Choice(MappingProxyType(codecs), seconds, raw_seconds, cpu, why)
 
 
-def _steps(kind: TensorClass, limits: Limits) -> list[_Step]:
-    """From raw to ever better codecs, each worth less per second than the one before (the upper convex hull)."""
-    options = sorted(
-        (speed.encode_seconds_per_byte * kind.nbytes, kind.nbytes * (1 - 1 / speed.ratio), codec)
-        for codec, speed in kind.speeds.items()
-        if codec != RAW and speed.ratio >= LEAST_GAIN and _restores_in_time(speed, limits)
-    )
-    steps: list[_Step] = []
-    seconds = saved = 0.0
-    while True:
-        better = [(s, n, codec) for s, n, codec in options if n > saved]
-        if not better:
-            return steps
-        at, nbytes, codec = max(better, key=lambda o: (_worth(o[1] - saved, o[0] - seconds), o[1]))
-        worth = _worth(nbytes - saved, at - seconds)
-        steps.append(_Step(worth, kind.name, codec, nbytes - saved, at - seconds))
-        seconds, saved = at, nbytes
-
-
-def _worth(nbytes: float, seconds: float) -> float:
-    return nbytes / seconds if seconds > 0 else float("inf")
+def _steps(kind: TensorClass, codec: str, limits: Limits) -> list[_Step]:
+    """The codecs that save more than the one a class has."""
+    had = kind.speeds[codec] if codec != RAW else Speed(1, 0, 0)
+    return [
+        _Step(
+            kind.name,
+            name,
+            kind.nbytes * (1 / had.ratio - 1 / speed.ratio),
+            kind.nbytes * (speed.encode_seconds_per_byte - had.encode_seconds_per_byte),
+        )
+        for name, speed in kind.speeds.items()
+        if speed.ratio > had.ratio and speed.ratio >= LEAST_GAIN and _restores_in_time(speed, limits)
+    ]
 
 
 def _restores_in_time(speed: Speed, limits: Limits) -> bool:

@@ -15,6 +15,7 @@ the next one as 16-bit numbers that are not turned, 4 stored with the plane befo
 from __future__ import annotations
 
 import struct
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,8 +49,6 @@ Sink = Callable[[int, int, Words], None]
 _HEADER = struct.Struct("<4sBBHIIQQ")
 HEADER_BYTES = _HEADER.size
 _AS_IS, _FRAME, _ZEROS, _PAIR, _WITH_PREVIOUS = range(5)
-_MOST_BLOCK_WORDS = 1 << 20
-
 _SETTINGS = {
     "strategy": 1,
     "min_match": 7,
@@ -60,10 +59,11 @@ _SETTINGS = {
     "target_length": 0,
     "write_content_size": 1,
 }
-"""Almost nothing but Huffman coding: planes of numbers hardly repeat, and looking for repetitions costs time and bytes."""
+"""Little but Huffman coding: planes of numbers hardly repeat; looking for repetitions costs time, and even bytes."""
 _REST_BLOCKS = 8
 """Blocks after a plane that did not pay for which it is not tried again."""
 _SAMPLE_RUNS, _SAMPLE_WORDS = 4, 1024
+_MOST_KEPT_BYTES = 20 << 20
 
 _local = threading.local()
 
@@ -74,6 +74,24 @@ def scratch() -> Scratch:
     if found is None:
         found = _local.scratch = Scratch()
     return found
+
+
+def _room(nbytes: int) -> Bytes:
+    """Memory for stored bytes: what this thread used last, if nothing refers to it any more.
+
+    The first touch of new memory costs as much as all of the encoding.
+    """
+    kept: Bytes | None = _local.__dict__.get("room")
+    # Two references: `kept` and the argument of getrefcount; the dictionary's was taken out.
+    if kept is not None:
+        del _local.room
+        if kept.size >= nbytes and sys.getrefcount(kept) == 2:
+            _local.room = kept
+            return kept
+    room = np.empty(nbytes, np.uint8)
+    if nbytes <= _MOST_KEPT_BYTES:
+        _local.room = room
+    return room
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +131,7 @@ class Header:
         if found[:3] == magic[:3] and found[3] > magic[3]:
             raise NewerFormatError(f"a piece is encoded with a later version of {codec!r}")
         good = found == magic and width in WIDTHS and turned <= 1 and zero == zero2 == 0
-        if not good or not 1 <= block_words <= min(BLOCK_WORDS, _MOST_BLOCK_WORDS):
+        if not good or not 1 <= block_words <= BLOCK_WORDS:
             raise damaged(codec, "its header makes no sense")
         if raw != nbytes:
             raise damaged(codec, f"it holds {raw} bytes where {nbytes} belong")
@@ -141,9 +159,10 @@ class PlaneEncoder:
         width = header.width
         blocks = header.nbytes // width // header.block_words + 1
         room = HEADER_BYTES + len(extra) + header.nbytes + (blocks + 2) * (12 * width + 16)
-        self._out = np.empty(room, np.uint8)
+        self._out = _room(room)
         self._end = 0
         self._rest = [0] * width
+        self._paid = [False] * width
         self.put(header.pack() + extra)
         self._pad()
 
@@ -188,7 +207,7 @@ class PlaneEncoder:
         for plane in (2 * number, 2 * number + 1):
             if rest[plane]:
                 rest[plane] -= 1
-            elif not self._worth_it(words, plane, turned):
+            elif not self._paid[plane] and not self._worth_it(words, plane, turned):
                 rest[plane] = _REST_BLOCKS
         if rest[2 * number] and rest[2 * number + 1]:
             nbytes = 2 * words.size
@@ -209,7 +228,7 @@ class PlaneEncoder:
         if turned:
             lane = lane << np.uint16(1) | lane >> np.uint16(15)
         sample = (lane >> np.uint16(8 * (plane % 2))).astype(np.uint8)
-        return len(compress(memoryview(sample), _SETTINGS)) <= HOPELESS * sample.size  # type: ignore[arg-type]
+        return bool(len(compress(memoryview(sample), _SETTINGS)) <= HOPELESS * sample.size)
 
     def _plane(self, number: int, plane: Bytes) -> int:
         data: bytes | memoryview = memoryview(plane)  # type: ignore[arg-type]
@@ -218,7 +237,8 @@ class PlaneEncoder:
             if not plane.any():
                 return _ZEROS << 28
             frame = compress(memoryview(plane), _SETTINGS)  # type: ignore[arg-type]
-            if len(frame) <= PAYS * plane.size:
+            self._paid[number] = len(frame) <= PAYS * plane.size
+            if self._paid[number]:
                 kind, data = _FRAME, frame
             else:
                 self._rest[number] = _REST_BLOCKS

@@ -1,7 +1,7 @@
 """What one step of Adam does to numbers, in the order of torch's operations: predicts the new state from the old one.
 
-Only single-precision additions, multiplications, divisions and square roots are used, which IEEE 754 defines to the last
-bit: the prediction is the same on every machine.
+Only additions, multiplications, divisions and square roots are used, which IEEE 754 defines to the last bit: the
+prediction is the same on every machine.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class Known:
     def _before(self) -> Manifest | None:
         if not self._asked:
             self._asked = True
-            ids = self._repository.ids()
             try:
+                ids = self._repository.ids()
                 self._newest = self._repository.read(ids[-1].id) if ids else None
             except CkptError:
                 self._newest = None  # damaged or gone: then all is written

@@ -116,9 +116,9 @@ class Manifest:
         world: `{"size": W}`; more keys when several ranks wrote.
         software: versions of python, torch, ckpt-engine, trainer...
         notes: free JSON for adapters (never needed for rebuilding the tree).
-        bases: by the id of a snapshot that some `Piece.base` names and by entry, its pieces that are needed, each by the
-            byte of the entry at which it begins. They lie in `files` of this manifest: nothing else is needed, whatever
-            became of that snapshot.
+        bases: by the id of a snapshot that some `Piece.base` names and by entry, its pieces that are needed, each by
+            the byte of the entry at which it begins. They lie in `files` of this manifest: nothing else is needed,
+            whatever became of that snapshot.
     """
 
     info: SnapshotInfo

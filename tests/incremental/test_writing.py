@@ -305,3 +305,17 @@ def test_a_table_that_changes_everywhere_again_is_written_whole(tmp_path: Path) 
     sizes = [life.written(manifest) for manifest in life.manifests()]
     assert [nbytes > table.nbytes // 2 for nbytes in sizes] == [True, False, True, True, False, False]
     life.check(states)
+
+
+def test_show_says_what_was_written_and_who_needs_it(tmp_path: Path, ckpt: Callable[..., Outcome]) -> None:
+    """Bytes written against the size, what older files hold, and which snapshots need this one."""
+    life = Life(tmp_path / "run")
+    life.save(state(1), state(2), state(3))
+    first, second, third = (one.info.id for one in life.manifests())
+    found = ckpt("show", life.root, second, "--json").json
+    written = life.written(life.manifests()[1])
+    assert found["stored"] == {"written_bytes": written, "referred_bytes": 4 * FROZEN, "needed_by": []}
+    assert ckpt("show", life.root, first, "--json").json["stored"]["needed_by"] == [second, third]
+    text = ckpt("show", life.root, second).out
+    assert "of its size), 800 kB in files of older snapshots" in text
+    assert f"{second}, {third}" in ckpt("show", life.root, first).out

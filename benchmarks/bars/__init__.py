@@ -19,6 +19,7 @@ NAMES = (
     "memory-tier",
     "restore",
     "memory",
+    "incremental",
     "listing",
     "codecs",
 )

@@ -19,7 +19,9 @@ NAMES = (
     "memory-tier",
     "restore",
     "memory",
+    "incremental",
     "listing",
+    "codecs",
 )
 """Bars in the order in which they run and are shown."""
 

@@ -166,7 +166,7 @@ def _without_entry(node: Any) -> Any:
 
 
 def _stored(entry: Entry) -> tuple[Any, ...]:
-    return entry.dtype, entry.shape, tuple((p.raw_digest or p.digest, p.raw_nbytes) for p in entry.pieces)
+    return entry.dtype, entry.shape, tuple((p.content_digest or p, p.raw_nbytes) for p in entry.pieces)
 
 
 def _nested(a: Sequence[Any], b: Sequence[Any]) -> bool:

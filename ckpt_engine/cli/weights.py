@@ -170,7 +170,7 @@ def _blocks(sources: Sources, manifest: Manifest, array: Array) -> Iterator[byte
     for piece in array.entry.pieces:
         block = bytearray(piece.raw_nbytes)
         try:
-            decoder.read(array.entry_name, start, memoryview(block))
+            decoder.read(array.entry_name, start, piece, memoryview(block))
         except CorruptError as err:
             file = manifest.files[piece.file].name
             hint = "`ckpt verify` shows which snapshots are whole"

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import replace
+from operator import itemgetter
 
 from ckpt_engine.errors import CkptError
 from ckpt_engine.persist import image as drafts
+from ckpt_engine.persist.deltas import RowDeltas
 from ckpt_engine.persist.image import Draft
-from ckpt_engine.persist.pieces import CutLayout
 from ckpt_engine.persist.snapshots import Staged
 from ckpt_engine.store import layout
+from ckpt_engine.store.decode import chain_of
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
@@ -25,15 +26,17 @@ SAMPLES = 8
 class Known:
     """Drafts the snapshots of one writer in one repository, one after another.
 
-    The image is digested before it is written only where that is likely to spare writing: if the snapshot before had
-    enough in common with the one before it, or if samples of it are unchanged. Else digesting runs beside writing.
+    The image is digested before it is written only where that is likely to spare writing: if it did for the snapshot
+    before, or if samples of it are unchanged. Else digesting runs beside writing.
     """
 
     def __init__(self, repository: Repository) -> None:
         self._repository = repository
+        self._is_near = repository.storage.url.startswith("file:")
+        """Whether reading older data back costs little; else only whole pieces are spared."""
         self._asked = False
         self._newest: Manifest | None = None
-        self._expects: bool | None = None
+        self._expects = False
 
     def draft(self, staged: Staged) -> Draft | None:
         """What the snapshot has to write; None: its whole image.
@@ -46,7 +49,10 @@ class Known:
             return None
         began = time.thread_time()
         digests, digest_seconds = staged.timed_digest()
-        made = drafts.partial(staged.snapshot, staged.cut_layout, digests, before)
+        with staged.slot.image(staged.data.nbytes) as image:
+            encode = RowDeltas(self._repository, before, image).encode if self._is_near else _nothing
+            made = drafts.partial(staged.snapshot, staged.cut_layout, digests, before, encode)
+        self._expects = made is not None
         if made is None or not self.stands(made):
             return None
         return replace(made, cpu_seconds=time.thread_time() - began + digest_seconds)
@@ -64,40 +70,44 @@ class Known:
         sizes = {item.name: item.nbytes for item in self._repository.storage.list(layout.DATA)}
         return all(sizes.get(file.name) == file.nbytes for file in draft.old_files)
 
-    def committed(self, manifest: Manifest, cut_layout: CutLayout, digests: Sequence[str]) -> None:
-        """Note the snapshot that is the newest now, and how much of it was there before."""
-        before = self._newest
-        if before is not None:
-            share = drafts.unchanged_bytes(cut_layout, digests, before)
-            self._expects = share > 0 and share >= drafts.PAYS * cut_layout.nbytes
+    def committed(self, manifest: Manifest) -> None:
+        """Note the snapshot that is the newest now."""
         self._asked, self._newest = True, manifest
 
     def _before(self) -> Manifest | None:
         if not self._asked:
             self._asked = True
-            ids = self._repository.ids()
             try:
+                ids = self._repository.ids()
                 self._newest = self._repository.read(ids[-1].id) if ids else None
             except CkptError:
                 self._newest = None  # damaged or gone: then all is written
         return self._newest
 
     def _is_promising(self, staged: Staged, before: Manifest) -> bool:
-        if self._expects is not None:
-            return self._expects
         cut_layout = staged.cut_layout
-        if staged.digests.known is not None or cut_layout.nbytes <= SMALL_BYTES:
+        if self._expects or staged.digests.known is not None or cut_layout.nbytes <= SMALL_BYTES:
             return True
         cuts = zip(cut_layout.layout.entries, cut_layout.extents, strict=True)
-        pieces = [(extent.offset, extent.nbytes, entry.name) for entry, extents in cuts for extent in extents]
-        with staged.slot.image(staged.data.nbytes) as whole:
+        cuts = zip(cut_layout.layout.entries, cut_layout.extents, strict=True)
+        pieces = [(extent.offset, extent, entry) for entry, extents in cuts for extent in extents]
+        with staged.slot.image(staged.data.nbytes) as image:
+            deltas = RowDeltas(self._repository, before, image)
             for number in range(SAMPLES):
                 # Evenly over the bytes: it is bytes that are to be spared.
                 middle = staged.data.nbytes * (2 * number + 1) // (2 * SAMPLES)
-                offset, nbytes, name = pieces[max(0, bisect_right(pieces, (middle,)) - 1)]
-                old = before.entries.get(name)
-                with whole[offset : offset + nbytes] as part:
-                    found = digest(part)
-                if old is not None and any(drafts.content_digest(piece) == found for piece in old.pieces):
+                _, extent, entry = pieces[max(0, bisect_right(pieces, middle, key=itemgetter(0)) - 1)]
+                old = drafts.old_pieces(before, entry).get(extent.offset - entry.offset)
+                if old is None:
+                    continue
+                with image[extent.offset : extent.offset + extent.nbytes] as part:
+                    if digest(part) == old.content_digest:
+                        return True
+                chain = chain_of(before, entry.name, extent.offset - entry.offset, old)
+                if self._is_near and deltas.is_likely(entry, extent, chain):
                     return True
         return False
+
+
+def _nothing(*_: object) -> None:
+    """Encodes nothing."""

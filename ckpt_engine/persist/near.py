@@ -101,7 +101,7 @@ class Near:
             self._finish,
         )
         if self._ranks is None:
-            known.committed(manifest, staged.cut_layout, staged.digest())
+            known.committed(manifest)
         self._room.committed(staged.snapshot)
         return committed
 

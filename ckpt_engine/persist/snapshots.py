@@ -90,6 +90,7 @@ class Staged:
             entries=draft.entries,
             tree={key: skeleton.fill(job.values.get(key, [])) for key, skeleton in self.skeletons.items()},
             notes=job.notes,
+            bases=draft.bases,
         )
 
     def digest(self) -> list[str]:

@@ -18,7 +18,7 @@ MOST_SECONDS = 3600.0
 def unchanged(before: Manifest, after: Manifest, trainable: Collection[str]) -> bool:
     """Whether all entries of `trainable` that both snapshots have are the same, digest by digest.
 
-    False where nothing can be said: none in common, encoded otherwise, cut into other pieces, or no step in between.
+    False where nothing can be said: none in common, of unknown content, cut into other pieces, or no step in between.
     """
     common = [name for name in trainable if name in before.entries and name in after.entries]
     if not common or after.info.step <= before.info.step:
@@ -29,7 +29,8 @@ def unchanged(before: Manifest, after: Manifest, trainable: Collection[str]) -> 
 def _same(one: Entry, other: Entry) -> bool:
     pieces = zip(one.pieces, other.pieces, strict=False)
     return len(one.pieces) == len(other.pieces) and all(
-        (a.raw_digest or a.digest, a.raw_nbytes) == (b.raw_digest or b.digest, b.raw_nbytes) for a, b in pieces
+        a.content_digest is not None and (a.content_digest, a.raw_nbytes) == (b.content_digest, b.raw_nbytes)
+        for a, b in pieces
     )
 
 

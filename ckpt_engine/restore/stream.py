@@ -1,4 +1,7 @@
-"""Read entries into live memory through small buffers: no fresh memory, and nothing unverified is copied there."""
+"""Read entries into live memory through small buffers: no fresh memory, and nothing unverified is copied there.
+
+Encoded pieces are decoded where they belong, over their bases.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ class _Move:
 def stream_into(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> None:
     """Fill `targets` (contiguous CPU tensors by entry name) with their entries.
 
-    Every piece is verified before its bytes are copied. If an error is raised, other pieces may have been copied.
+    Every piece is verified before its bytes are copied; encoded ones are decoded in place. If an error is raised, other
+    pieces may have been copied, and those of damaged encoded ones are undefined.
 
     Raises:
         CorruptError: bytes are missing or differ from their digest, in all storages; names the entry.
@@ -93,7 +97,7 @@ def _place(decoder: Decoder, move: _Move, stored: memoryview) -> None:
         ctypes.memmove(move.address, address_of(stored), piece.nbytes)
         return
     out = memoryview((ctypes.c_char * piece.raw_nbytes).from_address(move.address)).cast("B")
-    decoder.decode(move.entry, piece, move.start, stored, out)
+    decoder.decode(move.entry, move.start, piece, stored, out)
 
 
 def _spans(moves: Sequence[_Move]) -> list[list[_Move]]:

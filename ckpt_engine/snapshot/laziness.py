@@ -11,9 +11,8 @@ import torch
 def copies_lazily(setting: Literal["auto", "on", "off"], device: torch.device) -> bool:
     """Whether to stage lazily.
 
-    A lazy copy takes a core while forward and backward run. If they use all cores, all of them wait for the one that
-    lost its core, and that costs more than an eager copy, which has all cores to itself (docs/benchmarks.md, "Every
-    iteration").
+    A lazy copy takes time from forward and backward. If they use all cores, whatever waits for the slowest of them
+    loses more than with an eager copy, which has all cores to itself (docs/benchmarks.md, "Every iteration").
 
     Args:
         setting: the option `lazy`.

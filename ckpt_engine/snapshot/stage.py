@@ -220,13 +220,15 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 class Copier:
     """The background threads that help to copy; one per Checkpointer, started when first needed.
 
-    All of them help with eager parts, while training waits anyway. Only the first takes lazy parts, so that training
-    loses one core at most.
+    While training waits for an eager part it copies itself, and a thread for every other core helps. Lazy parts are
+    copied by as many threads as there are cores: a step that uses all cores ends when the slowest of them does, so that
+    one busy thread would delay it by the whole copy, and a thread on each core by a share.
     """
 
     def __init__(self, helpers: int | None = None) -> None:
-        available = len(os.sched_getaffinity(0)) - 1
-        self._count = max(1, min(_MAX_HELPERS, available)) if helpers is None else helpers
+        cores = len(os.sched_getaffinity(0))
+        self._eager = max(1, min(_MAX_HELPERS, cores - 1)) if helpers is None else helpers
+        self._count = max(1, min(_MAX_HELPERS, cores)) if helpers is None else helpers
         self._current: Staging | None = None
         self._turn = 0
         self._wake = threading.Condition()
@@ -272,10 +274,9 @@ class Copier:
                 seen, staging = self._turn, self._current
             if staging is None:
                 continue
-            while staging.eager.run_some():
+            while index < self._eager and staging.eager.run_some():
                 pass
-            if index == 0:
-                staging.help_lazily()
+            staging.help_lazily()
             # The tensors of a snapshot are not kept alive by a thread that waits for the next one.
             del staging
             with self._wake:

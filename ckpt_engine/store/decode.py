@@ -12,6 +12,8 @@ from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
 
 MAX_CHAIN = 8
 """Bases behind each other that a reader follows. A snapshot with a longer chain is damaged."""
+_IN_PLACE = frozenset({"rows"})
+"""Codecs that decode over their base where it lies: of a chain nothing is copied but what changed."""
 
 Fetch = Callable[[str, Piece, memoryview], object]
 """`fetch(entry, piece, out)` fills `out` with the stored bytes of a piece of the entry, verified."""
@@ -33,9 +35,37 @@ def stored_pieces(manifest: Manifest) -> Iterator[tuple[str, Piece]]:
         for piece in entry.pieces:
             yield name, piece
     for entries in manifest.bases.values():
-        for name, entry in entries.items():
-            for piece in entry.pieces:
+        for name, pieces in entries.items():
+            for piece in pieces.values():
                 yield name, piece
+
+
+def base_of(manifest: Manifest, name: str, start: int, piece: Piece) -> Piece | None:
+    """The piece that a piece of an entry, which begins at byte `start` of it, was encoded against.
+
+    Raises:
+        CorruptError: the manifest does not say where it is; names the entry.
+    """
+    if piece.base is None:
+        return None
+    found = manifest.bases.get(piece.base, {}).get(name, {}).get(start)
+    if found is None or found.raw_nbytes != piece.raw_nbytes:
+        raise CorruptError(f"{name!r}: the manifest does not say where its base in {piece.base} is")
+    return found
+
+
+def chain_of(manifest: Manifest, name: str, start: int, piece: Piece) -> list[Piece]:
+    """A piece, its base, the base of that, and so on.
+
+    Raises:
+        CorruptError: as `base_of`; or it does not end.
+    """
+    found = [piece]
+    while (under := base_of(manifest, name, start, found[-1])) is not None:
+        if len(found) > MAX_CHAIN:
+            raise CorruptError(f"{name!r}: its bases do not end: {' -> '.join(str(one.base) for one in found)}")
+        found.append(under)
+    return found
 
 
 class Decoder:
@@ -50,66 +80,55 @@ class Decoder:
         self._fetch = fetch
         self._buffers = threading.local()
 
-    def read(self, name: str, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes of an entry from byte `start` on.
+    def read(self, name: str, start: int, piece: Piece, out: memoryview) -> None:
+        """Fill `out` with a piece of an entry, which begins at byte `start` of it.
 
         Raises:
             CorruptError: the snapshot is damaged; names the entry.
             NewerFormatError: an encoding that this version does not know.
             CkptError: whatever `fetch` raises.
         """
-        self._read(self._manifest.entries[name], name, start, out, ())
+        self._fill(name, start, chain_of(self._manifest, name, start, piece), out)
+        _require_content(name, start, piece, out)
 
-    def decode(self, name: str, piece: Piece, start: int, stored: memoryview, out: memoryview) -> None:
-        """Fill `out` with a piece of an entry, which begins at byte `start` of it. Raises as `read`.
+    def decode(self, name: str, start: int, piece: Piece, stored: memoryview, out: memoryview) -> None:
+        """As `read`, where the stored bytes of the piece are there, verified."""
+        self._decode(name, start, chain_of(self._manifest, name, start, piece), stored, out)
+        _require_content(name, start, piece, out)
 
-        Args:
-            stored: its stored bytes, verified.
-        """
-        self._decode(name, piece, start, stored, out, ())
+    def _fill(self, name: str, start: int, chain: list[Piece], out: memoryview) -> None:
+        piece = chain[0]
+        if piece.codec == RAW:
+            self._fetch(name, piece, out)
+            return
+        stored = self._buffer(2 * len(chain), piece.nbytes)
+        self._fetch(name, piece, stored)
+        self._decode(name, start, chain, stored, out)
 
-    def _decode(
-        self, name: str, piece: Piece, start: int, stored: memoryview, out: memoryview, behind: tuple[str, ...]
-    ) -> None:
+    def _decode(self, name: str, start: int, chain: list[Piece], stored: memoryview, out: memoryview) -> None:
+        piece = chain[0]
         codec = get_codec(piece.codec)
         base: memoryview | None = None
-        if piece.base is not None:
-            if piece.base in behind or len(behind) >= MAX_CHAIN:
-                raise CorruptError(f"{name!r}: its bases do not end: {' -> '.join((*behind, piece.base))}")
-            entry = self._manifest.bases.get(piece.base, {}).get(name)
-            if entry is None:
-                raise CorruptError(f"{name!r}: the manifest does not say where its base in {piece.base} is")
-            base = self._buffer(2 * len(behind), piece.raw_nbytes)
-            self._read(entry, name, start, base, (*behind, piece.base))
+        if len(chain) > 1:
+            in_place = piece.codec in _IN_PLACE
+            base = out if in_place else self._buffer(2 * len(chain) + 1, piece.raw_nbytes)
+            self._fill(name, start, chain[1:], base)
         elif codec.needs_base:
             raise CorruptError(f"{name!r}: a piece encoded with {piece.codec!r} names no base")
-        codec.decode(stored, out, base)
-        if piece.raw_digest is not None and digest(out) != piece.raw_digest:
-            raise CorruptError(f"{name!r}: bytes {start} to {start + out.nbytes} are not what was encoded")
-
-    def _read(self, entry: Entry, name: str, start: int, out: memoryview, behind: tuple[str, ...]) -> None:
-        at, stop = 0, start + out.nbytes
-        for piece in entry.pieces:
-            end = at + piece.raw_nbytes
-            low, high = max(at, start), min(end, stop)
-            if low < high:
-                whole = (low, high) == (at, end)
-                target = out[low - start : high - start] if whole else memoryview(bytearray(piece.raw_nbytes))
-                if piece.codec == RAW:
-                    self._fetch(name, piece, target)
-                else:
-                    stored = self._buffer(2 * len(behind) + 1, piece.nbytes)
-                    self._fetch(name, piece, stored)
-                    self._decode(name, piece, at, stored, target, behind)
-                if not whole:
-                    out[low - start : high - start] = target[low - at : high - at]
-            at = end
-        if at < stop:
-            raise CorruptError(f"{name!r} has {at} bytes, needed up to {stop}")
+        try:
+            codec.decode(stored, out, base)
+        except CorruptError as err:
+            raise CorruptError(f"{name!r}: {err.message}") from err
 
     def _buffer(self, number: int, nbytes: int) -> memoryview:
-        """Memory that this thread reuses: one buffer per step of a chain."""
+        """Memory that this thread reuses: two buffers per step of a chain."""
         kept: dict[int, bytearray] = self._buffers.__dict__.setdefault("kept", {})
         if len(kept.get(number, b"")) < nbytes:
             kept[number] = bytearray(nbytes)
         return memoryview(kept[number])[:nbytes]
+
+
+def _require_content(name: str, start: int, piece: Piece, out: memoryview) -> None:
+    """Once per chain: what is under it was verified as it was stored."""
+    if piece.raw_digest is not None and digest(out) != piece.raw_digest:
+        raise CorruptError(f"{name!r}: bytes {start} to {start + out.nbytes} are not what was encoded")

@@ -78,6 +78,11 @@ class Piece:
     base: str | None = None
     raw_digest: str | None = None
 
+    @property
+    def content_digest(self) -> str | None:
+        """The digest of the decoded bytes; None: not known."""
+        return self.digest if self.codec == RAW else self.raw_digest
+
 
 @dataclass(frozen=True, slots=True)
 class Entry:
@@ -113,8 +118,9 @@ class Manifest:
         world: `{"size": W}`; more keys when several ranks wrote.
         software: versions of python, torch, ckpt-engine, trainer...
         notes: free JSON for adapters (never needed for rebuilding the tree).
-        bases: by id of a snapshot that some `Piece.base` names, entries as they were there, with their pieces in
-            `files` of this manifest: nothing else is needed, whatever became of that snapshot.
+        bases: by the id of a snapshot that some `Piece.base` names and by entry, its pieces that are needed, each by
+            the byte of the entry at which it begins. They lie in `files` of this manifest: nothing else is needed,
+            whatever became of that snapshot.
     """
 
     info: SnapshotInfo
@@ -125,4 +131,4 @@ class Manifest:
     entries: Mapping[str, Entry]
     tree: Any
     notes: Mapping[str, Any] = field(default_factory=dict)
-    bases: Mapping[str, Mapping[str, Entry]] = field(default_factory=dict)
+    bases: Mapping[str, Mapping[str, Mapping[int, Piece]]] = field(default_factory=dict)

@@ -49,7 +49,13 @@ def encode(manifest: Manifest) -> bytes:
     Raises:
         ValueError, TypeError: something in it is not JSON (NaN and infinity are not, except as metrics).
     """
-    bases = {snapshot: _entries_to_json(entries) for snapshot, entries in manifest.bases.items()}
+    bases = {
+        snapshot: {
+            name: [{"start": start, **_piece_to_json(piece)} for start, piece in pieces.items()]
+            for name, pieces in entries.items()
+        }
+        for snapshot, entries in manifest.bases.items()
+    }
     body = _dump(
         {
             "format": FORMAT,
@@ -59,7 +65,7 @@ def encode(manifest: Manifest) -> bytes:
             "world": dict(manifest.world),
             "software": dict(manifest.software),
             "files": [{"name": file.name, "nbytes": file.nbytes} for file in manifest.files],
-            "entries": _entries_to_json(manifest.entries),
+            "entries": {name: _entry_to_json(entry) for name, entry in manifest.entries.items()},
             **({"bases": bases} if bases else {}),
             "tree": manifest.tree,
             "notes": dict(manifest.notes),
@@ -90,10 +96,15 @@ def decode(data: bytes) -> Manifest:
             world=document["world"],
             software=document["software"],
             files=tuple(DataFile(file["name"], file["nbytes"]) for file in document["files"]),
-            entries=_entries_from_json(document["entries"]),
+            entries={name: _entry_from_json(entry) for name, entry in document["entries"].items()},
             tree=document["tree"],
             notes=document["notes"],
-            bases={snapshot: _entries_from_json(row) for snapshot, row in document.get("bases", {}).items()},
+            bases={
+                snapshot: {
+                    name: {row["start"]: _piece_from_json(row) for row in rows} for name, rows in entries.items()
+                }
+                for snapshot, entries in document.get("bases", {}).items()
+            },
         )
         _check(manifest)
     except _MALFORMED as err:
@@ -189,10 +200,6 @@ def _number_to_json(value: float) -> float | str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _entries_to_json(entries: Mapping[str, Entry]) -> dict[str, Any]:
-    return {name: _entry_to_json(entry) for name, entry in entries.items()}
-
-
 def _entry_to_json(entry: Entry) -> dict[str, Any]:
     pieces = [_piece_to_json(piece) for piece in entry.pieces]
     return {
@@ -236,10 +243,6 @@ def info_from_json(row: Mapping[str, Any]) -> SnapshotInfo:
         parent=row["parent"],
         components=row["components"],
     )
-
-
-def _entries_from_json(rows: Mapping[str, Any]) -> dict[str, Entry]:
-    return {name: _entry_from_json(row) for name, row in rows.items()}
 
 
 def _entry_from_json(row: Mapping[str, Any]) -> Entry:

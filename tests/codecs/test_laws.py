@@ -54,7 +54,7 @@ def test_decoding_gives_back_every_bit(name: str, sample: Sample) -> None:
 def test_damaged_bytes_raise_an_error_of_the_tree_or_decode_to_something(
     name: str, sample: Sample, data: st.DataObject
 ) -> None:
-    """Flipped, cut and lengthened stored bytes never crash and never write outside; lengths that do not fit are seen."""
+    """Flipped, cut and lengthened bytes never crash and never write outside; lengths that do not fit are seen."""
     codec = get_codec(name)
     stored = _encode(codec, sample)
     if not stored:

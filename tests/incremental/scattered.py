@@ -1,13 +1,15 @@
-"""Stores a snapshot anew in the most awkward way that the format allows: in pieces, files, codecs and bases by chance."""
+"""Stores a snapshot anew as awkwardly as the format allows: in pieces, files, codecs and bases by chance."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 from ckpt_engine.store import codecs, layout
 from ckpt_engine.store.codecs.base import Chunk, Codec, get_codec
+from ckpt_engine.store.container import ALIGN_BYTES, build_header
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
@@ -46,41 +48,45 @@ class Scatter:
         self.depth = depth
         self.most_pieces = most_pieces
         self.blobs: list[bytearray] = [bytearray(b"?" * self.random.randrange(9)) for _ in range(3)]
-        self.bases: dict[str, dict[str, Entry]] = {}
+        self.bases: dict[str, dict[str, dict[int, Piece]]] = {}
 
     def rewrite(self, snapshot: str) -> Manifest:
         """Store it anew under its id; returns its manifest."""
         repository = self.repository
         plain = repository.read(snapshot)
         entries = {
-            name: replace(entry, pieces=tuple(self._cut(name, entry, bytes_of(repository, plain, entry))))
+            name: replace(entry, pieces=tuple(self._cut(name, bytes_of(repository, plain, entry))))
             for name, entry in plain.entries.items()
         }
         repository.forget([snapshot])
-        repository.storage.delete(*(file.name for file in plain.files))
+        repository.storage.delete(*(file.name for file in plain.files if snapshot in file.name))
         files = []
         for part, blob in enumerate(self.blobs):
             name = layout.data_name(snapshot, part=part + 1)
-            repository.storage.put(name, [memoryview(blob)])
-            files.append(DataFile(name, len(blob)))
+            header = build_header([("blob", "U8", (len(blob),), len(blob))])
+            assert len(header) == ALIGN_BYTES
+            repository.storage.put(name, [memoryview(header), memoryview(blob)])
+            files.append(DataFile(name, ALIGN_BYTES + len(blob)))
         made = replace(plain, files=tuple(files), entries=entries, bases=self.bases)
         repository.commit(made)
         return made
 
-    def _cut(self, name: str, entry: Entry, data: bytes, depth: int = 0) -> Iterator[Piece]:
+    def _cut(self, name: str, data: bytes) -> Iterator[Piece]:
         if not data:
             return
+        # At least two pieces, never back to back: else the entry would have to be an array of the file.
         count = self.random.randrange(1, self.most_pieces + 1)
-        cuts = sorted({0, len(data), *(self.random.randrange(len(data)) for _ in range(count - 1))})
-        kinds = ["raw", "raw", "zstd", *(["flip"] if depth < self.depth else [])]
-        parts = [(low, high, self.random.choice(kinds)) for low, high in zip(cuts, cuts[1:], strict=False)]
-        base, base_id = b"", layout.snapshot_id(1, depth)
-        if any(kind == "flip" for _, _, kind in parts):
-            base = self.random.randbytes(len(data))
-            kept = self.bases.setdefault(base_id, {})
-            kept[name] = replace(entry, pieces=tuple(self._cut(name, entry, base, depth + 1)))
-        for low, high, kind in parts:
-            yield self._store(data[low:high], kind, base[low:high], base_id if kind == "flip" else None)
+        cuts = sorted({0, len(data) // 2, len(data), *(self.random.randrange(len(data)) for _ in range(count - 1))})
+        for low, high in pairwise(cuts):
+            yield self._piece(name, low, data[low:high])
+
+    def _piece(self, name: str, start: int, data: bytes, depth: int = 0) -> Piece:
+        kind = self.random.choice(["raw", "raw", "zstd", *(["flip"] if depth < self.depth else [])])
+        if kind != "flip":
+            return self._store(data, kind, b"", None)
+        base, base_id = self.random.randbytes(len(data)), f"00000000-s{depth:010d}-00000000"
+        self.bases.setdefault(base_id, {}).setdefault(name, {})[start] = self._piece(name, start, base, depth + 1)
+        return self._store(data, kind, base, base_id)
 
     def _store(self, data: bytes, kind: str, base: bytes, base_id: str | None) -> Piece:
         codec: Codec = get_codec(kind)
@@ -89,9 +95,9 @@ class Scatter:
             kind, made = "raw", data
         number = self.random.randrange(len(self.blobs))
         blob = self.blobs[number]
-        offset = len(blob)
+        offset = ALIGN_BYTES + len(blob)
         blob += made
-        blob += b"?" * self.random.randrange(5)
+        blob += b"?" * self.random.randrange(1, 5)
         raw_digest = None if kind == "raw" else digest(data)
         return Piece(number, offset, len(made), digest(bytes(made)), len(data), kind, base_id, raw_digest)
 
@@ -100,9 +106,3 @@ def bytes_of(repository: Repository, manifest: Manifest, entry: Entry) -> bytes:
     """The bytes of a plain entry."""
     read = repository.storage.get
     return b"".join(read(manifest.files[piece.file].name, piece.offset, piece.nbytes) for piece in entry.pieces)
-
-
-def chained(entry: Entry, bases: Mapping[str, Mapping[str, Entry]], name: str) -> int:
-    """The longest chain of bases behind an entry."""
-    behind = [piece.base for piece in entry.pieces if piece.base]
-    return max((1 + chained(bases[one][name], bases, name) for one in behind), default=0)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli.check import Checker
-from ckpt_engine.cli.main import main
 from ckpt_engine.errors import CorruptError, NewerFormatError
 from ckpt_engine.restore.load import load
 from ckpt_engine.restore.read import read_entries
@@ -27,7 +26,8 @@ from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.transfer import RunText, adopt_run, copy_snapshot
-from tests.incremental.scattered import Scatter, chained, with_flip
+from tests.cli.conftest import Outcome
+from tests.incremental.scattered import Scatter, with_flip
 from tests.snapshot.passage import same
 
 
@@ -45,6 +45,14 @@ def state(step: int) -> dict[str, Any]:
     tensors["zeros"] = torch.zeros(3000, dtype=torch.int64)
     tensors["none"] = torch.empty(0, 4)
     return {"model": tensors, "step": step}
+
+
+def flip_bit(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)[0]
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
 
 
 class Folder:
@@ -71,11 +79,13 @@ class Folder:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_a_snapshot_is_made_of_it_comes_back_as_it_was(tmp_path: Path, seed: int) -> None:
+def test_whatever_a_snapshot_is_made_of_it_comes_back_as_it_was(
+    tmp_path: Path, seed: int, ckpt: Callable[..., Outcome]
+) -> None:
     """Fresh and into live tensors; verify and diff read it, too, and it is marked as nothing for older readers."""
     folder = Folder(tmp_path / "run", seed)
     assert manifest_codec.version_of(folder.made) == 2
-    assert max(chained(entry, folder.made.bases, name) for name, entry in folder.made.entries.items()) >= 1
+    assert folder.made.bases
     found = folder.load()
     assert (found.info.id, found.rejected) == (folder.newest, ())
     assert same(found.state, state(2))
@@ -85,8 +95,8 @@ def test_whatever_a_snapshot_is_made_of_it_comes_back_as_it_was(tmp_path: Path, 
     assert same(into.state, state(2))
     assert [t.data_ptr() for t in into.state["model"].values()] == pointers
     assert Checker(folder.repository, lambda _: None).check(folder.newest).ok
-    done = CliRunner().invoke(main, ["verify", str(folder.root)])
-    assert done.exit_code == 0, done.output
+    assert ckpt("verify", folder.root).code == 0
+    assert "t5000" in ckpt("diff", f"{folder.root}#{folder.older}", folder.root).out
 
 
 @given(seed=st.integers(0, 10**6), depth=st.integers(0, 4), most_pieces=st.integers(1, 9))
@@ -99,7 +109,7 @@ def test_every_way_of_storing_gives_the_same_tensors(
     assert same(folder.load().state, state(2))
 
 
-def test_a_copy_has_everything_the_snapshot_needs(tmp_path: Path) -> None:
+def test_a_copy_has_everything_the_snapshot_needs(tmp_path: Path, ckpt: Callable[..., Outcome]) -> None:
     """Files of bases are copied with it and verified on the way; an export reads it."""
     folder = Folder(tmp_path / "run")
     far = LocalStorage(tmp_path / "far")
@@ -109,10 +119,8 @@ def test_a_copy_has_everything_the_snapshot_needs(tmp_path: Path) -> None:
     found = load([Repository(far)])
     assert found is not None and same(found.state, state(2))
     out = tmp_path / "weights.safetensors"
-    done = CliRunner().invoke(
-        main, ["export", str(tmp_path / "far"), str(out), "--to", "safetensors", "--component", "model"]
-    )
-    assert done.exit_code == 0, done.output
+    done = ckpt("export", tmp_path / "far", out, "--to", "safetensors", "--component", "model")
+    assert done.code == 0, done.err
     exported = load_file(out)
     for name, tensor in state(2)["model"].items():
         assert torch.equal(exported[name], tensor)
@@ -122,15 +130,14 @@ def test_a_copy_has_everything_the_snapshot_needs(tmp_path: Path) -> None:
 def test_a_damaged_piece_or_base_leads_to_the_snapshot_before(tmp_path: Path, of_base: bool) -> None:
     """Nothing wrong is ever loaded; the reason names the tensor."""
     folder = Folder(tmp_path / "run", seed=3)
-    entries = next(iter(folder.made.bases.values())) if of_base else folder.made.entries
-    name, entry = next((name, entry) for name, entry in entries.items() if entry.pieces)
-    piece = entry.pieces[0]
-    path = tmp_path / "run" / folder.made.files[piece.file].name
-    with path.open("r+b") as file:
-        file.seek(piece.offset)
-        byte = file.read(1)[0]
-        file.seek(piece.offset)
-        file.write(bytes([byte ^ 1]))
+    entries = folder.made.entries
+    name, piece = next((name, entry.pieces[0]) for name, entry in entries.items() if entry.pieces)
+    if of_base:
+        name, pieces = next(
+            (name, list(pieces.values())) for one in folder.made.bases.values() for name, pieces in one.items()
+        )
+        piece = pieces[0]
+    flip_bit(tmp_path / "run" / folder.made.files[piece.file].name, piece.offset)
     found = folder.load()
     assert same(found.state, state(1))
     (rejected,) = found.rejected
@@ -152,24 +159,24 @@ def test_a_base_that_is_not_described_or_never_ends_is_damage(tmp_path: Path) ->
     folder = Folder(tmp_path / "run")
     folder.replace(replace(folder.made, bases={}))
     assert folder.load().info.id == folder.older
-    name, piece = next(
-        (name, piece) for name, entry in folder.made.entries.items() for piece in entry.pieces if piece.codec == "flip"
+    name, entry = next(
+        (name, entry) for name, entry in folder.made.entries.items() if any(piece.base for piece in entry.pieces)
     )
-    entry = folder.made.entries[name]
-    itself = {one: {**entries, name: entry} for one, entries in folder.made.bases.items()}
+    starts = accumulate((piece.raw_nbytes for piece in entry.pieces), initial=0)
+    pieces = {start: piece for start, piece in zip(starts, entry.pieces, strict=False) if piece.base}
+    itself = {one: {**entries, name: pieces} for one, entries in folder.made.bases.items()}
     circle = replace(folder.made, bases=itself)
     with pytest.raises(CorruptError, match="do not end"):
         read_entries(Sources([folder.repository.storage]), circle, [name])
     ids = [f"{n:08d}-s{n:010d}-00000000" for n in range(MAX_CHAIN + 2)]
     long = {
-        one: {name: replace(entry, pieces=tuple(replace(p, base=after) if p.base else p for p in entry.pieces))}
-        for one, after in zip(ids, ids[1:], strict=False)
+        one: {name: {start: replace(piece, base=after) for start, piece in pieces.items()}}
+        for one, after in pairwise(ids)
     }
     first = replace(entry, pieces=tuple(replace(p, base=ids[0]) if p.base else p for p in entry.pieces))
     chain = replace(folder.made, entries={name: first}, bases=long)
     with pytest.raises(CorruptError, match="do not end"):
         read_entries(Sources([folder.repository.storage]), chain, [name])
-    assert piece.base is not None
 
 
 def test_an_unknown_codec_is_of_a_newer_version(tmp_path: Path) -> None:
@@ -200,11 +207,7 @@ def test_places_that_store_a_snapshot_differently_are_not_mixed(tmp_path: Path) 
     found = load(where)
     assert found is not None and found.place.endswith("near") and same(found.state, state(2))
     piece = next(entry.pieces[0] for entry in folder.made.entries.values() if entry.pieces)
-    with (tmp_path / "near" / folder.made.files[piece.file].name).open("r+b") as file:
-        file.seek(piece.offset)
-        byte = file.read(1)[0]
-        file.seek(piece.offset)
-        file.write(bytes([byte ^ 1]))
+    flip_bit(tmp_path / "near" / folder.made.files[piece.file].name, piece.offset)
     found = load(where)
     assert found is not None and found.place.endswith("far") and same(found.state, state(2))
     assert found.info.id == folder.newest and found.rejected == ()

@@ -58,6 +58,9 @@ class Codec(Protocol):
 _CODECS = {
     "raw": ("raw", "RawCodec"),
     "zstd": ("zstd", "ZstdCodec"),
+    "byteplane-zstd": ("byteplane", "BytePlaneCodec"),
+    "delta-byteplane-zstd": ("delta", "DeltaCodec"),
+    "rows": ("rows", "RowsCodec"),
 }
 """Name → module and class. Modules are imported when asked for: most readers need none of them."""
 

@@ -32,7 +32,7 @@ def compress(data: memoryview, settings: Mapping[str, int]) -> bytes:
     if context is None:
         parameters = zstandard.ZstdCompressionParameters(**settings)
         context = contexts[id(settings)] = zstandard.ZstdCompressor(compression_params=parameters)
-    return context.compress(data)  # type: ignore[no-any-return]
+    return context.compress(data)
 
 
 def decompress(stored: memoryview, nbytes: int) -> bytes:

@@ -11,11 +11,11 @@ class RawCodec:
     name = "raw"
     needs_base = False
 
-    def encode(self, data: memoryview, chunk: Chunk, base: memoryview | None) -> memoryview:
+    def encode(self, data: memoryview, chunk: Chunk, base: memoryview | None) -> memoryview:  # noqa: ARG002
         """`data` itself, not a copy."""
         return data
 
-    def decode(self, stored: memoryview, out: memoryview, base: memoryview | None) -> None:
+    def decode(self, stored: memoryview, out: memoryview, base: memoryview | None) -> None:  # noqa: ARG002
         """Copy."""
         if stored.nbytes != out.nbytes:
             raise damaged(self.name, f"{stored.nbytes} bytes stored where {out.nbytes} belong")

@@ -14,7 +14,7 @@ class ZstdCodec:
     name = "zstd"
     needs_base = False
 
-    def encode(self, data: memoryview, chunk: Chunk, base: memoryview | None) -> bytes | None:
+    def encode(self, data: memoryview, chunk: Chunk, base: memoryview | None) -> bytes | None:  # noqa: ARG002
         """One frame of level 1, or None if it saves less than three in a hundred bytes."""
         data = data.cast("B")
         tried = sample(data)
@@ -23,7 +23,7 @@ class ZstdCodec:
         stored = compress(data, _SETTINGS)
         return stored if len(stored) <= PAYS * data.nbytes else None
 
-    def decode(self, stored: memoryview, out: memoryview, base: memoryview | None) -> None:
+    def decode(self, stored: memoryview, out: memoryview, base: memoryview | None) -> None:  # noqa: ARG002
         """Decompress one frame of exactly the size of `out`."""
         try:
             out.cast("B")[:] = decompress(stored, out.nbytes)

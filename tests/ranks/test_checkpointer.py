@@ -20,7 +20,7 @@ from ckpt_engine.store import layout
 from ckpt_engine.store.manifest import RANKS
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
-from tests.ranks.runs import on_all, open_ranks
+from tests.ranks.runs import SharedStore, ThreadRanks, on_all, open_ranks
 
 
 def state_of(step: int, rank: int) -> dict[str, Any]:
@@ -323,3 +323,24 @@ def assert_only_needed(root: Path, *, restarts: bool = False) -> None:
     needed = {name for parsed in repository.ids() for name in repository.files_of(parsed.id)}
     assert {f"data/{file.name}" for file in (root / "data").iterdir()} == needed
     assert not list((root / "parts").glob("*"))
+
+
+def test_arrays_that_are_not_alike_are_those_of_rank_0(tmp_path: Path) -> None:
+    """Statistics of batch norm differ between ranks in the middle of a step: no rank's rows get into another's."""
+    store = SharedStore()
+
+    def alike(path: tuple[Any, ...]) -> bool:
+        return path[-1] != "mean"
+
+    def made(rank: int) -> Checkpointer:
+        return Checkpointer(tmp_path / "run", ranks=ThreadRanks(rank, 2, store, alike=alike), writer="thread")
+
+    ranks = [made(0), made(1)]
+    states = [{"model": {"w": torch.zeros(4000), "mean": torch.full((1000,), float(rank))}} for rank in range(2)]
+    for handle in on_all(lambda rank: ranks[rank].save(states[rank], step=1), 2):
+        handle.wait(60)
+    for state in on_all(lambda rank: ranks[rank].load(), 2):
+        assert torch.equal(state["model"]["mean"], torch.zeros(1000))
+    close_all(ranks)
+    sizes = [file.stat().st_size for file in sorted((tmp_path / "run" / "data").iterdir())]
+    assert abs(sizes[0] - sizes[1]) < 0.05 * sizes[0]

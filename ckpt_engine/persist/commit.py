@@ -26,6 +26,7 @@ ALONE_SECONDS = 5.0
 """How long parts are waited for once the trainer is gone: the lease must be free before a restarted one gives up."""
 
 _never = threading.Event()
+"""Takes the place of an event that is set already: waiting for that one would not wait."""
 
 
 @dataclass(frozen=True, slots=True)

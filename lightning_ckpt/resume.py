@@ -17,11 +17,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.data import rng
 from ckpt_engine.errors import NewerFormatError, ResumeError
+from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match, tensor_shapes
@@ -106,7 +108,7 @@ class Resume:
                     f"ckpt_path='auto': there is no snapshot in {root}, and untrained weights are not worth scoring",
                     hint="train first, or pass the path of a checkpoint",
                 )
-            _log.info("ckpt_path='auto': no snapshot in %s yet, starting fresh", root)
+            announce(_log, f"ckpt_path='auto': no snapshot in {root} yet, starting fresh", aloud=rank_zero_info)
             original(None, *args, **kwargs)
         else:
             self._load()
@@ -317,7 +319,7 @@ class Resume:
         url = self._checkpointer.root_url.removeprefix("file://")
         folder = url if "://" not in url else self._trainer.log_dir or self._trainer.default_root_dir
         report, self.report = self.report.finish(), None
-        publish(report, Path(folder), _log)
+        publish(report, Path(folder), _log, rank_zero_info)
 
 
 def _where(own: Mapping[str, Any]) -> str:

@@ -61,6 +61,7 @@ class Standing:
         in_flight: oldest first.
         state_bytes, stall_seconds: of the newest snapshot; 0 before the first.
         busy_since: monotonic seconds from which the writer has had the oldest of those in flight.
+        held_step: of the newest snapshot, if it stays in memory and is durable nowhere.
     """
 
     tiers: tuple[TierStanding, ...]
@@ -68,6 +69,7 @@ class Standing:
     state_bytes: int = 0
     stall_seconds: float = 0.0
     busy_since: float = 0.0
+    held_step: int | None = None
 
     def left_bytes(self, now: float) -> tuple[float, ...]:
         """For each in flight what is left to write, as the measured speed of the nearest tier lets expect."""
@@ -96,6 +98,7 @@ class Ledger:
         self._now = clock.monotonic
         self._tiers = {place: _Tier(TierStanding(place)) for place in map(_place, urls)}
         self._busy_since = 0.0
+        self._held_step: int | None = None
         self.standing = Standing(tuple(one.standing for one in self._tiers.values()))
 
     def resumed(self, step: int, url: str) -> None:
@@ -112,6 +115,7 @@ class Ledger:
         match event:
             case SnapshotStaged():
                 nbytes, stall = event.nbytes, event.stall_seconds
+                self._held_step = None if event.durable else event.step
                 if event.durable:
                     if not flying:
                         self._busy_since = self._now()
@@ -121,13 +125,15 @@ class Ledger:
                 instant = self._now() - event.latency_seconds if instant is None else instant
                 self._durable(event.tier, event.step, instant, event.written_bytes, event.write_seconds)
                 flying = self._settled(flying, event.step)
+                if event.step == self._held_step:
+                    self._held_step = None
             case SnapshotFailed():
                 flying = self._settled(flying, event.step)
             case SnapshotReplicated():
                 instant = self._now() - event.latency_seconds
                 self._durable(event.tier, event.step, instant, event.sent_bytes, event.copy_seconds)
             case WriterLost():
-                flying = ()
+                flying, self._held_step = (), None
             case TierDegraded():
                 self._away(event.tier, True)
             case TierRecovered():
@@ -168,7 +174,7 @@ class Ledger:
     def _publish(self, flying: tuple[Flying, ...], nbytes: int, stall: float) -> None:
         # One assignment: a reader on another thread sees the old value or the new one.
         tiers = tuple(one.standing for one in self._tiers.values())
-        self.standing = Standing(tiers, flying, nbytes, stall, self._busy_since)
+        self.standing = Standing(tiers, flying, nbytes, stall, self._busy_since, self._held_step)
 
 
 def _place(url: str) -> str:

@@ -31,11 +31,19 @@ class Desk:
         self.ledger = Ledger(["/run"], SystemClock())
         self.newest: int | None = None
         self.looked = threading.Event()
-        self.watch = PreemptionWatch(Preemption(**options), self.ledger, SystemClock(), slots=2, newest=self._look)
+        self.held: int | None = None
+        self.flushed = 0
+        self.watch = PreemptionWatch(
+            Preemption(**options), self.ledger, SystemClock(), slots=2, newest=self._look, flush=self._flush
+        )
 
     def _look(self) -> int | None:
         self.looked.set()
         return self.newest
+
+    def _flush(self) -> int | None:
+        self.flushed += 1
+        return self.held
 
     def committed(self, step: int, seconds: float = 1.0, nbytes: int = MB) -> None:
         self.ledger.emit(SnapshotStaged("", step, 0.0, nbytes))

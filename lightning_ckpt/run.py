@@ -25,6 +25,7 @@ from ckpt_engine.snapshot.laziness import copies_lazily
 from ckpt_engine.tracking import flags
 from ckpt_engine.tracking.fence import StepFence
 from ckpt_engine.tracking.halt import Halt
+from ckpt_engine.tracking.rollback import Rollbacks
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind, Position, kind_of, postponed
@@ -77,7 +78,10 @@ class FitRun:
         self.checkpointer = Checkpointer(config)
         self.checkpointer.events = sinks
         self._loaders = TrainLoaders(self._internals, trainer)
-        self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders)
+        if config.rollback is not None:
+            self.watches.rollbacks = Rollbacks(self.checkpointer, _log)
+        self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders, self.watches.rollbacks)
+        self._skip_batches = 0
         self._capture = Capture(self._internals, trainer, module)
         self._lazy = self._capture.lazy() if copies_lazily(config.lazy, trainer.strategy.root_device) else None
         self._prepare_share = prepare_share(config, trainer.strategy.root_device)
@@ -232,7 +236,10 @@ class FitRun:
         if not self._active:
             return
         if self.resume.pending:
+            self._skip_batches = self._internals.in_whole_steps(self.resume.skip_batches)
             self.resume.at_first_fetch()
+        if self._skip_batches:
+            self._skip_batches -= self._internals.skip_batches(self._skip_batches)
         self.checkpointer.poll()
         if self._prepare_share is not None:
             self.cadence.background(self.checkpointer.prepare_seconds)

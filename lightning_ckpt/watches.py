@@ -20,6 +20,7 @@ from ckpt_engine.preempt.watch import open_watch
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.tracking.rollback import Rollbacks
 from lightning_ckpt.compat import Internals
 from lightning_ckpt.losses import Losses
 from lightning_ckpt.telemetry import Telemetry
@@ -52,9 +53,12 @@ class Watches:
         self._sinks = sinks
         self._ledger, self.preemption = open_watch(config, clock, internals.forget_sigterm)
         self._board = Board(config.status, self.preemption.outlook, telemetry.plain_numbers)
-        self._losses = Losses(On(config.guard)) if config.guard != "off" else None
+        on = config.guard if config.rollback is None else config.rollback.on
+        self._losses = Losses(On(on)) if on != "off" else None
         self._stale: StaleWatch | None = None
         self._live = live
+        self.rollbacks: Rollbacks | None = None
+        """Set by whoever has the engine, where the options have `rollback`."""
         sinks.add(self._ledger)
         sinks.add(self.preemption)
 
@@ -111,10 +115,13 @@ class Watches:
 
         Raises:
             DivergedError: training has diverged; says from where it can go on.
+            RollbackRequestedError: the next start goes back by itself.
         """
         try:
             return self._losses is not None and self._losses.veto(due=due)
         except DivergedError as err:
-            self._losses = None
+            losses, self._losses = self._losses, None
+            if self.rollbacks is not None and losses is not None and losses.divergence is not None:
+                raise self.rollbacks.error(losses.divergence, self.preemption) from None
             hint = f"{self.preemption.durable()}, from before; ckpt_path='auto' goes on there, with the same batches"
             raise DivergedError(err.message, hint=hint) from None

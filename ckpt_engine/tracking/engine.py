@@ -11,6 +11,7 @@ from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.snapshot.flatten import LazyPredicate
 from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.store.manifest import SnapshotInfo
 
 
 class Engine(Protocol):
@@ -57,6 +58,8 @@ class Engine(Protocol):
     def choose(self, step: int | None = None, *, check: Check | None = None) -> Candidate | None: ...
 
     def load(self, step: int | None = None, *, into: Any = None, check: Check | None = None) -> Any | None: ...
+
+    def snapshots(self) -> list[SnapshotInfo]: ...
 
     def wait(self, timeout: float | None = None) -> bool: ...
 

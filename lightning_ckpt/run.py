@@ -175,7 +175,7 @@ class FitRun:
     def batch_ended(self, outputs: Any) -> None:
         """The loss for the guard; numbers for loggers and the progress bar."""
         self._validated = False
-        self.watches.batch_ended(self.step, outputs)
+        self.watches.batch_ended(self.step + self._internals.accumulating, outputs)
         self.telemetry.show(self._internals.metric_tables["progress_bar"])
         if self._trainer.loggers and self._internals.logs_now:
             self.telemetry.log(self._trainer, self._internals.batches_that_stepped)

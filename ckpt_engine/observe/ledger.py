@@ -13,6 +13,7 @@ from ckpt_engine.observe.events import (
     Event,
     SnapshotCommitted,
     SnapshotFailed,
+    SnapshotFound,
     SnapshotReplicated,
     SnapshotStaged,
     TierDegraded,
@@ -99,14 +100,20 @@ class Ledger:
         self._tiers = {place: _Tier(TierStanding(place)) for place in map(_place, urls)}
         self._busy_since = 0.0
         self._held_step: int | None = None
+        self._resumed: Flying | None = None
+        self._found: SnapshotFound | None = None
         self.standing = Standing(tuple(one.standing for one in self._tiers.values()))
 
     def resumed(self, step: int, url: str) -> None:
-        """Training goes on from the snapshot of `step` that came from `url`; only a tier has it durably, memory not."""
+        """Training goes on from the snapshot of `step` that came from `url`.
+
+        If that was memory, the nearest tier counts as soon as its writer tells what it has.
+        """
+        self._resumed = Flying(step, 0, self._now())
         tier = self._tiers.get(_place(url))
-        if tier is None:
-            return
-        tier.standing = TierStanding(tier.standing.url, newest_step=step, newest_instant=self._now())
+        if tier is not None:
+            tier.standing = TierStanding(tier.standing.url, newest_step=step, newest_instant=self._now())
+        self._take_up()
         self._publish(self.standing.in_flight, self.standing.state_bytes, self.standing.stall_seconds)
 
     def emit(self, event: Event) -> None:
@@ -127,6 +134,9 @@ class Ledger:
                 flying = self._settled(flying, event.step)
                 if event.step == self._held_step:
                     self._held_step = None
+            case SnapshotFound():
+                self._found = event
+                self._take_up()
             case SnapshotFailed():
                 flying = self._settled(flying, event.step)
             case SnapshotReplicated():
@@ -141,6 +151,18 @@ class Ledger:
             case _:
                 return
         self._publish(flying, nbytes, stall)
+
+    def _take_up(self) -> None:
+        """What the rescue has made durable of what training goes on from; the instant of an older one is not known."""
+        resumed, found = self._resumed, self._found
+        if resumed is None or found is None:
+            return
+        tier = self._tier(found.tier)
+        if tier.standing.newest_step is None:
+            instant = resumed.since if found.step >= resumed.step else None
+            tier.standing = TierStanding(
+                tier.standing.url, newest_step=min(found.step, resumed.step), newest_instant=instant
+            )
 
     def _settled(self, flying: tuple[Flying, ...], step: int) -> tuple[Flying, ...]:
         found = next((one for one in flying if one.step == step), None)

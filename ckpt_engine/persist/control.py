@@ -12,7 +12,8 @@ nor if `snapshot` is given and it holds another one |
 | `save`, `stop` | `trainer`: whether there is one that was told; takes `who`, text for people |
 | `flush`        | `step` of the newest snapshot in memory, which becomes durable now if it is not; None, and `why`, \
 if there is none, or no trainer |
-| `status`       | `pid`, `trainer`, `held` (None, or `step` and `durable`), `beat` |
+| `status`       | `pid`, `trainer`, `held` (None, or `step` and `durable`), `held_created`, \
+`beat` |
 
 Who asks for something else is told `error`.
 """

@@ -124,6 +124,7 @@ class Desk:
             "pid": os.getpid(),
             "trainer": self._attended and self._trainer_lives(),
             "held": None if newest is None else {"step": newest.job.step, "durable": newest.durable},
+            "held_created": None if newest is None else newest.job.created,
             "beat": self._beat(),
         }
 

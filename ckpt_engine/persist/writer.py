@@ -24,7 +24,7 @@ from ckpt_engine.errors import (
     StorageStalledError,
     WriterError,
 )
-from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotFailed
+from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotFailed, SnapshotFound
 from ckpt_engine.observe.units import duration
 from ckpt_engine.persist import job as values
 from ckpt_engine.persist import protocol
@@ -112,6 +112,8 @@ class Writer:
                 self._ids.begin(self._seq)
             if config.memory:
                 self.run = fleet.run if fleet is not None else RunText.of(repository)
+                for newest in repository.ids()[-1:]:
+                    self._emit_event(SnapshotFound(newest.id, newest.step, config.url))
             self._keeps_all = isinstance(policy, KeepAll)
             self._near = Near(
                 config.url,

@@ -134,7 +134,7 @@ class PreemptionWatch:
         if not isinstance(event, Requested):
             return
         if event.what == "stop":
-            self._requested = StopNotice(event.who, self._now(), exit_code=0)
+            self._requested = StopNotice(f"ckpt stop by {event.who}", self._now(), exit_code=0)
             self._wake.put(None)
         elif event.what == "save":
             self._save = event.who

@@ -68,7 +68,7 @@ def test_the_next_start_goes_back_and_skips_what_made_it_sick(tmp_path: Path) ->
     rest = [entry for entry in reference[at + 2 :] if entry[0] == 1]
     assert batches(second.trace)[: len(rest)] == rest
     assert len(batches(second.trace)) == len(reference) - at - 2
-    assert [entry[3] for entry in second.trace if entry[0] == "train"][0] == at
+    assert next(entry[3] for entry in second.trace if entry[0] == "train") == at
     report = ResumeReport.from_json(json.loads((tmp_path / "resume-report.json").read_text()))
     assert f"rollback 1: the loss of step {at + 1} is nan; 2 batches are skipped" in report.notes
     # A kill after that goes on from the newest snapshot, which has the gap behind it already.
@@ -99,6 +99,7 @@ def test_the_same_process_may_call_fit_again(tmp_path: Path) -> None:
     assert final_digest(trainer, model) == restarted.digest
 
 
+@pytest.mark.slow
 def test_a_spike_goes_back_to_before_its_first_loss(tmp_path: Path) -> None:
     """Four losses in a row are far above the others; what was saved is from before the first of them."""
     reference = fit(Case(trainer={"max_epochs": 6})).trace
@@ -113,6 +114,7 @@ def test_a_spike_goes_back_to_before_its_first_loss(tmp_path: Path) -> None:
     assert skipped[:4] == [*range(first, first + 4)]
 
 
+@pytest.mark.slow
 def test_a_run_that_stays_sick_goes_further_back_and_gives_up(tmp_path: Path) -> None:
     """Every batch from some point on: each attempt begins earlier, and after the last one nothing is started again."""
     reference = fit(Case()).trace
@@ -129,6 +131,7 @@ def test_a_run_that_stays_sick_goes_further_back_and_gives_up(tmp_path: Path) ->
     assert not isinstance(caught.value, RollbackRequestedError)
 
 
+@pytest.mark.slow
 def test_accumulated_steps_are_skipped_whole(tmp_path: Path) -> None:
     """Else the first step after the gap would have fewer batches than the others."""
     batches_per_step = 3
@@ -143,6 +146,7 @@ def test_accumulated_steps_are_skipped_whole(tmp_path: Path) -> None:
     assert batches(resumed.trace)[0][:2] == (2, batches_per_step)
 
 
+@pytest.mark.slow
 def test_what_is_only_in_memory_counts(tmp_path: Path) -> None:
     """The writer makes it durable before it is decided where to go."""
     reference = fit(Case()).trace

@@ -126,7 +126,7 @@ def test_requests_come_as_events(desk: Callable[..., Desk]) -> None:
     assert [one.watch.take_save(), one.watch.take_save()] == ["ann on node7", None]
     one.watch.emit(Requested("stop", "ann on node7"))
     stop = one.watch.stop
-    assert stop is not None and (stop.notice.who, stop.notice.exit_code) == ("ann on node7", 0)
+    assert stop is not None and (stop.notice.who, stop.notice.exit_code) == ("ckpt stop by ann on node7", 0)
 
 
 def test_the_plan_knows_what_was_measured(desk: Callable[..., Desk]) -> None:

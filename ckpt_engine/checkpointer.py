@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from ckpt_engine.config import Config, Tier, load_config
+from ckpt_engine.config.live import live_file
 from ckpt_engine.errors import ConfigError, SnapshotFailedError
 from ckpt_engine.observe.events import Event, EventSink, Notice, TierDegraded
 from ckpt_engine.observe.log import LogSink
@@ -57,6 +58,7 @@ class Checkpointer:
 
     def __init__(self, root: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, **options: Any) -> None:
         self.config = load_config(root, **options)
+        self.live = live_file(root, options)
         self.events: EventSink = LogSink()
         self.loaded: restore.Loaded | None = None
         self._pipeline = Pipeline(

@@ -74,7 +74,7 @@ class FitRun:
         self.telemetry = Telemetry(self.cadence)
         sinks.add(self.cadence)
         sinks.add(self.telemetry)
-        self.watches = Watches(config, clock, sinks, self._internals, self.telemetry, live)
+        self.watches = Watches(config, clock, sinks, self._internals, self.telemetry, self.cadence, live)
         self.checkpointer = Checkpointer(config)
         self.checkpointer.events = sinks
         self._loaders = TrainLoaders(self._internals, trainer)
@@ -247,8 +247,7 @@ class FitRun:
         if (stop := self.watches.boundary(step)) is not None:
             raise self._halt.now(stop, self._take_here)
         self._given = self._internals.combined_position
-        if (edited := self.watches.edited(self._config)) is not None:
-            self._apply(edited)
+        self._config = self.watches.edits.apply(self._config)
         self._asked |= self.watches.preemption.take_save() is not None
         self.checkpointer.begin_step(step + 1)
         reason = self.cadence.boundary(step) or ("manual" if self._asked else None)
@@ -271,12 +270,6 @@ class FitRun:
         position = self._position()
         if postponed(position) is None and self.checkpointer.ready(durable=False):
             self._take(kind_of(position), MEMORY, step, durable=False)
-
-    def _apply(self, config: Config) -> None:
-        """The options of a file that was edited."""
-        if (settings := cadence_settings(config)) != cadence_settings(self._config):
-            self.cadence.retune(settings)
-        self._config = config
 
     def _batch_failed(self, error: Exception) -> None:
         """A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from ckpt_engine.config import Config
+from ckpt_engine.config.live import LiveFile
 from ckpt_engine.observe.events import EventSink
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.load import Loaded
@@ -18,6 +19,7 @@ class Engine(Protocol):
     """The part of `ckpt_engine.Checkpointer` that a tracker uses."""
 
     config: Config
+    live: LiveFile | None
     events: EventSink
     loaded: Loaded | None
 

@@ -42,7 +42,7 @@ def test_an_edited_file_changes_a_loop_at_its_next_step(
                         assert time.monotonic() < deadline
                         time.sleep(0.005)
     steps = [one.step for one in saved(tmp_path / "run")]
-    assert steps and all(step % 2 == 0 for step in steps) and min(steps) in (4, 6)
+    assert steps[0] == 4 and len(steps) >= 3  # the one of the last step of an epoch comes a step later
     assert f"{path}: every_n_steps: 1000 -> 2; not in a running job: slots; start it again for that" in caplog.text
 
 

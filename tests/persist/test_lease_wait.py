@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from ckpt_engine.errors import LeaseHeldError
-from ckpt_engine.observe.events import Event, Notice
+from ckpt_engine.observe.events import Event, Notice, SnapshotFound
 from ckpt_engine.persist.client import completed
 from ckpt_engine.persist.job import WriterConfig
 from ckpt_engine.persist.spawn import ProcessWriter
 from ckpt_engine.persist.thread import ThreadWriter
 from tests.persist.conftest import Writers
+from tests.persist.staged import WAIT_SECONDS, Stage
 
 
 @pytest.mark.parametrize("kind", [ProcessWriter, ThreadWriter], ids=["process", "thread"])
@@ -54,3 +55,18 @@ def test_who_need_not_wait_says_nothing(processes: Writers) -> None:
     client = ProcessWriter.start(completed(WriterConfig(str(processes.root), lease_wait_seconds=60.0)), heard.append)
     assert client.close(60.0)
     assert heard == []
+
+
+def test_a_writer_with_memory_tells_what_the_tier_has(processes: Writers, stage: Stage) -> None:
+    """Whoever resumed from the memory of the writer before knows by it what the rescue has made durable."""
+    heard: list[Event] = []
+    first = ProcessWriter.start(completed(WriterConfig(str(processes.root), memory=True)), heard.append)
+    stage.share(first)
+    first.hold(stage.job(7))
+    assert first.close(WAIT_SECONDS)
+    assert heard == []
+    config = completed(WriterConfig(str(processes.root), memory=True, lease_wait_seconds=WAIT_SECONDS))
+    second = ProcessWriter.start(config, heard.append)
+    assert second.close(WAIT_SECONDS)
+    (found,) = [event for event in heard if isinstance(event, SnapshotFound)]
+    assert (found.step, found.tier) == (7, str(processes.root))

@@ -25,6 +25,7 @@ CkptError                      CKPT000
 ├── ResumeError                CKPT700
 │   └── NoUsableSnapshotError  CKPT701   the store is not empty and nothing in it is usable
 └── DivergedError              CKPT800   the loss is not finite, or far above its usual values
+    └── RollbackRequestedError CKPT801   the same; the next start goes back and skips batches
 ```
 
 Codes never change meaning; a message says what, where, and the next command.
@@ -141,3 +142,7 @@ class NoUsableSnapshotError(ResumeError):
 
 class DivergedError(CkptError):
     code = "CKPT800"
+
+
+class RollbackRequestedError(DivergedError):
+    code = "CKPT801"

@@ -25,6 +25,7 @@ from ckpt_engine.snapshot.laziness import copies_lazily
 from ckpt_engine.tracking import flags
 from ckpt_engine.tracking.fence import StepFence
 from ckpt_engine.tracking.halt import Halt
+from ckpt_engine.tracking.rollback import Rollbacks
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind, Position, kind_of, postponed
@@ -73,11 +74,14 @@ class FitRun:
         self.telemetry = Telemetry(self.cadence)
         sinks.add(self.cadence)
         sinks.add(self.telemetry)
-        self.watches = Watches(config, clock, sinks, self._internals, self.telemetry, live)
+        self.watches = Watches(config, clock, sinks, self._internals, self.telemetry, self.cadence, live)
         self.checkpointer = Checkpointer(config)
         self.checkpointer.events = sinks
         self._loaders = TrainLoaders(self._internals, trainer)
-        self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders)
+        if config.rollback is not None:
+            self.watches.rollbacks = Rollbacks(self.checkpointer, _log)
+        self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders, self.watches.rollbacks)
+        self._skip_batches = 0
         self._capture = Capture(self._internals, trainer, module)
         self._lazy = self._capture.lazy() if copies_lazily(config.lazy, trainer.strategy.root_device) else None
         self._prepare_share = prepare_share(config, trainer.strategy.root_device)
@@ -171,7 +175,7 @@ class FitRun:
     def batch_ended(self, outputs: Any) -> None:
         """The loss for the guard; numbers for loggers and the progress bar."""
         self._validated = False
-        self.watches.batch_ended(self.step, outputs)
+        self.watches.batch_ended(self.step + self._internals.accumulating, outputs)
         self.telemetry.show(self._internals.metric_tables["progress_bar"])
         if self._trainer.loggers and self._internals.logs_now:
             self.telemetry.log(self._trainer, self._internals.batches_that_stepped)
@@ -232,7 +236,10 @@ class FitRun:
         if not self._active:
             return
         if self.resume.pending:
+            self._skip_batches = self._internals.in_whole_steps(self.resume.skip_batches)
             self.resume.at_first_fetch()
+        if self._skip_batches:
+            self._skip_batches -= self._internals.skip_batches(self._skip_batches)
         self.checkpointer.poll()
         if self._prepare_share is not None:
             self.cadence.background(self.checkpointer.prepare_seconds)
@@ -240,8 +247,7 @@ class FitRun:
         if (stop := self.watches.boundary(step)) is not None:
             raise self._halt.now(stop, self._take_here)
         self._given = self._internals.combined_position
-        if (edited := self.watches.edited(self._config)) is not None:
-            self._apply(edited)
+        self._config = self.watches.edits.apply(self._config)
         self._asked |= self.watches.preemption.take_save() is not None
         self.checkpointer.begin_step(step + 1)
         reason = self.cadence.boundary(step) or ("manual" if self._asked else None)
@@ -264,12 +270,6 @@ class FitRun:
         position = self._position()
         if postponed(position) is None and self.checkpointer.ready(durable=False):
             self._take(kind_of(position), MEMORY, step, durable=False)
-
-    def _apply(self, config: Config) -> None:
-        """The options of a file that was edited."""
-        if (settings := cadence_settings(config)) != cadence_settings(self._config):
-            self.cadence.retune(settings)
-        self._config = config
 
     def _batch_failed(self, error: Exception) -> None:
         """A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then."""

@@ -19,6 +19,10 @@ from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 
 
+class SupersededError(WriterError):
+    """The slot may have been filled anew while it was read."""
+
+
 class Digests:
     """The digests of one image, once somebody has worked them out. Thread safe."""
 
@@ -46,7 +50,10 @@ class Digests:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A job with what its numbers stand for, and the id that the snapshot gets."""
+    """A job with what its numbers stand for, and the id that the snapshot gets.
+
+    `unchanged` is asked once the slot was read: whether nobody can have filled it anew meanwhile.
+    """
 
     job: PersistJob
     snapshot: str
@@ -54,6 +61,7 @@ class Staged:
     cut_layout: CutLayout
     skeletons: dict[str, Skeleton]
     digests: Digests = field(default_factory=Digests)
+    unchanged: Callable[[], bool] = lambda: True
 
     @property
     def data(self) -> DataFile:
@@ -140,6 +148,8 @@ def write_snapshot(
     try:
         digests = staged.digests.settle(digesting.result()) if digesting is not None else staged.digest()
         progress.check()
+        if not staged.unchanged():
+            raise SupersededError(f"the snapshot of step {job.step} was left: a newer one has taken its place")
         repository.commit(staged.manifest(repository.run_id, digests))
     except BaseException:
         _undo(staged, repository, undo_failed)

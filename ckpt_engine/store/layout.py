@@ -8,6 +8,7 @@ data/<id>-r<rank>[-p<part>].safetensors   data files
 pins/<id>.json                       pins: snapshots that retention leaves alone
 status.json                          what the writer of several tiers was doing last
 catalog.json                         what many manifests say: a cache
+rollback.json                        the last time that the run had to go back
 ```
 Whatever does not match is foreign: never read as ours, never deleted.
 """
@@ -22,6 +23,7 @@ RECORD = "ckpt.json"
 LEASE = "lease.json"
 STATUS = "status.json"
 CATALOG = "catalog.json"
+ROLLBACK = "rollback.json"
 MANIFESTS = "snapshots/"
 DATA = "data/"
 PINS = "pins/"
@@ -94,6 +96,6 @@ def _owner(match: re.Match[str] | None) -> ParsedId | None:
 
 def is_ours(name: str) -> bool:
     """Whether an object of this name may have been written by us."""
-    return name in (RECORD, LEASE, STATUS, CATALOG) or any(
+    return name in (RECORD, LEASE, STATUS, CATALOG, ROLLBACK) or any(
         part(name) is not None for part in (manifest_id, data_owner, pin_id)
     )

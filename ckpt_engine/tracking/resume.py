@@ -10,6 +10,7 @@ from typing import Any
 from ckpt_engine.data import rng
 from ckpt_engine.data.exactness import Level
 from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
+from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match, tensor_shapes
@@ -76,7 +77,7 @@ class Resume:
         self._flags = self._flags_now()
         url = self._engine.root_url
         if self._engine.choose(check=self._fits) is None:
-            self._log.info("no snapshot in %s yet, starting fresh", url)
+            announce(self._log, f"no snapshot in {url} yet, starting fresh")
             return None
         state = self._engine.load(check=self._fits)
         loaded = self._engine.loaded

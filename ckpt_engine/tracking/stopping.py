@@ -1,4 +1,4 @@
-"""Who wants something of a tracked run: stops it in time, hands on requests for snapshots, shows how it stands."""
+"""Who wants something of a tracked run: stops it in time, hands on requests and edited options, shows how it stands."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import logging
 import sys
 
+from ckpt_engine.config import Config
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
@@ -13,6 +14,7 @@ from ckpt_engine.observe.metrics import RunMetrics
 from ckpt_engine.preempt.board import Board
 from ckpt_engine.preempt.notice import Stop
 from ckpt_engine.preempt.watch import open_watch
+from ckpt_engine.tracking.edits import Edits
 from ckpt_engine.tracking.engine import Engine
 from ckpt_engine.tracking.halt import Halt, Take
 
@@ -40,8 +42,11 @@ class Stopping:
         metrics = RunMetrics(cadence)
         self._ledger, self._watch = open_watch(config, SystemClock())
         self._board = Board(config.status, self._watch.outlook, metrics.numbers)
+        self._edits = Edits(engine.live, cadence, self._watch, log)
         self._halt = Halt(self._watch, engine, SystemExit, log)
         self._asked = False
+        if config.guard != "off" or config.rollback is not None:
+            log.warning("nobody judges the losses of this loop: guard and rollback are for Lightning only")
         for sink in (metrics, self._ledger, self._watch):
             sinks.add(sink)
 
@@ -53,6 +58,7 @@ class Stopping:
         self._watch.boundary(step)
         self._watch.start()
         self._board.start()
+        self._edits.start()
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -60,12 +66,17 @@ class Stopping:
         atexit.unregister(self.close)
         self._watch.close()
         self._board.close()
+        self._edits.close()
 
     def boundary(self, step: int) -> Stop | None:
         """Step `step` is complete; the stop, if there is one."""
         self._watch.boundary(step)
         self._asked |= self._watch.take_save() is not None
         return self._watch.stop
+
+    def edited(self, config: Config) -> Config:
+        """The options from now on, see `Edits.apply`."""
+        return self._edits.apply(config)
 
     @property
     def asked(self) -> bool:

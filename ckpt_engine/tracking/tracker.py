@@ -297,6 +297,7 @@ class Tracker:
         stop = self._stopping.boundary(self._steps)
         if stop is not None and obstacle is None and not (feed is not None and is_at_end(feed.state())):
             raise self._stopping.end(stop, lambda reason: self._take(reason, feed, self._positions()))
+        self._config = self._stopping.edited(self._config)
         reason = self._cadence.boundary(self._steps) or ("manual" if self._stopping.asked else None)
         if reason is None:
             self._announce(feed)

@@ -78,7 +78,7 @@ def test_stop_saves_and_ends_with_0(tmp_path: Path, caplog: pytest.LogCaptureFix
         train(tmp_path / "run", 4, ask("stop"))
     assert ended.value.code == 0
     assert [one.step for one in saved(tmp_path / "run")] == [4]
-    assert "ann (pid 7): step 4 is durable on" in caplog.text
+    assert "ckpt stop by ann (pid 7): step 4 is durable on" in caplog.text
     assert_goes_on(tmp_path, 4)
 
 

@@ -1,4 +1,4 @@
-"""Read entries into live tensors wherever they are: host tensors directly, device tensors through page-locked memory."""
+"""Read entries into live tensors where they are: host tensors directly, device tensors through page-locked memory."""
 
 from __future__ import annotations
 

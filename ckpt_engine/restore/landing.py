@@ -39,7 +39,7 @@ def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tenso
     try:
         for number, names in enumerate(batches):
             if number < 2:
-                strips.append(_Strip(room, runtime))
+                strips.append(_Strip(room, runtime, runtime.device(away[names[0]])))
             strip = strips[number % 2]
             strip.wait()
             landed = strip.views({name: away[name] for name in names})
@@ -70,14 +70,14 @@ def _batches(targets: Mapping[str, torch.Tensor], room: int) -> Iterator[Sequenc
 class _Strip:
     """Host memory that verified bytes land in, and from where they go on to a device."""
 
-    def __init__(self, nbytes: int, runtime: Runtime) -> None:
+    def __init__(self, nbytes: int, runtime: Runtime, device: torch.device) -> None:
         self._bytes = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
         self._runtime = runtime
         self._sent: dict[torch.device, Any] = {}
         pages.populate(self._bytes.data_ptr(), nbytes)
         # Where it cannot be page-locked the copies are slower, and nothing else changes.
         self._pinned = Pinned(self._bytes.data_ptr(), nbytes, runtime)
-        self._pinned.pin()
+        self._pinned.pin(device)
 
     def views(self, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Host tensors of the shapes and dtypes of `targets`, one behind the other."""

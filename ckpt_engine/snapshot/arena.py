@@ -77,9 +77,9 @@ class Slot:
             self._huge = False
             pages.populate(base + start, size)
 
-    def pin(self, go_on: Callable[[], bool] = lambda: True) -> str | None:
+    def pin(self, device: torch.device, go_on: Callable[[], bool] = lambda: True) -> str | None:
         """Page-lock the touched memory for devices, once; what is wrong, or None. See `Pinned.pin`."""
-        return self._pinned.pin(go_on)
+        return self._pinned.pin(device, go_on)
 
     def views(self, plan: Plan) -> list[torch.Tensor]:
         """Destination tensors for `plan.sources`, in order; the container header is in the slot afterwards."""

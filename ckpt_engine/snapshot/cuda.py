@@ -54,17 +54,21 @@ class Runtime(Protocol):
         """Bytes on a device, to be used in `stream` only."""
         ...
 
-    def register(self, address: int, nbytes: int) -> str | None:
-        """Page-lock host memory; what is wrong, or None. Lets go of the GIL."""
+    def register(self, device: torch.device, address: int, nbytes: int) -> str | None:
+        """Page-lock host memory, by the driver of a device; what is wrong, or None. Lets go of the GIL."""
         ...
 
-    def unregister(self, address: int) -> str | None:
+    def unregister(self, device: torch.device, address: int) -> str | None:
         """Give page-locked memory back to the system's paging; what is wrong, or None."""
         ...
 
 
 class Cuda:
-    """The `Runtime` of torch's CUDA devices."""
+    """The `Runtime` of torch's CUDA devices.
+
+    A thread that has not chosen a device would make a context on the first one, which takes hundreds of megabytes of a
+    GPU that training may not use: so whatever other threads call chooses one.
+    """
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
@@ -88,7 +92,8 @@ class Cuda:
         stream.wait_event(event)
 
     def wait(self, event: torch.cuda.Event) -> None:
-        event.synchronize()
+        with torch.cuda.device(event.device):
+            event.synchronize()
 
     def copy(self, stream: torch.cuda.Stream, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         with torch.no_grad(), torch.cuda.stream(stream):
@@ -102,11 +107,13 @@ class Cuda:
         with torch.cuda.stream(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def register(self, address: int, nbytes: int) -> str | None:
-        return self._problem(_cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+    def register(self, device: torch.device, address: int, nbytes: int) -> str | None:
+        with torch.cuda.device(device):
+            return self._problem(_cudart().cudaHostRegister(address, nbytes, _PORTABLE))
 
-    def unregister(self, address: int) -> str | None:
-        return self._problem(_cudart().cudaHostUnregister(address))
+    def unregister(self, device: torch.device, address: int) -> str | None:
+        with torch.cuda.device(device):
+            return self._problem(_cudart().cudaHostUnregister(address))
 
     def _problem(self, code: Any) -> str | None:
         return None if int(code) == _SUCCESS else str(_cudart().cudaGetErrorString(code))

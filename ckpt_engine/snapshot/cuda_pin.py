@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 
+import torch
+
 from ckpt_engine.errors import WaitTimeoutError
 from ckpt_engine.snapshot.cuda import CUDA, Runtime
 
@@ -29,14 +31,15 @@ class Pinned:
         self._address = address
         self._nbytes = nbytes
         self._runtime = runtime
-        self._pieces: list[int] = []
+        self._pieces: list[tuple[torch.device, int]] = []
         self._problem: str | None = None
         self._done = False
 
-    def pin(self, go_on: Callable[[], bool] = lambda: True) -> str | None:
+    def pin(self, device: torch.device, go_on: Callable[[], bool] = lambda: True) -> str | None:
         """Page-lock all of it, unless that was tried before; what is wrong, or None. Any thread; releases the GIL.
 
         Args:
+            device: one of those that will copy.
             go_on: asked between pieces; False ends it early, and the next call goes on there.
 
         Raises:
@@ -45,7 +48,7 @@ class Pinned:
         if not self._done:
             # CUDA keeps the error of a refused call for the next launch of the thread that made it: let it be no
             # thread that launches anything.
-            thread = threading.Thread(target=self._run, args=(go_on,), name="ckpt-pin", daemon=True)
+            thread = threading.Thread(target=self._run, args=(device, go_on), name="ckpt-pin", daemon=True)
             thread.start()
             thread.join(PIN_TIMEOUT_SECONDS)
             if thread.is_alive():
@@ -55,21 +58,22 @@ class Pinned:
     def unpin(self) -> None:
         """Give the memory back to the system's paging. No copy may be under way."""
         pieces, self._pieces, self._done = self._pieces, [], False
-        for address in pieces:
-            self._runtime.unregister(address)  # refused only where the process's CUDA context is gone, and with it all
+        for device, address in pieces:
+            # Refused only where the process's CUDA context is gone, and everything with it.
+            self._runtime.unregister(device, address)
 
-    def _run(self, go_on: Callable[[], bool]) -> None:
+    def _run(self, device: torch.device, go_on: Callable[[], bool]) -> None:
         for start, stop in split(len(self._pieces) * PIECE_BYTES, self._nbytes):
             if not go_on():
                 return
             try:
-                self._problem = self._runtime.register(self._address + start, stop - start)
+                self._problem = self._runtime.register(device, self._address + start, stop - start)
             except RuntimeError as err:
                 self._problem = str(err)
             if self._problem is not None:
                 self.unpin()
                 break
-            self._pieces.append(self._address + start)
+            self._pieces.append((device, self._address + start))
         self._done = True
 
 

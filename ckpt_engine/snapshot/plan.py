@@ -67,7 +67,7 @@ class Plan:
     """The container layout of one structure. `sources[i]` fills `layout.entries[i]`.
 
     Args:
-        on_device: some sources are not host memory.
+        devices: GPUs that some of the sources are on.
     """
 
     layout: Layout
@@ -75,7 +75,7 @@ class Plan:
     skeletons: tuple[SkeletonRef, ...]
     sources: tuple[Source, ...]
     nbytes: int
-    on_device: bool
+    devices: tuple[torch.device, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +148,8 @@ class Planner:
                 self._skeletons += 1
                 refs.append(SkeletonRef(key, self._skeletons, tree))
         nbytes = sum(e.nbytes for e in layout.entries)
-        on_device = any(d.device.type != "cpu" for d in drafts)
-        plan = Plan(layout, header, tuple(refs), sources, nbytes, on_device)
+        gpus = tuple(dict.fromkeys(d.device for d in drafts if d.device.type == "cuda"))
+        plan = Plan(layout, header, tuple(refs), sources, nbytes, gpus)
         views = any(d.storage_bytes is not None for d in drafts)
         # A private copy has a new address every time, which means nothing.
         metas = [

@@ -6,8 +6,10 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+
+import torch
 
 from ckpt_engine.errors import CkptError, StateError, WaitTimeoutError
 from ckpt_engine.snapshot.arena import Slot, slot_bytes
@@ -57,8 +59,8 @@ class Slots:
             slot.prefault()
             self._free.append(slot)
         slot = self._free.pop(0)
-        if plan.on_device:
-            self._problem = self._problem or slot.pin()
+        if plan.devices:
+            self._problem = slot.pin(plan.devices[0]) or self._problem
         self._busy[slot.index] = slot
         self._uses[slot.index] = 1
         return slot
@@ -116,7 +118,7 @@ class Slots:
         self._retire_small(plan.layout.nbytes)
         missing = self.count - len(self._free) - len(self._busy)
         if missing > 0:
-            self._warm_up = _WarmUp([self._new(plan) for _ in range(missing)], share, pin=plan.on_device)
+            self._warm_up = _WarmUp([self._new(plan) for _ in range(missing)], share, plan.devices)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -186,9 +188,9 @@ class Slots:
 class _WarmUp:
     """Pre-faults new slots one after the other, in processor time that nobody else wants, and page-locks them."""
 
-    def __init__(self, slots: list[Slot], share: float | None, *, pin: bool) -> None:
+    def __init__(self, slots: list[Slot], share: float | None, devices: Sequence[torch.device]) -> None:
         self.slots = list(slots)
-        self._pin = pin
+        self._devices = devices
         self.cpu_seconds = 0.0
         self._share = share
         self._done: list[Slot] = []
@@ -250,8 +252,8 @@ class _WarmUp:
         for slot in slots:
             try:
                 slot.prefault(lambda: self._go_on(began))
-                if self._pin:
-                    slot.pin(self._undisturbed)  # what is wrong is told when the slot is taken
+                if self._devices:
+                    slot.pin(self._devices[0], self._undisturbed)  # what is wrong is told when the slot is taken
             except (StateError, WaitTimeoutError) as err:
                 with self._changed:
                     self._error = err

@@ -152,7 +152,7 @@ class Staging:
         pairs = list(zip(self._views, (source.tensor(capture.arrays) for source in sources), strict=True))
         if self._keep_copy:
             self._check = [(s, v, t.detach().clone()) for s, (v, t) in zip(sources, pairs, strict=True) if s.lazy]
-        if capture.plan.on_device:
+        if capture.plan.devices:
             sources, pairs = self._board(copier.devices, sources, pairs)
         lazy = [(v, t.detach()) for s, (v, t) in zip(sources, pairs, strict=True) if s.lazy]
         eager = [pair for s, pair in zip(sources, pairs, strict=True) if not s.lazy] if lazy else pairs

@@ -190,7 +190,7 @@ def test_without_the_waits_snapshots_are_torn(
 
 def test_memory_that_cannot_be_page_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told once; snapshots are whole all the same."""
-    monkeypatch.setattr(Cuda, "register", lambda self, address, nbytes: "refused")
+    monkeypatch.setattr(Cuda, "register", lambda self, device, address, nbytes: "refused")
     told: list[str] = []
     with Checkpointer(tmp_path) as ckpt:
         emit = ckpt.events.emit

@@ -153,13 +153,13 @@ class FakeDevices:
         self.allocated[device] += nbytes
         return self.put(torch.full((nbytes,), 0xA5, dtype=torch.uint8), device)
 
-    def register(self, address: int, nbytes: int) -> str | None:
+    def register(self, device: torch.device, address: int, nbytes: int) -> str | None:
         if len(self.registered) >= self._lockable:
             return "out of memory"
         self.registered[address] = nbytes
         return None
 
-    def unregister(self, address: int) -> str | None:
+    def unregister(self, device: torch.device, address: int) -> str | None:
         del self.registered[address]
         self.unregistered += 1
         return None

@@ -104,7 +104,8 @@ class Cuda:
                 target.copy_(source, non_blocking=True)
 
     def empty(self, stream: torch.cuda.Stream, device: torch.device, nbytes: int) -> torch.Tensor:
-        with torch.cuda.stream(stream):
+        # It is used again by later snapshots, of which some may be taken in inference mode and some not.
+        with torch.inference_mode(False), torch.cuda.stream(stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def register(self, device: torch.device, address: int, nbytes: int) -> str | None:

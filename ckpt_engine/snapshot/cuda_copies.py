@@ -22,6 +22,11 @@ from ckpt_engine.snapshot.cuda_layout import Item, Part, Transfer, transfers
 from ckpt_engine.snapshot.cuda_pin import split
 
 _ALIGN = 64
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
+_PACKED_AS_THEY_ARE = frozenset(
+    (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+"""Dtypes that every version of torch can copy many tensors of in one launch; of others it gets the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +92,22 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Tensors that are packed in one call, by index, and where in the buffer each goes."""
+    """Tensors that are packed in one call, by index, and where in the buffer each goes.
+
+    Args:
+        rows: of the only tensor; None for all of them.
+        as_bytes: the targets are bytes.
+    """
 
     indices: Sequence[int]
     targets: Sequence[torch.Tensor]
-    rows: tuple[int, int] | None = None
+    rows: tuple[int, int] | None
+    as_bytes: bool
 
     def sources(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         found = [tensors[index] for index in self.indices]
+        if self.as_bytes:
+            return [tensor.detach().view(-1).view(torch.uint8) for tensor in found]
         return found if self.rows is None else [tensor.narrow(0, *self.rows) for tensor in found]
 
 
@@ -248,13 +261,17 @@ def _groups(transfer: Transfer, buffer: torch.Tensor, load: Load) -> list[_Group
     """How the parts of a transfer are packed; addresses in the buffer are as aligned as in the slot."""
     shift = transfer.start - transfer.start % _ALIGN
     # One launch takes tensors of one dtype that are in order; one that is not slows all others of the call down.
-    groups: dict[tuple[torch.dtype, bool], tuple[list[int], list[torch.Tensor]]] = {}
+    groups: dict[tuple[torch.dtype, bool, bool], tuple[list[int], list[torch.Tensor]]] = {}
     for part in transfer.parts:
         source = load.tensors[part.index]
-        indices, targets = groups.setdefault((source.dtype, source.is_contiguous()), ([], []))
+        in_order = source.is_contiguous()
+        as_bytes = in_order and part.rows is None and source.dtype not in _PACKED_AS_THEY_ARE
+        raw = buffer[part.start - shift :][: part.nbytes]
+        indices, targets = groups.setdefault((source.dtype, in_order, as_bytes), ([], []))
         indices.append(part.index)
-        targets.append(_target(part, buffer[part.start - shift :][: part.nbytes], load))
-    return [_Group(indices, targets, transfer.parts[0].rows) for indices, targets in groups.values()]
+        targets.append(raw if as_bytes else _target(part, raw, load))
+    rows = transfer.parts[0].rows
+    return [_Group(indices, targets, rows, key[2]) for key, (indices, targets) in groups.items()]
 
 
 def _target(part: Part, raw: torch.Tensor, load: Load) -> torch.Tensor:

@@ -121,7 +121,7 @@ def test_cuda_streams_repeat_their_draws() -> None:
 
 
 def test_a_device_is_started_before_its_streams_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch keeps what is set for a device that has not started, and puts seeds in after states, whatever came first."""
+    """torch keeps what is set for a device that has not started, and puts seeds in after states."""
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", lambda: calls.append("init"))

@@ -74,6 +74,13 @@ def flat_state(count: int, nbytes: int) -> State:
     return {"model": {f"layer.{i}.weight": torch.randn(elements, generator=generator) for i in range(count)}}
 
 
+def change_everything(state: Any) -> None:
+    """Change every element of every tensor of a state in place."""
+    with torch.no_grad():
+        for tensor in tensors(state):
+            tensor.add_(1)
+
+
 def tensors(node: Any) -> Iterator[torch.Tensor]:
     """All tensors of a state."""
     if isinstance(node, torch.Tensor):

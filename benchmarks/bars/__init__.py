@@ -20,8 +20,10 @@ NAMES = (
     "memory-tier",
     "restore",
     "memory",
+    "incremental",
     "listing",
     "cuda",
+    "codecs",
 )
 """Bars in the order in which they run and are shown."""
 

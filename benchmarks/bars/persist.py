@@ -11,7 +11,7 @@ from benchmarks.measure import CpuMeter, children, each_per, interleave, rate, s
 from benchmarks.peers import TorchSave
 from benchmarks.run import Bench, Scale
 from benchmarks.values import BarResult, Check, Series, ratios
-from benchmarks.workloads import gpt2_state, state_bytes, tensors
+from benchmarks.workloads import change_everything, gpt2_state, state_bytes, tensors
 from ckpt_engine import Checkpointer
 from ckpt_engine.observe.events import Event, SnapshotCommitted
 
@@ -66,6 +66,7 @@ def run(bench: Bench) -> BarResult:
             torch_save = TorchSave(folder)
 
             def engine() -> float:
+                change_everything(state)  # else only what is new would be written
                 used = meters["engine"].read()
                 _, handle = save_timed(checkpointer, state, next(counter))
                 staged = perf_counter()

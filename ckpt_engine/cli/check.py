@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
 from ckpt_engine.store import container, layout
+from ckpt_engine.store.decode import is_plain, stored_pieces
 from ckpt_engine.store.digest import PIECE_BYTES, digest
 from ckpt_engine.store.manifest import Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
@@ -114,8 +115,7 @@ class Checker:
         name = manifest.files[index].name
         pieces = [
             (entry_name, piece)
-            for entry_name, entry in manifest.entries.items()
-            for piece in entry.pieces
+            for entry_name, piece in dict.fromkeys(stored_pieces(manifest))
             if piece.file == index and (name, piece.offset, piece.nbytes, piece.digest) not in self._good
         ]
         pending: deque[Future[tuple[list[Problem], int]]] = deque()
@@ -158,7 +158,7 @@ def _in_file(manifest: Manifest, entry: Entry, index: int) -> bool:
     """Whether the entry is an array of that file as it is: whole, and not encoded."""
     if not entry.pieces:
         return len(manifest.files) == 1
-    return all(piece.file == index and piece.codec == "raw" for piece in entry.pieces)
+    return entry.pieces[0].file == index and is_plain(entry)
 
 
 def _says_the_same(array: container.ContainerEntry | None, entry: Entry) -> bool:
@@ -186,5 +186,5 @@ def _spans(pieces: Sequence[tuple[str, Piece]]) -> Iterator[list[tuple[str, Piec
 
 
 def _holds(manifest: Manifest, index: int) -> str:
-    names = [name for name, entry in manifest.entries.items() if any(piece.file == index for piece in entry.pieces)]
+    names = list(dict.fromkeys(name for name, piece in stored_pieces(manifest) if piece.file == index))
     return ", ".join(names[:3]) + (f" and {len(names) - 3:,} more" if len(names) > 3 else "")

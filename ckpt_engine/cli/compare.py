@@ -170,7 +170,7 @@ def _without_entry(node: Any) -> Any:
 
 
 def _stored(entry: Entry) -> tuple[Any, ...]:
-    return entry.dtype, entry.shape, tuple((p.digest, p.raw_nbytes, p.codec, p.base) for p in entry.pieces)
+    return entry.dtype, entry.shape, tuple((p.content_digest or p, p.raw_nbytes) for p in entry.pieces)
 
 
 def _nested(a: Sequence[Any], b: Sequence[Any]) -> bool:

@@ -141,14 +141,15 @@ def _counting(advance: Callable[[int], None]) -> Callable[[int], float]:
 
 
 def _data_bytes(run: Run, ids: Sequence[str]) -> int:
+    """Of all data files that the snapshots need, each once, as far as their manifests can be read: for the bar."""
     wanted = set(ids)
-    sizes: dict[str, int] = {}
-    for place in run.places:
-        for item in place.storage.list(layout.DATA):
-            owner = layout.data_owner(item.name)
-            if owner is not None and owner.id in wanted:
-                sizes[item.name] = item.nbytes
-    return sum(sizes.values())
+    needed: set[str] = set()
+    for parsed, places in run.holders.items():
+        if parsed.id in wanted:
+            with suppress(CkptError):
+                needed.update(places[0].files_of(parsed.id))
+    sizes = {item.name: item.nbytes for place in run.places for item in place.storage.list(layout.DATA)}
+    return sum(nbytes for name, nbytes in sizes.items() if name in needed)
 
 
 def _copy_pins(near: Repository, far: Repository) -> None:

@@ -14,11 +14,14 @@ from ckpt_engine.cli.root import LATEST, Run, open_run
 from ckpt_engine.cli.tree import Branch, entry_nbytes, outline
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
+from ckpt_engine.store import layout
+from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
 
 LARGEST = 10
 """Entries that are listed unless all are asked for."""
+SHOWN_IDS = 3
 
 
 @click.command("show", short_help="Show what is inside one snapshot.")
@@ -34,10 +37,43 @@ def command(root: str, snapshot: str, show_all: bool, as_json: bool) -> None:
     run = open_run(root)
     found, holders = run.find(snapshot)
     manifest, copies = _read(found, holders)
+    stored = _Stored.of(manifest, next((place for place in holders if copies[place.storage.url] is None), None))
     if as_json:
-        print_json(_json(manifest, run, copies))
+        print_json(_json(manifest, run, copies, stored))
     else:
-        _print(manifest, run, copies, everything=show_all)
+        _print(manifest, run, copies, stored, everything=show_all)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Stored:
+    """How a snapshot is stored.
+
+    Args:
+        written_bytes: data files that were written for it.
+        referred_bytes: what it needs of files of older snapshots.
+        needed_by: snapshots that need its files.
+    """
+
+    written_bytes: int
+    referred_bytes: int
+    needed_by: tuple[str, ...]
+
+    @classmethod
+    def of(cls, manifest: Manifest, place: Repository | None) -> _Stored:
+        mine = {index for index, file in enumerate(manifest.files) if _owner(file.name) == manifest.info.id}
+        pieces = {piece for _, piece in stored_pieces(manifest)}
+        return cls(
+            sum(manifest.files[index].nbytes for index in mine),
+            sum(piece.nbytes for piece in pieces if piece.file not in mine),
+            place.needed_by(manifest.info.id) if place is not None else (),
+        )
+
+
+def _owner(name: str) -> str:
+    """The snapshot that wrote a data file."""
+    parsed = layout.data_owner(name)
+    assert parsed is not None  # the manifest was verified
+    return parsed.id
 
 
 def _read(snapshot: str, holders: Sequence[Repository]) -> tuple[Manifest, dict[str, str | None]]:
@@ -63,7 +99,7 @@ def _read(snapshot: str, holders: Sequence[Repository]) -> tuple[Manifest, dict[
     return manifest, copies
 
 
-def _json(manifest: Manifest, run: Run, copies: Mapping[str, str | None]) -> dict[str, Any]:
+def _json(manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored: _Stored) -> dict[str, Any]:
     return {
         "root": run.tiers[0],
         "tiers": [{"url": url, "error": why} for url, why in copies.items()],
@@ -73,6 +109,7 @@ def _json(manifest: Manifest, run: Run, copies: Mapping[str, str | None]) -> dic
         "world": manifest.world,
         "software": manifest.software,
         "files": [dataclasses.asdict(file) for file in manifest.files],
+        "stored": dataclasses.asdict(stored),
         "entries": {
             name: {
                 "dtype": entry.dtype,
@@ -85,7 +122,9 @@ def _json(manifest: Manifest, run: Run, copies: Mapping[str, str | None]) -> dic
     }
 
 
-def _print(manifest: Manifest, run: Run, copies: Mapping[str, str | None], *, everything: bool) -> None:
+def _print(
+    manifest: Manifest, run: Run, copies: Mapping[str, str | None], stored: _Stored, *, everything: bool
+) -> None:
     info = manifest.info
     taken = datetime.fromtimestamp(info.created).astimezone().isoformat(" ", "seconds")
     facts = {
@@ -97,6 +136,8 @@ def _print(manifest: Manifest, run: Run, copies: Mapping[str, str | None], *, ev
         "run": f"{manifest.run}, world size {manifest.world.get('size', '?')}",
         "software": ", ".join(f"{name} {version}" for name, version in manifest.software.items()),
         "size": f"{units.size(info.nbytes)} in {_entries(len(manifest.entries))}",
+        "stored": _stored(info.nbytes, stored),
+        "needed by": _some(stored.needed_by),
     }
     rows = [(name, text) for name, text in facts.items() if text]
     rows += [("file", f"{file.name} ({units.size(file.nbytes)})") for file in manifest.files]
@@ -146,6 +187,18 @@ def _print_entries(manifest: Manifest, *, everything: bool) -> None:
     hidden = len(manifest.entries) - len(sized)
     if hidden:
         click.echo(f"... {_entries(hidden)} more; --all lists them")
+
+
+def _stored(nbytes: int, stored: _Stored) -> str:
+    text = f"{units.size(stored.written_bytes)} written"
+    if not stored.referred_bytes:
+        return text
+    share = units.share(stored.written_bytes / max(1, nbytes))
+    return f"{text} ({share} of its size), {units.size(stored.referred_bytes)} in files of older snapshots"
+
+
+def _some(ids: Sequence[str]) -> str:
+    return ", ".join(ids[:SHOWN_IDS]) + (f" and {len(ids) - SHOWN_IDS:,} more" if len(ids) > SHOWN_IDS else "")
 
 
 def _entries(number: int) -> str:

@@ -14,10 +14,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ckpt_engine.cli.tree import ArrayLeaf, array_leaves, children
-from ckpt_engine.errors import CorruptError, MismatchError, NewerFormatError
+from ckpt_engine.errors import CorruptError, MismatchError
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store import container
-from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Entry, Manifest
 
 _ARRAY_KINDS = ("tensor", "ndarray")
@@ -166,19 +165,18 @@ def _others(node: Any) -> int:
 
 def _blocks(sources: Sources, manifest: Manifest, array: Array) -> Iterator[bytearray]:
     """The entry's bytes, piece by piece, each verified."""
+    decoder = sources.decoder(manifest)
+    start = 0
     for piece in array.entry.pieces:
-        if piece.codec != "raw":
-            raise NewerFormatError(f"{array.entry_name!r} is encoded with {piece.codec!r}, unknown to this version")
-        block = bytearray(piece.nbytes)
-        file = manifest.files[piece.file].name
-        sources.read(file, piece.offset, memoryview(block))
-        if digest(block) != piece.digest:
-            try:
-                sources.repair(array.entry_name, file, piece, memoryview(block))
-            except CorruptError as err:
-                hint = "`ckpt verify` shows which snapshots are whole"
-                raise CorruptError(f"{array.entry_name!r} in {file} is not what was written", hint=hint) from err
+        block = bytearray(piece.raw_nbytes)
+        try:
+            decoder.read(array.entry_name, start, piece, memoryview(block))
+        except CorruptError as err:
+            file = manifest.files[piece.file].name
+            hint = "`ckpt verify` shows which snapshots are whole"
+            raise CorruptError(f"{array.entry_name!r} in {file} is not what was written", hint=hint) from err
         yield block
+        start += piece.raw_nbytes
 
 
 def _cut_view(array: Array, view: View, whole: bytes) -> bytes:

@@ -134,7 +134,7 @@ class Held:
             order.retain()
         try:
             staged = order.staged(self._ids.of(order))
-            manifest = manifest_codec.encode(staged.manifest(run.run, staged.digest()))
+            manifest = manifest_codec.encode(staged.manifest(run.run, staged.whole(staged.digest())))
             fd = staged.slot.reading_fd()
             return Offer(staged.snapshot, order.job.step, manifest, run, staged.data, fd, order.durable)
         finally:

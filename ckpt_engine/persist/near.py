@@ -7,7 +7,9 @@ from contextlib import suppress
 
 from ckpt_engine.errors import CkptError, LeaseHeldError
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotsForgotten
+from ckpt_engine.persist.image import Draft
 from ckpt_engine.persist.job import ErrorRecord
+from ckpt_engine.persist.known import Known
 from ckpt_engine.persist.room import Room
 from ckpt_engine.persist.snapshots import Staged, write_snapshot
 from ckpt_engine.persist.stall import AbandonedError, Progress
@@ -55,6 +57,7 @@ class Near:
         self._emit = emit
         self._made_room = made_room
         self._room = Room(repository, lease, policy, self._notice)
+        self._known = Known(repository)
         self._swept = False
 
     def write(self, staged: Staged) -> SnapshotCommitted:
@@ -69,14 +72,32 @@ class Near:
         if isinstance(self._policy, KeepAll):  # else it comes with retention
             self._repository.write_catalog_if_due()
         self._progress.check()
-        # Digests are not known yet; any will do to see how much will be written.
-        room = self._room.before(staged.data.nbytes, lambda: staged.foresee(self._repository.run_id))
+        known = self._known
+        draft = known.draft(staged)
+        self._make_room(staged, draft)
+        if draft is not None and not known.stands(draft):
+            draft = None
+            self._make_room(staged, None)
+        committed, manifest = write_snapshot(
+            staged,
+            self._repository,
+            self._url,
+            self._progress,
+            self._not_undone(staged),
+            draft,
+            known.stands,
+        )
+        known.committed(manifest)
+        self._room.committed(staged.snapshot)
+        return committed
+
+    def _make_room(self, staged: Staged, draft: Draft | None) -> None:
+        nbytes = staged.data.nbytes if draft is None else draft.new_bytes
+        # Digests may not be known yet; any will do to see how much will be written.
+        room = self._room.before(nbytes, lambda: staged.foresee(self._repository.run_id, draft))
         if room is not None:
             self._made_room(room.plan.remove)
         self._told(room)
-        committed = write_snapshot(staged, self._repository, self._url, self._progress, self._not_undone(staged))
-        self._room.committed(staged.snapshot)
-        return committed
 
     def sweep(self) -> None:
         """Remove what writers that died have left behind; once, and again only after `sweep_again`. Never raises."""
@@ -130,6 +151,7 @@ class Near:
             self._lease = self._acquire()
             self._repository = adopt_run(self._run, storage)
             self._room = Room(self._repository, self._lease, self._policy, self._notice)
+            self._known = Known(self._repository)
 
     def _not_undone(self, staged: Staged) -> Callable[[CkptError], None]:
         def told(err: CkptError) -> None:

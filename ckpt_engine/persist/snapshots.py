@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from ckpt_engine.errors import CkptError, WriterError
+from ckpt_engine.errors import CkptError, StorageMissingError, WriterError
 from ckpt_engine.observe.events import SnapshotCommitted
+from ckpt_engine.persist.image import Draft, NewFile, whole
 from ckpt_engine.persist.job import PersistJob
 from ckpt_engine.persist.pieces import CutLayout, Digesting
 from ckpt_engine.persist.skeleton import Skeleton
@@ -68,8 +70,8 @@ class Staged:
         """Its data file."""
         return DataFile(names.data_name(self.snapshot), self.cut_layout.layout.nbytes)
 
-    def manifest(self, run: str, digests: list[str]) -> Manifest:
-        """Its manifest in `run`, given the digests of all pieces."""
+    def manifest(self, run: str, draft: Draft) -> Manifest:
+        """Its manifest in `run`, where it is stored as in `draft`."""
         job, cut_layout = self.job, self.cut_layout
         parsed = names.parse_id(self.snapshot)
         assert parsed is not None
@@ -91,10 +93,11 @@ class Staged:
             run=run,
             world={"size": 1},
             software=job.software,
-            files=(self.data,),
-            entries=cut_layout.entries(digests),
+            files=draft.files,
+            entries=draft.entries,
             tree={key: skeleton.fill(job.values.get(key, [])) for key, skeleton in self.skeletons.items()},
             notes=job.notes,
+            bases=draft.bases,
         )
 
     def digest(self) -> list[str]:
@@ -103,19 +106,34 @@ class Staged:
         Raises:
             WriterError: the image cannot be read.
         """
-        if self.digests.known is not None:
-            return self.digests.known
-        with self.slot.image(self.data.nbytes) as image:
-            return self.digests.settle(Digesting(image, self.cut_layout).result())
+        return self.timed_digest()[0]
 
-    def foresee(self, run: str) -> Manifest:
-        """Its manifest before the digests are known: as long as it will be."""
-        return self.manifest(run, self.cut_layout.blank_digests())
+    def timed_digest(self) -> tuple[list[str], float]:
+        """As `digest`, and the CPU time that other threads have spent on it."""
+        if self.digests.known is not None:
+            return self.digests.known, 0.0
+        with self.slot.image(self.data.nbytes) as image:
+            digesting = Digesting(image, self.cut_layout)
+            return self.digests.settle(digesting.result()), digesting.cpu_seconds
+
+    def whole(self, digests: list[str]) -> Draft:
+        """The image as one file, given the digests of all pieces."""
+        return whole(self.snapshot, self.cut_layout, digests)
+
+    def foresee(self, run: str, draft: Draft | None) -> Manifest:
+        """Its manifest before the digests are known, unless there is a draft: as long as it will be."""
+        return self.manifest(run, draft or self.whole(self.cut_layout.blank_digests()))
 
 
 def write_snapshot(
-    staged: Staged, repository: Repository, tier: str, progress: Progress, undo_failed: Callable[[CkptError], object]
-) -> SnapshotCommitted:
+    staged: Staged,
+    repository: Repository,
+    tier: str,
+    progress: Progress,
+    undo_failed: Callable[[CkptError], object],
+    draft: Draft | None = None,
+    stands: Callable[[Draft], bool] = lambda _: True,
+) -> tuple[SnapshotCommitted, Manifest]:
     """Make `staged` durable in `repository`. Needs its lease.
 
     The arena slot is read until this returns, left behind or not.
@@ -124,6 +142,8 @@ def write_snapshot(
         tier: how the place is called in the event.
         progress: of the call that this is part of: a snapshot that nobody waits for any more is not committed.
         undo_failed: told if data of a snapshot that was not committed stays.
+        draft: what is written; None: the whole image, which is digested meanwhile.
+        stands: whether what a draft refers to is still there; asked last before the commit.
 
     Raises:
         CkptError: it does not exist there.
@@ -131,49 +151,70 @@ def write_snapshot(
     """
     job = staged.job
     cpu_before = time.thread_time()
+    other_cpu_seconds = draft.cpu_seconds if draft is not None else 0.0
     progress.check()
-    data = staged.data
-    with staged.slot.image(data.nbytes) as image:
-        digesting = Digesting(image, staged.cut_layout) if staged.digests.known is None else None
+    with staged.slot.image(staged.data.nbytes) as image:
+        digesting = Digesting(image, staged.cut_layout) if draft is None and staged.digests.known is None else None
         began = time.monotonic()
         try:
-            repository.storage.put(data.name, [image])
+            for file in _to_write(staged, draft):
+                _put(repository, file, image)
         except BaseException:
             if digesting is not None:
                 digesting.abandon()
+            if draft is not None:
+                _undo(staged, repository, draft, undo_failed)
             raise
         write_seconds = time.monotonic() - began
         if digesting is not None:
             digesting.result()
+            other_cpu_seconds = digesting.cpu_seconds
+    stored = draft
     try:
-        digests = staged.digests.settle(digesting.result()) if digesting is not None else staged.digest()
+        if stored is None:
+            digests = staged.digests.settle(digesting.result()) if digesting is not None else staged.digest()
+            stored = staged.whole(digests)
         progress.check()
         if not staged.unchanged():
             raise SupersededError(f"the snapshot of step {job.step} was left: a newer one has taken its place")
-        repository.commit(staged.manifest(repository.run_id, digests))
+        if not stands(stored):
+            raise StorageMissingError(f"what {staged.snapshot} refers to was removed while it was written")
+        manifest = staged.manifest(repository.run_id, stored)
+        repository.commit(manifest)
     except BaseException:
-        _undo(staged, repository, undo_failed)
+        _undo(staged, repository, stored, undo_failed)
         raise
-    return SnapshotCommitted(
+    committed = SnapshotCommitted(
         snapshot=staged.snapshot,
         step=job.step,
         tier=tier,
         nbytes=staged.cut_layout.nbytes,
-        written_bytes=data.nbytes,
+        written_bytes=stored.new_bytes,
         latency_seconds=time.monotonic() - job.instant_monotonic,
         write_seconds=write_seconds,
-        cpu_seconds=time.thread_time() - cpu_before + (digesting.cpu_seconds if digesting is not None else 0.0),
+        cpu_seconds=time.thread_time() - cpu_before + other_cpu_seconds,
         time=time.time(),
     )
+    return committed, manifest
 
 
-def _undo(staged: Staged, repository: Repository, failed: Callable[[CkptError], object]) -> None:
+def _to_write(staged: Staged, draft: Draft | None) -> tuple[NewFile, ...]:
+    return draft.new if draft is not None else staged.whole(staged.cut_layout.blank_digests()).new
+
+
+def _put(repository: Repository, file: NewFile, image: memoryview) -> None:
+    with ExitStack() as held:
+        repository.storage.put(file.name, [held.enter_context(block) for block in file.blocks(image)])
+
+
+def _undo(staged: Staged, repository: Repository, stored: Draft | None, failed: Callable[[CkptError], object]) -> None:
     """Free the data of a snapshot that could not be committed.
 
     The manifest goes first: a commit may have landed although it reported an error.
     """
     try:
         repository.forget([staged.snapshot])
-        repository.storage.delete(names.data_name(staged.snapshot))
+        new = [file.name for file in stored.new] if stored is not None else [staged.data.name]
+        repository.storage.delete(*new)
     except CkptError as err:
         failed(err)

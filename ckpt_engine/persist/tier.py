@@ -164,7 +164,7 @@ class Tier:
             CkptError: it is not.
         """
         with self.writing(staged.cut_layout.layout.nbytes) as repository:
-            return write_snapshot(staged, repository, self.url, self.direct.progress, self._not_undone(staged))
+            return write_snapshot(staged, repository, self.url, self.direct.progress, self._not_undone(staged))[0]
 
     @contextmanager
     def writing(self, nbytes: int) -> Iterator[Repository]:
@@ -283,9 +283,10 @@ class Tier:
         try:
             manifest = found.source.read(found.info.id)
             text = found.source.storage.get(layout.manifest_name(found.info.id))
-            nbytes = sum(file.nbytes for file in manifest.files) + len(text)
         except CkptError as err:
             raise SourceError(err) from err
+        here = {item.name for item in repository.storage.list(layout.DATA)}
+        nbytes = sum(file.nbytes for file in manifest.files if file.name not in here) + len(text)
         with self._guarded():
             keeping = [info.id for info in self.waiting]
             newest = self.newest is None or found.info.seq > self.newest.seq

@@ -13,13 +13,12 @@ from ckpt_engine.store.manifest import Entry, Manifest
 EVERY_SECONDS = 60.0
 MOST_SECONDS = 3600.0
 """Time between comparisons: while all is well it doubles, because a large manifest takes processor time to read."""
-_RAW = "raw"
 
 
 def unchanged(before: Manifest, after: Manifest, trainable: Collection[str]) -> bool:
     """Whether all entries of `trainable` that both snapshots have are the same, digest by digest.
 
-    False where nothing can be said: none in common, encoded ones, cut into other pieces, or no step in between.
+    False where nothing can be said: none in common, of unknown content, cut into other pieces, or no step in between.
     """
     common = [name for name in trainable if name in before.entries and name in after.entries]
     if not common or after.info.step <= before.info.step:
@@ -30,7 +29,8 @@ def unchanged(before: Manifest, after: Manifest, trainable: Collection[str]) -> 
 def _same(one: Entry, other: Entry) -> bool:
     pieces = zip(one.pieces, other.pieces, strict=False)
     return len(one.pieces) == len(other.pieces) and all(
-        a.codec == b.codec == _RAW and (a.digest, a.raw_nbytes) == (b.digest, b.raw_nbytes) for a, b in pieces
+        a.content_digest is not None and (a.content_digest, a.raw_nbytes) == (b.content_digest, b.raw_nbytes)
+        for a, b in pieces
     )
 
 

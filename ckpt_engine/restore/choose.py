@@ -60,7 +60,8 @@ class Candidate:
     """A snapshot whose manifest is whole and whose data files have their full size.
 
     Args:
-        sources: places to read it from: those that have it whole, nearest first, then those that have parts of it.
+        sources: places to read it from, all with this very manifest: those that have it whole, nearest first, then
+            those that have parts of it.
         notes: copies that were passed over, and why.
     """
 
@@ -74,6 +75,8 @@ def candidates(
     where: Sequence[Repository], search: Search, *, step: int | None = None, check: Check | None = None
 ) -> Iterator[Candidate]:
     """Usable snapshots, newest first; what is skipped is noted in `search`.
+
+    One that is stored differently at several places comes several times in a row, the nearest first.
 
     One that retention has taken components from cannot resume a run: it is skipped, or the last resort where its step
     is asked for.
@@ -98,22 +101,23 @@ def candidates(
         if step is not None and parsed.step != step:
             continue
         try:
-            candidate = _assemble(parsed.id, holders[parsed], sizes)
+            copies = _assemble(parsed.id, holders[parsed], sizes)
         except (FormatError, StorageError) as err:
             if len(where) == 1 and not isinstance(err, FormatError | StorageMissingError):
                 raise
             search.reject(parsed.id, err)
             continue
-        if lost := slim.lacks(candidate.manifest):
+        if lost := slim.lacks(copies[0].manifest):
             if step is None:
                 why = f"retention took {', '.join(lost)} from it; it is only loaded if its step is asked for"
                 search.reject(parsed.id, MismatchError(why))
             else:
-                slimmed.append(candidate)
+                slimmed += copies
             continue
-        if check is not None:
-            check(candidate.manifest)
-        yield candidate
+        for candidate in copies:
+            if check is not None:
+                check(candidate.manifest)
+            yield candidate
     for candidate in slimmed:
         if check is not None:
             check(candidate.manifest)
@@ -129,7 +133,7 @@ def assemble(snapshot: str, holders: Sequence[Repository]) -> Candidate:
     Raises:
         CkptError: that of the nearest copy; together the copies do not make one whole snapshot.
     """
-    return _assemble(snapshot, holders, _Sizes())
+    return _assemble(snapshot, holders, _Sizes())[0]
 
 
 class _Sizes:
@@ -144,30 +148,45 @@ class _Sizes:
         return self._known[id(place)]
 
 
-def _assemble(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) -> Candidate:
-    manifest: Manifest | None = None
-    whole: list[Repository] = []
-    parts: list[Repository] = []
-    found: set[str] = set()
+@dataclass(slots=True)
+class _Copies:
+    """The places that store a snapshot in the same way."""
+
+    manifest: Manifest
+    whole: list[Repository] = field(default_factory=list)
+    parts: list[Repository] = field(default_factory=list)
+    found: set[str] = field(default_factory=set)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.found == {file.name for file in self.manifest.files}
+
+
+def _assemble(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) -> list[Candidate]:
+    """The snapshot as it is stored, nearest first: more than one only where places store it differently."""
+    kinds: list[_Copies] = []
     errors: list[CkptError] = []
     notes: list[str] = []
     for place in holders:
         try:
-            read = place.read(snapshot)
-            manifest = manifest or read
+            manifest = place.read(snapshot)
+            kind = next((one for one in kinds if one.manifest == manifest), None)
+            if kind is None:
+                kinds.append(kind := _Copies(manifest))
             there = {file.name for file in manifest.files if sizes.of(place).get(file.name) == file.nbytes}
-            found |= there
+            kind.found |= there
             if len(there) == len(manifest.files):
-                whole.append(place)
+                kind.whole.append(place)
                 continue
-            parts.append(place)
+            kind.parts.append(place)
             raise _what_is_wrong(manifest.files, sizes.of(place))
         except (FormatError, StorageError) as err:
             errors.append(err)
             notes.append(f"the copy of {snapshot} at {place.storage.url} is not whole: [{err.code}] {err.message}")
-    if manifest is None or found != {file.name for file in manifest.files}:
+    usable = sorted((kind for kind in kinds if kind.is_whole), key=lambda kind: not kind.whole)
+    if not usable:
         raise errors[0]
-    return Candidate(manifest.info, manifest, (*whole, *parts), tuple(notes))
+    return [Candidate(one.manifest.info, one.manifest, (*one.whole, *one.parts), tuple(notes)) for one in usable]
 
 
 def _what_is_wrong(files: Sequence[DataFile], sizes: dict[str, int]) -> CkptError:

@@ -16,6 +16,7 @@ from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
 from ckpt_engine.restore.sources import Repair, Sources
+from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 
@@ -130,8 +131,8 @@ def load(
             info=candidate.info,
             manifest=manifest,
             notes=(*rebuilder.notes, *_told(where, candidate, sources.repairs, search)),
-            rejected=tuple(search.rejected),
-            read_bytes=sum(piece.nbytes for entry in manifest.entries.values() for piece in entry.pieces),
+            rejected=tuple(one for one in search.rejected if one.snapshot != candidate.info.id),
+            read_bytes=sum(piece.nbytes for _, piece in stored_pieces(manifest)),
             seconds=time.perf_counter() - began,
             place=candidate.sources[0].storage.url,
             repairs=tuple(sources.repairs),
@@ -161,6 +162,9 @@ def _told(
     if served != where[0].storage.url:
         yield f"restored from {served}: {where[0].storage.url} does not have this snapshot whole"
     yield from candidate.notes
+    for one in search.rejected:
+        if one.snapshot == candidate.info.id:
+            yield f"another copy of {one.snapshot} is damaged: [{one.code}] {one.reason}"
     yield from _told_repairs(repairs)
     for away in search.away:
         what = "is left out" if away.code == ForeignError.code else "did not answer and may have something newer"

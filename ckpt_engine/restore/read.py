@@ -1,4 +1,7 @@
-"""Read the arrays of one snapshot: parallel ranges straight into their final memory, digests checked on the way."""
+"""Read the arrays of one snapshot: parallel ranges straight into their final memory, digests checked on the way.
+
+Arrays that lie in pieces, or are encoded, are put together by `stream`.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpt_engine.errors import CorruptError, NewerFormatError
+from ckpt_engine.errors import CorruptError
 from ckpt_engine.restore.sources import Sources
+from ckpt_engine.restore.stream import READ_BYTES, stream_into
 from ckpt_engine.snapshot import pages
+from ckpt_engine.store.decode import is_plain
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Entry, Manifest, Piece
-
-READ_BYTES = 16 << 20
-"""Bytes per request; requests start at multiples of it, so that the page cache can be bypassed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class _Wanted:
 
 
 def read_entries(sources: Sources, manifest: Manifest, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
-    """Read and verify entries; one allocation per data file, no second copy.
+    """Read and verify entries; of those that lie in one piece one allocation per data file, no second copy.
 
     Args:
         names: which entries; default all.
@@ -44,10 +46,12 @@ def read_entries(sources: Sources, manifest: Manifest, names: Sequence[str] | No
     """
     entries = {name: manifest.entries[name] for name in (manifest.entries if names is None else names)}
     by_file: dict[int, list[_Wanted]] = {}
+    composed: dict[str, torch.Tensor] = {}
     for name, entry in entries.items():
+        if not is_plain(entry):
+            composed[name] = _fresh(entry)
+            continue
         for piece in entry.pieces:
-            if piece.codec != "raw":
-                raise NewerFormatError(f"{name!r} is encoded with {piece.codec!r}, unknown to this version")
             by_file.setdefault(piece.file, []).append(_Wanted(name, piece))
     pool = ThreadPoolExecutor(sources.threads, thread_name_prefix="ckpt-read")
     try:
@@ -59,7 +63,9 @@ def read_entries(sources: Sources, manifest: Manifest, names: Sequence[str] | No
             image.verify()
     finally:
         pool.shutdown(cancel_futures=True)
-    return {name: _tensor(entry, images) for name, entry in entries.items()}
+    if composed:
+        stream_into(sources, manifest, composed)
+    return {name: composed[name] if name in composed else _tensor(entry, images) for name, entry in entries.items()}
 
 
 class _Image:
@@ -113,15 +119,20 @@ def _blocks(piece: Piece) -> range:
     return range(piece.offset // READ_BYTES, -(-(piece.offset + piece.nbytes) // READ_BYTES))
 
 
+def _fresh(entry: Entry) -> torch.Tensor:
+    """A tensor for an entry, to be filled."""
+    memory = mmap.mmap(-1, sum(piece.raw_nbytes for piece in entry.pieces), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.advise(memory)
+    dtype = getattr(torch, entry.dtype)
+    if math.prod(entry.shape) * dtype.itemsize > len(memory):
+        raise CorruptError(f"the manifest has {len(memory)} bytes for {entry.dtype} of shape {entry.shape}")
+    return torch.frombuffer(memory, dtype=dtype, count=math.prod(entry.shape)).view(entry.shape)
+
+
 def _tensor(entry: Entry, images: Mapping[int, _Image]) -> torch.Tensor:
     dtype = getattr(torch, entry.dtype)
     count = math.prod(entry.shape)
     if not entry.pieces or count == 0:
         return torch.empty(entry.shape, dtype=dtype)
     first = entry.pieces[0]
-    end = first.offset
-    for piece in entry.pieces:
-        if piece.file != first.file or piece.offset != end:
-            raise NewerFormatError("pieces of an array that do not lie back to back are unknown to this version")
-        end += piece.nbytes
     return images[first.file].tensor(first.offset, dtype, count).view(entry.shape)

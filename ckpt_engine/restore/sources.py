@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
 from ckpt_engine.restore.memory import MemoryStorage
+from ckpt_engine.store.decode import Decoder
 from ckpt_engine.store.digest import digest
-from ckpt_engine.store.manifest import Piece
+from ckpt_engine.store.manifest import Manifest, Piece
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 
@@ -109,6 +110,17 @@ class Sources:
                 self.repairs.append(Repair(entry, name, piece.nbytes, self._storages[0].url, storage.url, what))
                 return
         raise CorruptError(f"{entry!r}: {what}")
+
+    def decoder(self, manifest: Manifest) -> Decoder:
+        """Decodes pieces of a snapshot that these storages have; what it has to read is verified and repaired."""
+
+        def fetch(entry: str, piece: Piece, out: memoryview) -> None:
+            name = manifest.files[piece.file].name
+            self.read(name, piece.offset, out)
+            if digest(out) != piece.digest:
+                self.repair(entry, name, piece, out)
+
+        return Decoder(manifest, fetch)
 
 
 def _without_frames(error: CkptError) -> CkptError:

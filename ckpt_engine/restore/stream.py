@@ -1,4 +1,7 @@
-"""Read entries into live tensors through small buffers: no fresh memory, and nothing unverified reaches a tensor."""
+"""Read entries into live memory through small buffers: no fresh memory, and nothing unverified is copied there.
+
+Encoded pieces are decoded where they belong, over their bases.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,32 @@ from dataclasses import dataclass
 
 import torch
 
-from ckpt_engine.errors import NewerFormatError
+from ckpt_engine.errors import CorruptError
 from ckpt_engine.restore.memory import address_of
-from ckpt_engine.restore.read import READ_BYTES
 from ckpt_engine.restore.sources import Sources
+from ckpt_engine.store.decode import Decoder
 from ckpt_engine.store.digest import digest
-from ckpt_engine.store.manifest import Manifest, Piece
+from ckpt_engine.store.manifest import RAW, Manifest, Piece
+
+READ_BYTES = 16 << 20
+"""Bytes per request; of whole files requests start at multiples of it, so that the page cache can be bypassed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """A piece and where its bytes go."""
+    """A piece, where it begins in its entry, and where its bytes go."""
 
     entry: str
     piece: Piece
+    start: int
     address: int
 
 
 def stream_into(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> None:
     """Fill `targets` (contiguous CPU tensors by entry name) with their entries.
 
-    Every piece is verified before its bytes are copied. If an error is raised, other pieces may have been copied.
+    Every piece is verified before its bytes are copied; encoded ones are decoded in place. If an error is raised, other
+    pieces may have been copied, and those of damaged encoded ones are undefined.
 
     Raises:
         CorruptError: bytes are missing or differ from their digest, in all storages; names the entry.
@@ -40,12 +48,15 @@ def stream_into(sources: Sources, manifest: Manifest, targets: Mapping[str, torc
     """
     moves = []
     for name, target in targets.items():
-        address = target.data_ptr()
-        for piece in manifest.entries[name].pieces:
-            if piece.codec != "raw":
-                raise NewerFormatError(f"{name!r} is encoded with {piece.codec!r}, unknown to this version")
-            moves.append(_Move(name, piece, address))
-            address += piece.nbytes
+        pieces = manifest.entries[name].pieces
+        nbytes = sum(piece.raw_nbytes for piece in pieces)
+        if nbytes != target.nbytes:
+            raise CorruptError(f"{name!r} has {nbytes} bytes in the manifest, and needs {target.nbytes}")
+        start = 0
+        for piece in pieces:
+            moves.append(_Move(name, piece, start, target.data_ptr() + start))
+            start += piece.raw_nbytes
+    decoder = sources.decoder(manifest)
     buffers = threading.local()
 
     def buffer(nbytes: int) -> memoryview:
@@ -70,7 +81,7 @@ def stream_into(sources: Sources, manifest: Manifest, targets: Mapping[str, torc
                 if stored.readonly:
                     stored = buffer(piece.nbytes)
                 sources.repair(move.entry, file.name, piece, stored)
-            ctypes.memmove(move.address, address_of(stored), piece.nbytes)
+            _place(decoder, move, stored)
 
     pool = ThreadPoolExecutor(sources.threads, thread_name_prefix="ckpt-read")
     try:
@@ -78,6 +89,15 @@ def stream_into(sources: Sources, manifest: Manifest, targets: Mapping[str, torc
             done.result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _place(decoder: Decoder, move: _Move, stored: memoryview) -> None:
+    piece = move.piece
+    if piece.codec == RAW:
+        ctypes.memmove(move.address, address_of(stored), piece.nbytes)
+        return
+    out = memoryview((ctypes.c_char * piece.raw_nbytes).from_address(move.address)).cast("B")
+    decoder.decode(move.entry, move.start, piece, stored, out)
 
 
 def _spans(moves: Sequence[_Move]) -> list[list[_Move]]:

@@ -16,6 +16,11 @@ from typing import Any
 
 FORMAT = "ckpt-engine"
 VERSION = 1
+"""Of the run's record and of the catalog, and of manifests that use nothing else."""
+MANIFEST_VERSION = 2
+"""The newest that manifests are written in and read: with pieces that are encoded, or lie in several places."""
+RAW = "raw"
+"""The codec of bytes as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class Piece:
         offset: absolute byte offset in that file.
         nbytes: stored bytes.
         raw_nbytes: decoded bytes (equal to `nbytes` for "raw").
+        raw_digest: of the decoded bytes; None for "raw".
     """
 
     file: int
@@ -66,8 +72,14 @@ class Piece:
     nbytes: int
     digest: str
     raw_nbytes: int
-    codec: str = "raw"
+    codec: str = RAW
     base: str | None = None
+    raw_digest: str | None = None
+
+    @property
+    def content_digest(self) -> str | None:
+        """The digest of the decoded bytes; None: not known."""
+        return self.digest if self.codec == RAW else self.raw_digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +116,9 @@ class Manifest:
         world: `{"size": W}`; more keys when several ranks wrote.
         software: versions of python, torch, ckpt-engine, trainer...
         notes: free JSON for adapters (never needed for rebuilding the tree).
+        bases: by the id of a snapshot that some `Piece.base` names and by entry, its pieces that are needed, each by
+            the byte of the entry at which it begins. They lie in `files` of this manifest: nothing else is needed,
+            whatever became of that snapshot.
     """
 
     info: SnapshotInfo
@@ -114,3 +129,4 @@ class Manifest:
     entries: Mapping[str, Entry]
     tree: Any
     notes: Mapping[str, Any] = field(default_factory=dict)
+    bases: Mapping[str, Mapping[str, Mapping[int, Piece]]] = field(default_factory=dict)

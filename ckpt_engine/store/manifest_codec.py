@@ -17,8 +17,19 @@ from typing import Any
 
 from ckpt_engine.errors import CorruptError, ForeignError, NewerFormatError
 from ckpt_engine.store import layout
+from ckpt_engine.store.decode import is_plain, stored_pieces
 from ckpt_engine.store.digest import digest
-from ckpt_engine.store.manifest import FORMAT, VERSION, DataFile, Entry, Manifest, Piece, SnapshotInfo
+from ckpt_engine.store.manifest import (
+    FORMAT,
+    MANIFEST_VERSION,
+    RAW,
+    VERSION,
+    DataFile,
+    Entry,
+    Manifest,
+    Piece,
+    SnapshotInfo,
+)
 
 HEAD_BYTES = 4096
 """Enough of a manifest for `decode_info`, unless it has very many metrics."""
@@ -38,21 +49,34 @@ def encode(manifest: Manifest) -> bytes:
     Raises:
         ValueError, TypeError: something in it is not JSON (NaN and infinity are not, except as metrics).
     """
+    bases = {
+        snapshot: {
+            name: [{"start": start, **_piece_to_json(piece)} for start, piece in pieces.items()]
+            for name, pieces in entries.items()
+        }
+        for snapshot, entries in manifest.bases.items()
+    }
     body = _dump(
         {
             "format": FORMAT,
-            "version": VERSION,
+            "version": version_of(manifest),
             "info": info_to_json(manifest.info),
             "run": manifest.run,
             "world": dict(manifest.world),
             "software": dict(manifest.software),
             "files": [{"name": file.name, "nbytes": file.nbytes} for file in manifest.files],
             "entries": {name: _entry_to_json(entry) for name, entry in manifest.entries.items()},
+            **({"bases": bases} if bases else {}),
             "tree": manifest.tree,
             "notes": dict(manifest.notes),
         }
     )
     return b'{"digest":"%s","manifest":%s}\n' % (digest(body).encode(), body)
+
+
+def version_of(manifest: Manifest) -> int:
+    """The oldest format version whose readers can read a manifest."""
+    return VERSION if all(map(is_plain, manifest.entries.values())) else MANIFEST_VERSION
 
 
 def decode(data: bytes) -> Manifest:
@@ -75,6 +99,12 @@ def decode(data: bytes) -> Manifest:
             entries={name: _entry_from_json(entry) for name, entry in document["entries"].items()},
             tree=document["tree"],
             notes=document["notes"],
+            bases={
+                snapshot: {
+                    name: {row["start"]: _piece_from_json(row) for row in rows} for name, rows in entries.items()
+                }
+                for snapshot, entries in document.get("bases", {}).items()
+            },
         )
         _check(manifest)
     except _MALFORMED as err:
@@ -128,9 +158,9 @@ def _check_version(body: bytes) -> None:
         return
     if found[1].decode(errors="replace") != FORMAT:
         raise ForeignError(f"a manifest of another program: format {found[1].decode(errors='replace')!r}")
-    if int(found[2]) > VERSION:
+    if int(found[2]) > MANIFEST_VERSION:
         raise NewerFormatError(
-            f"the manifest has format version {int(found[2])}, this program reads up to {VERSION}",
+            f"the manifest has format version {int(found[2])}, this program reads up to {MANIFEST_VERSION}",
             hint="upgrade ckpt-engine",
         )
 
@@ -189,10 +219,12 @@ def _piece_to_json(piece: Piece) -> dict[str, Any]:
     }
     if piece.raw_nbytes != piece.nbytes:
         row["raw_nbytes"] = piece.raw_nbytes
-    if piece.codec != "raw":
+    if piece.codec != RAW:
         row["codec"] = piece.codec
     if piece.base is not None:
         row["base"] = piece.base
+    if piece.raw_digest is not None:
+        row["raw_digest"] = piece.raw_digest
     return row
 
 
@@ -225,8 +257,9 @@ def _piece_from_json(row: Mapping[str, Any]) -> Piece:
         row["nbytes"],
         row["digest"],
         row.get("raw_nbytes", row["nbytes"]),
-        row.get("codec", "raw"),
+        row.get("codec", RAW),
         row.get("base"),
+        row.get("raw_digest"),
     )
 
 
@@ -238,7 +271,8 @@ def _check(manifest: Manifest) -> None:
         if layout.data_owner(file.name) is None:
             raise ValueError(f"bad data file name {file.name!r}")
     sizes = [file.nbytes for file in manifest.files]
-    for name, entry in manifest.entries.items():
-        for piece in entry.pieces:
-            if piece.nbytes < 0 or not 0 <= piece.offset <= sizes[piece.file] - piece.nbytes or piece.file < 0:
-                raise ValueError(f"a piece of {name!r} lies outside its file")
+    for name, piece in stored_pieces(manifest):
+        if piece.nbytes < 0 or not 0 <= piece.offset <= sizes[piece.file] - piece.nbytes or piece.file < 0:
+            raise ValueError(f"a piece of {name!r} lies outside its file")
+        if piece.raw_nbytes < 0 or (piece.codec == RAW and piece.raw_nbytes != piece.nbytes):
+            raise ValueError(f"a piece of {name!r} cannot have {piece.raw_nbytes} bytes")

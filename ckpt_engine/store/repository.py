@@ -217,6 +217,19 @@ class Repository:
         free = tuple(item for item, proven in unneeded if proven)
         return Garbage(free, tuple(item for item, proven in unneeded if not proven), damaged)
 
+    def needed_by(self, snapshot: str) -> tuple[str, ...]:
+        """The other snapshots that need data files of this one, oldest first, as far as manifests can be read."""
+        listed = self._manifests()
+        self._references(listed)
+        return tuple(
+            parsed.id
+            for parsed, _ in listed
+            if parsed.id != snapshot
+            and any(
+                (owner := layout.data_owner(name)) and owner.id == snapshot for name in self._files.get(parsed.id, ())
+            )
+        )
+
     def remember(self, manifest: Manifest) -> None:
         """Note a verified manifest that is there now: it is not read again."""
         snapshot = manifest.info.id

@@ -20,6 +20,7 @@ from typing import Self
 
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, StorageExistsError
 from ckpt_engine.store import layout, manifest_codec
+from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import DataFile, Manifest, Piece
 from ckpt_engine.store.repository import Repository
@@ -305,12 +306,7 @@ def _fetch(source: Storage, file: DataFile, pieces: Sequence[Piece], scratch: st
 
 
 def _pieces_of(manifest: Manifest, index: int) -> list[Piece]:
-    found = {
-        (piece.offset, piece.nbytes): piece
-        for entry in manifest.entries.values()
-        for piece in entry.pieces
-        if piece.file == index
-    }
+    found = {(piece.offset, piece.nbytes): piece for _, piece in stored_pieces(manifest) if piece.file == index}
     return [found[key] for key in sorted(found)]
 
 

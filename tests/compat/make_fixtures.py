@@ -158,7 +158,7 @@ def damages() -> dict[str, tuple[str, bytes | None]]:
         "manifest-zeros": (manifest, bytes(len(text))),
         "manifest-bit-flipped": (manifest, text.replace(b'"lr":0.1', b'"lr":0.3')),
         "manifest-foreign": (manifest, b'{"epoch": 3, "global_step": 200}\n'),
-        "manifest-newer": (manifest, resigned(text, b'"version":1', b'"version":2')),
+        "manifest-newer": (manifest, resigned(text, b'"version":1', b'"version":9')),
         "manifest-exchanged": (manifest, encode(first()[0])),
         "manifest-forged": (manifest, resigned(text, data.encode(), b"data/../../../../etc/passwd")),
         "data-missing": (data, None),

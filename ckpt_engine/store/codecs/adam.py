@@ -1,0 +1,191 @@
+"""The adam codec: float32 weights and moments one step of AdamW after their base; only the first moment travels.
+
+The first moment is stored as a difference, or raw. From it and the base follow the second moment, nearly, and from both
+moments the weights, exactly; what is stored of these two is the difference to the prediction.
+
+```
+header   as in planes.py
+more     role (u32: 0 first moment, 1 second, 2 weights), kind (u32: 0 as it is, 1 difference to the base, 2 to the
+         prediction, 3 to the prediction with contracted arithmetic), xxh3-64 of the decoded bytes (u64), lr, beta1,
+         beta2, eps, weight decay (f64 each), step (u64)
+rest     the bytes, or blocks of planes
+```
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import astuple
+
+import numpy as np
+
+from ckpt_engine.errors import CorruptError
+from ckpt_engine.store.codecs.base import damaged
+from ckpt_engine.store.codecs.delta import fold_difference, unfold_difference
+from ckpt_engine.store.codecs.frames import PAYS
+from ckpt_engine.store.codecs.group import Stored
+from ckpt_engine.store.codecs.planes import HEADER_BYTES, Header, PlaneDecoder, PlaneEncoder, base_digest, scratch
+from ckpt_engine.store.codecs.predict import (
+    AdamStep,
+    Floats,
+    flushes_subnormals,
+    predict_second_moment,
+    predict_weights,
+)
+from ckpt_engine.store.codecs.words import Words, words_in
+
+FIRST, SECOND, WEIGHTS = "m", "v", "p"
+TOLD = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
+"""The numbers that `encode` must be told: those of the one step between base and state."""
+
+_MAGIC = b"CKA1"
+_MORE = struct.Struct("<IIQdddddQ")
+_ROLES = (FIRST, SECOND, WEIGHTS)
+_AS_IS, _DIFFERENCE, _PREDICTED, _CONTRACTED = range(4)
+_SAMPLE_WORDS = 1 << 14
+_MOST_WRONG = 0.5
+"""A prediction that fails for more than this share of a sample is not that of this optimizer."""
+
+_Prediction = Callable[[int, int], Words]
+
+
+class AdamCodec:
+    """Predicts; verifies while it encodes; stores what it predicted wrong."""
+
+    name = "adam"
+    roles = _ROLES
+
+    def encode(
+        self, arrays: Mapping[str, memoryview], bases: Mapping[str, memoryview], told: Mapping[str, float]
+    ) -> Mapping[str, Stored] | None:
+        """Stored bytes of `m`, `v` and `p`, or None if the state is not one step of AdamW after the base.
+
+        Args:
+            told: the numbers named by `TOLD`.
+        """
+        sizes = {data.nbytes for group in (arrays, bases) for data in group.values()}
+        if set(arrays) != set(_ROLES) or set(bases) != set(_ROLES) or len(sizes) != 1 or set(told) != set(TOLD):
+            return None
+        step = AdamStep(**{**told, "step": int(told["step"])})  # type: ignore[arg-type]
+        [nbytes] = sizes
+        if not step.sensible() or not nbytes or nbytes % 4 or flushes_subnormals():
+            return None
+        arrays, bases = ({role: group[role].cast("B") for role in _ROLES} for group in (arrays, bases))
+        new = {role: words_in(arrays[role], 4) for role in _ROLES}
+        old = {role: words_in(bases[role], 4) for role in _ROLES}
+        with np.errstate(all="ignore"):
+            kinds = {SECOND: self._best_kind(SECOND, new, old, step), WEIGHTS: self._best_kind(WEIGHTS, new, old, step)}
+            if kinds[SECOND] == kinds[WEIGHTS] == _DIFFERENCE:
+                return None
+            return {
+                role: self._encode(role, kinds.get(role, _DIFFERENCE), arrays[role], bases[role], new, old, step)
+                for role in _ROLES
+            }
+
+    def decode(
+        self, stored: Mapping[str, memoryview], outs: Mapping[str, memoryview], bases: Mapping[str, memoryview]
+    ) -> None:
+        """Decode the first moment, from it the second, and from both the weights."""
+        if not set(_ROLES) <= set(stored) & set(outs) & set(bases):
+            raise damaged(self.name, f"one of {', '.join(_ROLES)} is missing")
+        if len({data.nbytes for group in (outs, bases) for data in group.values()}) != 1:
+            raise damaged(self.name, "its arrays are of different sizes")
+        if flushes_subnormals():
+            raise CorruptError(
+                "a piece encoded with 'adam' cannot be decoded by a thread that flushes subnormal numbers to zero",
+                hint="call torch.set_flush_denormal(False) before loading",
+            )
+        new = {role: words_in(outs[role].cast("B"), 4) for role in _ROLES}
+        old = {role: words_in(bases[role].cast("B"), 4) for role in _ROLES}
+        with np.errstate(all="ignore"):
+            for role in _ROLES:
+                self._decode(role, stored[role].cast("B"), outs[role].cast("B"), bases[role].cast("B"), new, old)
+
+    def _best_kind(self, role: str, new: Mapping[str, Words], old: Mapping[str, Words], step: AdamStep) -> int:
+        """The kind of prediction with the fewest errors in a sample, or `_DIFFERENCE` if all are wrong."""
+        size = new[role].size
+        start = max(0, (size - _SAMPLE_WORDS) // 2)
+        stop = min(size, start + _SAMPLE_WORDS)
+        wrong = {}
+        for kind in (_PREDICTED, _CONTRACTED) if role == SECOND else (_PREDICTED,):
+            predicted = _prediction(role, kind, new, old, step)(start, stop)
+            wrong[kind] = int(np.count_nonzero(predicted != new[role][start:stop]))
+        best = min(wrong, key=lambda kind: wrong[kind])
+        return best if wrong[best] <= _MOST_WRONG * (stop - start) else _DIFFERENCE
+
+    def _encode(
+        self,
+        role: str,
+        kind: int,
+        data: memoryview,
+        base: memoryview,
+        new: Mapping[str, Words],
+        old: Mapping[str, Words],
+        step: AdamStep,
+    ) -> Stored:
+        header = Header(_MAGIC, 4, False, data.nbytes, base_digest(base))
+        check = base_digest(data)
+        predict, words, store = _prediction(role, kind, new, old, step), new[role], scratch()
+
+        def differences(start: int, stop: int) -> Words:
+            return fold_difference(words[start:stop], predict(start, stop), store)
+
+        more = _MORE.pack(_ROLES.index(role), kind, check, *astuple(step))
+        stored = PlaneEncoder(header, more).encode(differences, data[data.nbytes :])
+        if stored.nbytes <= PAYS * data.nbytes:
+            return stored
+        return b"".join((header.pack(), _MORE.pack(_ROLES.index(role), _AS_IS, check, *astuple(step)), data))
+
+    def _decode(
+        self,
+        role: str,
+        stored: memoryview,
+        out: memoryview,
+        base: memoryview,
+        new: Mapping[str, Words],
+        old: Mapping[str, Words],
+    ) -> None:
+        header = Header.read(self.name, _MAGIC, stored, out.nbytes, base)
+        if stored.nbytes < HEADER_BYTES + _MORE.size or header.width != 4 or out.nbytes % 4:
+            raise damaged(self.name, "its header makes no sense")
+        number, kind, check, lr, beta1, beta2, eps, decay, count = _MORE.unpack_from(stored, HEADER_BYTES)
+        step = AdamStep(lr, beta1, beta2, eps, decay, count)
+        if number != _ROLES.index(role) or kind > _CONTRACTED or not step.sensible():
+            raise damaged(self.name, "its header makes no sense")
+        position = HEADER_BYTES + _MORE.size
+        if kind == _AS_IS:
+            if stored.nbytes - position != out.nbytes:
+                raise damaged(self.name, f"{stored.nbytes - position} bytes where {out.nbytes} belong")
+            out[:] = stored[position:]
+        else:
+            predict, words, store = _prediction(role, kind, new, old, step), new[role], scratch()
+
+            def put(start: int, stop: int, folded: Words) -> None:
+                unfold_difference(folded, predict(start, stop), words[start:stop], store)
+
+            PlaneDecoder(self.name, header, stored, position).decode(put, out[out.nbytes :])
+        if base_digest(out) != check:
+            raise damaged(self.name, f"{role!r} does not come out as it was")
+
+
+def _prediction(
+    role: str, kind: int, new: Mapping[str, Words], old: Mapping[str, Words], step: AdamStep
+) -> _Prediction:
+    """What to subtract: the base, or what the step must have made of it."""
+    store = scratch()
+
+    def floats(arrays: Mapping[str, Words], name: str, start: int, stop: int) -> Floats:
+        return arrays[name][start:stop].view(np.float32)
+
+    def second(start: int, stop: int) -> Words:
+        v, m, moved = (floats(a, r, start, stop) for a, r in ((old, SECOND), (old, FIRST), (new, FIRST)))
+        return predict_second_moment(v, m, moved, step, kind == _CONTRACTED, store).view(np.uint32)
+
+    def weights(start: int, stop: int) -> Words:
+        p, m, v = (floats(a, r, start, stop) for a, r in ((old, WEIGHTS), (new, FIRST), (new, SECOND)))
+        return predict_weights(p, m, v, step, store).view(np.uint32)
+
+    if kind in (_PREDICTED, _CONTRACTED) and role != FIRST:
+        return second if role == SECOND else weights
+    return lambda start, stop: old[role][start:stop]

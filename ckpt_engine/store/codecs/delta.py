@@ -1,0 +1,74 @@
+"""The delta-byteplane-zstd codec: differences to the bytes of an older snapshot, as byte planes."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ckpt_engine.store.codecs.base import Chunk, damaged
+from ckpt_engine.store.codecs.frames import PAYS
+from ckpt_engine.store.codecs.planes import Header, PlaneDecoder, PlaneEncoder, base_digest, scratch
+from ckpt_engine.store.codecs.words import Scratch, Words, width_of, words_in
+
+_MAGIC = b"CKD1"
+
+
+class DeltaCodec:
+    """Subtracts the bits of the base, read as integers: what changed little becomes small numbers.
+
+    Subtraction beats exclusive or, which turns a carry into a run of ones.
+    """
+
+    name = "delta-byteplane-zstd"
+    needs_base = True
+
+    def encode(self, data: memoryview, chunk: Chunk, base: memoryview | None) -> memoryview | None:
+        """A stream of planes, or None if it saves too little, or `base` is absent or of another size."""
+        if base is None or base.nbytes != data.nbytes:
+            return None
+        data, base = data.cast("B"), base.cast("B")
+        width = width_of(chunk.dtype)
+        words, old, store = words_in(data, width), words_in(base, width), scratch()
+
+        def differences(start: int, stop: int) -> Words:
+            return fold_difference(words[start:stop], old[start:stop], store)
+
+        header = Header(_MAGIC, width, False, data.nbytes, base_digest(base))
+        stored = PlaneEncoder(header).encode(differences, data[words.nbytes :])
+        return stored if stored.nbytes <= PAYS * data.nbytes else None
+
+    def decode(self, stored: memoryview, out: memoryview, base: memoryview | None) -> None:
+        """Add the differences to the base."""
+        if base is None:
+            raise damaged(self.name, "the bytes it was made against are missing")
+        stored, out, base = stored.cast("B"), out.cast("B"), base.cast("B")
+        header = Header.read(self.name, _MAGIC, stored, out.nbytes, base)
+        words, old, store = words_in(out, header.width), words_in(base, header.width), scratch()
+
+        def put(start: int, stop: int, folded: Words) -> None:
+            unfold_difference(folded, old[start:stop], words[start:stop], store)
+
+        PlaneDecoder(self.name, header, stored).decode(put, out[words.nbytes :])
+
+
+def fold_difference(new: Words, old: Words, store: Scratch) -> Words:
+    """`new - old` modulo the word size, folded so that small differences of either sign are small: 0, -1, 1, -2, ..."""
+    width = new.itemsize
+    difference, sign = store.words(width, 3, new.size), store.words(width, 1, new.size)
+    np.subtract(new, old, out=difference)
+    signed = f"<i{width}"
+    np.right_shift(difference.view(signed), np.dtype(signed).type(8 * width - 1), out=sign.view(signed))
+    np.left_shift(difference, new.dtype.type(1), out=difference)
+    np.bitwise_xor(difference, sign, out=difference)
+    return difference
+
+
+def unfold_difference(folded: Words, old: Words, out: Words, store: Scratch) -> None:
+    """Undo `fold_difference`; overwrites `folded`."""
+    width = folded.itemsize
+    sign = store.words(width, 1, folded.size)
+    one = folded.dtype.type(1)
+    np.bitwise_and(folded, one, out=sign)
+    np.negative(sign, out=sign)
+    np.right_shift(folded, one, out=folded)
+    np.bitwise_xor(folded, sign, out=folded)
+    np.add(folded, old, out=out)

@@ -1,0 +1,134 @@
+"""From stored pieces to the bytes of entries: decodes them, and finds the bases of those that need one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+from ckpt_engine.errors import CorruptError
+from ckpt_engine.store.codecs.base import get_codec
+from ckpt_engine.store.digest import digest
+from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
+
+MAX_CHAIN = 8
+"""Bases behind each other that a reader follows. A snapshot with a longer chain is damaged."""
+_IN_PLACE = frozenset({"rows"})
+"""Codecs that decode over their base where it lies: of a chain nothing is copied but what changed."""
+
+Fetch = Callable[[str, Piece, memoryview], object]
+"""`fetch(entry, piece, out)` fills `out` with the stored bytes of a piece of the entry, verified."""
+
+
+def is_plain(entry: Entry) -> bool:
+    """Whether the bytes of an entry lie in one file as they are, back to back."""
+    end: int | None = None
+    for piece in entry.pieces:
+        if piece.codec != RAW or piece.file != entry.pieces[0].file or end not in (None, piece.offset):
+            return False
+        end = piece.offset + piece.nbytes
+    return True
+
+
+def stored_pieces(manifest: Manifest) -> Iterator[tuple[str, Piece]]:
+    """Everything that must be stored for a snapshot: (entry, piece) of its entries, then of their bases."""
+    for name, entry in manifest.entries.items():
+        for piece in entry.pieces:
+            yield name, piece
+    for entries in manifest.bases.values():
+        for name, pieces in entries.items():
+            for piece in pieces.values():
+                yield name, piece
+
+
+def base_of(manifest: Manifest, name: str, start: int, piece: Piece) -> Piece | None:
+    """The piece that a piece of an entry, which begins at byte `start` of it, was encoded against.
+
+    Raises:
+        CorruptError: the manifest does not say where it is; names the entry.
+    """
+    if piece.base is None:
+        return None
+    found = manifest.bases.get(piece.base, {}).get(name, {}).get(start)
+    if found is None or found.raw_nbytes != piece.raw_nbytes:
+        raise CorruptError(f"{name!r}: the manifest does not say where its base in {piece.base} is")
+    return found
+
+
+def chain_of(manifest: Manifest, name: str, start: int, piece: Piece) -> list[Piece]:
+    """A piece, its base, the base of that, and so on.
+
+    Raises:
+        CorruptError: as `base_of`; or it does not end.
+    """
+    found = [piece]
+    while (under := base_of(manifest, name, start, found[-1])) is not None:
+        if len(found) > MAX_CHAIN:
+            raise CorruptError(f"{name!r}: its bases do not end: {' -> '.join(str(one.base) for one in found)}")
+        found.append(under)
+    return found
+
+
+class Decoder:
+    """Decodes pieces of one snapshot. Thread safe.
+
+    Args:
+        fetch: reads what has to be read on the way; called in the thread that asks.
+    """
+
+    def __init__(self, manifest: Manifest, fetch: Fetch) -> None:
+        self._manifest = manifest
+        self._fetch = fetch
+        self._buffers = threading.local()
+
+    def read(self, name: str, start: int, piece: Piece, out: memoryview) -> None:
+        """Fill `out` with a piece of an entry, which begins at byte `start` of it.
+
+        Raises:
+            CorruptError: the snapshot is damaged; names the entry.
+            NewerFormatError: an encoding that this version does not know.
+            CkptError: whatever `fetch` raises.
+        """
+        self._fill(name, start, chain_of(self._manifest, name, start, piece), out)
+        _require_content(name, start, piece, out)
+
+    def decode(self, name: str, start: int, piece: Piece, stored: memoryview, out: memoryview) -> None:
+        """As `read`, where the stored bytes of the piece are there, verified."""
+        self._decode(name, start, chain_of(self._manifest, name, start, piece), stored, out)
+        _require_content(name, start, piece, out)
+
+    def _fill(self, name: str, start: int, chain: list[Piece], out: memoryview) -> None:
+        piece = chain[0]
+        if piece.codec == RAW:
+            self._fetch(name, piece, out)
+            return
+        stored = self._buffer(2 * len(chain), piece.nbytes)
+        self._fetch(name, piece, stored)
+        self._decode(name, start, chain, stored, out)
+
+    def _decode(self, name: str, start: int, chain: list[Piece], stored: memoryview, out: memoryview) -> None:
+        piece = chain[0]
+        codec = get_codec(piece.codec)
+        base: memoryview | None = None
+        if len(chain) > 1:
+            in_place = piece.codec in _IN_PLACE
+            base = out if in_place else self._buffer(2 * len(chain) + 1, piece.raw_nbytes)
+            self._fill(name, start, chain[1:], base)
+        elif codec.needs_base:
+            raise CorruptError(f"{name!r}: a piece encoded with {piece.codec!r} names no base")
+        try:
+            codec.decode(stored, out, base)
+        except CorruptError as err:
+            raise CorruptError(f"{name!r}: {err.message}") from err
+
+    def _buffer(self, number: int, nbytes: int) -> memoryview:
+        """Memory that this thread reuses: two buffers per step of a chain."""
+        kept: dict[int, bytearray] = self._buffers.__dict__.setdefault("kept", {})
+        if len(kept.get(number, b"")) < nbytes:
+            kept[number] = bytearray(nbytes)
+        return memoryview(kept[number])[:nbytes]
+
+
+def _require_content(name: str, start: int, piece: Piece, out: memoryview) -> None:
+    """Once per chain: what is under it was verified as it was stored."""
+    if piece.raw_digest is not None and digest(out) != piece.raw_digest:
+        raise CorruptError(f"{name!r}: bytes {start} to {start + out.nbytes} are not what was encoded")

@@ -1,0 +1,1 @@
+"""Snapshots that share data: reading, writing, keeping and compacting them."""

@@ -15,6 +15,7 @@ NAMES = (
     "upload",
     "many-tensors",
     "overhead",
+    "accelerate",
     "every-iteration",
     "memory-tier",
     "restore",

@@ -312,7 +312,7 @@ def saved(root: Path) -> list[Saved]:
     for path in sorted((root / "snapshots").glob("*.json")):
         manifest = json.loads(path.read_bytes())["manifest"]
         info, notes = manifest["info"], manifest["notes"]
-        found.append(Saved(path, info["id"], info["step"], info["epoch"], notes["batch"], info["reason"]))
+        found.append(Saved(path, info["id"], info["step"], info["epoch"], notes.get("batch", 0), info["reason"]))
     return found
 
 

@@ -170,7 +170,15 @@ class Stopwatch(TrainerCallback):  # type: ignore[misc]
 def _gpt2(sizes: Sizes) -> GPT2Config:
     layers = 4
     width = max(8, round((sizes.parameters / (12 * layers)) ** 0.5 / 8) * 8)
-    return GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=width, n_layer=layers, n_head=2)
+    return GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=width,
+        n_layer=layers,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
 
 
 def _options(folder: Path, sizes: Sizes) -> dict[str, Any]:

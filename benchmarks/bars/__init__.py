@@ -16,6 +16,7 @@ NAMES = (
     "upload",
     "many-tensors",
     "overhead",
+    "accelerate",
     "every-iteration",
     "memory-tier",
     "restore",

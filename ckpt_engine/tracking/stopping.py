@@ -7,6 +7,7 @@ import logging
 import sys
 
 from ckpt_engine.config import Config
+from ckpt_engine.data.torch_private import is_dead_worker
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
@@ -97,6 +98,18 @@ class Stopping:
             return self._halt.now(stop, take)
         finally:
             self.close()
+
+    def no_batch(self, error: Exception, take: Take) -> None:
+        """A loader has failed.
+
+        Raises:
+            SystemExit, KeyboardInterrupt: a stop has ended its workers too, and takes effect now; as `end`.
+        """
+        stop = self._watch.stop
+        if stop is None or self._halt.done or not is_dead_worker(error):
+            return
+        self._log.warning("%s: no batch came: %s", stop.notice.who, error)
+        raise self.end(stop, take) from error
 
     def seconds_left(self, at_most: float) -> float:
         """How long something may be waited for: `at_most`, and not beyond the deadline of a stop."""

@@ -224,7 +224,7 @@ class PlaneEncoder:
             starts = (i * (size - _SAMPLE_WORDS) // (_SAMPLE_RUNS - 1) for i in range(_SAMPLE_RUNS))
             words = np.concatenate([words[start : start + _SAMPLE_WORDS] for start in starts])
         sample = split_lane(lane_of(words, plane // 2, self._scratch), moved, self._scratch)[plane % 2]
-        return bool(len(compress(memoryview(sample), _SETTINGS)) <= HOPELESS * sample.size)
+        return bool(len(compress(memoryview(sample), _SETTINGS)) <= HOPELESS * sample.size)  # type: ignore[arg-type]
 
     def _plane(self, number: int, plane: Bytes) -> int:
         data: bytes | memoryview = memoryview(plane)  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ def _encode(codec: Codec, sample: Sample) -> bytes | None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(sample=samples())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_decoding_gives_back_every_bit(name: str, sample: Sample) -> None:
     """Whatever is encoded decodes to the same bytes, and takes less room than them."""
     codec = get_codec(name)
@@ -50,7 +50,7 @@ def test_decoding_gives_back_every_bit(name: str, sample: Sample) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(sample=samples(), data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_damaged_bytes_raise_an_error_of_the_tree_or_decode_to_something(
     name: str, sample: Sample, data: st.DataObject
 ) -> None:
@@ -79,7 +79,7 @@ def test_damaged_bytes_raise_an_error_of_the_tree_or_decode_to_something(
 
 @pytest.mark.parametrize("name", NAMES)
 @given(stored=st.binary(max_size=200), nbytes=st.integers(0, 300))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_foreign_bytes_raise_an_error_of_the_tree(name: str, stored: bytes, nbytes: int) -> None:
     """Any bytes at all either decode or raise CorruptError or NewerFormatError."""
     codec = get_codec(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -338,6 +339,36 @@ def test_snapshots_in_a_row_are_each_one_instant_and_come_back_onto_the_device(
         assert torch.equal(target["lazy"]["w"], torch.full((5000,), float(step)))
         assert torch.equal(target["lazy"]["b"], torch.full((9,), float(step)))
     assert not devices.registered
+
+
+def test_the_next_snapshot_waits_until_the_one_before_has_landed(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer is told of them in order, and of what they refer to in between."""
+    devices = FakeDevices()
+    on_devices(devices, monkeypatch)
+    state = {"lazy": {"w": devices.put(torch.rand(500))}}
+    landing_begins, over = threading.Event(), threading.Event()
+
+    def land() -> None:
+        landing_begins.wait(0.5)
+        landing_begins.set()
+        while not over.wait(0.001):
+            devices.pump()
+
+    with checkpointer_on(devices, tmp_path) as ckpt:
+        ckpt.save(state, step=1, lazy=lazily)
+        ckpt.before_update()
+        assert not ckpt.ready()
+        thread = threading.Thread(target=land)
+        thread.start()
+        try:
+            second = ckpt.save(state, step=2, lazy=lazily)
+            assert landing_begins.is_set()
+            second.wait(30.0)
+        finally:
+            over.set()
+            thread.join(30.0)
 
 
 def test_a_device_that_is_late_gets_every_restored_byte(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:

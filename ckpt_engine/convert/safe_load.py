@@ -207,7 +207,7 @@ def _foreign(path: Path, error: Exception) -> ForeignError:
     if begin.startswith(_ZIP_BEGIN):
         return ForeignError(f"{path} is cut off: it begins as a zip file of torch.save does", hint=_ANOTHER_COPY)
     return ForeignError(
-        f"{path} is no file of torch.save: it begins with {begin!r} ({_cause(error)})",
+        f"{path} is no file of torch.save: it begins with {begin!r}",
         hint="give a Lightning .ckpt, a file of torch.save, or a folder of save_state, Trainer (checkpoint-N) or dcp",
     )
 
@@ -215,7 +215,7 @@ def _foreign(path: Path, error: Exception) -> ForeignError:
 def _cause(error: Exception) -> str:
     """What torch says about the file itself; its advice on `weights_only` helps nobody here."""
     text = str(error).strip()
-    if found := _UNPICKLER.search(text):
+    if (found := _UNPICKLER.search(text)) and found[1].strip():
         return found[1].strip()
     return text.splitlines()[0].partition(". ")[0] if text else type(error).__name__
 

@@ -52,7 +52,7 @@ def assert_resumes(name: str, tmp_path: Path, share: int) -> None:
 
 def test_the_trainer_resumes_exactly(tmp_path: Path) -> None:
     """The callback leaves the run as it is; boundaries in the middle resume it."""
-    assert_resumes("accumulation with a remainder", tmp_path, 2)
+    assert_resumes("accumulation with a remainder", tmp_path, 3)  # one of them is between two logs
 
 
 @pytest.mark.slow

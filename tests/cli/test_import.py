@@ -292,6 +292,7 @@ def test_what_cannot_be_imported_says_what_to_do(ckpt: Ckpt, tmp_path: Path) -> 
     (tmp_path / "peft/adapter_model.safetensors").touch()
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "text.txt").write_text("hello")
+    (tmp_path / "zeros.bin").write_bytes(bytes(50))
     (tmp_path / "empty.pt").touch()
     torch.save({"step": 1, "w": torch.ones(100)}, tmp_path / "whole.pt")
     (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:900])
@@ -305,6 +306,7 @@ def test_what_cannot_be_imported_says_what_to_do(ckpt: Ckpt, tmp_path: Path) -> 
         ("peft", "has an adapter and not the whole model"),
         ("model.safetensors", "weights need no import"),
         ("text.txt", "is no file of torch.save: it begins with b'hello'"),
+        ("zeros.bin", "is no file of torch.save: it begins with b'\\x00"),
         ("empty.pt", "is empty → it is damaged or was not written to its end"),
         ("cut.pt", "is cut off: it begins as a zip file of torch.save does → it is damaged"),
         ("other.zip", "is a zip file, and no whole one of torch.save: "),

@@ -54,6 +54,7 @@ class FakeDevices:
         self.unregistered = 0
         self.allocated: dict[torch.device, int] = dict.fromkeys(DEVICES, 0)
         self.fail_next_copy = False
+        self.idle_until_waited_for = False
         self._lockable = lockable
         self._current = dict(self.main)
         self._homes: dict[int, torch.device] = {}
@@ -129,6 +130,8 @@ class FakeDevices:
                 stream.work.append(event)
 
     def wait(self, event: Event) -> None:
+        while self.idle_until_waited_for and not event.happened:
+            self.pump(1)
         with self._lock:
             if not self._moved.wait_for(lambda: event.happened, WAIT_SECONDS):
                 raise AssertionError("nobody pumps")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -200,7 +201,7 @@ def test_the_writer_is_told_when_the_copies_have_landed_and_not_before(monkeypat
     staging = Staging(capture, slot.views(capture.plan), done.append)
     staging.begin(training.copier)
     staging.fence()
-    assert done == [] and not staging.complete and not staging.over
+    assert not staging.wait(0.3) and done == [] and not staging.over
     devices.pump()
     assert staging.wait(30.0) and done == [None] and staging.over
     training.close()
@@ -337,6 +338,52 @@ def test_snapshots_in_a_row_are_each_one_instant_and_come_back_onto_the_device(
             ckpt.load(step, into=target)
         assert torch.equal(target["lazy"]["w"], torch.full((5000,), float(step)))
         assert torch.equal(target["lazy"]["b"], torch.full((9,), float(step)))
+    assert not devices.registered
+
+
+def test_the_next_snapshot_waits_until_the_one_before_has_landed(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer is told of them in order, and of what they refer to in between."""
+    devices = FakeDevices()
+    on_devices(devices, monkeypatch)
+    state = {"lazy": {"w": devices.put(torch.rand(500))}}
+    landing_begins, over = threading.Event(), threading.Event()
+
+    def land() -> None:
+        landing_begins.wait(0.5)
+        landing_begins.set()
+        while not over.wait(0.001):
+            devices.pump()
+
+    with checkpointer_on(devices, tmp_path) as ckpt:
+        ckpt.save(state, step=1, lazy=lazily)
+        ckpt.before_update()
+        assert not ckpt.ready()
+        thread = threading.Thread(target=land)
+        thread.start()
+        try:
+            second = ckpt.save(state, step=2, lazy=lazily)
+            assert landing_begins.is_set()
+            second.wait(30.0)
+        finally:
+            over.set()
+            thread.join(30.0)
+
+
+def test_a_device_that_is_late_gets_every_restored_byte(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No strip is used again before it was copied from, and all has arrived when `load` returns."""
+    state = {f"t{i}": torch.rand(100 + 37 * i) for i in range(12)}
+    with Checkpointer(str(tmp_path), writer="thread") as ckpt:
+        ckpt.save(state, step=1).wait(30.0)
+    devices = FakeDevices()
+    devices.idle_until_waited_for = True
+    fill = landing.fill
+    monkeypatch.setattr("ckpt_engine.restore.load.fill", lambda *rest: fill(*rest, runtime=devices))
+    target = {name: devices.put(torch.zeros_like(tensor)) for name, tensor in state.items()}
+    with Checkpointer(str(tmp_path)) as ckpt:
+        ckpt.load(into=target)
+    assert all(torch.equal(target[name], tensor) for name, tensor in state.items())
     assert not devices.registered
 
 

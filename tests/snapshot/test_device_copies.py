@@ -356,19 +356,19 @@ def test_the_next_snapshot_waits_until_the_one_before_has_landed(
         while not over.wait(0.001):
             devices.pump()
 
-    with checkpointer_on(devices, tmp_path) as ckpt:
-        ckpt.save(state, step=1, lazy=lazily)
-        ckpt.before_update()
-        assert not ckpt.ready()
-        thread = threading.Thread(target=land)
-        thread.start()
-        try:
+    thread = threading.Thread(target=land)
+    try:
+        with checkpointer_on(devices, tmp_path) as ckpt:
+            ckpt.save(state, step=1, lazy=lazily)
+            ckpt.before_update()
+            assert not ckpt.ready()
+            thread.start()
             second = ckpt.save(state, step=2, lazy=lazily)
             assert landing_begins.is_set()
             second.wait(30.0)
-        finally:
-            over.set()
-            thread.join(30.0)
+    finally:
+        over.set()
+        thread.join(30.0)
 
 
 def test_a_device_that_is_late_gets_every_restored_byte(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,7 +218,7 @@ def test_a_copy_takes_what_it_refers_to_along_once(tmp_path: Path) -> None:
     keep=st.integers(1, 3),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_whatever_changes_every_snapshot_is_what_was_saved(
     tmp_path_factory: pytest.TempPathFactory, changes: list[set[int]], keep: int, seed: int
 ) -> None:

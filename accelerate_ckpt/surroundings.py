@@ -8,7 +8,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from accelerate_ckpt.compat import Internals
-from ckpt_engine.observe.resume_report import NotRestored
+from ckpt_engine.observe.resume_report import NotRestored, Restored
 
 
 class Accumulation:
@@ -32,6 +32,9 @@ class Accumulation:
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
         self._internals.step = int(saved["step"])
         return []
+
+    def adopt(self, state: dict[str, Any]) -> tuple[list[Restored], list[NotRestored]]:  # noqa: ARG002
+        return [], []
 
     def notes(self) -> dict[str, Any]:
         return {}

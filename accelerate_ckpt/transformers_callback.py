@@ -19,11 +19,14 @@ from accelerate_ckpt.transformers_compat import TrainerInternals
 from accelerate_ckpt.transformers_state import NOTE, TrainerSurroundings, as_file
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config, load_config
+from ckpt_engine.convert import transformers_folder
 from ckpt_engine.data import native
 from ckpt_engine.errors import ConfigError, ResumeError
+from ckpt_engine.tracking.resume import IMPORTED
 from ckpt_engine.tracking.tracker import Tracker
 
 _FILE = "trainer_state.json"
+_LOADER = "loader"
 
 
 class TransformersCallback(TrainerCallback):
@@ -52,6 +55,7 @@ class TransformersCallback(TrainerCallback):
         self._engine: Checkpointer | None = None
         self._tracker: Tracker | None = None
         self._folder: Path | None = None
+        self._imported = False
 
     @property
     def tracker(self) -> Tracker | None:
@@ -87,6 +91,7 @@ class TransformersCallback(TrainerCallback):
                 f"snapshot {candidate.info.id} was not taken in a run of transformers.Trainer",
                 hint="give this run its own folder",
             )
+        self._imported = IMPORTED in candidate.manifest.notes
         self._folder = Path(tempfile.mkdtemp(prefix="ckpt-resume-"))
         (self._folder / _FILE).write_text(as_file(state), encoding="utf-8")
         self._internals.keep_weights()
@@ -106,24 +111,31 @@ class TransformersCallback(TrainerCallback):
                 hint="trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer))",
             )
         resumed = self._folder is not None
-        self._remove_folder()
+        if not self._imported:
+            self._remove_folder()
         internals.unwrap()
+        internals.follow_running_loss()
         private = Internals(trainer.accelerator)
         private.probe()
         source = source_of(objects["train_dataloader"])
         native.reset(source.base)
         more = {"scheduler": objects["lr_scheduler"]}
+        surroundings = TrainerSurroundings(trainer, internals, self)
         self._tracker = tracker = Tracker(
             engine,
             AcceleratedParts(trainer.accelerator, private, more, grows=True),
-            {"loader": source},
-            TrainerSurroundings(trainer, internals, self),
+            {_LOADER: source},
+            surroundings,
             trainer="transformers",
             folder=Path(args.output_dir or "."),
         )
         if resumed:
-            internals.skip_with(self._skip)
+            internals.skip_with(self._skip_imported if self._imported else self._skip)
         _require_same_step(tracker, engine, state, resumed=resumed)
+        if self._imported and self._folder is not None:
+            tracker.continue_after(_LOADER, int(state.epoch or 0), 0)
+            if surroundings.streams is not None:
+                transformers_folder.write_streams(surroundings.streams, self._folder)
 
     @override
     def on_step_begin(
@@ -133,6 +145,7 @@ class TransformersCallback(TrainerCallback):
         if self._internals is not None and self._internals.skips:
             self._internals.unskip()
             self._require_same_batch(0)
+        self._remove_folder()  # an imported run has its random streams from there by now
 
     @override
     def on_evaluate(
@@ -169,6 +182,15 @@ class TransformersCallback(TrainerCallback):
     def _skip(self, loader: Any, batches: int) -> Any:
         """Instead of `skip_first_batches`: the loader itself stands after these batches."""
         self._require_same_batch(batches)
+        return loader
+
+    def _skip_imported(self, loader: Any, batches: int) -> Any:
+        """The loader itself, so that it is followed, after as many batches of the epoch as transformers has counted."""
+        assert self._tracker is not None
+        assert self._trainer is not None
+        epoch = int(self._trainer.state.epoch or 0)
+        loader.set_epoch(epoch)
+        self._tracker.continue_after(_LOADER, epoch, batches)
         return loader
 
     def _require_same_batch(self, batches: int) -> None:

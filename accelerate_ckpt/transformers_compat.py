@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
+import torch
 import transformers.trainer
 from transformers import Trainer
 
@@ -18,6 +19,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("module", "skip_first_batches", "resuming without drawing the trained samples again (replaced)"),
     PrivateName("Trainer", "_load_from_checkpoint", "resuming without a second copy of the weights (replaced)"),
     PrivateName("Trainer", "_load_rng_state", "resuming without a file of random streams (its absence is allowed)"),
+    PrivateName("Trainer", "_maybe_log_save_evaluate", "the running loss where it is a local variable (wrapped)"),
     PrivateName("trainer", "callback_handler", "the state of callbacks"),
     PrivateName("trainer", "control", "the state of callbacks"),
     PrivateName("trainer", "current_flos", "the count of floating point operations"),
@@ -41,6 +43,9 @@ class TrainerInternals:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer
         self._skip_first_batches: Any = None
+        self._before: dict[str, Any] = {}
+        self._shown: torch.Tensor | None = None
+        self._carried: torch.Tensor | None = None
 
     def missing(self) -> list[PrivateName]:
         """The names that this version of transformers does not have."""
@@ -69,7 +74,7 @@ class TrainerInternals:
         def load_nothing(*_: Any, **__: Any) -> None:
             return None
 
-        self._trainer._load_from_checkpoint = load_nothing
+        self._replace("_load_from_checkpoint", load_nothing)
 
     def skip_with(self, skip: Callable[[Any, int], Any]) -> None:
         """`skip(loader, batches)` runs instead of `skip_first_batches`, once. Undone by `unwrap`."""
@@ -96,7 +101,22 @@ class TrainerInternals:
     def unwrap(self) -> None:
         """Leave the trainer and its module as they were found."""
         self.unskip()
-        vars(self._trainer).pop("_load_from_checkpoint", None)
+        while self._before:
+            self._put_back(next(iter(self._before)))
+
+    def _replace(self, name: str, method: Any) -> Any:
+        """Put `method` on the instance; what was called before. Undone by `unwrap`."""
+        original = getattr(self._trainer, name)
+        self._before.setdefault(name, vars(self._trainer).get(name))
+        setattr(self._trainer, name, method)
+        return original
+
+    def _put_back(self, name: str) -> None:
+        before = self._before.pop(name)
+        if before is None:
+            vars(self._trainer).pop(name, None)
+        else:
+            setattr(self._trainer, name, before)
 
     # ---- counters
 
@@ -105,10 +125,22 @@ class TrainerInternals:
         """The trainer's callbacks and its control, in order."""
         return [*self._trainer.callback_handler.callbacks, self._trainer.control]
 
+    def follow_running_loss(self) -> None:
+        """Before 5.0 the loss since the last log is a local variable: seen when the loop hands it on to be logged."""
+        if hasattr(self._trainer, _RUNNING_LOSS):
+            return
+
+        def maybe_log(tr_loss: torch.Tensor, *arguments: Any, **more: Any) -> Any:
+            result = original(tr_loss, *arguments, **more)
+            self._shown = tr_loss.detach().clone()  # it was emptied if it was logged
+            return result
+
+        original = self._replace("_maybe_log_save_evaluate", maybe_log)
+
     def running_loss(self) -> dict[str, Any]:
         """The loss since the last log, the step of that log, and the operations that are not counted yet."""
         trainer = self._trainer
-        loss = getattr(trainer, _RUNNING_LOSS, None)
+        loss = getattr(trainer, _RUNNING_LOSS, self._shown)
         return {
             "loss": None if loss is None else loss.detach().clone(),
             "total": float(getattr(trainer, _TOTAL_LOSS)),
@@ -117,15 +149,31 @@ class TrainerInternals:
         }
 
     def restore_running_loss(self, saved: dict[str, Any]) -> bool:
-        """Put `running_loss` back; False if this version keeps the loss where nobody can reach it."""
+        """Put `running_loss` back; False if the saved run could not see the loss."""
         trainer = self._trainer
         trainer.current_flos = saved["flos"]
-        loss = getattr(trainer, _RUNNING_LOSS, None)
-        if loss is None or saved["loss"] is None:
+        if saved["loss"] is None:
             return False
-        setattr(trainer, _RUNNING_LOSS, saved["loss"].to(loss.device))
+        loss = getattr(trainer, _RUNNING_LOSS, None)
+        if loss is not None:
+            setattr(trainer, _RUNNING_LOSS, saved["loss"].to(loss.device))
+        else:
+            self._carry(saved["loss"])
         setattr(trainer, _LAST_LOGGED, saved["last_logged"])
         # Where the final mean is over the steps of this call, what earlier ones left in the running loss is not in it.
         per_call = hasattr(trainer, _FIRST_STEP)
         setattr(trainer, _TOTAL_LOSS, -float(saved["loss"]) if per_call else saved["total"])
         return True
+
+    def _carry(self, loss: torch.Tensor) -> None:
+        """Add what was left of the loss to that of the first step, which the loop adds to nothing."""
+        self._shown = self._carried = loss
+        if "training_step" in self._before:
+            return
+
+        def training_step(*arguments: Any, **more: Any) -> Any:
+            self._put_back("training_step")
+            first = original(*arguments, **more)
+            return first + self._carried.to(first.device) if self._carried is not None else first
+
+        original = self._replace("training_step", training_step)

@@ -11,11 +11,13 @@ from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer_callback import ExportableState, TrainerControl
 
 from accelerate_ckpt.transformers_compat import TrainerInternals
-from ckpt_engine.observe.resume_report import NotRestored
+from ckpt_engine.convert.parts import FILES, STREAMS, TRAINER_STATE
+from ckpt_engine.observe.resume_report import NotRestored, Restored
 
-NOTE = "trainer_state"
+NOTE = TRAINER_STATE
 """The key in a manifest's notes under which `resume_from` finds the trainer's state."""
 _LONG = "log_history"
+_SINCE_THE_RESUME = "the next logged loss covers only the steps since the resume"
 
 
 class TrainerSurroundings:
@@ -31,6 +33,8 @@ class TrainerSurroundings:
         self._trainer = trainer
         self._internals = internals
         self._own = own
+        self.streams: Mapping[str, Any] | None = None
+        """Random streams of an imported checkpoint, which belong right before the first step."""
         model = trainer.model
         # What `ckpt export --to transformers` needs besides the weights; too slow to be made for each snapshot.
         self._files = {"config.json": model.config.to_json_string()} if isinstance(model, PreTrainedModel) else {}
@@ -55,19 +59,39 @@ class TrainerSurroundings:
         return {NOTE: {**self._state(), _LONG: []}}
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
+        self._restore_state(json.loads(saved["state"]))
+        missing = []
+        if not self._internals.restore_running_loss(saved["loss"]):
+            missing.append(NotRestored("running loss", _SINCE_THE_RESUME))
+        return missing + self._restore_callbacks([(name, json.loads(text)) for name, text in saved["callbacks"]])
+
+    def adopt(self, state: dict[str, Any]) -> tuple[list[Restored], list[NotRestored]]:
+        saved = state.pop(TRAINER_STATE, None)
+        if saved is None:
+            return [], []
+        state.pop(FILES, None)
+        self._restore_state(saved)
+        callbacks = [
+            (name, one)
+            for name, found in (saved.get("stateful_callbacks") or {}).items()
+            for one in (found if isinstance(found, list) else [found])
+        ]
+        restored = [Restored("data position", "as the Trainer finds it: order and number of its batches")]
+        self.streams = state.get(STREAMS)
+        if self.streams is not None:
+            restored.append(Restored("random streams", "right before the first step, as the Trainer itself does it"))
+        missing = [NotRestored("running loss", _SINCE_THE_RESUME)]
+        return restored, missing + self._restore_callbacks(callbacks)
+
+    def _restore_state(self, saved: Mapping[str, Any]) -> None:
         state: Any = self._trainer.state
-        for name, value in json.loads(saved["state"]).items():
+        for name, value in saved.items():
             if name == _LONG or name.startswith(("best_", "total_", "num_input")):
                 setattr(state, name, value)
         exportable: Any = [callback for callback in self._internals.callbacks if isinstance(callback, ExportableState)]
         state.stateful_callbacks = TrainerState(stateful_callbacks=exportable).stateful_callbacks  # as on a fresh start
-        missing = []
-        if not self._internals.restore_running_loss(saved["loss"]):
-            missing.append(NotRestored("running loss", "the next logged loss covers only the steps since the resume"))
-        return missing + self._restore_callbacks(saved["callbacks"])
 
-    def _restore_callbacks(self, saved: list[list[str]]) -> list[NotRestored]:
-        left = [(name, json.loads(text)) for name, text in saved]
+    def _restore_callbacks(self, left: list[tuple[str, Any]]) -> list[NotRestored]:
         missing = []
         for callback in self._internals.callbacks:
             found = next((one for one in left if one[0] == type(callback).__name__), None)

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.page:
         write_page(PAGE, Record.read(options.page))
         return 0
-    names = options.only or list(bars.NAMES)
+    names = options.only or [name for name in bars.NAMES if bars.can_run(name)]
     scale = Scale.QUICK if options.quick else Scale.FULL
     console = Console(stderr=False)
     options.folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-_PACKAGES = ("torch", "lightning", "numpy", "safetensors", "xxhash", "psutil")
+_PACKAGES = ("torch", "lightning", "accelerate", "transformers", "numpy", "safetensors", "xxhash", "psutil")
 
 
 def describe(folder: Path) -> dict[str, Any]:

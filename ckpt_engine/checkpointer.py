@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
@@ -11,9 +12,11 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from ckpt_engine.config import Config, Tier, load_config
+from ckpt_engine.config.live import live_file
 from ckpt_engine.errors import ConfigError, SnapshotFailedError
+from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.events import Event, EventSink, Notice, TierDegraded
-from ckpt_engine.observe.log import LogSink
+from ckpt_engine.observe.log import LOGGER_NAME, LogSink
 from ckpt_engine.observe.resume_report import resumed_from_memory
 from ckpt_engine.persist.client import WriterClient, open_client
 from ckpt_engine.persist.job import TierConfig, WriterConfig
@@ -69,6 +72,7 @@ class Checkpointer:
     ) -> None:
         self.config = load_config(root, **options)
         self._session = Session(ranks) if ranks is not None and ranks.size > 1 else None
+        self.live = live_file(root, options)
         self.events: EventSink = LogSink()
         self.loaded: restore.Loaded | None = None
         self._pipeline = Pipeline(
@@ -293,7 +297,7 @@ class Checkpointer:
             return None
         self._pipeline.parent = found.info.id
         if found.from_memory:
-            self._emit(Notice("INFO", resumed_from_memory(found.lost_steps)))
+            self._tell(resumed_from_memory(found.lost_steps))
         return found.state
 
     def snapshots(self) -> list[SnapshotInfo]:
@@ -400,6 +404,12 @@ class Checkpointer:
         if isinstance(event, TierDegraded) and event.fatal:
             self._fatal.append(event)
         self.events.emit(event)
+
+    def _tell(self, line: str) -> None:
+        if isinstance(self.events, LogSink):
+            announce(logging.getLogger(LOGGER_NAME), line)  # nobody else reports of this resume
+        else:
+            self._emit(Notice("INFO", line))
 
     def _surface(self) -> None:
         if self._fatal:

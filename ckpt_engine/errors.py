@@ -25,6 +25,7 @@ CkptError                      CKPT000
 ├── ResumeError                CKPT700
 │   └── NoUsableSnapshotError  CKPT701   the store is not empty and nothing in it is usable
 ├── DivergedError              CKPT800   the loss is not finite, or far above its usual values
+│   └── RollbackRequestedError CKPT801   the same; the next start goes back and skips batches
 └── RanksError                 CKPT900   the ranks of a run cannot reach each other, or do not agree
 ```
 
@@ -142,6 +143,10 @@ class NoUsableSnapshotError(ResumeError):
 
 class DivergedError(CkptError):
     code = "CKPT800"
+
+
+class RollbackRequestedError(DivergedError):
+    code = "CKPT801"
 
 
 class RanksError(CkptError):

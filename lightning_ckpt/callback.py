@@ -39,6 +39,7 @@ class AdaptiveCheckpoint(Callback):
         preemption: signals, grace and other sources of a stop, e.g. {"grace": "2 min"}.
         status: where the run says how it stands, e.g. {"file": "status.json", "port": 9400}.
         guard: "off", "nan" or "loss_spike": what ends training before it is saved.
+        rollback: as `guard`, and the next start goes back, e.g. {"on": "loss_spike", "skip_batches": 200}.
         on_error: "warn" or "raise" when a snapshot fails in the background.
         writer: "process" or "thread".
         linger: how long the memory tier waits for a restarted trainer.
@@ -70,6 +71,7 @@ class AdaptiveCheckpoint(Callback):
         preemption: dict[str, Any] | None = None,
         status: dict[str, Any] | None = None,
         guard: str | None = None,
+        rollback: dict[str, Any] | None = None,
         on_error: str | None = None,
         writer: str | None = None,
         linger: float | str | None = None,

@@ -241,6 +241,28 @@ class Internals:
         """Training batches of all epochs."""
         return int(self._trainer.fit_loop.epoch_loop.batch_progress.total.ready)
 
+    def in_whole_steps(self, batches: int) -> int:
+        """So many batches, or a few more, that no accumulation of gradients is cut in two."""
+        per_step = int(self._trainer.accumulate_grad_batches)
+        return -(-batches // per_step) * per_step
+
+    def skip_batches(self, count: int) -> int:
+        """At the fetch boundary: fetch at most `count` batches and throw them away; how many that were.
+
+        They count as batches of the epoch, and not as steps. The last batch of an epoch of known length is not skipped.
+        """
+        progress, fetcher = self._trainer.fit_loop.epoch_loop.batch_progress, self._trainer.fit_loop._data_fetcher
+        most = min(count, self._trainer.num_training_batches - 1 - progress.current.ready)
+        skipped = 0
+        while skipped < most and not fetcher.done:
+            next(fetcher)
+            progress.increment_ready()
+            progress.increment_started()
+            progress.increment_processed()
+            progress.increment_completed()
+            skipped += 1
+        return skipped
+
     @property
     def between_batches(self) -> bool:
         """True when the last batch is completely finished."""

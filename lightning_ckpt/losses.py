@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ckpt_engine.errors import DivergedError
-from ckpt_engine.preempt.divergence import LossGuard, On
+from ckpt_engine.preempt.divergence import Divergence, LossGuard, On
 
 _MOST_WAITING = 64
 """Losses on a device are fetched when a snapshot is due, or when there are so many."""
@@ -23,6 +23,7 @@ class Losses:
 
     def __init__(self, on: On) -> None:
         self._guard = LossGuard(on)
+        self.divergence: Divergence | None = None
         self._waiting: list[tuple[int, torch.Tensor]] = []
 
     def add(self, step: int, outputs: Any) -> None:
@@ -44,5 +45,6 @@ class Losses:
         losses = torch.stack([loss.reshape(()).float() for _, loss in waiting]).tolist() if waiting else []
         for (step, _), loss in zip(waiting, losses, strict=True):
             if (found := self._guard.judge(step, loss)) is not None:
+                self.divergence = found
                 raise DivergedError(found.text())
         return self._guard.suspicious

@@ -17,12 +17,15 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.data import rng
 from ckpt_engine.errors import NewerFormatError, ResumeError
+from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.preempt.rollback import Rollback
 from ckpt_engine.restore.as_rank import require_size
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match, tensor_shapes
@@ -30,6 +33,7 @@ from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.tracking import flags
 from ckpt_engine.tracking.packed import unpack
 from ckpt_engine.tracking.report import ReportDraft, publish
+from ckpt_engine.tracking.rollback import Rollbacks
 from ckpt_engine.tracking.weights import into_own_memory
 from lightning_ckpt import epoch_start, loop_state, weights
 from lightning_ckpt.boundary import Kind
@@ -56,6 +60,7 @@ class Resume:
         module: the LightningModule.
         checkpointer: opens the run's folder.
         loaders: of this fit; None outside of `fit`.
+        rollbacks: decides whether the run goes back, where it may.
     """
 
     def __init__(
@@ -65,12 +70,15 @@ class Resume:
         module: pl.LightningModule,
         checkpointer: Checkpointer,
         loaders: TrainLoaders | None,
+        rollbacks: Rollbacks | None = None,
     ) -> None:
         self._internals = internals
         self._trainer = trainer
         self._module = module
         self._checkpointer = checkpointer
         self._loaders = loaders
+        self._rollbacks = rollbacks
+        self._rollback: Rollback | None = None
         self._own: Mapping[str, Any] = {}
         self._weights: Mapping[str, Any] = {}
         self._loaded_as: weights.Dtypes = {}
@@ -107,13 +115,16 @@ class Resume:
                     f"ckpt_path='auto': there is no snapshot in {root}, and untrained weights are not worth scoring",
                     hint="train first, or pass the path of a checkpoint",
                 )
-            _log.info("ckpt_path='auto': no snapshot in %s yet, starting fresh", root)
+            announce(_log, f"ckpt_path='auto': no snapshot in {root} yet, starting fresh", aloud=rank_zero_info)
             original(None, *args, **kwargs)
         else:
+            if self._rollbacks is not None:
+                self._rollback = self._rollbacks.pending(candidate.info.id)
             self._load()
 
     def _load(self) -> None:
-        state = self._checkpointer.load(check=self._fits)
+        back = self._rollback
+        state = self._checkpointer.load(None if back is None else back.step, check=self._fits)
         loaded = self._checkpointer.loaded
         assert state is not None
         assert loaded is not None
@@ -135,6 +146,11 @@ class Resume:
         self._own = own = {**own, **packed}
         self.report = ReportDraft(self._checkpointer.root_url, loaded)
         self.report.notes += [_where(own), *notes]
+        if back is not None:
+            self.report.notes.append(back.text())
+            _log.warning("%s; training goes on at step %d", back.text(), back.step)
+            if self._internals.user_fetches:
+                self.report.not_restored.append(NotRestored("skipped batches", "training_step fetches itself"))
         self.pending = True
         self._trainer.should_stop = self._should_stop()
         # A resumed run has been past its sanity check; its validation must not run at other places than it did.
@@ -224,6 +240,11 @@ class Resume:
     def cadence_state(self) -> Mapping[str, Any] | None:
         """What the earlier run had learned about its snapshots."""
         return self._own.get("cadence")
+
+    @property
+    def skip_batches(self) -> int:
+        """Batches to leave out from here on, because the run has diverged in them."""
+        return 0 if self._rollback is None or self._internals.user_fetches else self._rollback.skip_batches
 
     @property
     def stopped_early(self) -> bool:
@@ -320,7 +341,7 @@ class Resume:
         url = self._checkpointer.root_url.removeprefix("file://")
         folder = url if "://" not in url else self._trainer.log_dir or self._trainer.default_root_dir
         report, self.report = self.report.finish(), None
-        publish(report, Path(folder), _log, self._trainer.global_rank)
+        publish(report, Path(folder), _log, rank_zero_info, self._trainer.global_rank)
 
 
 def _where(own: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from ckpt_engine.config import Config
 from ckpt_engine.config.live import LiveFile
 from ckpt_engine.config.status import Status
 from ckpt_engine.data.torch_private import is_dead_worker
-from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WaitTimeoutError, WriterError
+from ckpt_engine.errors import CkptError, ConfigError, LeaseHeldError, StorageError, WaitTimeoutError, WriterError
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
@@ -28,6 +28,7 @@ from ckpt_engine.snapshot.laziness import copies_lazily
 from ckpt_engine.tracking import flags
 from ckpt_engine.tracking.fence import StepFence
 from ckpt_engine.tracking.halt import Halt
+from ckpt_engine.tracking.rollback import Rollbacks
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
 from ckpt_engine.tracking.together import Together
 from lightning_ckpt import loop_state
@@ -79,13 +80,21 @@ class FitRun:
         sinks.add(self.cadence)
         sinks.add(self.telemetry)
         ranks = ranks_of(trainer, module)
+        if ranks is not None and config.rollback is not None:
+            raise ConfigError(
+                "rollback is for one process: several ranks do not agree yet on where to go back to",
+                hint="use guard: loss_spike, and choose by hand where to go on",
+            )
         watched = config if ranks is None or ranks.rank == 0 else config.model_copy(update={"status": Status()})
-        self.watches = Watches(watched, clock, sinks, self._internals, self.telemetry, live)
+        self.watches = Watches(watched, clock, sinks, self._internals, self.telemetry, self.cadence, live)
         self.checkpointer = Checkpointer(config, ranks=ranks)
         self.checkpointer.events = sinks
         self._together = Together(ranks, self.cadence.boundary, self.checkpointer) if ranks is not None else None
         self._loaders = TrainLoaders(self._internals, trainer)
-        self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders)
+        if config.rollback is not None:
+            self.watches.rollbacks = Rollbacks(self.checkpointer, _log)
+        self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders, self.watches.rollbacks)
+        self._skip_batches = 0
         self._capture = Capture(self._internals, trainer, module)
         self._lazy = self._capture.lazy() if copies_lazily(config.lazy, trainer.strategy.root_device) else None
         self._prepare_share = prepare_share(config, trainer.strategy.root_device)
@@ -181,7 +190,7 @@ class FitRun:
     def batch_ended(self, outputs: Any) -> None:
         """The loss for the guard; numbers for loggers and the progress bar."""
         self._validated = False
-        self.watches.batch_ended(self.step, outputs)
+        self.watches.batch_ended(self.step + self._internals.accumulating, outputs)
         self.telemetry.show(self._internals.metric_tables["progress_bar"])
         if self._trainer.loggers and self._internals.logs_now:
             self.telemetry.log(self._trainer, self._internals.batches_that_stepped)
@@ -242,7 +251,10 @@ class FitRun:
         if not self._active:
             return
         if self.resume.pending:
+            self._skip_batches = self._internals.in_whole_steps(self.resume.skip_batches)
             self.resume.at_first_fetch()
+        if self._skip_batches:
+            self._skip_batches -= self._internals.skip_batches(self._skip_batches)
         self.checkpointer.poll()
         if self._prepare_share is not None:
             self.cadence.background(self.checkpointer.prepare_seconds)
@@ -254,8 +266,7 @@ class FitRun:
         if stop is not None:
             raise self._halt.now(stop, self._take_here)
         self._given = self._internals.combined_position
-        if (edited := self.watches.edited(self._config)) is not None:
-            self._apply(edited)
+        self._config = self.watches.edits.apply(self._config)
         self._asked |= self.watches.preemption.take_save() is not None
         self.checkpointer.begin_step(step + 1)
         reason = self.cadence.boundary(step) or ("manual" if self._asked else None)
@@ -276,9 +287,11 @@ class FitRun:
 
     def _boundary_together(self, together: Together, step: int, stop: Stop | None) -> None:
         """The fetch boundary of one of several ranks: what rank 0 has decided, and what it decides for the next one."""
+        self._config = self.watches.edits.apply(self._config)
         decision = together.decided(step)
         if decision is not None and decision.stop is not None:
             raise self._halt.over(together.halt(decision, self._take_here))
+        self.watches.vetoed(due=False)
         if decision is not None and decision.reason is not None:
             position = self._position()
             obstacle = postponed(position)
@@ -298,12 +311,6 @@ class FitRun:
         position = self._position()
         if postponed(position) is None and self.checkpointer.ready(durable=False):
             self._take(kind_of(position), MEMORY, step, durable=False)
-
-    def _apply(self, config: Config) -> None:
-        """The options of a file that was edited."""
-        if (settings := cadence_settings(config)) != cadence_settings(self._config):
-            self.cadence.retune(settings)
-        self._config = config
 
     def _batch_failed(self, error: Exception) -> None:
         """A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then."""
@@ -369,9 +376,10 @@ class FitRun:
         return self._take(kind_of(self._position()), reason, self.step)
 
     def _take(self, kind: Kind, reason: str, step: int, *, durable: bool = True) -> SaveHandle | None:
-        if self._together is None and self.watches.vetoed(due=True):
+        if self.watches.vetoed(due=True):
             if durable:
                 _log.error("no snapshot of step %d: its loss is far above the usual ones", step)
+                self.checkpointer.miss(step, "loss spike")
                 self.cadence.skipped(step, "loss spike")
             return None
         began = time.perf_counter()

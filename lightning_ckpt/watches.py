@@ -8,8 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 
 from ckpt_engine.config import Config
-from ckpt_engine.config.live import LiveFile, change
+from ckpt_engine.config.live import LiveFile
 from ckpt_engine.errors import DivergedError
+from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.observe.clock import Clock
 from ckpt_engine.observe.fanout import FanOutSink
 from ckpt_engine.preempt.board import Board
@@ -20,6 +21,8 @@ from ckpt_engine.preempt.watch import open_watch
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.tracking.edits import Edits
+from ckpt_engine.tracking.rollback import Rollbacks
 from lightning_ckpt.compat import Internals
 from lightning_ckpt.losses import Losses
 from lightning_ckpt.telemetry import Telemetry
@@ -36,6 +39,7 @@ class Watches:
         sinks: gets this run's events and takes those of the watches.
         internals: of the trainer.
         telemetry: the numbers for the status page.
+        cadence: is retuned when options change.
         live: the file that `config` came from.
     """
 
@@ -46,15 +50,19 @@ class Watches:
         sinks: FanOutSink,
         internals: Internals,
         telemetry: Telemetry,
+        cadence: Cadence,
         live: LiveFile | None,
     ) -> None:
         self._config = config
         self._sinks = sinks
         self._ledger, self.preemption = open_watch(config, clock, internals.forget_sigterm)
         self._board = Board(config.status, self.preemption.outlook, telemetry.plain_numbers)
-        self._losses = Losses(On(config.guard)) if config.guard != "off" else None
+        on = config.guard if config.rollback is None else config.rollback.on
+        self._losses = Losses(On(on)) if on != "off" else None
         self._stale: StaleWatch | None = None
-        self._live = live
+        self.edits = Edits(live, cadence, self.preemption, _log)
+        self.rollbacks: Rollbacks | None = None
+        """Set by whoever has the engine, where the options have `rollback`."""
         sinks.add(self._ledger)
         sinks.add(self.preemption)
 
@@ -69,15 +77,13 @@ class Watches:
         self.preemption.boundary(step)
         self.preemption.start()
         self._board.start()
-        if self._live is not None:
-            self._live.start()
+        self.edits.start()
 
     def close(self) -> None:
         """Put signal handlers back, end all threads. Idempotent."""
         self.preemption.close()
         self._board.close()
-        if self._live is not None:
-            self._live.close()
+        self.edits.close()
 
     def batch_ended(self, step: int, outputs: Any) -> None:
         """What `training_step` returned."""
@@ -91,30 +97,18 @@ class Watches:
         self.preemption.boundary(step)
         return self.preemption.stop
 
-    def edited(self, config: Config) -> Config | None:
-        """The options from now on, if the file was edited in a way that changes some of `config` in a running job."""
-        found = None if self._live is None else self._live.take()
-        if found is None or self._live is None:
-            return None
-        if isinstance(found, str):
-            _log.warning("the edited options are not used: %s", found)
-            return None
-        made = change(config, found)
-        if made is None:
-            return None
-        _log.warning("%s", made.text(self._live.name))
-        self.preemption.grace_seconds = made.config.preemption.grace
-        return made.config if made.applied else None
-
     def vetoed(self, *, due: bool) -> bool:
         """Whether the loss speaks against a snapshot now; `due`: one would be taken.
 
         Raises:
             DivergedError: training has diverged; says from where it can go on.
+            RollbackRequestedError: the next start goes back by itself.
         """
         try:
             return self._losses is not None and self._losses.veto(due=due)
         except DivergedError as err:
-            self._losses = None
+            losses, self._losses = self._losses, None
+            if self.rollbacks is not None and losses is not None and losses.divergence is not None:
+                raise self.rollbacks.error(losses.divergence, self.preemption) from None
             hint = f"{self.preemption.durable()}, from before; ckpt_path='auto' goes on there, with the same batches"
             raise DivergedError(err.message, hint=hint) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import cast
 
 from benchmarks.run import Bench
@@ -15,12 +16,14 @@ NAMES = (
     "upload",
     "many-tensors",
     "overhead",
+    "accelerate",
     "every-iteration",
     "memory-tier",
     "restore",
     "memory",
     "incremental",
     "listing",
+    "cuda",
     "codecs",
 )
 """Bars in the order in which they run and are shown."""
@@ -36,7 +39,18 @@ def runner(name: str) -> Callable[[Bench], BarResult]:
     return cast(Callable[[Bench], BarResult], _module(name, "run"))
 
 
+def can_run(name: str) -> bool:
+    """Whether this machine has what the bar measures."""
+    import torch
+
+    return not getattr(_imported(name), "NEEDS_GPU", False) or torch.cuda.is_available()
+
+
 def _module(name: str, attribute: str) -> object:
+    return getattr(_imported(name), attribute)
+
+
+def _imported(name: str) -> ModuleType:
     if name not in NAMES:
         raise ValueError(f"no bar {name!r}; there are {', '.join(NAMES)}")
-    return getattr(importlib.import_module(f"benchmarks.bars.{name.replace('-', '_')}"), attribute)
+    return importlib.import_module(f"benchmarks.bars.{name.replace('-', '_')}")

@@ -25,6 +25,8 @@ PACKED = ("ckpt_engine", "packed")
 
 Path = tuple[str, ...]
 
+_ABSENT = "absent"
+
 
 class Kind(StrEnum):
     """What differs."""
@@ -63,6 +65,8 @@ class Difference:
                 f"{self.path}: {self.differing:,} of {self.elements:,} elements differ, "
                 f"the first at {list(self.index or ())}: {self.a} and {self.b}{most}"
             )
+        if self.kind is Kind.MISSING:
+            return f"{self.path}: {self.b if self.a == _ABSENT else self.a}"
         return f"{self.path}: {self.a} and {self.b}"
 
 
@@ -133,7 +137,7 @@ class Comparison:
                 yield from go_on(a[key], b[key], (*path, key))
             else:
                 there, where = (a, "the first") if key in a else (b, "the second")
-                text = f"only in {where}", "absent"
+                text = f"only in {where}", _ABSENT
                 yield Difference("/".join((*path, key)), Kind.MISSING, *(text if there is a else text[::-1]))
 
 

@@ -11,7 +11,7 @@ import click
 
 from ckpt_engine.cli.output import count, json_option, print_json, progress
 from ckpt_engine.config import Config, Tier, load_config
-from ckpt_engine.errors import CkptError, MismatchError
+from ckpt_engine.errors import CkptError, ConfigError, MismatchError
 from ckpt_engine.observe import units
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
@@ -40,19 +40,20 @@ class Done:
 
 
 @click.command("import", short_help="Turn a checkpoint of another program into a snapshot.")
-@click.argument("source", metavar="SRC", type=click.Path(path_type=Path))
+@click.argument("given", metavar="SRC")
 @click.argument("root", metavar="DST")
 @click.option("--step", type=click.IntRange(min=0), help="The snapshot's step, where SRC does not say it.")
 @click.option("--as", "form", type=click.Choice(FORMATS), default="auto", help="What SRC is (default: found out).")
 @click.option("--dry-run", is_flag=True, help="Read SRC, say what would be written, and write nothing.")
 @json_option
-def command(source: Path, root: str, step: int | None, form: str, dry_run: bool, as_json: bool) -> None:
+def command(given: str, root: str, step: int | None, form: str, dry_run: bool, as_json: bool) -> None:
     """Turn the checkpoint SRC into a snapshot of the run DST: a folder, a storage URL, or a ckpt.yaml.
 
     SRC is a Lightning .ckpt, a file of torch.save, or a folder of Accelerate's save_state, of transformers' Trainer
     (checkpoint-N) or of torch.distributed.checkpoint. No code in SRC is run: objects that would need it are refused by
     name. The snapshot appears whole or not at all, as the newest of the run; nothing else in DST changes.
     """
+    source = _local(given)
     from ckpt_engine.convert import source as sources  # torch
 
     tier = load_config(root).tiers[0]
@@ -70,6 +71,21 @@ def command(source: Path, root: str, step: int | None, form: str, dry_run: bool,
         print_json(asdict(planned))
     else:
         _print(planned)
+
+
+def _local(given: str) -> Path:
+    """The path that SRC means.
+
+    Raises:
+        ConfigError: it is a URL of another machine.
+    """
+    scheme, there, rest = given.partition("://")
+    if there and scheme.lower() != "file":
+        raise ConfigError(
+            f"SRC is read from a local path, and {given} is a URL",
+            hint="copy it to this machine first, and import the copy; `ckpt cp` copies what is a run of ours already",
+        )
+    return Path(rest if there else given)
 
 
 def _config(tier: Tier, there: int) -> Config:
@@ -120,6 +136,7 @@ def _save(found: Imported, planned: Done, config: Config) -> str:
     notes: Mapping[str, Any] = {
         "trainer": found.form,
         "imported": {"from": planned.source, "as": found.form, "notes": list(found.notes)},
+        **found.about,
     }
     with Checkpointer(config) as checkpointer:
         handle = checkpointer.save(found.state, step=planned.step, epoch=planned.epoch, reason="import", notes=notes)

@@ -25,6 +25,7 @@ VERBS = (
     "export",
     "import",
     "verify-resume",
+    "compact",
     "cp",
     "prune",
     "pin",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import click
 
@@ -11,6 +12,7 @@ from ckpt_engine.cli.output import age, count, json_option, print_json, print_ta
 from ckpt_engine.config import load_config
 from ckpt_engine.errors import CkptError, StorageMissingError
 from ckpt_engine.observe import units
+from ckpt_engine.persist import control
 from ckpt_engine.persist.status import WORKING, TierStatus, WriterStatus, read_status
 from ckpt_engine.restore import places
 from ckpt_engine.store.lease import Holder, read_holder
@@ -19,6 +21,7 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 
 ANSWER_SECONDS = 30.0
+LIVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,56 @@ class _Row:
     newest: SnapshotInfo | None
     error: str | None
     said: TierStatus | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """What the writer of the run on this machine says of itself; `error`: that it does not answer, and how.
+
+    Args:
+        trainer: whether its trainer lives.
+        held_step, held_age_seconds, held_durable: of the snapshot that it keeps in memory.
+        training_step: that the trainer has begun, where it says so.
+    """
+
+    pid: int | None
+    trainer: bool = False
+    held_step: int | None = None
+    held_age_seconds: float | None = None
+    held_durable: bool = False
+    training_step: int | None = None
+    error: str | None = None
+
+    def text(self) -> str:
+        if self.error is not None:
+            return f"its writer does not answer: {self.error}"
+        parts = [f"its writer is process {self.pid}", "its trainer lives" if self.trainer else "its trainer is gone"]
+        if self.training_step is not None:
+            parts.append(f"step {self.training_step} has begun")
+        if self.held_step is not None:
+            taken = units.duration(self.held_age_seconds or 0.0)
+            durable = "durable" if self.held_durable else "not durable yet"
+            parts.append(f"step {self.held_step} is in memory, {durable}, taken {taken} ago")
+        return "; ".join(parts)
+
+
+def _live(root_url: str) -> _Live | None:
+    try:
+        reply = control.ask(root_url, {"what": control.STATUS}, LIVE_SECONDS)
+    except (CkptError, OSError) as err:
+        return _Live(None, error=str(err))
+    if reply is None:
+        return None
+    body: dict[str, Any] = reply.body
+    held, beat, created = body.get("held") or {}, body.get("beat") or {}, body.get("held_created")
+    return _Live(
+        pid=body.get("pid"),
+        trainer=bool(body.get("trainer")),
+        held_step=held.get("step"),
+        held_age_seconds=None if created is None else max(0.0, time.time() - created),
+        held_durable=bool(held.get("durable")),
+        training_step=beat.get("step"),
+    )
 
 
 @click.command("status", short_help="Show the tiers of a run, and how each one is.")
@@ -46,6 +99,7 @@ def command(root: str, as_json: bool) -> None:
     near = repositories[0] if answers[0].error is None else None
     status, why = _status(near) if near else (None, None)
     holder = read_holder(near.storage) if near else None
+    live = _live(load_config(root).root_url)
     said = {tier.url: tier for tier in status.tiers} if status else {}
     rows = [
         _Row(
@@ -58,14 +112,16 @@ def command(root: str, as_json: bool) -> None:
         for answer in answers
     ]
     rows += [_Row(tier.url, None, None, None, tier) for tier in said.values()]
-    if status is None and not any(row.newest or row.error for row in rows):
+    if status is None and live is None and not any(row.newest or row.error for row in rows):
         raise StorageMissingError(
             f"no run at {rows[0].url}", hint="check the path; a run starts with its first snapshot"
         )
     if as_json:
-        _print_json(repositories[0].storage.url, holder, status, rows)
+        _print_json(repositories[0].storage.url, holder, status, rows, live)
     else:
         _print(holder, status, rows, why)
+        if live is not None:
+            click.echo(live.text())
 
 
 def _status(repository: Repository) -> tuple[WriterStatus | None, str | None]:
@@ -113,11 +169,14 @@ def _cells(row: _Row) -> tuple[str, ...]:
     )
 
 
-def _print_json(url: str, holder: Holder | None, status: WriterStatus | None, rows: list[_Row]) -> None:
+def _print_json(
+    url: str, holder: Holder | None, status: WriterStatus | None, rows: list[_Row], live: _Live | None
+) -> None:
     print_json(
         {
             "root": url,
             "holder": None if holder is None else asdict(holder),
+            "live": None if live is None else asdict(live),
             "writer": None
             if status is None
             else {

@@ -39,6 +39,7 @@ from ckpt_engine.config.fields import (
 from ckpt_engine.config.keep import Keep
 from ckpt_engine.config.preemption import Preemption
 from ckpt_engine.config.quantities import parse_bytes_per_second, parse_duration_seconds
+from ckpt_engine.config.rollback import Rollback
 from ckpt_engine.config.status import Status
 from ckpt_engine.observe.secrets import LOGIN
 
@@ -174,8 +175,6 @@ class Tiers(tuple[Tier, ...]):
 class Config(Section):
     """Options of a run. Durations are in seconds once loaded."""
 
-    planned = frozenset({"rollback"})
-
     overhead: Share = Field(
         default=0.01, description="Share of training time that snapshots may cost; the frequency follows."
     )
@@ -209,6 +208,10 @@ class Config(Section):
         default="off",
         description="Training ends, and no snapshot is taken of it, when the loss is not finite (nan), or also when it "
         "stays far above its usual values (loss_spike).",
+    )
+    rollback: Rollback | None = Field(
+        default=None,
+        description="As guard, and the next start goes back to the newest snapshot from before, and skips batches.",
     )
     on_error: Annotated[Literal["raise", "warn"], one_of("raise", "warn")] = Field(
         default="warn",
@@ -266,6 +269,13 @@ class Config(Section):
     @field_serializer("tiers", mode="wrap")
     def _tiers_as_written(self, tiers: tuple[Tier, ...], serialize: SerializerFunctionWrapHandler) -> Any:
         return serialize(tiers.listed if isinstance(tiers, Tiers) else tiers)
+
+    @field_validator("rollback", mode="after")
+    @classmethod
+    def _rollback_is_a_guard(cls, rollback: Rollback | None, info: ValidationInfo) -> Rollback | None:
+        if rollback is not None and info.data.get("guard", "off") != "off":
+            raise option_error("is a guard itself: remove guard")
+        return rollback
 
     @field_validator("writer", mode="after")
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Advance = Callable[[int], object]
@@ -19,6 +19,7 @@ class Imported:
         state: as it will be saved.
         step, epoch: as the source says, or None.
         notes: sentences for people: what was left out and why.
+        about: JSON values that the manifest keeps, to be read before the snapshot is loaded.
     """
 
     form: str
@@ -26,6 +27,7 @@ class Imported:
     step: int | None
     epoch: int | None
     notes: tuple[str, ...] = ()
+    about: Mapping[str, Any] = field(default_factory=dict)
 
 
 def whole_number(value: Any) -> int | None:

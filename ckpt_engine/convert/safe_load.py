@@ -28,6 +28,9 @@ MayLose = Callable[[Where], bool]
 """Whether a part of the state that holds a refused class may be left out."""
 
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+_UNPICKLER = re.compile(r"WeightsUnpickler error:(.*)")
+_ZIP_BEGIN = b"PK\x03\x04"
+_BEGIN_BYTES = 8
 _SHOWN = 5
 UNREADABLE = (
     pickle.UnpicklingError,
@@ -47,6 +50,7 @@ _SAVE_AGAIN = (
     "where you trust the file, load it with torch.load(weights_only=False), put plain data in that place "
     "(numbers, texts, dicts, tensors), and torch.save it again"
 )
+_ANOTHER_COPY = "it is damaged or was not written to its end: take another copy, or an older checkpoint"
 
 
 class Refused:
@@ -120,7 +124,7 @@ def load_bytes(data: bytes, what: str) -> Any:
     except UNREADABLE as err:
         if found := _GLOBAL.search(str(err)):
             raise UnstorableLeafError(f"{what} holds {found[1]}, which is not loaded", hint=_SAVE_AGAIN) from err
-        raise CorruptError(f"{what} cannot be read: {_first_line(err)}") from err
+        raise CorruptError(f"{what} cannot be read: {_cause(err)}") from err
 
 
 def _load(file: Path | IO[bytes], *, mmap: bool, more: list[Any] | None = None) -> Any:
@@ -192,12 +196,28 @@ def _refused(path: Path, places: Mapping[Where, str], names: list[str]) -> Unsto
 
 
 def _foreign(path: Path, error: Exception) -> ForeignError:
-    return ForeignError(f"{path} is not a whole file of torch.save: {_first_line(error)}")
+    if path.stat().st_size == 0:
+        return ForeignError(f"{path} is empty", hint=_ANOTHER_COPY)
+    if is_zip(path):
+        return ForeignError(
+            f"{path} is a zip file, and no whole one of torch.save: {_cause(error)}", hint=_ANOTHER_COPY
+        )
+    with path.open("rb") as file:
+        begin = file.read(_BEGIN_BYTES)
+    if begin.startswith(_ZIP_BEGIN):
+        return ForeignError(f"{path} is cut off: it begins as a zip file of torch.save does", hint=_ANOTHER_COPY)
+    return ForeignError(
+        f"{path} is no file of torch.save: it begins with {begin!r}",
+        hint="give a Lightning .ckpt, a file of torch.save, or a folder of save_state, Trainer (checkpoint-N) or dcp",
+    )
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].partition(". ")[0] if lines else type(error).__name__
+def _cause(error: Exception) -> str:
+    """What torch says about the file itself; its advice on `weights_only` helps nobody here."""
+    text = str(error).strip()
+    if (found := _UNPICKLER.search(text)) and found[1].strip():
+        return found[1].strip()
+    return text.splitlines()[0].partition(". ")[0] if text else type(error).__name__
 
 
 def _harmless() -> list[Any]:

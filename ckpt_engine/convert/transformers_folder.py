@@ -55,7 +55,7 @@ def write(parts: Parts, folder: Path) -> tuple[str, ...]:
         for state in list(states.values())[:1]:
             torch.save(state, folder / name)
     if parts.streams is not None:
-        torch.save(_streams(parts.streams), folder / STREAMS)
+        write_streams(parts.streams, folder)
     # A Trainer that resumes counts on an entry for its own switches when it saves next.
     callbacks = {**_SWITCHES, **(parts.trainer_state.get("stateful_callbacks") or {})}
     text = json.dumps({**parts.trainer_state, "stateful_callbacks": callbacks}, indent=2, sort_keys=True)
@@ -63,10 +63,15 @@ def write(parts: Parts, folder: Path) -> tuple[str, ...]:
     return (*notes, *_missing(parts))
 
 
-def _streams(recorded: Mapping[str, Any]) -> dict[str, Any]:
+def write_streams(recorded: Mapping[str, Any], folder: Path) -> None:
+    """Write the file of random streams that a Trainer reads right before its first step.
+
+    Raises:
+        MismatchError: as `streams.to_legacy`.
+    """
     legacy = streams.to_legacy(recorded)
     state = {"python": legacy.python, "numpy": legacy.numpy, "cpu": legacy.cpu}
-    return {**state, "cuda": legacy.cuda[0]} if legacy.cuda else state
+    torch.save({**state, "cuda": legacy.cuda[0]} if legacy.cuda else state, folder / STREAMS)
 
 
 def _missing(parts: Parts) -> Iterator[str]:
@@ -116,7 +121,9 @@ def read(folder: Path, advance: Advance) -> Imported:
     state[FILES] = {path.name: path.read_bytes() for path in files if path.name != TRAINER_STATE and _is_no_index(path)}
     if (folder / ARGUMENTS).exists():
         notes.append(f"{ARGUMENTS} left out: it is a pickled object, and resuming does not read it")
-    return Imported("transformers", state, step, epoch, tuple(notes))
+    # What grows with the run, and what is put back by other means, is in the state only.
+    about = {TRAINER_STATE_KEY: {**trainer_state, "log_history": [], "stateful_callbacks": {}}}
+    return Imported("transformers", state, step, epoch, tuple(notes), about)
 
 
 def _is_no_index(path: Path) -> bool:

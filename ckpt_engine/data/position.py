@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_engine.data import fingerprint, streams, swap
 from ckpt_engine.data.exactness import Difference, Effect, Exactness, Level, Restoration
@@ -164,6 +164,37 @@ class LoaderPosition:
         if epoch is None:
             return self._assemble(None, None, 0, "fresh")
         return self._assemble(epoch, epoch.next_fetch(self.loader), epoch.fetched, "fresh")
+
+    def state_after(self, batches: int) -> State:
+        """The position in an epoch that begins now, after so many batches, where nobody has recorded one.
+
+        The batches are drawn and dropped when the epoch begins; of iterable datasets they are fetched and dropped. What
+        decides the order of this epoch (`set_epoch`) must be set before.
+        """
+        loader, mode = self.loader, self._starter.mode()
+        now = streams.capture(loader, self._starter.baseline)
+        ordered = mode in (Mode.SKIP, Mode.SHIP) and not isinstance(loader.dataset, IterableDataset)
+        state = self._assemble(None, None, batches, "within") | {
+            "mode": str(mode if ordered else Mode.REPLAY),
+            "generators": {},
+            "counters": {},
+            "lost": 0,
+            "held": [],
+            "workers": [None] * loader.num_workers,
+            "next_role": 0,
+            "native": None,
+            "made": now,
+            "reused": False,
+            "alive": False,
+            "first_fetch": None,
+            "draws": False,
+            "ended": False,
+            "exhausted": False,
+            "unknown_roles": [],
+        }
+        if ordered:
+            state["order"] = {"at_iter": now, "at_first": now, "digest": None, "draws": False, "outstanding": []}
+        return state
 
     def load_state(
         self,

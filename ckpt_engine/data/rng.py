@@ -82,6 +82,9 @@ def restore(state: Mapping[str, Any]) -> tuple[str, ...]:
     torch.set_rng_state(_bytes_tensor(state["torch"]))
     problems: list[str] = []
     if (cuda := state.get("cuda")) is not None:
+        if torch.cuda.is_available():
+            # Where CUDA starts later, a seed that was set before this call would be put in after the states.
+            torch.cuda.init()  # type: ignore[no-untyped-call]
         problems += _restore_devices("cuda", cuda, torch.cuda if torch.cuda.is_available() else None)
     if (xpu := state.get("xpu")) is not None:
         problems += _restore_devices("xpu", xpu, torch.xpu if torch.xpu.is_available() else None)

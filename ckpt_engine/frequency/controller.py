@@ -117,6 +117,19 @@ class Decision:
 
     @property
     def why(self) -> str:
+        """One line for people: `reasons`, and `shortfall` if there is one."""
+        return f"{self.reasons}; {self.shortfall}" if self.shortfall else self.reasons
+
+    @property
+    def shortfall(self) -> str:
+        """What cannot be had: an RPO that budget, back-pressure or bandwidth forbid. Empty: all can."""
+        if self.bounds.feasible or self.settings.max_lost_work_seconds is None:
+            return ""
+        needed = f"every {self.bounds.rpo} steps" if self.bounds.rpo >= 1 else "a faster persist"
+        return f"RPO infeasible: max_lost_work {duration(self.settings.max_lost_work_seconds)} would need {needed}"
+
+    @property
+    def reasons(self) -> str:
         """One line for people: the interval, the measurements, the binding constraint."""
         costs, bounds = self.costs, self.bounds
         stall, slowdown = _seconds(costs.stall_seconds), _seconds(costs.slowdown_seconds)
@@ -131,11 +144,6 @@ class Decision:
         ]
         if abs(bounds.target - self.interval_steps) > HYSTERESIS * self.interval_steps:
             parts.append(f"heading for {bounds.target}")
-        if not bounds.feasible and self.settings.max_lost_work_seconds is not None:
-            needed = f"every {bounds.rpo} steps" if bounds.rpo >= 1 else "a faster persist"
-            parts.append(
-                f"RPO infeasible: max_lost_work {duration(self.settings.max_lost_work_seconds)} would need {needed}"
-            )
         return f"{every}: " + "; ".join(parts)
 
 

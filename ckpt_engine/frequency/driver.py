@@ -420,10 +420,12 @@ class Cadence:
             self._adaptive.rebudget(part)
         before = self._adaptive.decision
         after = self._adaptive.decide(step, costs, self._failures_per_second(now), held_back=self._held_back)
+        falls_short = not after.bounds.feasible and (before is None or before.bounds.feasible)
         if before is None or after.interval_steps != before.interval_steps:
-            self._sink.emit(IntervalChanged(step=step, interval_steps=after.interval_steps, why=after.why))
-        if not after.bounds.feasible and (before is None or before.bounds.feasible):
-            self._sink.emit(Notice("WARNING", after.why))
+            why = after.reasons if falls_short else after.why
+            self._sink.emit(IntervalChanged(step=step, interval_steps=after.interval_steps, why=why))
+        if falls_short:
+            self._sink.emit(Notice("WARNING", after.shortfall))
 
     def _failures_per_second(self, now: float) -> float:
         if self._settings.mtbf_seconds is not None:

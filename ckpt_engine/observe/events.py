@@ -54,6 +54,16 @@ class SnapshotCommitted(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotFound(Event):
+    """The newest snapshot that `tier` had when the writer took it over; only with a memory tier."""
+
+    name: ClassVar[str] = "snapshot_found"
+    snapshot: str
+    step: int
+    tier: str
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotFailed(Event):
     """The snapshot did not become durable; everything older is untouched. `code` is that of the error."""
 
@@ -172,6 +182,7 @@ KINDS: Mapping[str, type[Event]] = {
     for kind in (
         SnapshotStaged,
         SnapshotCommitted,
+        SnapshotFound,
         SnapshotFailed,
         SnapshotSkipped,
         SnapshotsForgotten,

@@ -13,6 +13,7 @@ from ckpt_engine.observe.events import (
     Event,
     SnapshotCommitted,
     SnapshotFailed,
+    SnapshotFound,
     SnapshotReplicated,
     SnapshotStaged,
     TierDegraded,
@@ -61,6 +62,7 @@ class Standing:
         in_flight: oldest first.
         state_bytes, stall_seconds: of the newest snapshot; 0 before the first.
         busy_since: monotonic seconds from which the writer has had the oldest of those in flight.
+        held_step: of the newest snapshot, if it stays in memory and is durable nowhere.
     """
 
     tiers: tuple[TierStanding, ...]
@@ -68,6 +70,7 @@ class Standing:
     state_bytes: int = 0
     stall_seconds: float = 0.0
     busy_since: float = 0.0
+    held_step: int | None = None
 
     def left_bytes(self, now: float) -> tuple[float, ...]:
         """For each in flight what is left to write, as the measured speed of the nearest tier lets expect."""
@@ -96,14 +99,21 @@ class Ledger:
         self._now = clock.monotonic
         self._tiers = {place: _Tier(TierStanding(place)) for place in map(_place, urls)}
         self._busy_since = 0.0
+        self._held_step: int | None = None
+        self._resumed: Flying | None = None
+        self._found: SnapshotFound | None = None
         self.standing = Standing(tuple(one.standing for one in self._tiers.values()))
 
     def resumed(self, step: int, url: str) -> None:
-        """Training goes on from the snapshot of `step` that came from `url`; only a tier has it durably, memory not."""
+        """Training goes on from the snapshot of `step` that came from `url`.
+
+        If that was memory, the nearest tier counts as soon as its writer tells what it has.
+        """
+        self._resumed = Flying(step, 0, self._now())
         tier = self._tiers.get(_place(url))
-        if tier is None:
-            return
-        tier.standing = TierStanding(tier.standing.url, newest_step=step, newest_instant=self._now())
+        if tier is not None:
+            tier.standing = TierStanding(tier.standing.url, newest_step=step, newest_instant=self._now())
+        self._take_up()
         self._publish(self.standing.in_flight, self.standing.state_bytes, self.standing.stall_seconds)
 
     def emit(self, event: Event) -> None:
@@ -112,6 +122,7 @@ class Ledger:
         match event:
             case SnapshotStaged():
                 nbytes, stall = event.nbytes, event.stall_seconds
+                self._held_step = None if event.durable else event.step
                 if event.durable:
                     if not flying:
                         self._busy_since = self._now()
@@ -121,13 +132,18 @@ class Ledger:
                 instant = self._now() - event.latency_seconds if instant is None else instant
                 self._durable(event.tier, event.step, instant, event.written_bytes, event.write_seconds)
                 flying = self._settled(flying, event.step)
+                if event.step == self._held_step:
+                    self._held_step = None
+            case SnapshotFound():
+                self._found = event
+                self._take_up()
             case SnapshotFailed():
                 flying = self._settled(flying, event.step)
             case SnapshotReplicated():
                 instant = self._now() - event.latency_seconds
                 self._durable(event.tier, event.step, instant, event.sent_bytes, event.copy_seconds)
             case WriterLost():
-                flying = ()
+                flying, self._held_step = (), None
             case TierDegraded():
                 self._away(event.tier, True)
             case TierRecovered():
@@ -135,6 +151,18 @@ class Ledger:
             case _:
                 return
         self._publish(flying, nbytes, stall)
+
+    def _take_up(self) -> None:
+        """What the rescue has made durable of what training goes on from; the instant of an older one is not known."""
+        resumed, found = self._resumed, self._found
+        if resumed is None or found is None:
+            return
+        tier = self._tier(found.tier)
+        if tier.standing.newest_step is None:
+            instant = resumed.since if found.step >= resumed.step else None
+            tier.standing = TierStanding(
+                tier.standing.url, newest_step=min(found.step, resumed.step), newest_instant=instant
+            )
 
     def _settled(self, flying: tuple[Flying, ...], step: int) -> tuple[Flying, ...]:
         found = next((one for one in flying if one.step == step), None)
@@ -168,7 +196,7 @@ class Ledger:
     def _publish(self, flying: tuple[Flying, ...], nbytes: int, stall: float) -> None:
         # One assignment: a reader on another thread sees the old value or the new one.
         tiers = tuple(one.standing for one in self._tiers.values())
-        self.standing = Standing(tiers, flying, nbytes, stall, self._busy_since)
+        self.standing = Standing(tiers, flying, nbytes, stall, self._busy_since, self._held_step)
 
 
 def _place(url: str) -> str:

@@ -11,6 +11,7 @@ from ckpt_engine.observe.events import (
     Requested,
     SnapshotCommitted,
     SnapshotFailed,
+    SnapshotFound,
     SnapshotReplicated,
     SnapshotsForgotten,
     SnapshotSkipped,
@@ -66,6 +67,8 @@ def line(event: Event) -> str:
                 f"step {event.step}: snapshot {event.snapshot} durable on {event.tier} after "
                 f"{duration(event.latency_seconds)}, {size(event.written_bytes)} written"
             )
+        case SnapshotFound():
+            return f"step {event.step}: snapshot {event.snapshot} is the newest on {event.tier}"
         case SnapshotFailed():
             return (
                 f"step {event.step}: snapshot {event.snapshot} did not become durable on {event.tier}: "

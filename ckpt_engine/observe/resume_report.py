@@ -9,6 +9,8 @@ from typing import Any
 
 from ckpt_engine.observe.units import duration, size
 
+_FROM_MEMORY = "resumed from memory"
+
 
 @dataclass(frozen=True, slots=True)
 class Restored:
@@ -100,6 +102,10 @@ class ResumeReport:
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
+    def line(self) -> str:
+        """The report in one line."""
+        return "; ".join([self._headline(), *(note for note in self.notes if note.startswith(_FROM_MEMORY))])
+
     def _headline(self) -> str:
         if self.snapshot is None:
             return f"starting fresh: nothing was restored from {self.url}"
@@ -124,5 +130,5 @@ def resumed_from_memory(lost_steps: int | None) -> str:
         lost_steps: steps that had begun since that snapshot; None where nobody knows.
     """
     if lost_steps is None:
-        return "resumed from memory"
-    return f"resumed from memory, {lost_steps} step{'' if lost_steps == 1 else 's'} lost"
+        return _FROM_MEMORY
+    return f"{_FROM_MEMORY}, {lost_steps} step{'' if lost_steps == 1 else 's'} lost"

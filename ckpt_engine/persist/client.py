@@ -7,13 +7,14 @@ import dataclasses
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt_engine.errors import WriterError
-from ckpt_engine.observe.events import Event, Notice
+from ckpt_engine.observe.events import Event, Notice, WriterLost
 from ckpt_engine.persist import protocol
 from ckpt_engine.persist.job import Layout, PersistJob, WriterConfig, job_to_json, layout_to_json
 from ckpt_engine.persist.mailbox import Mailbox, Message
@@ -117,6 +118,24 @@ class Client(abc.ABC):
         self._mailbox = Mailbox(config.url)
         self._owner = os.getpid()
         self.first_seq = 0
+        self._answered = threading.Event()
+        self._news = threading.Event()
+        """Set whenever the writer says something before it has answered."""
+
+    def _wait_for_answer(self, timeout: float, emit: Callable[[Event], None] | None) -> bool:
+        """Wait until the writer has started or was refused; what it says meanwhile goes to `emit` at once."""
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            self._news.wait(max(0.0, left))
+            self._news.clear()
+            for message in self._mailbox.poll() if emit is not None else ():
+                if isinstance(message, Event) and not isinstance(message, WriterLost) and emit is not None:
+                    emit(message)  # that it is lost is what `start` raises
+            if self._answered.is_set():
+                return True
+            if left <= 0.0:
+                return False
 
     @abc.abstractmethod
     def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
@@ -211,12 +230,12 @@ def open_client(config: WriterConfig, *, thread: bool, emit: Callable[[Event], N
 
     config = completed(config)
     if thread:
-        return ThreadWriter.start(config)
+        return ThreadWriter.start(config, emit)
     try:
-        return ProcessWriter.start(config)
+        return ProcessWriter.start(config, emit)
     except CannotSpawnError as err:
         emit(Notice("WARNING", f"snapshots are written by a thread of the trainer: {err.message}"))
-        return ThreadWriter.start(config)
+        return ThreadWriter.start(config, emit)
 
 
 def completed(config: WriterConfig) -> WriterConfig:

@@ -10,7 +10,10 @@ a message of `wire` with `what`, and the reply is one, perhaps with file descrip
 | `bye`          | `ok`: the writer gives up its name, and ends after what is in flight; not while its trainer lives, \
 nor if `snapshot` is given and it holds another one |
 | `save`, `stop` | `trainer`: whether there is one that was told; takes `who`, text for people |
-| `status`       | `pid`, `trainer`, `held` (None, or `step` and `durable`), `beat` |
+| `flush`        | `step` of the newest snapshot in memory, which becomes durable now if it is not; None, and `why`, \
+if there is none, or no trainer |
+| `status`       | `pid`, `trainer`, `held` (None, or `step` and `durable`), `held_created`, \
+`beat` |
 
 Who asks for something else is told `error`.
 """
@@ -37,6 +40,7 @@ SNAPSHOT = "snapshot"
 BYE = "bye"
 SAVE = "save"
 STOP = "stop"
+FLUSH = "flush"
 STATUS = "status"
 
 REQUEST_SECONDS = 5.0

@@ -22,6 +22,7 @@ class Desk:
         held: what is in memory.
         forward: tells the trainer what somebody asked it for, and who; whether that was possible.
         trainer_lives: asks the system, in case its end has not been noticed yet.
+        flush: makes what is held durable although the trainer lives; tells its step, or None.
         bye: called when whoever restarted the training needs this writer no more; gives up the name.
     """
 
@@ -30,11 +31,13 @@ class Desk:
         held: Held,
         forward: Callable[[str, str], bool],
         trainer_lives: Callable[[], bool],
+        flush: Callable[[], int | None],
         bye: Callable[[], object],
     ) -> None:
         self._held = held
         self._forward = forward
         self._trainer_lives = trainer_lives
+        self._flush = flush
         self._bye = bye
         self._attended = self._serves = True
         self._said_bye = threading.Event()
@@ -63,6 +66,8 @@ class Desk:
             case control.SAVE | control.STOP as what:
                 who = str(request.get("who", "somebody"))[:_WHO_LETTERS]
                 return Reply({"trainer": self._attended and self._trainer_lives() and self._forward(what, who)})
+            case control.FLUSH:
+                return Reply(self._flushed())
             case control.STATUS:
                 return Reply(self._status())
             case what:
@@ -96,6 +101,12 @@ class Desk:
         }
         return Reply(body, (offer.fd,))
 
+    def _flushed(self) -> Body:
+        if not (self._attended and self._trainer_lives()):
+            return {"step": None, "why": "its trainer is gone: what it left becomes durable anyway"}
+        step = self._flush()
+        return {"step": step} if step is not None else {"step": None, "why": "no snapshot is held in memory"}
+
     def _take_leave(self, snapshot: object) -> Reply | None:
         if self._attended:
             return Reply({"ok": False}) if self._trainer_lives() else None
@@ -113,6 +124,7 @@ class Desk:
             "pid": os.getpid(),
             "trainer": self._attended and self._trainer_lives(),
             "held": None if newest is None else {"step": newest.job.step, "durable": newest.durable},
+            "held_created": None if newest is None else newest.job.created,
             "beat": self._beat(),
         }
 

@@ -16,7 +16,9 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Container
 from typing import TYPE_CHECKING
 
@@ -36,6 +38,8 @@ _NICE = 10
 _LOOK_SECONDS = 1.0
 _NAME_SECONDS = 5.0
 _END_SECONDS = 10.0
+_CATCH_UP_SECONDS = 10.0
+"""Less than what a tier may take without a sign of progress: it is waited for in the tier's lane."""
 _UCRED = struct.Struct("3i")
 
 EXIT_OK = 0
@@ -100,6 +104,8 @@ class Serving:
         self._drain_seconds = self._linger_seconds = 0.0
         self._closing = False
         self._stopped = False
+        self._behind: deque[threading.Event] = deque()
+        self._attending, self._read_all = True, False
         self._end_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._status = EXIT_OK
 
@@ -107,9 +113,13 @@ class Serving:
         """Serve until the end; the exit status."""
         try:
             self._attend()
+            self._read_all = self._peer.gone  # one that lives and has hung up tells nothing of its memory any more
         except WriterError as err:
             _complain(str(err))
             self._status = EXIT_BROKEN
+        self._attending = False
+        while self._behind:
+            self._behind.popleft().set()
         self._channel.close()
         if self._worker is not None and not self._worker.ended:
             self._status = self._drain(self._worker)
@@ -136,16 +146,29 @@ class Serving:
                 self._peer.look(ready)
                 self._channel.clear_wake()
                 self._channel.flush()
+                behind = [self._behind.popleft() for _ in range(len(self._behind))]
                 # What the trainer sent before its end counts: read it even if it is gone.
                 received, is_open = self._channel.receive()
                 for item in received:
                     self._take(item)
+                for one in behind:
+                    one.set()
                 if not is_open:
                     return
                 if self._worker is None and time.monotonic() > deadline:
                     raise WriterError(f"the trainer did not say what to write within {START_SECONDS:.0f} s")
                 if self._worker is not None and self._worker.ended and not self._channel.backlog:
                     return
+
+    def _caught_up(self) -> bool:
+        """Wait until everything that the trainer has sent so far was taken; whether that is so. Not on this thread."""
+        taken = threading.Event()
+        self._behind.append(taken)
+        if self._attending:
+            self._channel.wake()
+            if not taken.wait(_CATCH_UP_SECONDS):
+                return False
+        return self._attending or self._read_all
 
     def _take(self, item: Received) -> None:
         kind = item.body.get("kind")
@@ -173,8 +196,10 @@ class Serving:
             os.nice(_NICE)
         self._url = config.url
         self._listens = config.ranks is None or config.ranks.rank == 0
-        self._worker = Worker(config, self._channel.send, self._worker_ended, self._listen, self._poke)
-        self._desk = Desk(self._worker.held, self._forward, lambda: not self._peer.ended(), self._take_leave)
+        self._worker = Worker(config, self._channel.send, self._worker_ended, self._listen, self._poke, self._caught_up)
+        self._desk = Desk(
+            self._worker.held, self._forward, lambda: not self._peer.ended(), self._worker.flush, self._take_leave
+        )
         self._worker.start()
 
     def _listen(self) -> None:

@@ -15,13 +15,14 @@ To the writer, in this order:
 | `forget`   | `slots`, `layouts`, `skeletons`           | no later job names these |
 | `close`    |                                           | finish everything, then exit |
 
-To the trainer: `started` with `first_seq`, or `refused` with `error` (the writer then exits); per job `event`s, one
-`done`, perhaps events of the retention that follows, one `settled`. Jobs are done in the order they were sent. A
-`done` may say that its slot is held by a call that hangs: then a `freed` with the `slot` follows, perhaps never.
-Nothing is sent after `refused`. A `request` with `what` and `who` may come at any time: what somebody asked the
-trainer for from outside. Else nothing but answers to jobs is sent after `started` with one tier that does not hang.
-Otherwise events come at any time, and after `close` one `closed` with the `unfinished` tiers, each a text, as soon as
-nothing is left to wait for: the writer then goes on by itself.
+To the trainer: perhaps events (whom it waits for, what the tier has), then `started` with `first_seq`, or `refused`
+with `error` (the writer then exits); per job `event`s, one `done`, perhaps
+events of the retention that follows, one `settled`. Jobs are done in the order they were sent. A `done` may say that
+its slot is held by a call that hangs: then a `freed` with the `slot` follows, perhaps never. Nothing is sent after
+`refused`. A `request` with `what` and `who` may come at any time: what somebody asked the trainer for from outside.
+Else nothing but answers to jobs is sent after `started` with one tier that does not hang. Otherwise events come at any
+time, and after `close` one `closed` with the `unfinished` tiers, each a text, as soon as nothing is left to wait for:
+the writer then goes on by itself.
 
 What a job names is settled when the writer receives it, not when it does it. A `hold` is never answered.
 """

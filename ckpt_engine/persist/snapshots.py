@@ -22,6 +22,10 @@ from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 
 
+class SupersededError(WriterError):
+    """The slot may have been filled anew while it was read."""
+
+
 class Digests:
     """The digests of one image, once somebody has worked them out. Thread safe."""
 
@@ -49,7 +53,10 @@ class Digests:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A job with what its numbers stand for, and the id that the snapshot gets."""
+    """A job with what its numbers stand for, and the id that the snapshot gets.
+
+    `unchanged` is asked once the slot was read: whether nobody can have filled it anew meanwhile.
+    """
 
     job: PersistJob
     snapshot: str
@@ -57,6 +64,7 @@ class Staged:
     cut_layout: CutLayout
     skeletons: dict[str, Skeleton]
     digests: Digests = field(default_factory=Digests)
+    unchanged: Callable[[], bool] = lambda: True
 
     @property
     def data(self) -> DataFile:
@@ -198,6 +206,8 @@ def write_snapshot(
             digests = staged.digests.settle(digesting.result()) if digesting is not None else staged.digest()
             stored = staged.whole(digests)
         progress.check()
+        if not staged.unchanged():
+            raise SupersededError(f"the snapshot of step {job.step} was left: a newer one has taken its place")
         if not stands(stored):
             raise StorageMissingError(f"what {staged.snapshot} refers to was removed while it was written")
         manifest = finish.commit(staged, repository, staged.manifest(repository.run_id, stored))

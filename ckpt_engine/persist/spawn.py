@@ -9,11 +9,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Self
 
 from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
+from ckpt_engine.observe.events import Event
 from ckpt_engine.persist import protocol
 from ckpt_engine.persist.client import Client
 from ckpt_engine.persist.job import ErrorRecord, WriterConfig, config_to_json
@@ -44,7 +45,6 @@ class ProcessWriter(Client):
         self._process = process
         self._channel = channel
         self._answer: CkptError | None = None
-        self._answered = threading.Event()
         self._closing = False
         self._closed = threading.Event()
         self._goes_on = False
@@ -55,8 +55,11 @@ class ProcessWriter(Client):
         self._listener = threading.Thread(target=self._listen, name="ckpt-writer-client", daemon=True)
 
     @classmethod
-    def start(cls, config: WriterConfig) -> Self:
+    def start(cls, config: WriterConfig, emit: Callable[[Event], None] | None = None) -> Self:
         """Start the process and wait until it holds the lease; see `open_client` for what else is raised.
+
+        Args:
+            emit: takes what it says meanwhile; None: that is polled later.
 
         Raises:
             CannotSpawnError: processes, their sockets or their imports do not work here.
@@ -68,7 +71,7 @@ class ProcessWriter(Client):
         channel.send({"kind": protocol.START, "config": config_to_json(config), "path": folders})
         timeout = config.lease_wait_seconds + ANSWER_SECONDS
         try:
-            if not client._answered.wait(timeout):
+            if not client._wait_for_answer(timeout, emit):
                 raise WriterError(f"the writer process does not answer after {timeout:.0f} s; storage: {config.url}")
         except BaseException:
             process.kill()
@@ -186,6 +189,7 @@ class ProcessWriter(Client):
                     self._closed.set()
             case _:
                 self._mailbox.hear(body)
+        self._news.set()
 
     def _reap(self, because: str | None = None) -> None:
         try:
@@ -199,6 +203,7 @@ class ProcessWriter(Client):
             self._answer = CannotSpawnError(f"{message} (before it was ready)")
         self._mailbox.lose(ErrorRecord(WriterError.code, message), expected=self._closing and status == 0)
         self._answered.set()
+        self._news.set()
 
 
 def _spawn() -> tuple[subprocess.Popen[bytes], Channel]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from ckpt_engine.errors import WriterError
+from ckpt_engine.observe.events import Event
 from ckpt_engine.persist import protocol
 from ckpt_engine.persist.client import Client
 from ckpt_engine.persist.job import ErrorRecord, WriterConfig
@@ -27,20 +28,19 @@ class ThreadWriter(Client):
     def __init__(self, config: WriterConfig) -> None:
         super().__init__(config)
         self._config = config
-        self._answered = threading.Event()
         self._refused: ErrorRecord | None = None
         self._closing = False
         self._closed = threading.Event()
         self._worker = Worker(config, self._hear, self._ended)
 
     @classmethod
-    def start(cls, config: WriterConfig) -> Self:
-        """Start the thread; see `open_client` for what is raised."""
+    def start(cls, config: WriterConfig, emit: Callable[[Event], None] | None = None) -> Self:
+        """Start the thread; see `open_client` for what is raised, and `ProcessWriter.start` for `emit`."""
         client = cls(config)
         client._worker.start()
         timeout = config.lease_wait_seconds + ANSWER_SECONDS
         try:
-            if not client._answered.wait(timeout):
+            if not client._wait_for_answer(timeout, emit):
                 raise WriterError(f"the writer thread does not answer after {timeout:.0f} s; storage: {config.url}")
         except BaseException:
             client._worker.skip_waiting()
@@ -82,6 +82,7 @@ class ThreadWriter(Client):
                     self._closed.set()
             case _:
                 self._mailbox.hear(decode(encode(body)))
+        self._news.set()
 
     def _ended(self, broken: str | None) -> None:
         message = f"the writer thread broke down:\n{broken}" if broken else "the writer thread has ended"
@@ -89,6 +90,7 @@ class ThreadWriter(Client):
             self._refused = ErrorRecord(WriterError.code, message)
         self._mailbox.lose(ErrorRecord(WriterError.code, message), expected=self._closing and not broken)
         self._answered.set()
+        self._news.set()
         self._closed.set()
 
     def _finish_at_exit(self) -> None:

@@ -8,6 +8,8 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import Notice
@@ -27,17 +29,27 @@ _IDLE_SECONDS = 60.0
 _SEAL_SECONDS = 600.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """An order that waits. `flush`: it is only held, and nobody waits for its outcome."""
+
+    order: Order | Cancelled
+    flush: bool = False
+
+
 class Worker:
     """Opens a writer, lets it do the jobs in order, and closes it.
 
-    `put`, `finish`, `abandon` and `skip_waiting` may be called from any thread and never wait. The queue is bounded by
-    the arena: a trainer sends no job without a free slot. What is only held never queues: the newest replaces the rest.
+    `put`, `flush`, `finish`, `abandon` and `skip_waiting` may be called from any thread and never wait. The queue is
+    bounded by the arena: a trainer sends no job without a free slot. What is only held queues when it is to be flushed,
+    else never: the newest replaces the rest.
 
     Args:
         emit: takes the messages to the trainer, on any thread; answers `start` with `started` or `refused`.
         on_exit: called once on this thread, last; with the text of the error if the writer broke down.
         on_open: called once on this thread when the lease is taken, before that is told.
         on_news: called, on any thread, when what is offered from memory may have changed.
+        caught_up: waits until everything that the trainer has sent so far was put; whether that is so.
 
     `opened` says whether the lease was taken, `ended` whether the writer is closed, and `rescued_at`, in monotonic
     seconds, since when it has had nothing left to rescue.
@@ -50,6 +62,7 @@ class Worker:
         on_exit: Callable[[str | None], None],
         on_open: Callable[[], object] = lambda: None,
         on_news: Callable[[], object] = lambda: None,
+        caught_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self._memory = config.memory
         self._emit = emit
@@ -60,7 +73,9 @@ class Worker:
         self._writer = Writer(config, emit, self._ids)
         self.held = Held(self._ids, on_news)
         self._on_news = on_news
-        self._todo: deque[Order | Cancelled] = deque()
+        self._caught_up = caught_up
+        self._todo: deque[_Turn] = deque()
+        self._at_hand: Order | Cancelled | None = None
         self._finishing = self._abandoned = self._hurried = False
         self._broken: str | None = None
         self._changed = threading.Condition()
@@ -93,7 +108,7 @@ class Worker:
             self.held.take_pulse(fds[0])
             return
         if body["kind"] == protocol.CANCEL:
-            self._todo.append(Cancelled(body["snapshot"], body["why"]))
+            self._todo.append(_Turn(Cancelled(body["snapshot"], body["why"])))
             return
         order = self._intake.take(body, fds)
         if order is None:
@@ -102,12 +117,29 @@ class Worker:
         if self._memory and order.known:
             self.held.hold(order)
         if body["kind"] == protocol.PERSIST:
-            self._todo.append(order)
+            self._todo.append(_Turn(order))
             return
         order.release()
         if not order.known:
             told = f"step {order.job.step} is not held in memory: it names what was never sent"
             self._emit(protocol.event(Notice("WARNING", told)))
+
+    def flush(self) -> int | None:
+        """Let the newest snapshot in memory become durable although the trainer lives; its step, None: there is none.
+
+        It waits for its turn like a job, so that numbers stay in order. A newer one that comes meanwhile is what the
+        trainer wants by then, and this one is left.
+        """
+        with self._changed:
+            newest = self.held.newest
+            if newest is None:
+                return None
+            coming = newest is self._at_hand or any(turn.order is newest for turn in self._todo)
+            if not newest.durable and not coming and not self._finishing:
+                newest.retain()
+                self._todo.append(_Turn(newest, flush=True))
+                self._changed.notify()
+            return newest.job.step
 
     def finish(self) -> None:
         """Exit after what is queued, and after what is held has become durable."""
@@ -158,11 +190,11 @@ class Worker:
 
     def _drop(self, unwanted: Callable[[Order | Cancelled], bool]) -> None:
         kept = []
-        for order in self._todo:
-            if unwanted(order):
-                order.release()
+        for turn in self._todo:
+            if unwanted(turn.order):
+                turn.order.release()
             else:
-                kept.append(order)
+                kept.append(turn)
         self._todo = deque(kept)
 
     def _run(self) -> None:
@@ -208,28 +240,37 @@ class Worker:
     def _serve(self) -> None:
         self._writer.prepare()
         self._on_news()
-        while (order := self._next()) is not None:
+        while (turn := self._next()) is not None:
+            order = turn.order
             try:
                 if isinstance(order, Cancelled):
                     self._writer.cancel(order)
-                    continue
-                self._writer.persist(order)
+                elif turn.flush:
+                    self._writer.rescue(order, partial(self._unchanged, order))
+                else:
+                    self._writer.persist(order)
             finally:
+                self._at_hand = None
                 order.release()
         if self._broken is None:
             self._rescue()
 
-    def _next(self) -> Order | Cancelled | None:
-        """The next order, numbered; None: no more will come."""
+    def _unchanged(self, order: Order) -> bool:
+        """Whether the trainer cannot have filled the slot of `order` anew: it sends a newer one before."""
+        return self._caught_up() and self.held.newest is order
+
+    def _next(self) -> _Turn | None:
+        """The next turn, its order numbered; None: no more will come."""
         with self._changed:
             while not self._todo and not self._finishing:
                 self._changed.wait(_IDLE_SECONDS)
             if not self._todo:
                 return None
-            order = self._todo.popleft()
-            if isinstance(order, Order):
-                self._ids.of(order)
-            return order
+            turn = self._todo.popleft()
+            self._at_hand = turn.order
+            if isinstance(turn.order, Order):
+                self._ids.of(turn.order)
+            return turn
 
     def _rescue(self) -> None:
         order = self.held.at_risk()

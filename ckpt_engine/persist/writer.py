@@ -12,7 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from ckpt_engine.errors import (
@@ -23,7 +25,8 @@ from ckpt_engine.errors import (
     StorageStalledError,
     WriterError,
 )
-from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotFailed
+from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotFailed, SnapshotFound
+from ckpt_engine.observe.units import duration
 from ckpt_engine.persist import job as values
 from ckpt_engine.persist import parts, protocol
 from ckpt_engine.persist.commit import Cancelled, InFlight
@@ -34,14 +37,15 @@ from ckpt_engine.persist.intake import Order
 from ckpt_engine.persist.job import ErrorRecord, JobDone, PersistJob, RankConfig, WriterConfig
 from ckpt_engine.persist.near import Near
 from ckpt_engine.persist.share import Share
-from ckpt_engine.persist.snapshots import Staged
+from ckpt_engine.persist.snapshots import Staged, SupersededError
 from ckpt_engine.persist.stall import AbandonedError, Lane
 from ckpt_engine.persist.status import Unfinished
 from ckpt_engine.persist.watched import watched
 from ckpt_engine.persist.wire import Body
-from ckpt_engine.store.lease import Holder, acquire
+from ckpt_engine.store.lease import Holder, acquire, read_holder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import KeepAll, policy_from
+from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.transfer import RunText
 
@@ -104,7 +108,7 @@ class Writer:
             return
         fleet = Fleet(config, plain, holder, self._emit_event) if config.tiers else None
         with ExitStack() as undo:
-            lease = acquire(plain, holder, config.lease_wait_seconds)
+            lease = acquire(plain, holder, config.lease_wait_seconds, pause=self._waiting(plain, holder))
             undo.callback(lease.release)
             repository = Repository(storage)
             if fleet is None:
@@ -119,6 +123,8 @@ class Writer:
                 self._ids.begin(self._seq)
             if config.memory:
                 self.run = fleet.run if fleet is not None else RunText.of(repository)
+                for newest in repository.ids()[-1:]:
+                    self._emit_event(SnapshotFound(newest.id, newest.step, config.url))
             self._keeps_all = isinstance(policy, KeepAll)
             self._near = Near(
                 config.url,
@@ -168,6 +174,20 @@ class Writer:
                 self._lane.call(partial(self._near.cancel, order.snapshot, order.why))
             except StorageStalledError as err:
                 self._notice(err.message)
+
+    def _waiting(self, storage: Storage, holder: Holder) -> Callable[[float], None]:
+        """Sleeps, and says once for whom: the trainer waits too, and its user sees nothing else."""
+        told = False
+
+        def pause(seconds: float) -> None:
+            nonlocal told
+            other = None if told else read_holder(storage)
+            if other is not None and other != holder:
+                told = True
+                self._emit_event(_waits_for(other, storage.url, self._config.lease_wait_seconds))
+            time.sleep(seconds)
+
+        return pause
 
     def close(self) -> None:
         """Give back the lease. Idempotent. A tier that hangs does so when it has ended."""
@@ -227,11 +247,17 @@ class Writer:
                 self._committed(snapshot)
         self._emit({"kind": protocol.SETTLED, "job": job.job})
 
-    def rescue(self, order: Order) -> None:
-        """Make durable what was only held in memory, or has failed before. Reported like a job, but with no outcome."""
+    def rescue(self, order: Order, unchanged: Callable[[], bool] = lambda: True) -> None:
+        """Make durable what was only held in memory, or has failed before. Reported like a job, but with no outcome.
+
+        Args:
+            unchanged: see `Staged`; where the trainer lives.
+        """
         snapshot = self._ids.renew(order) if order.failed else self._ids.of(order)
         try:
-            event, near = self._make_durable(order.staged(snapshot))
+            event, near = self._make_durable(replace(order.staged(snapshot), unchanged=unchanged))
+        except SupersededError as err:
+            self._emit_event(Notice("INFO", err.message))
         except Exception as err:  # noqa: BLE001 - reported; it stays in memory
             self._failed(order, snapshot, err)
         else:
@@ -342,6 +368,19 @@ class Writer:
 
     def _notice(self, message: str) -> None:
         self._emit_event(Notice("WARNING", message))
+
+
+def _waits_for(other: Holder, url: str, seconds: float) -> Notice:
+    wait = duration(seconds)
+    if other.host == socket.gethostname() and not Path(f"/proc/{other.pid}").exists():
+        return Notice(
+            "INFO", f"process {other.pid} is gone, its writer still finishes at {url}; waiting for it, at most {wait}"
+        )
+    return Notice(
+        "WARNING",
+        f"the run at {url} is being written by {other}; waiting for its end, at most {wait}; `ckpt stop {url}` on "
+        f"{other.host} lets it save and end, or give this run another folder",
+    )
 
 
 def _holder(config: WriterConfig) -> Holder:

@@ -220,6 +220,8 @@ def _what(plan: StopPlan, facts: StopFacts) -> str:
             return f"a snapshot of step {plan.step} is tried on {url}, whose speed is not known yet"
         case Choice.SNAPSHOT:
             return f"a snapshot of step {plan.step} is durable on {url} in {_sum(facts, plan.seconds)}"
+        case Choice.FLUSH if not plan.certain:
+            return f"the snapshot of step {plan.step} in memory is tried on {url}, whose speed is not known yet"
         case Choice.FLUSH:
             return f"the snapshot of step {plan.step} in memory is durable on {url} in {duration(plan.seconds)}"
         case Choice.FINISH:

@@ -13,10 +13,11 @@ from queue import Empty, SimpleQueue
 from ckpt_engine.config import Config, Preemption
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.clock import Clock
-from ckpt_engine.observe.events import Event, Requested
-from ckpt_engine.observe.ledger import Ledger
+from ckpt_engine.observe.events import Event, Requested, SnapshotFailed
+from ckpt_engine.observe.ledger import Flying, Ledger, Standing
 from ckpt_engine.observe.log import LOGGER_NAME
 from ckpt_engine.observe.units import duration
+from ckpt_engine.persist import control
 from ckpt_engine.preempt.notice import PreemptionSource, SourceError, Stop, StopNotice
 from ckpt_engine.preempt.outlook import Outlook, outlook
 from ckpt_engine.preempt.plan import Choice, InFlight, StopFacts, StopPlan, TierFacts, new_snapshot_seconds, plan_stop
@@ -29,6 +30,8 @@ _log = logging.getLogger(LOGGER_NAME)
 
 _LOOK_SECONDS = 0.5
 _IDLE_SECONDS = 3600.0
+_SPARE_SECONDS = 0.25
+_ANSWER_SECONDS = 5.0
 _END_SECONDS = 15.0
 """Longer than any source may take to answer."""
 
@@ -38,8 +41,9 @@ class PreemptionWatch:
 
     The training thread calls `boundary` after every step and looks at `stop` and `take_save` there; both are reads of
     attributes. A daemon thread asks the sources, and minds the deadline once the run must stop: if the step that runs
-    is too long for a snapshot at its end, it says in time what becomes durable and what is lost, and watches the last
-    snapshot become durable. Nothing of this waits for the training thread, and nothing makes it wait.
+    is too long for a snapshot at its end, it says in time what becomes durable and what is lost, lets the writer write
+    what is only in memory, and watches the last snapshot become durable. Nothing of this waits for the training thread,
+    and nothing makes it wait.
 
     Args:
         options: signals, sources, grace.
@@ -47,6 +51,7 @@ class PreemptionWatch:
         clock: the source of moments.
         slots: snapshots that fit in host memory at once.
         newest: asks the nearest tier for the step of its newest snapshot; used by the thread, only when it is late.
+        flush: lets the writer make the newest snapshot in memory durable; its step, None: there is none. Any thread.
         then: called at the end of every signal handler.
     """
 
@@ -58,6 +63,7 @@ class PreemptionWatch:
         *,
         slots: int,
         newest: Callable[[], int | None],
+        flush: Callable[[], int | None] = lambda: None,
         then: Callable[[], None] | None = None,
     ) -> None:
         self.grace_seconds = options.grace
@@ -65,6 +71,8 @@ class PreemptionWatch:
         self._now = clock.monotonic
         self._slots = slots
         self._newest = newest
+        self._ask_to_flush = flush
+        self._flushed: Flying | None = None
         self._wake: SimpleQueue[None] = SimpleQueue()
         self._signals = SignalWatch(options.numbers(), clock, self._wake, then)
         self._sources = [open_source(one, clock) for one in options.sources]
@@ -120,10 +128,13 @@ class PreemptionWatch:
 
     def emit(self, event: Event) -> None:
         """Takes requests; an event sink."""
+        flushed = self._flushed
+        if isinstance(event, SnapshotFailed) and flushed is not None and event.step == flushed.step:
+            self._flushed = None
         if not isinstance(event, Requested):
             return
         if event.what == "stop":
-            self._requested = StopNotice(event.who, self._now(), exit_code=0)
+            self._requested = StopNotice(f"ckpt stop by {event.who}", self._now(), exit_code=0)
             self._wake.put(None)
         elif event.what == "save":
             self._save = event.who
@@ -131,6 +142,22 @@ class PreemptionWatch:
     def plan(self, stop: Stop) -> StopPlan:
         """What to do about `stop` at a boundary, now."""
         return plan_stop(self._facts(stop, 0.0))
+
+    def flush(self) -> int | None:
+        """Let the writer make durable what is only in memory; the step of that, None: there is none.
+
+        Any thread. Waits for an answer of the writer, some seconds at most, and not for its disk.
+        """
+        step = self._ask_to_flush()
+        if step is not None:
+            self._flushed = Flying(step, int(self._ledger.standing.state_bytes), self._now())
+        return step
+
+    @property
+    def flushing(self) -> bool:
+        """Whether `flush` was called, and the writer has not told yet what came of it."""
+        flushed = self._flushed
+        return flushed is not None and not self._has(flushed.step)
 
     def durable(self) -> str:
         """What is durable on the nearest tier, and what that leaves out, for people."""
@@ -152,13 +179,21 @@ class PreemptionWatch:
 
     # ------------------------------------------------------------------ what is known
 
+    def _has(self, step: int) -> bool:
+        newest = self._ledger.standing.tiers[0].newest_step
+        return newest is not None and newest >= step
+
     def _stop_of(self, notice: StopNotice) -> Stop:
         grace = self.grace_seconds if notice.grace_seconds is None else notice.grace_seconds
         return Stop(notice, notice.instant + grace)
 
     def _facts(self, stop: Stop, boundary_seconds: float) -> StopFacts:
         now, standing = self._now(), self._ledger.standing
-        left = standing.left_bytes(now)
+        in_flight = [InFlight(one.step, n) for one, n in zip(standing.in_flight, standing.left_bytes(now), strict=True)]
+        flushed = self._flushed
+        if flushed is not None and self.flushing:
+            left = Standing(standing.tiers, (flushed,), busy_since=flushed.since).left_bytes(now)[0]
+            in_flight.append(InFlight(flushed.step, left))
         return StopFacts(
             step=self._step,
             grace_seconds=stop.deadline - now,
@@ -166,8 +201,9 @@ class PreemptionWatch:
             tiers=tuple(TierFacts(tier.url, tier.bytes_per_second, tier.newest_step) for tier in standing.tiers),
             boundary_seconds=boundary_seconds,
             stall_seconds=standing.stall_seconds,
-            in_flight=tuple(InFlight(one.step, left[n]) for n, one in enumerate(standing.in_flight)),
+            in_flight=tuple(in_flight),
             slots=self._slots,
+            held_step=standing.held_step if flushed is None or flushed.step != standing.held_step else None,
         )
 
     # ------------------------------------------------------------------ the thread
@@ -221,8 +257,16 @@ class PreemptionWatch:
         return f"{stop.notice.who}: a snapshot at the end of this step, then training stops; {left} left{again}"
 
     def _until_late(self, stop: Stop) -> float:
-        """Seconds until a snapshot at the end of the running step would not become durable in time."""
-        return stop.deadline - self._now() - new_snapshot_seconds(self._facts(stop, 0.0))
+        """Seconds until a snapshot at the end of the running step would not become durable in time.
+
+        With one that waits in memory a little less, so that it still fits; half of the grace where no speed is known.
+        """
+        facts = self._facts(stop, 0.0)
+        needed = new_snapshot_seconds(facts)
+        if facts.held_step is not None:
+            known = facts.tiers[0].bytes_per_second is not None
+            needed = needed + _SPARE_SECONDS if known else (stop.deadline - stop.notice.instant) / 2.0
+        return facts.grace_seconds - needed
 
     def _mind(self, stop: Stop) -> None:
         """The step is too long: say what becomes durable instead, and see that it does."""
@@ -235,15 +279,29 @@ class PreemptionWatch:
             duration(since),
             plan.why,
         )
-        if plan.choice is not Choice.FINISH or plan.step is None:
-            return
-        while not (self._closing or self._attended) and self._now() < stop.deadline:
+        step = self._let_become_durable(stop, plan)
+        while step is not None and not (self._closing or self._attended):
             newest = self._newest()
-            if newest is not None and newest >= plan.step:
+            if newest is not None and newest >= step:
                 _log.warning("the snapshot of step %d is durable", newest)
+                return
+            if self._now() >= stop.deadline:
+                _log.error("%s: the time is over, and the snapshot of step %d is not durable", stop.notice.who, step)
                 return
             with suppress(Empty):
                 self._wake.get(timeout=_LOOK_SECONDS)
+
+    def _let_become_durable(self, stop: Stop, plan: StopPlan) -> int | None:
+        """What is worth waiting for. What waits in memory is tried too where it does not fit: that costs nothing."""
+        held = self._ledger.standing.held_step
+        if held is None or (plan.step is not None and plan.step > held):
+            return plan.step if plan.choice is Choice.FINISH else None
+        step = self.flush()
+        if step is None:
+            _log.error("%s: what is in memory cannot be made durable before training ends", stop.notice.who)
+        else:
+            _log.warning("%s: the writer makes the snapshot of step %d in memory durable now", stop.notice.who, step)
+        return step
 
 
 def open_watch(config: Config, clock: Clock, then: Callable[[], None] | None = None) -> tuple[Ledger, PreemptionWatch]:
@@ -255,9 +313,25 @@ def open_watch(config: Config, clock: Clock, then: Callable[[], None] | None = N
     ledger = Ledger([tier.url for tier in config.tiers], clock)
     nearest = Repository(open_storage(config.root_url, config.tiers[0].for_storage()))
     watch = PreemptionWatch(
-        config.preemption, ledger, clock, slots=config.slots, newest=lambda: _newest_step(nearest), then=then
+        config.preemption,
+        ledger,
+        clock,
+        slots=config.slots,
+        newest=lambda: _newest_step(nearest),
+        flush=lambda: _flush(config.root_url),
+        then=then,
     )
     return ledger, watch
+
+
+def _flush(root_url: str) -> int | None:
+    try:
+        reply = control.ask(root_url, {"what": control.FLUSH}, _ANSWER_SECONDS)
+    except (CkptError, OSError) as err:
+        _log.warning("what is in memory cannot be made durable now: %s", err)
+        return None
+    step = None if reply is None else reply.body.get("step")
+    return step if isinstance(step, int) else None
 
 
 def _newest_step(nearest: Repository) -> int | None:

@@ -31,7 +31,8 @@ def live_shapes(node: Any, path: Path = ()) -> dict[str, tuple[int, ...]]:
 def live_targets(tree: Mapping[str, Any], into: Any, entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
     """The live tensor that can take the bytes of an entry as they are, by entry name.
 
-    Left out: entries of tensors that are shared, views, of another dtype, on a device, or not C-contiguous.
+    Left out: entries of tensors that are shared, views, of another dtype, on other devices than GPUs, or not
+    C-contiguous.
     """
     found: dict[str, torch.Tensor] = {}
     uses: dict[str, int] = {}
@@ -70,7 +71,7 @@ def live_targets(tree: Mapping[str, Any], into: Any, entries: Mapping[str, Entry
 def _takes_bytes(live: Any, entry: Entry) -> bool:
     return (
         isinstance(live, torch.Tensor)
-        and live.device.type == "cpu"
+        and live.device.type in ("cpu", "cuda")
         and str(live.dtype) == f"torch.{entry.dtype}"
         and tuple(live.shape) == entry.shape
         and live.is_contiguous()

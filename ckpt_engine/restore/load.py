@@ -12,11 +12,11 @@ from ckpt_engine.restore import memory
 from ckpt_engine.restore.as_rank import as_rank, entries_of, own_trees, size_of
 from ckpt_engine.restore.choose import Away, Candidate, Check, Rejected, Search, candidates, none_usable
 from ckpt_engine.restore.into import copy_into, live_shapes, live_targets
+from ckpt_engine.restore.landing import fill
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
 from ckpt_engine.restore.sources import Repair, Sources
-from ckpt_engine.restore.stream import stream_into
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
@@ -127,7 +127,7 @@ def load(
         sources = Sources([place.storage for place in candidate.sources])
         try:
             targets = live_targets(manifest.tree, into, manifest.entries) if into is not None else {}
-            stream_into(sources, manifest, targets)
+            fill(sources, manifest, targets)
             wanted = entries_of([manifest.tree, *others.values()]) if size_of(manifest) > 1 else set(manifest.entries)
             rest = [name for name in manifest.entries if name in wanted and name not in targets]
             entries = {**targets, **read_entries(sources, manifest, rest)}

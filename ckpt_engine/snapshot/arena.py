@@ -12,6 +12,8 @@ import torch
 from ckpt_engine.errors import StateError
 from ckpt_engine.persist.mapping import HUGE_BYTES, collapse, map_shared
 from ckpt_engine.snapshot import pages
+from ckpt_engine.snapshot.cuda import CUDA, Runtime
+from ckpt_engine.snapshot.cuda_pin import Pinned
 from ckpt_engine.snapshot.plan import WITHOUT_COPY, Plan
 
 _PREFAULT_BYTES = 8 << 20
@@ -32,12 +34,13 @@ class Slot:
     Args:
         index: number the writer knows it by.
         nbytes: capacity wanted; rounded up to whole pages.
+        runtime: of the devices that copy into it.
 
     Raises:
         StateError: the system refuses the memory.
     """
 
-    def __init__(self, index: int, nbytes: int) -> None:
+    def __init__(self, index: int, nbytes: int, runtime: Runtime = CUDA) -> None:
         self.index = index
         self._huge = nbytes >= _HUGE_FROM_BYTES
         unit = HUGE_BYTES if self._huge else mmap.PAGESIZE
@@ -53,6 +56,7 @@ class Slot:
             ) from err
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._bound: _Bound | None = None
+        self._pinned = Pinned(self._bytes.data_ptr(), self.nbytes, runtime)
 
     def prefault(self, go_on: Callable[[], bool] = lambda: True) -> None:
         """Touch every page so that staging never pays for page faults. Any thread; releases the GIL.
@@ -73,6 +77,10 @@ class Slot:
             self._huge = False
             pages.populate(base + start, size)
 
+    def pin(self, device: torch.device, go_on: Callable[[], bool] = lambda: True) -> str | None:
+        """Page-lock the touched memory for devices, once; what is wrong, or None. See `Pinned.pin`."""
+        return self._pinned.pin(device, go_on)
+
     def views(self, plan: Plan) -> list[torch.Tensor]:
         """Destination tensors for `plan.sources`, in order; the container header is in the slot afterwards."""
         if self._bound is None or self._bound.layout != plan.layout.id:
@@ -86,8 +94,9 @@ class Slot:
         return self._bound.views
 
     def close(self) -> None:
-        """Give the memory back; the mapping goes when the last view does."""
+        """Give the memory back; the mapping goes when the last view does. No copy may be under way."""
         self._bound = None
+        self._pinned.unpin()
         os.close(self.fd)
 
 

@@ -27,6 +27,7 @@ class Draft:
     storage_bytes: tuple[int, int] | None
     lazy: bool
     leaves: list[ArrayLeaf]
+    device: torch.device
     rows: tuple[int, int, int] | None = None
     whole: tuple[int, ...] | None = None
     start_bytes: int = 0

@@ -14,14 +14,17 @@ from ckpt_engine.persist.pulse import Pulse
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot import headroom
 from ckpt_engine.snapshot.arena import slot_bytes
+from ckpt_engine.snapshot.cuda_pin import not_pinned
 from ckpt_engine.snapshot.flatten import Flattener, LazyPredicate
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.handover import Handover
 from ckpt_engine.snapshot.newest import Newest
+from ckpt_engine.snapshot.numbering import Numbering
 from ckpt_engine.snapshot.plan import Plan, Planner
+from ckpt_engine.snapshot.request import Request
 from ckpt_engine.snapshot.slots import Slots
 from ckpt_engine.snapshot.software import software
-from ckpt_engine.snapshot.stage import Copier, Staging
+from ckpt_engine.snapshot.stage import FENCE_TIMEOUT_SECONDS, Copier, Staging
 from ckpt_engine.snapshot.starting import OpenWriter, Starting
 
 WAIT_SECONDS = 3600.0
@@ -65,10 +68,11 @@ class Pipeline:
         self._open_writer = open_writer
         self._emit = emit
         self._check_lazy = check_lazy
-        self._session = session
+        self._numbering = Numbering(session, self._cancel)
         self._planner = Planner(Flattener(pickle_paths), session)
         self._slots = Slots(slots)
         self._room = room
+        self._told_of_pinning = False
         self._fitted_bytes = 0
         self.memory = memory
         self._newest = Newest(self._slots.release)
@@ -156,7 +160,9 @@ class Pipeline:
         self.poll()
         if self._still_starting:
             return False
-        return self._staging is None and self._slots.ready() and (not durable or self._writer_has_time())
+        if self._staging is not None and not self._staging.over:
+            return False
+        return self._slots.ready() and (not durable or self._writer_has_time())
 
     def _writer_has_time(self) -> bool:
         """Whether one more durable snapshot leaves slots for those that only stay in memory: one kept, one filled."""
@@ -175,47 +181,28 @@ class Pipeline:
         durable: bool = True,
     ) -> SaveHandle:
         """Take a snapshot of this instant; see `Checkpointer.save`."""
-        if self._session is None or not durable:
-            return self._save(state, step, metrics, epoch, reason, lazy, notes, durable, None)
-        if not self._session.is_open:
+        wanted = Request(step, metrics, epoch, reason, lazy, notes, durable)
+        if durable and self._numbering.lacks_session:
             self.start()
-        # Whatever fails here: all ranks go on counting alike.
-        snapshot = self._session.number(step, self.parent)
-        why = "it failed there"
-        try:
-            handle = self._save(state, step, metrics, epoch, reason, lazy, notes, durable, snapshot)
-            why = handle.skipped or ""
-        finally:
-            if why:
-                self._cancel(snapshot, why)
-        return handle
+        return self._numbering.take(wanted, self.parent, lambda snapshot: self._save(state, wanted, snapshot))
 
     def miss(self, step: int, why: str) -> None:
-        """This rank takes no snapshot of `step` though all ranks do: it is counted, and nobody waits for this rank."""
-        if self._session is not None and self._session.is_open:
-            self._cancel(self._session.number(step, self.parent), why)
+        """See `Numbering.miss`."""
+        self._numbering.miss(step, self.parent, why)
 
     def _cancel(self, snapshot: str, why: str) -> None:
         if self._writer is not None:
             self._writer.client.cancel(snapshot, why)
 
-    def _save(
-        self,
-        state: Any,
-        step: int,
-        metrics: Mapping[str, float],
-        epoch: int | None,
-        reason: str,
-        lazy: LazyPredicate | None,
-        notes: Mapping[str, Any],
-        durable: bool,
-        snapshot: str | None,
-    ) -> SaveHandle:
+    def _save(self, state: Any, wanted: Request, snapshot: str | None) -> SaveHandle:
+        step, durable = wanted.step, wanted.durable
         began = time.perf_counter()
         created, instant = time.time(), time.monotonic()
         self.before_update()
+        if not self._hand_over(FENCE_TIMEOUT_SECONDS):
+            raise WaitTimeoutError("the copy of the snapshot before does not get on")
         self.poll()
-        capture = self._planner.capture(state, lazy)
+        capture = self._planner.capture(state, wanted.lazy)
         self._fit(capture.plan)
         self.start()
         if self._writer is None:
@@ -225,6 +212,7 @@ class Pipeline:
         if not durable and not self.memory:
             return SaveHandle(self, step, durable=False, skipped="there is no memory tier")
         slot = self._slots.take(capture.plan) if not durable or self._writer_has_time() else None
+        self._tell_of_pinning()
         if slot is None:
             self._emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: earlier snapshots are still being written")
@@ -237,16 +225,16 @@ class Pipeline:
             tree=tuple((ref.key, ref.id) for ref in capture.plan.skeletons),
             values=capture.values,
             step=step,
-            epoch=epoch,
-            reason=reason,
-            metrics=dict(metrics),
+            epoch=wanted.epoch,
+            reason=wanted.reason,
+            metrics=dict(wanted.metrics),
             created=created,
             instant_monotonic=instant,
             parent=self.parent,
-            notes=notes,
+            notes=wanted.notes,
             software=software(),
             snapshot=snapshot,
-            rank=self._session.ranks.rank if self._session is not None else 0,
+            rank=self._numbering.rank,
         )
         handle = SaveHandle(self, step, durable=durable)
         if durable:
@@ -265,11 +253,20 @@ class Pipeline:
 
     def before_update(self) -> float:
         """The fence; seconds waited."""
-        staging = self._staging
+        staging, self._staging = self._staging, None
         if staging is None:
             return 0.0
+        waited = staging.fence()
+        if not staging.complete:  # devices still copy: the next update may be queued in another stream
+            self._staging = staging
+        return waited
+
+    def _hand_over(self, timeout: float) -> bool:
+        """After the fence: wait until the snapshot being copied is with the writer; False if it takes too long."""
+        if self._staging is not None and not self._staging.wait(timeout):
+            return False
         self._staging = None
-        return staging.fence()
+        return True
 
     def poll(self) -> None:
         """Take in what the writer has to say. Never blocks."""
@@ -322,6 +319,8 @@ class Pipeline:
         if self._writer is not None:
             # It would go on keeping a slot for a rescue: another one takes its place.
             if not self._writer.client.close(WRITER_CLOSE_SECONDS):
+                self.before_update()
+                self._hand_over(FENCE_TIMEOUT_SECONDS)  # no device may still copy into them
                 self._slots.discard_busy()  # it goes on by itself, and may still read them
             self.poll()
             self._lose_writer()
@@ -336,7 +335,7 @@ class Pipeline:
         if handle.skipped is not None:
             raise SnapshotSkippedError(f"the snapshot of step {handle.step} was skipped ({handle.skipped})")
         self.before_update()
-        if not self._wait(lambda: handle.done(), timeout):
+        if not (self._hand_over(_seconds(timeout)) and self._wait(lambda: handle.done(), timeout)):
             raise WaitTimeoutError(
                 f"the snapshot of step {handle.step} is not {'durable' if handle.durable else 'with the writer'} yet"
             )
@@ -352,8 +351,10 @@ class Pipeline:
     def drain(self, timeout: float | None) -> bool:
         """Wait until no snapshot is in flight; False if the time was not enough."""
         self.before_update()
+        if not self._hand_over(_seconds(timeout)):
+            return False
         if self._starting is not None:
-            self._starting.wait(WAIT_SECONDS if timeout is None else timeout)
+            self._starting.wait(_seconds(timeout))
             if self._still_starting:
                 return False
             self._adopt()
@@ -388,7 +389,7 @@ class Pipeline:
             raise WaitTimeoutError(f"snapshots were still being written after {timeout:.0f} s")
 
     def _wait(self, done: Callable[[], bool], timeout: float | None) -> bool:
-        deadline = time.monotonic() + (WAIT_SECONDS if timeout is None else timeout)
+        deadline = time.monotonic() + _seconds(timeout)
         self.poll()
         while not done():
             left = deadline - time.monotonic()
@@ -420,6 +421,12 @@ class Pipeline:
 
         return submit
 
+    def _tell_of_pinning(self) -> None:
+        problem = self._slots.pin_problem
+        if problem is not None and not self._told_of_pinning:
+            self._told_of_pinning = True
+            self._emit(Notice("WARNING", not_pinned(problem)))
+
     def _settle(self, done: JobDone, error: CkptError | None) -> None:
         found = self._pending.pop(done.job, None)
         if found is None:
@@ -437,3 +444,7 @@ class Pipeline:
         handle.error = error
         if not isinstance(error, SnapshotSkippedError):  # another rank was busy: no failure of anything
             self._failures.append(error)
+
+
+def _seconds(timeout: float | None) -> float:
+    return WAIT_SECONDS if timeout is None else timeout

@@ -25,6 +25,9 @@ WITHOUT_COPY = frozenset(
 )
 """Dtypes torch has no copy kernel for; they are copied as bytes."""
 
+_LAZY_ON = ("cpu", "cuda")
+"""Kinds of devices whose tensors may be copied behind training."""
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -71,13 +74,18 @@ class SkeletonRef:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The container layout of one structure. `sources[i]` fills `layout.entries[i]`."""
+    """The container layout of one structure. `sources[i]` fills `layout.entries[i]`.
+
+    Args:
+        devices: GPUs that some of the sources are on.
+    """
 
     layout: Layout
     header: bytes
     skeletons: tuple[SkeletonRef, ...]
     sources: tuple[Source, ...]
     nbytes: int
+    devices: tuple[torch.device, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +163,8 @@ class Planner:
                 self._skeletons += 1
                 refs.append(SkeletonRef(key, self._skeletons, tree))
         nbytes = sum(e.nbytes for e in layout.entries)
-        plan = Plan(layout, header, tuple(refs), sources, nbytes)
+        gpus = tuple(dict.fromkeys(d.device for d in drafts if d.device.type == "cuda"))
+        plan = Plan(layout, header, tuple(refs), sources, nbytes, gpus)
         views = any(d.storage_bytes is not None for d in drafts)
         # A private copy has a new address every time, which means nothing.
         metas = [
@@ -163,7 +172,8 @@ class Planner:
             for i, a in enumerate(arrays)
         ]
         shared = _shared([meta[0] for meta in metas])
-        return _Known(plan, {k: s.signature for k, s in scans.items()}, metas, lazy, shared, views)
+        devices = [_device_of(a) for a in arrays]
+        return _Known(plan, {k: s.signature for k, s in scans.items()}, metas, lazy, shared, views, devices)
 
     def _lay_out(self, drafts: Sequence[Draft]) -> tuple[Layout, bytes, tuple[Source, ...]]:
         # Largest item size first: every entry is then naturally aligned without holes, which safetensors forbids.
@@ -172,6 +182,9 @@ class Planner:
         if self._session is not None:
             structure = shares.structure_of(ordered)
             ordered = shares.mine(ordered, self._session.ranks)
+        # Then what can cross from a device in one piece: the same device, and as early or late. Other ranks have
+        # other devices, so that this comes after the shares.
+        ordered.sort(key=lambda d: (-d.dtype.itemsize, *_crossing(d)))
         rows = []
         for draft in ordered:
             name = _dtype_name(draft.dtype)
@@ -200,6 +213,7 @@ class _Known:
         metas: (address or 0, dtype, shape, stride, requires_grad) of every array.
         shared: which arrays have the same address, see `_shared`.
         views: some arrays overlap without having the same address.
+        devices: of every array.
     """
 
     plan: Plan
@@ -208,6 +222,7 @@ class _Known:
     lazy: LazyPredicate | None
     shared: list[int]
     views: bool
+    devices: list[torch.device]
 
     def fits(self, scans: Mapping[str, Scan], arrays: Sequence[torch.Tensor], lazy: LazyPredicate | None) -> bool:
         """Whether the plan serves this snapshot too; addresses only matter where tensors share memory."""
@@ -232,6 +247,8 @@ class _Known:
                 moved = True
         if not moved:
             return True
+        if any(_device_of(array) != device for array, device in zip(arrays, self.devices, strict=True)):
+            return False
         # Gradients, metrics and logged values are new objects at every step: what matters is who shares with whom.
         addresses = [a.data_ptr() if meta[0] else 0 for a, meta in zip(arrays, self.metas, strict=True)]
         return not self.views and _shared(addresses) == self.shared
@@ -241,6 +258,14 @@ def _shared(addresses: Sequence[int]) -> list[int]:
     """For every array the index of the first one at its address; its own index if it has none."""
     first: dict[int, int] = {}
     return [first.setdefault(address, i) if address else i for i, address in enumerate(addresses)]
+
+
+def _device_of(array: torch.Tensor) -> torch.device:
+    return array.device
+
+
+def _crossing(draft: Draft) -> tuple[str, bool]:
+    return ("", False) if draft.device.type == "cpu" else (str(draft.device), draft.lazy)
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -302,7 +327,8 @@ def _draft(
         if problem:
             raise StateError(f"cannot store {'/'.join(map(str, leaves[i].path))}: {problem}")
     name = names.unique(used[0].path)
-    is_lazy = lazy is not None and first.device.type == "cpu" and all(lazy(leaf.path) for leaf in used)
+    device = _device_of(first)
+    is_lazy = lazy is not None and device.type in _LAZY_ON and all(lazy(leaf.path) for leaf in used)
     view = (first.dtype, first.shape, first.stride(), first.storage_offset())
     if all((a.dtype, a.shape, a.stride(), a.storage_offset()) == view for a in (arrays[i] for i in cluster)):
         for leaf in used:
@@ -310,7 +336,7 @@ def _draft(
             if leaf.node["$"] == "tensor" and not first.is_contiguous() and _dense(first):
                 leaf.node["stride"] = list(first.stride())
         nbytes = first.numel() * first.element_size()
-        return Draft(name, first.dtype, tuple(first.shape), nbytes, cluster[0], None, is_lazy, used)
+        return Draft(name, first.dtype, tuple(first.shape), nbytes, cluster[0], None, is_lazy, used, device)
     start = min(_extent(arrays[i])[0] for i in cluster)
     stop = max(_extent(arrays[i])[1] for i in cluster)
     for i in cluster:
@@ -322,7 +348,8 @@ def _draft(
             "stride": list(array.stride()),
             "byte_offset": int(array.storage_offset()) * array.element_size() - start,
         }
-    return Draft(name, torch.uint8, (stop - start,), stop - start, cluster[0], (start, stop - start), is_lazy, used)
+    nbytes, at = stop - start, (start, stop - start)
+    return Draft(name, torch.uint8, (nbytes,), nbytes, cluster[0], at, is_lazy, used, device)
 
 
 def _dense(array: torch.Tensor) -> bool:

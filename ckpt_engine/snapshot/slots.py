@@ -6,11 +6,14 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from ckpt_engine.errors import StateError, WaitTimeoutError
+import torch
+
+from ckpt_engine.errors import CkptError, StateError, WaitTimeoutError
 from ckpt_engine.snapshot.arena import Slot, slot_bytes
+from ckpt_engine.snapshot.cuda import CUDA, Runtime
 from ckpt_engine.snapshot.plan import Plan
 
 PREFAULT_TIMEOUT_SECONDS = 600.0
@@ -22,10 +25,16 @@ class Slots:
 
     Slot numbers are never reused, so that the writer cannot mistake an old buffer for a new one. A slot is free again
     when all who retained it have released it.
+
+    Args:
+        count: slots in use at once.
+        runtime: of the devices that copy into them; for a plan with device tensors, slots are page-locked.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, runtime: Runtime = CUDA) -> None:
         self.count = count
+        self._runtime = runtime
+        self._problem: str | None = None
         self._free: list[Slot] = []
         self._busy: dict[int, Slot] = {}
         self._uses: Counter[int] = Counter()
@@ -50,9 +59,16 @@ class Slots:
             slot.prefault()
             self._free.append(slot)
         slot = self._free.pop(0)
+        if plan.devices:
+            self._problem = slot.pin(plan.devices[0]) or self._problem
         self._busy[slot.index] = slot
         self._uses[slot.index] = 1
         return slot
+
+    @property
+    def pin_problem(self) -> str | None:
+        """Why a slot could not be page-locked, once there is one: copies from devices make the host wait then."""
+        return self._problem
 
     def ready(self) -> bool:
         """Whether `take` would give a slot."""
@@ -102,7 +118,7 @@ class Slots:
         self._retire_small(plan.layout.nbytes)
         missing = self.count - len(self._free) - len(self._busy)
         if missing > 0:
-            self._warm_up = _WarmUp([self._new(plan) for _ in range(missing)], share)
+            self._warm_up = _WarmUp([self._new(plan) for _ in range(missing)], share, plan.devices)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -142,7 +158,7 @@ class Slots:
 
     def _new(self, plan: Plan) -> Slot:
         self._next += 1
-        return Slot(self._next - 1, slot_bytes(plan))
+        return Slot(self._next - 1, slot_bytes(plan), self._runtime)
 
     def _retire_small(self, nbytes: int) -> None:
         for slot in [s for s in self._free if s.nbytes < nbytes]:
@@ -170,17 +186,18 @@ class Slots:
 
 
 class _WarmUp:
-    """Pre-faults new slots one after the other, in processor time that nobody else wants."""
+    """Pre-faults new slots one after the other, in processor time that nobody else wants, and page-locks them."""
 
-    def __init__(self, slots: list[Slot], share: float | None) -> None:
+    def __init__(self, slots: list[Slot], share: float | None, devices: Sequence[torch.device]) -> None:
         self.slots = list(slots)
+        self._devices = devices
         self.cpu_seconds = 0.0
         self._share = share
         self._done: list[Slot] = []
         self._changed = threading.Condition()
         self._paused = False
         self._stopped = False
-        self._error: StateError | None = None
+        self._error: CkptError | None = None
         self._thread = threading.Thread(target=self._run, args=(tuple(slots),), name="ckpt-prefault", daemon=True)
         self._thread.start()
 
@@ -235,7 +252,9 @@ class _WarmUp:
         for slot in slots:
             try:
                 slot.prefault(lambda: self._go_on(began))
-            except StateError as err:
+                if self._devices:
+                    slot.pin(self._devices[0], self._undisturbed)  # what is wrong is told when the slot is taken
+            except (StateError, WaitTimeoutError) as err:
                 with self._changed:
                     self._error = err
                     self._changed.notify_all()
@@ -252,5 +271,10 @@ class _WarmUp:
             if self._share is not None:
                 early = self.cpu_seconds / self._share - (time.monotonic() - began)
                 self._changed.wait_for(lambda: self._stopped or self._share is None, max(0.0, early))
+        return self._undisturbed()
+
+    def _undisturbed(self) -> bool:
+        """Wait while a snapshot is being copied; False when the warm-up is no longer wanted."""
+        with self._changed:
             self._changed.wait_for(lambda: self._stopped or not self._paused, PREFAULT_TIMEOUT_SECONDS)
             return not self._stopped

@@ -3,7 +3,8 @@
 Lazy staging (CheckFreq's two-phase snapshot, FAST'21 section 4.1) copies what does not change before the next update
 on a background thread while forward and backward run. `fence` waits for the rest and helps with it.
 
-The copies are plain memory moves shared out over our own threads. torch's parallel copy joins all its threads after
+Device tensors are queued in streams of their own (`cuda_copies`). The copies of host tensors are plain memory moves
+shared out over our own threads. torch's parallel copy joins all its threads after
 every single tensor, and with hundreds of tensors each join can wait for a scheduler slice as soon as something else
 uses a core.
 """
@@ -21,8 +22,9 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.errors import StateError, WaitTimeoutError
+from ckpt_engine.snapshot.cuda_copies import DeviceCopies, Flight, Load
 from ckpt_engine.snapshot.flatten import show_path
-from ckpt_engine.snapshot.plan import Capture
+from ckpt_engine.snapshot.plan import Capture, Source
 
 _CHUNK_BYTES = 16 << 20
 _SMALL_BYTES = 32 << 10  # torch copies up to 32,768 elements without its thread team
@@ -31,6 +33,9 @@ _HELP_BYTES = 4 << 20
 _MAX_HELPERS = 3
 _IDLE_SECONDS = 5.0
 FENCE_TIMEOUT_SECONDS = 600.0
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+"""Destination and source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +108,10 @@ class _Part:
 class Staging:
     """The copy of one captured state into arena views.
 
-    The constructor prepares the tasks. `begin` returns when everything that is not lazy is copied; the rest is copied
-    by the copier's thread, and by the training thread in `fence`. `on_staged` is called exactly once, by whichever
-    thread finds everything copied, with the error that stopped a copy or None. It must not raise.
+    `begin` returns when training may go on: every host tensor that is not lazy is copied, and work that is queued on a
+    device from then on waits there for those of its tensors that are not lazy. The rest is copied by the copier's
+    threads, and by the training thread in `fence`. `on_staged` is called exactly once, by whichever thread finds
+    everything copied, with the error that stopped a copy or None. It must not raise.
 
     Args:
         capture: what to copy.
@@ -124,14 +130,15 @@ class Staging:
         self._on_staged = on_staged
         self._told = threading.Lock()
         self._settled = threading.Event()
-        sources = capture.plan.sources
-        pairs = list(zip(views, (source.tensor(capture.arrays) for source in sources), strict=True))
-        lazy = [(s, v, t.detach()) for s, (v, t) in zip(sources, pairs, strict=True) if s.lazy]
-        eager = [pair for s, pair in zip(sources, pairs, strict=True) if not s.lazy] if lazy else pairs
-        self._check = [(s, v, t.clone()) for s, v, t in lazy] if check else []
-        self.eager = _Part(_tasks(eager))
-        self.lazy = _Part(_tasks([(v, t) for _, v, t in lazy]))
-        self.worth_help = sum(v.numel() * v.element_size() for v, _ in eager) >= _HELP_BYTES
+        self._capture: Capture | None = capture
+        self._views = views
+        self._keep_copy = check
+        self._check: list[tuple[Source, torch.Tensor, torch.Tensor]] = []
+        self.eager = _Part(())
+        self.lazy = _Part(())
+        self._flight: Flight | None = None
+        self._fenced = False
+        self.worth_help = False
 
     def begin(self, copier: Copier) -> None:
         """Copy the eager part with the copier's help and leave the lazy part to it. Training thread only.
@@ -139,6 +146,20 @@ class Staging:
         Raises:
             StateError: a copy failed.
         """
+        assert self._capture is not None, "it begins once"
+        capture, self._capture = self._capture, None
+        sources: Sequence[Source] = capture.plan.sources
+        pairs = list(zip(self._views, (source.tensor(capture.arrays) for source in sources), strict=True))
+        if self._keep_copy:
+            self._check = [(s, v, t.detach().clone()) for s, (v, t) in zip(sources, pairs, strict=True) if s.lazy]
+        if capture.plan.devices:
+            sources, pairs = self._board(copier.devices, sources, pairs)
+        lazy = [(v, t.detach()) for s, (v, t) in zip(sources, pairs, strict=True) if s.lazy]
+        eager = [pair for s, pair in zip(sources, pairs, strict=True) if not s.lazy] if lazy else pairs
+        self.eager, self.lazy = _Part(_tasks(eager)), _Part(_tasks(lazy))
+        if self._flight is not None:
+            copier.devices.start(capture.plan, self._flight)
+        self.worth_help = sum(v.numel() * v.element_size() for v, _ in eager) >= _HELP_BYTES
         if self.worth_help or not self.lazy.complete.is_set():
             copier.submit(self)
         self.eager.finish()
@@ -153,21 +174,27 @@ class Staging:
             self._settle()
 
     def fence(self) -> float:
-        """Return when every byte is in the arena; seconds waited. Training thread only.
+        """Return when the lazy tensors may change; seconds waited. Training thread only.
+
+        Host tensors are in the arena then. Device tensors may not be: what is queued from now on in the stream that is
+        current waits until they have been read, and the host does not. Call it again where another stream is current.
 
         Raises:
             WaitTimeoutError: the background thread did not finish its last chunk.
             StateError: a copy failed, or (debug mode) lazily staged bytes changed before they were copied.
         """
         began = time.perf_counter()
+        self._fenced = True
         self.lazy.finish()
+        if self._flight is not None:
+            self._flight.fence()
         self._settle()
-        if not self._settled.wait(FENCE_TIMEOUT_SECONDS):
-            raise WaitTimeoutError("the staged snapshot was not handed over")
+        if self._flight is None or self._check:
+            self._require_settled()
         self._raise()
         waited = time.perf_counter() - began
         for source, view, expected in self._check:
-            if not _same_bytes(view, expected):
+            if not _same_bytes(view, expected.cpu()):
                 raise StateError(
                     f"{show_path(source.path)} changed between the snapshot instant and the fence",
                     hint="it must not be declared lazy, or the fence comes too late",
@@ -175,22 +202,57 @@ class Staging:
         self._check = []
         return waited
 
+    def wait(self, timeout: float) -> bool:
+        """After the fence: wait until every byte is in the arena; False if `timeout` seconds were not enough."""
+        return self._settled.wait(timeout)
+
     @property
     def complete(self) -> bool:
         """Whether every byte is in the arena and `on_staged` has been called."""
         return self._settled.is_set()
 
+    @property
+    def over(self) -> bool:
+        """Whether it is complete, and the fence was kept."""
+        return self._fenced and self.complete
+
+    def _board(
+        self, devices: DeviceCopies, sources: Sequence[Source], pairs: Sequence[_Pair]
+    ) -> tuple[Sequence[Source], list[_Pair]]:
+        """Prepare the flight of the device tensors; the others are left."""
+        owned = [devices.runtime.owns(tensor) for _, tensor in pairs]
+        own = [pair for pair, is_own in zip(pairs, owned, strict=True) if is_own]
+        load = Load(
+            [view for view, _ in own],
+            [tensor for _, tensor in own],
+            [source.lazy for source, is_own in zip(sources, owned, strict=True) if is_own],
+        )
+        if own:
+            self._flight = Flight(devices.runtime, load, self._settle)
+        here = [index for index, is_own in enumerate(owned) if not is_own]
+        return [sources[index] for index in here], [pairs[index] for index in here]
+
     def _settle(self) -> None:
-        if not (self.eager.complete.is_set() and self.lazy.complete.is_set()):
+        if not all(part.complete.is_set() for part in self._parts()):
             return
         if self._told.acquire(blocking=False):
             try:
-                self._on_staged(self.eager.error or self.lazy.error)
+                self._on_staged(self._error())
             finally:
                 self._settled.set()
 
+    def _require_settled(self) -> None:
+        if not self._settled.wait(FENCE_TIMEOUT_SECONDS):
+            raise WaitTimeoutError("the staged snapshot was not handed over")
+
+    def _parts(self) -> tuple[_Part | Flight, ...]:
+        return (self.eager, self.lazy) if self._flight is None else (self.eager, self.lazy, self._flight)
+
+    def _error(self) -> BaseException | None:
+        return next((part.error for part in self._parts() if part.error is not None), None)
+
     def _raise(self) -> None:
-        error = self.eager.error or self.lazy.error
+        error = self._error()
         if error is not None:
             raise StateError(f"staging failed: {error}") from error
 
@@ -200,7 +262,7 @@ def _tasks(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[_Move | _
     tasks: list[_Move | _Copy] = []
     for view, tensor in pairs:
         nbytes = view.numel() * view.element_size()
-        if nbytes >= _SMALL_BYTES and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        if nbytes >= _SMALL_BYTES and _movable(tensor):
             tasks += [_Move(view, tensor, at, min(_CHUNK_BYTES, nbytes - at)) for at in range(0, nbytes, _CHUNK_BYTES)]
         else:
             small.append((view, tensor))
@@ -208,6 +270,10 @@ def _tasks(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[_Move | _
         group = small[at : at + _GROUP]
         tasks.append(_Copy([view for view, _ in group], [tensor for _, tensor in group]))
     return tasks
+
+
+def _movable(tensor: torch.Tensor) -> bool:
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -222,10 +288,12 @@ class Copier:
 
     While training waits for an eager part it copies itself, and a thread for every other core helps. Lazy parts are
     copied by as many threads as there are cores: a step that uses all cores ends when the slowest of them does, so that
-    one busy thread would delay it by the whole copy, and a thread on each core by a share.
+    one busy thread would delay it by the whole copy, and a thread on each core by a share. `devices` copies what is on
+    devices.
     """
 
-    def __init__(self, helpers: int | None = None) -> None:
+    def __init__(self, helpers: int | None = None, devices: DeviceCopies | None = None) -> None:
+        self.devices = devices or DeviceCopies()
         cores = len(os.sched_getaffinity(0))
         self._eager = max(1, min(_MAX_HELPERS, cores - 1)) if helpers is None else helpers
         self._count = max(1, min(_MAX_HELPERS, cores)) if helpers is None else helpers
@@ -258,6 +326,7 @@ class Copier:
             self._current = None
             self._wake.notify_all()
         deadline = time.monotonic() + timeout
+        self.devices.close(timeout)
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():

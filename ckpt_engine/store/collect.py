@@ -293,6 +293,22 @@ def _slim(repository: Repository, lease: Lease, snapshot: str, lost: Sequence[st
     return new
 
 
+def compact(repository: Repository, lease: Lease, snapshot: str, limits: Limits = _NO_LIMITS) -> str:
+    """Write a snapshot anew as one plain file, and forget it as it was; returns its new id.
+
+    A crash leaves the first one, or both, or the new one; the next retention, or doing it again, cleans up.
+
+    Raises:
+        FormatError, StorageMissingError, StorageFullError: it is as it was; it is damaged, pinned, or there is no room.
+        LeaseHeldError, StorageError: as it was, or done; calling again continues.
+    """
+    if snapshot in pins.pinned_ids(repository.storage):
+        raise StorageMissingError(f"{snapshot} is pinned", hint="`ckpt unpin` it first")
+    new = _slim(repository, lease, snapshot, (), limits)
+    collect(repository, lease)
+    return new
+
+
 def catalogue(repository: Repository, limits: Limits = _NO_LIMITS) -> None:
     """Write the run's catalog if that is due and breaks no limit. Needs the lease. Never raises for its own sake."""
     repository.write_catalog_if_due(lambda nbytes: _require_room(repository, limits, nbytes))

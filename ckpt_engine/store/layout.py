@@ -9,6 +9,7 @@ parts/<id>-r<rank>.json              part records: what one of several ranks has
 pins/<id>.json                       pins: snapshots that retention leaves alone
 status.json                          what the writer of several tiers was doing last
 catalog.json                         what many manifests say: a cache
+rollback.json                        the last time that the run had to go back
 ```
 Whatever does not match is foreign: never read as ours, never deleted.
 """
@@ -24,6 +25,7 @@ RECORD = "ckpt.json"
 LEASE = "lease.json"
 STATUS = "status.json"
 CATALOG = "catalog.json"
+ROLLBACK = "rollback.json"
 MANIFESTS = "snapshots/"
 DATA = "data/"
 PINS = "pins/"
@@ -125,6 +127,6 @@ def _owner(match: re.Match[str] | None) -> ParsedId | None:
 
 def is_ours(name: str) -> bool:
     """Whether an object of this name may have been written by us."""
-    return name in (RECORD, LEASE, STATUS, CATALOG) or any(
+    return name in (RECORD, LEASE, STATUS, CATALOG, ROLLBACK) or any(
         part(name) is not None for part in (manifest_id, data_owner, pin_id, part_owner)
     )

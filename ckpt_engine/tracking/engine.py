@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from ckpt_engine.config import Config
+from ckpt_engine.config.live import LiveFile
 from ckpt_engine.observe.events import EventSink
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.snapshot.flatten import LazyPredicate
 from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.store.manifest import SnapshotInfo
 
 T = TypeVar("T")
 
@@ -20,6 +22,7 @@ class Engine(Protocol):
     """The part of `ckpt_engine.Checkpointer` that a tracker uses."""
 
     config: Config
+    live: LiveFile | None
     events: EventSink
     loaded: Loaded | None
 
@@ -70,6 +73,8 @@ class Engine(Protocol):
     def choose(self, step: int | None = None, *, check: Check | None = None) -> Candidate | None: ...
 
     def load(self, step: int | None = None, *, into: Any = None, check: Check | None = None) -> Any | None: ...
+
+    def snapshots(self) -> list[SnapshotInfo]: ...
 
     def wait(self, timeout: float | None = None) -> bool: ...
 

@@ -30,6 +30,9 @@ class Listener(Protocol):
     def given(self, feed: Feed) -> None:
         """It gets one."""
 
+    def failed(self, feed: Feed, error: Exception) -> None:
+        """It could not: an exception is on its way to the consumer."""
+
     def over(self, feed: Feed) -> None:
         """The pass over the loader is complete, or its consumer left it."""
 
@@ -142,6 +145,16 @@ class Feed:
         if self._counter:
             setattr(self._live(), self._counter, state["counter"])
 
+    def begin_after(self, epochs: int, batches: int) -> None:
+        """The next pass comes after so many others, and starts after so many of its batches.
+
+        For a run whose position nobody has recorded. The loader must have been told its epoch before.
+        """
+        if batches:
+            state = {"position": self.position.state_after(batches), "counter": self._count(), "delivered": batches}
+            self.load({**state, "epochs": epochs, "starts_only": False}, None)
+        self.epochs = epochs
+
     def forget(self) -> None:
         """The next pass starts by itself: what was loaded, and not begun yet, does not count any more."""
         if self._resumed is None:
@@ -229,6 +242,10 @@ class Feed:
         if (listener := self._listener()) is not None:
             listener.given(self)
 
+    def _failed(self, error: Exception) -> None:
+        if (listener := self._listener()) is not None:
+            listener.failed(self, error)
+
     def _ended(self) -> None:
         self.finished = True
         self._close()
@@ -261,6 +278,10 @@ class _Pass:
         except StopIteration:
             if current:
                 feed._ended()
+            raise
+        except Exception as err:
+            if current:
+                feed._failed(err)
             raise
         if current:
             feed._given()

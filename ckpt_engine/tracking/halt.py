@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ from ckpt_engine.tracking.engine import Engine
 Take = Callable[[str], SaveHandle | None]
 """Takes a snapshot with that reason; None: it could not be taken, and that was said."""
 
+_LOOK_SECONDS = 0.05
 _FOR_THE_EXIT = 0.1
 """Share of the time left that is not waited for further tiers: the process must end too."""
 
@@ -88,13 +90,23 @@ class Halt:
 
     def _make_durable(self, plan: StopPlan, stop: Stop, take: Take) -> None:
         if plan.choice is not Choice.SNAPSHOT:
+            if plan.choice is Choice.FLUSH:
+                self._watch.flush()
             self._engine.wait(_left(stop))
+            self._wait_for_the_flushed(stop)
             return
         if not self._engine.ready():
             self._engine.wait(_left(stop))  # a slot is free when what is in flight is durable
         handle = take("signal")
         if handle is not None:
             handle.wait(_left(stop))
+
+    def _wait_for_the_flushed(self, stop: Stop) -> None:
+        """What the writer had only in memory is nothing that the engine waits for."""
+        pause = threading.Event()
+        while self._watch.flushing and _left(stop) > 0.0:
+            pause.wait(min(_LOOK_SECONDS, _left(stop)))
+            self._engine.poll()
 
     def _tell(self, stop: Stop) -> None:
         self._engine.poll()

@@ -9,6 +9,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ckpt_engine.observe.aloud import Aloud, announce
 from ckpt_engine.observe.resume_report import NotRestored, Rejected, Restored, ResumeReport, resumed_from_memory
 from ckpt_engine.restore.load import Loaded
 
@@ -49,15 +50,22 @@ class ReportDraft:
         )
 
 
-def publish(report: ResumeReport, folder: Path, log: logging.Logger, rank: int = 0) -> Path | None:
+def publish(
+    report: ResumeReport, folder: Path, log: logging.Logger, aloud: Aloud | None = None, rank: int = 0
+) -> Path | None:
     """Log the report to `log` and write it to `folder` as `resume-report.json`; returns the file.
 
     Ranks other than 0 put their number behind its name.
 
     A folder that cannot be written costs a warning, never the run.
+
+    Args:
+        aloud: shows the report's first line to a user who has configured no logging, see `announce`.
     """
-    level = logging.WARNING if report.not_restored or report.rejected else logging.INFO
-    log.log(level, "%s", report.text())
+    if report.not_restored or report.rejected:
+        log.warning("%s", report.text())
+    else:
+        announce(log, report.text(), line=report.line(), aloud=aloud)
     try:
         return _replace(
             (folder / FILE_NAME).with_stem(f"resume-report-r{rank:05d}") if rank else folder / FILE_NAME,

@@ -10,6 +10,7 @@ from typing import Any
 from ckpt_engine.data import rng
 from ckpt_engine.data.exactness import Level
 from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
+from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.as_rank import require_size
 from ckpt_engine.restore.load import Loaded
@@ -23,6 +24,7 @@ from ckpt_engine.tracking.packed import unpack
 from ckpt_engine.tracking.parts import OWN_KEY, Parts
 from ckpt_engine.tracking.report import ReportDraft, publish
 from ckpt_engine.tracking.surroundings import Surroundings
+from ckpt_engine.tracking.weights import with_tied
 
 IMPORTED = "imported"
 """The note of a snapshot that was made of a checkpoint of another program."""
@@ -77,7 +79,7 @@ class Resume:
         self._flags = self._flags_now()
         url = self._engine.root_url
         if self._engine.choose(check=self._fits) is None:
-            self._log.info("no snapshot in %s yet, starting fresh", url)
+            announce(self._log, f"no snapshot in {url} yet, starting fresh")
             return None
         state = self._engine.load(check=self._fits)
         loaded = self._engine.loaded
@@ -110,12 +112,21 @@ class Resume:
     def _load_imported(self, state: dict[str, Any], loaded: Loaded) -> Mapping[str, Any]:
         """A checkpoint of another program: what has a component of its name is put back, and the loop starts there."""
         self._draft = draft = ReportDraft(self._engine.root_url, loaded)
+        adopted, missing = self._surroundings.adopt(state)
         for name in _NOT_OF_OBJECTS:
             state.pop(name, None)
+        for name, module in self._parts.modules.items():
+            if name in state:
+                state[name] = with_tied(module, state[name])
         draft.restored, draft.not_restored = self._parts.load(state)
-        draft.not_restored += [NotRestored(name, why) for name, why in _NOT_FROM_OTHERS.items()]
+        draft.restored += adopted
+        found = {one.name for one in adopted}
+        draft.not_restored += [NotRestored(name, why) for name, why in _NOT_FROM_OTHERS.items() if name not in found]
+        draft.not_restored += missing
         source = loaded.manifest.notes[IMPORTED]["from"]
-        draft.notes.append(f"imported from {source}: from its step on the run is not an exact repeat")
+        as_there = found >= _NOT_FROM_OTHERS.keys()
+        worth = "goes on as its own program would" if as_there else "from its step on the run is not an exact repeat"
+        draft.notes.append(f"imported from {source}: {worth}")
         self.publish()
         return {"step": loaded.info.step, "metrics": {}, "cadence": None, "training": None}
 
@@ -200,6 +211,8 @@ class Resume:
             )
         for name, expected in self._parts.shapes().items():
             found = tensor_shapes(manifest, (name,))
+            if IMPORTED in manifest.notes:
+                found = with_tied(self._parts.modules[name], found)
             require_match(expected, found, what=f"model ({name!r})", snapshot=manifest.info.id)
 
 

@@ -1,4 +1,4 @@
-"""Who wants something of a tracked run: stops it in time, hands on requests for snapshots, shows how it stands."""
+"""Who wants something of a tracked run: stops it in time, hands on requests and edited options, shows how it stands."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import atexit
 import logging
 import sys
 
+from ckpt_engine.config import Config
+from ckpt_engine.data.torch_private import is_dead_worker
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
@@ -14,6 +16,7 @@ from ckpt_engine.preempt.board import Board
 from ckpt_engine.preempt.notice import Stop
 from ckpt_engine.preempt.plan import Choice
 from ckpt_engine.preempt.watch import open_watch
+from ckpt_engine.tracking.edits import Edits
 from ckpt_engine.tracking.engine import Engine
 from ckpt_engine.tracking.halt import Halt, Take
 from ckpt_engine.tracking.shared import SharedCadence
@@ -43,8 +46,11 @@ class Stopping:
         metrics = RunMetrics(cadence)
         self._ledger, self._watch = open_watch(config, SystemClock())
         self._board = Board(config.status, self._watch.outlook, metrics.numbers)
+        self._edits = Edits(engine.live, cadence, self._watch, log)
         self._halt = Halt(self._watch, engine, SystemExit, log)
         self._asked = False
+        if config.guard != "off" or config.rollback is not None:
+            log.warning("nobody judges the losses of this loop: guard and rollback are for Lightning only")
         for sink in (metrics, self._ledger, self._watch):
             sinks.add(sink)
 
@@ -56,6 +62,7 @@ class Stopping:
         self._watch.boundary(step)
         self._watch.start()
         self._board.start()
+        self._edits.start()
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -63,6 +70,7 @@ class Stopping:
         atexit.unregister(self.close)
         self._watch.close()
         self._board.close()
+        self._edits.close()
 
     def boundary(self, step: int) -> Stop | None:
         """Step `step` is complete; the stop, if there is one."""
@@ -73,6 +81,10 @@ class Stopping:
         own = self._watch.stop
         fits = own is not None and self._watch.plan(own).choice is Choice.SNAPSHOT
         return self._shared.stop(step, own, asked=self._asked, fits=fits)
+
+    def edited(self, config: Config) -> Config:
+        """The options from now on, see `Edits.apply`."""
+        return self._edits.apply(config)
 
     @property
     def asked(self) -> bool:
@@ -95,6 +107,18 @@ class Stopping:
             return self._halt.now(stop, take)
         finally:
             self.close()
+
+    def no_batch(self, error: Exception, take: Take) -> None:
+        """A loader has failed.
+
+        Raises:
+            SystemExit, KeyboardInterrupt: a stop has ended its workers too, and takes effect now; as `end`.
+        """
+        stop = self._watch.stop
+        if stop is None or self._halt.done or not is_dead_worker(error):
+            return
+        self._log.warning("%s: no batch came: %s", stop.notice.who, error)
+        raise self.end(stop, take) from error
 
     def seconds_left(self, at_most: float) -> float:
         """How long something may be waited for: `at_most`, and not beyond the deadline of a stop."""

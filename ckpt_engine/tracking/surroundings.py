@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ckpt_engine.observe.resume_report import NotRestored
+from ckpt_engine.observe.resume_report import NotRestored, Restored
 
 
 class Surroundings(Protocol):
@@ -19,6 +19,9 @@ class Surroundings(Protocol):
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
         """Put `dump`'s counters back; called when the run resumes, and again right before its first batch."""
+
+    def adopt(self, state: dict[str, Any]) -> tuple[list[Restored], list[NotRestored]]:
+        """Take out of the state of an imported checkpoint what belongs to the surroundings, and put it back."""
 
     def notes(self) -> dict[str, Any]:
         """JSON values that a manifest keeps, to be read before a snapshot is loaded."""
@@ -35,6 +38,9 @@ class Nothing:
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:  # noqa: ARG002
         return []
+
+    def adopt(self, state: dict[str, Any]) -> tuple[list[Restored], list[NotRestored]]:  # noqa: ARG002
+        return [], []
 
     def notes(self) -> dict[str, Any]:
         return {}

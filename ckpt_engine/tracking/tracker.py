@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,7 +24,8 @@ from ckpt_engine.tracking.capture import Capture
 from ckpt_engine.tracking.engine import Engine
 from ckpt_engine.tracking.feed import Feed, Source
 from ckpt_engine.tracking.fence import StepFence
-from ckpt_engine.tracking.parts import Parts, device_of, managed
+from ckpt_engine.tracking.gradients import GradientWatch
+from ckpt_engine.tracking.parts import Parts, device_of
 from ckpt_engine.tracking.resume import Resume
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
 from ckpt_engine.tracking.shared import cadence_of
@@ -92,7 +93,7 @@ class Tracker:
         self._resumed: Feed | None = None
         self._restoring = False
         self._begun_again = False
-        self._watched: list[Any] = []
+        self._gradients = GradientWatch(parts, self._trains_again)
         self._reloaded: list[Feed] = []
         self._announced = False
         self._asked_at: dict[Feed, float] = {}
@@ -210,6 +211,12 @@ class Tracker:
     ) -> None:
         self.close()
 
+    def continue_after(self, loader: str, epochs: int, batches: int) -> None:
+        """An imported run goes on in epoch `epochs` of this loader after so many batches. Before its first pass."""
+        self._training = feed = next(one for one in self._feeds if one.name == loader)
+        feed.begin_after(epochs, batches)
+        self._resumed, self._resumed_batches = feed if batches else None, batches
+
     def abandon_resume(self) -> None:
         """The script loads another state itself: positions and streams of the snapshot do not count any more."""
         self.before_update()
@@ -228,7 +235,7 @@ class Tracker:
         if self._restoring and feed is self._training and feed.resuming:
             self._reloaded.clear()
             self._resume.at_first_fetch()
-            self._watch_gradients()
+            self._gradients.install()  # a pass that sees none does not use up the saved position
             self._cadence.start(self._steps)
         elif feed in self._due or (feed is self._training and feed.delivered == 0 and feed.starts_only):
             self._boundary(feed)
@@ -238,6 +245,10 @@ class Tracker:
         """It gave one: the restored position is final now."""
         if self._restoring and feed is self._training:
             self._resume.publish()
+
+    def failed(self, feed: Feed, error: Exception) -> None:
+        """It had none to give: a stop that has ended its workers takes effect at the boundary before."""
+        self._stopping.no_batch(error, lambda reason: self._take_before(feed, reason))
 
     def over(self, feed: Feed) -> None:
         """A pass over a followed loader is complete, or was left."""
@@ -297,6 +308,7 @@ class Tracker:
         stop = self._stopping.boundary(self._steps)
         if stop is not None and obstacle is None and not (feed is not None and is_at_end(feed.state())):
             raise self._stopping.end(stop, lambda reason: self._take(reason, feed, self._positions()))
+        self._config = self._stopping.edited(self._config)
         reason = self._cadence.boundary(self._steps) or ("manual" if self._stopping.asked else None)
         if reason is None:
             self._announce(feed)
@@ -364,6 +376,14 @@ class Tracker:
             self._stopping.taken()
         return handle
 
+    def _take_before(self, feed: Feed, reason: str) -> SaveHandle | None:
+        """A snapshot after the last complete step, while the loop waits for a batch; None where none may be taken."""
+        if self._restoring or feed is not self._training:
+            return None
+        obstacle = obstacle_of(feed, accumulating=self._surroundings.accumulating())
+        states = self._positions()
+        return None if obstacle or is_at_end(states[feed.name]) else self._take(reason, feed, states)
+
     def _positions(self) -> dict[str, Any]:
         return {one.name: one.state() for one in self._feeds}
 
@@ -410,17 +430,6 @@ class Tracker:
             self._resumed_batches = self._training.delivered
             self._restoring = True
 
-    def _watch_gradients(self) -> None:
-        """Tell training from a look at the data: a pass that saw no gradient does not use up the saved position."""
-        if self._watched:
-            return
-
-        def arrived(_: torch.Tensor) -> None:
-            self._trains_again()
-
-        parameters: Iterable[Any] = managed(self._parts.optimizers.values())
-        self._watched = [p.register_post_accumulate_grad_hook(arrived) for p in parameters if p.requires_grad]
-
     def _trains_again(self) -> None:
         # Hooks stay until `_settle`: this may be one of autograd's own threads, which walks through them right now.
         self._begun_again = True
@@ -429,11 +438,9 @@ class Tracker:
 
     def _settle(self) -> None:
         """The run has begun to train again: nothing is put back any more."""
-        if self._begun_again and (self._restoring or self._watched):
+        if self._begun_again and (self._restoring or self._gradients.installed):
             self._restoring = False
-            for handle in self._watched:
-                handle.remove()
-            self._watched = []
+            self._gradients.remove()
 
     def _release_feeds(self) -> None:
         for feed in self._feeds:

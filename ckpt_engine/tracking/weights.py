@@ -1,11 +1,27 @@
-"""Finishes what a restore by `load_state_dict` leaves inexact in optimizer state."""
+"""What lies between the weights and states of a snapshot and those of live modules and optimizers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
+
+_T = TypeVar("_T")
+
+
+def with_tied(module: torch.nn.Module, values: Mapping[str, _T]) -> dict[str, _T]:
+    """Values by name, those of tied weights under all of their names: other programs store them under one."""
+    names: dict[tuple[int, torch.Size], list[str]] = {}
+    for name, tensor in module.state_dict().items():
+        if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor) and tensor.numel():
+            names.setdefault((tensor.data_ptr(), tensor.shape), []).append(name)
+    found = dict(values)
+    for tied in names.values():
+        stored = next((name for name in tied if name in values), None)
+        if stored is not None:
+            found |= {name: found[stored] for name in tied if name not in values}
+    return found
 
 
 def into_own_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:

@@ -40,7 +40,6 @@ LOOPS = {
 CASES = {**{name: Case(loader=loader) for name, loader in LOADERS.items()}, **DATALOADER_CONFIGURATIONS, **LOOPS}
 FEW = (
     "shuffled",
-    "persistent workers",
     "seedable sampler",
     "stateful loader made by Accelerate",
     "dispatched batches",

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,74 +13,40 @@ import pytest
 
 from tests.accelerate.runs import train_accelerate
 from tests.accelerate.test_exact_resume import CASES
+from tests.support.trainers import ForkServer, read, signal_after, wait_for_entries
+from tests.support.trainers import log as log_of
 from tests.tracking.runs import Case, train_plain
 
-REPOSITORY = Path(__file__).parents[2]
-PATIENCE_SECONDS = 120.0
 EPOCHS = 3
-
-
-def read(path: Path) -> list[str]:
-    """The complete lines of a trace file."""
-    return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
 def log(job: Mapping[str, Any]) -> str:
     """What its process has logged."""
-    return Path(f"{job['trace']}.log").read_text()
+    return log_of(str(job["trace"]))
 
 
-def _signal(pid: int, delay_seconds: float, number: int) -> None:
-    time.sleep(delay_seconds)  # a random moment, also in the middle of a step, a copy or a commit
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-class Trainers:
-    """Starts training processes, one at a time, from a process that has the imports already."""
+class Trainers(ForkServer):
+    """Trains loops; jobs are those of `tests.accelerate.train_script`."""
 
     def __init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.accelerate.train_script"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-        )
+        super().__init__("tests.accelerate.train_script")
 
     def live(
         self, job: Mapping[str, Any], entries: int | None, delay_seconds: float = 0.0, number: int = signal.SIGKILL
     ) -> list[str]:
         """Run one process and signal it some time after its trace has so many entries; what it wrote."""
         expected = (0,) if entries is None else (0, -number) if number == signal.SIGKILL else (128 + number,)
-        status, done = self.ends(job, entries, lambda pid: _signal(pid, delay_seconds, number))
+        status, done = self.ends(job, entries, lambda pid: signal_after(pid, delay_seconds, number))
         assert status in expected, log(job)
         return done
 
     def ends(self, job: Mapping[str, Any], entries: int | None, then: Callable[[int], object]) -> tuple[int, list[str]]:
         """Run one process and do something to it once its trace has so many entries; its status, and what it wrote."""
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(job) + "\n")
-        self._server.stdin.flush()
-        pid, trace = int(self._answer("pid")), Path(str(job["trace"]))
+        pid, trace = self.start(job), Path(str(job["trace"]))
         if entries is not None:
-            deadline = time.monotonic() + PATIENCE_SECONDS
-            while len(done := read(trace)) < entries and not (done and done[-1].startswith("('digest'")):
-                assert time.monotonic() < deadline, log(job)
-                time.sleep(0.001)
+            wait_for_entries(trace, entries)
             then(pid)
-        return self._answer("status"), read(trace)
-
-    def close(self) -> None:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.close()
-        self._server.wait(PATIENCE_SECONDS)
-        self._server.stdout.close()
-
-    def _answer(self, key: str) -> int:
-        assert self._server.stdout is not None
-        return int(json.loads(self._server.stdout.readline())[key])
+        return self.join(), read(trace)
 
 
 def assert_survives(

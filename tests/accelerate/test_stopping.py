@@ -14,8 +14,11 @@ from tests.accelerate.hf import train_hf
 from tests.accelerate.runs import train_accelerate
 from tests.accelerate.test_exact_resume import CASES
 from tests.accelerate.test_kill import Trainers, log
-from tests.tracking.runs import every_boundary, only, resume_only, saved, train_plain
+from tests.support.trainers import signal_after
+from tests.tracking.runs import every_boundary, only, resume_only, saved, stuck_case, train_plain
 
+WAITING_SECONDS = 0.5
+"""After these it surely waits; if not, it stops at the same boundary all the same."""
 RARELY: dict[str, Any] = {"every_n_steps": 10**9}
 
 
@@ -50,6 +53,25 @@ def test_sigterm_loses_nothing(loop: str, tmp_path: Path, trainers: Trainers) ->
     assert "is durable on" in log(job)
     second = trainers.live(job_of(tmp_path, 1, loop), None)
     assert [*first, *second] == uninterrupted(loop)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("loop", "ahead"), [("plain", 0), ("accelerate", 1)])
+def test_a_signal_that_ends_the_workers_a_loop_waits_for_loses_nothing(
+    loop: str, ahead: int, tmp_path: Path, trainers: Trainers
+) -> None:
+    """Schedulers signal the whole job: the batch that the loop waits for never comes, and it is still the boundary.
+
+    Accelerate waits for it one batch earlier, because it fetches ahead.
+    """
+    steps = 4 - ahead
+    job = {**job_of(tmp_path, 0, loop), "stuck": True}
+    code, first = trainers.ends(job, steps, lambda pid: signal_after(-pid, WAITING_SECONDS, signal.SIGTERM))
+    assert code == 143, log(job)
+    assert [(one.step, one.batch, one.reason) for one in saved(tmp_path / "run")] == [(steps, steps, "signal")]
+    second = trainers.live({**job_of(tmp_path, 1, loop), "stuck": False}, None)
+    reference = {"accelerate": train_accelerate, "plain": train_plain}[loop](stuck_case(stuck=False), None)
+    assert [*first, *second] == [repr(entry) for entry in (*reference.trace, ("digest", reference.digest))]
 
 
 def test_a_stop_file_stops_the_script_and_the_status_file_says_so(tmp_path: Path, trainers: Trainers) -> None:

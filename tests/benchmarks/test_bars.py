@@ -14,7 +14,7 @@ from benchmarks.run import Bench, Scale
 from benchmarks.values import from_json, to_json
 
 NEEDS_A_DISK = {"persist", "restore"}
-SLOW = {"codecs", "overhead", "every-iteration", "memory-tier", "upload"}
+SLOW = {"accelerate", "codecs", "cuda", "overhead", "every-iteration", "memory-tier", "upload"}
 """They train, or start many processes."""
 
 

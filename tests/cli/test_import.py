@@ -6,6 +6,7 @@ import json
 import pickle
 import random
 import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,12 @@ def test_what_cannot_be_imported_says_what_to_do(ckpt: Ckpt, tmp_path: Path) -> 
     (tmp_path / "peft/adapter_model.safetensors").touch()
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "text.txt").write_text("hello")
+    (tmp_path / "zeros.bin").write_bytes(bytes(50))
+    (tmp_path / "empty.pt").touch()
+    torch.save({"step": 1, "w": torch.ones(100)}, tmp_path / "whole.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "whole.pt").read_bytes()[:900])
+    with zipfile.ZipFile(tmp_path / "other.zip", "w") as other:
+        other.writestr("a.txt", "hello")
     for name, answer in (
         ("ours", "is a run of ckpt-engine already → `ckpt cp` copies it"),
         ("fsdp", f"ckpt import {tmp_path / 'fsdp/pytorch_model_fsdp_0'}"),
@@ -298,14 +305,30 @@ def test_what_cannot_be_imported_says_what_to_do(ckpt: Ckpt, tmp_path: Path) -> 
         ("out", f"for example {tmp_path / 'out/checkpoint-10'}"),
         ("peft", "has an adapter and not the whole model"),
         ("model.safetensors", "weights need no import"),
-        ("text.txt", "is not a whole file of torch.save"),
+        ("text.txt", "is no file of torch.save: it begins with b'hello'"),
+        ("zeros.bin", "is no file of torch.save: it begins with b'\\x00"),
+        ("empty.pt", "is empty → it is damaged or was not written to its end"),
+        ("cut.pt", "is cut off: it begins as a zip file of torch.save does → it is damaged"),
+        ("other.zip", "is a zip file, and no whole one of torch.save: "),
         ("nothing", "does not exist"),
     ):
         result = ckpt("import", tmp_path / name, tmp_path / "run")
         assert (result.code, (tmp_path / "run").exists()) == (2, False), name
         assert answer in result.err, name
+        assert "Weights only load failed" not in result.err, name
     assert "is a folder; --as torch reads a file" in ckpt("import", tmp_path / "zero", "x", "--as", "torch").err
     assert "is a file; --as dcp reads a folder" in ckpt("import", tmp_path / "text.txt", "x", "--as", "dcp").err
+
+
+def test_a_url_of_another_machine_is_not_taken_for_a_path(ckpt: Ckpt, tmp_path: Path) -> None:
+    """It says that a copy here is needed, before anything is read; a file URL is a path."""
+    result = ckpt("import", "s3://bucket/checkpoint-5", tmp_path / "run")
+    assert (result.code, (tmp_path / "run").exists()) == (2, False)
+    assert (
+        "SRC is read from a local path, and s3://bucket/checkpoint-5 is a URL → copy it to this machine" in result.err
+    )
+    torch.save({"step": 1, "w": torch.ones(1)}, tmp_path / "a.pt")
+    assert ckpt("import", f"file://{tmp_path / 'a.pt'}", tmp_path / "run").code == 0
 
 
 def test_what_cannot_be_stored_is_named_before_anything_is_written(ckpt: Ckpt, tmp_path: Path) -> None:

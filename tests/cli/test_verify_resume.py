@@ -51,6 +51,7 @@ def test_a_correct_script_is_exact_and_nothing_of_its_own_is_touched(
     assert "the end" not in (tmp_path / "scratch/again.log").read_text()
 
 
+@pytest.mark.slow
 def test_an_own_generator_is_found(verify: Callable[..., Any]) -> None:
     """It starts anew after a restart, which no state holds: weights differ, streams do not."""
     result = verify("own generator", "--json")

@@ -27,7 +27,7 @@ def one_step(
     weight_decay: float = 0.1,
     lr: float = 1e-3,
     before: int = 20,
-    size: int = 64,
+    size: int = 48,
     apart: int = 1,
     **options: bool,
 ) -> Steps:

@@ -141,6 +141,17 @@ def test_a_later_version_is_told_from_damage() -> None:
         _back("byteplane-zstd", stored, data.nbytes)
 
 
+def test_stored_bytes_that_are_kept_do_not_change() -> None:
+    """Memory is used again for the next piece only when nobody holds the last one, not even a part of it."""
+    first, second = (_bytes(weights(100_000, seed)) for seed in (1, 2))
+    kept = PLANES.encode(first, Chunk("float32", (100_000,)), None)
+    assert kept is not None
+    nbytes, part, before = len(kept), memoryview(kept)[100:2000], bytes(kept)
+    del kept
+    assert PLANES.encode(second, Chunk("float32", (100_000,)), None) is not None
+    assert part == before[100:2000] and len(before) == nbytes
+
+
 def test_threads_share_a_codec() -> None:
     """Four threads encode and decode different tensors with one object at once."""
     wrong: list[int] = []

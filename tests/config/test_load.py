@@ -77,6 +77,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "preemption",
         "status",
         "guard",
+        "rollback",
         "on_error",
         "writer",
         "linger",

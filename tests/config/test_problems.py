@@ -114,7 +114,6 @@ def test_mistakes_in_tiers_name_the_tier(tiers: Any, text: str) -> None:
     [
         ({"tiers": [{"url": "/a", "codec": "delta"}]}, "tiers.0.codec"),
         ({"tiers": "/a", "keep": {"tags": ["paper"]}}, "keep.tags"),
-        ({"tiers": "/a", "rollback": {"on": "loss_spike"}}, "rollback"),
     ],
 )
 def test_what_a_later_version_knows_is_refused_by_name(options: dict[str, Any], key: str) -> None:

@@ -41,7 +41,7 @@ class Loop:
         }
 
 
-def tiny_trainer(out: Path, *, steps: int, seed: int = 0) -> Any:
+def tiny_trainer(out: Path, *, steps: int, seed: int = 0, **more: Any) -> Any:
     """A transformers Trainer over a tiny GPT-2 with tied weights and dropout, made offline."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -51,14 +51,17 @@ def tiny_trainer(out: Path, *, steps: int, seed: int = 0) -> Any:
     data = [{"input_ids": torch.from_numpy(row), "labels": torch.from_numpy(row)} for row in rows]
     arguments = TrainingArguments(
         str(out),
-        max_steps=steps,
-        per_device_train_batch_size=4,
-        save_steps=4,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=3,
+        **{
+            "max_steps": steps,
+            "per_device_train_batch_size": 4,
+            "save_steps": 4,
+            "logging_steps": 1,
+            "report_to": [],
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "seed": 3,
+            **more,
+        },
     )
     return Trainer(GPT2LMHeadModel(config), arguments, train_dataset=data)
 

@@ -10,15 +10,21 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.persist.known import Known
+from ckpt_engine.store import slim
+from ckpt_engine.store.collect import compact, prune
 from ckpt_engine.store.decode import Decoder
 from ckpt_engine.store.digest import digest
-from ckpt_engine.store.layout import manifest_name
+from ckpt_engine.store.layout import manifest_name, parse_id
+from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Manifest, Piece
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.retention import KeepAll
+from ckpt_engine.store.slim import is_compact
+from ckpt_engine.store.storage.local import LocalStorage
 from tests.crash.explorer import Explorer
-from tests.crash.life import check
+from tests.crash.life import QuietDisk, check
 from tests.crash.powerloss import RecordingDisk
-from tests.crash.test_writer_power_loss import _recorded, _Session
+from tests.crash.test_writer_power_loss import KEEP, _recorded, _Session
 from tests.persist.staged import Stage
 
 ROWS = 8
@@ -166,3 +172,66 @@ def test_a_base_that_goes_while_a_snapshot_is_written_is_never_committed_on(
     assert left.name == Path(manifest_name(left.stem)).name
     monkeypatch.setattr(Known, "stands", real)
     check(root, [], check_whole=_whole)
+
+
+def _compacting(tmp_path: Path, stage: Table, monkeypatch: pytest.MonkeyPatch) -> RecordingDisk:
+    """A writer's life, and then each snapshot is compacted."""
+    disk = _recorded(tmp_path)
+    root = tmp_path / "disk" / "run"
+    assert _Session(root, disk, stage, monkeypatch).run(range(4))
+    storage = LocalStorage(root, disk=disk)
+    repository = Repository(storage)
+    with acquire(storage) as lease:
+        for info in repository.list():
+            if not is_compact(repository.read(info.id)):
+                disk.mark(f"forgetting {info.id}")
+                new = compact(repository, lease, info.id)
+                disk.mark(f"saved {new}")
+    return disk
+
+
+def _one_of_each(root: Path, labels: list[str]) -> None:
+    """A snapshot has one form or both, all of them whole; retention leaves one, and no data that nobody needs."""
+    storage = LocalStorage(root, disk=QuietDisk())
+    saved = [parsed.seq for label in labels if (parsed := parse_id(label.removeprefix("saved ")))]
+    for _ in range(2):
+        repository = Repository(storage)
+        listing = repository.scan()
+        assert not listing.damaged
+        _whole(repository, {info.id for info in listing.snapshots})
+        found = [info.seq for info in listing.snapshots]
+        assert set(sorted(saved)[-KEEP:]) <= set(found), "a snapshot is in neither form"
+        with acquire(storage) as lease:
+            repository.create_if_absent()
+            prune(repository, lease, KeepAll())
+    assert len(found) == len(set(found)), "both forms are left"
+    needed = {name for info in listing.snapshots for name in repository.files_of(info.id)}
+    assert {item.name for item in storage.list("data/")} == needed
+
+
+def test_a_power_loss_while_snapshots_are_compacted_is_survived(
+    tmp_path: Path, scratch: Path, stage: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was, or both, or the new one: never neither, and never wrong."""
+    disk = _compacting(tmp_path, stage, monkeypatch)
+    explorer = Explorer(scratch, _one_of_each)
+    explorer.explore(disk)
+    assert explorer.bad == []
+    assert explorer.checked > 80
+
+
+def test_forgetting_before_the_new_form_is_written_is_noticed(
+    tmp_path: Path, scratch: Path, stage: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same exploration of a compaction in the wrong order finds a bad state."""
+    real = slim.write
+
+    def write(repository: Repository, made: slim.Slim) -> None:
+        repository.forget([made.whole.info.id])
+        real(repository, made)
+
+    monkeypatch.setattr(slim, "write", write)
+    disk = _compacting(tmp_path, stage, monkeypatch)
+    explorer = Explorer(scratch, _one_of_each)
+    explorer.explore(disk, stop_at_bad=True)
+    assert explorer.bad

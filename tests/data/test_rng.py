@@ -118,3 +118,14 @@ def test_cuda_streams_repeat_their_draws() -> None:
     assert rng.restore(state) == ()
     assert torch.rand(4, device="cuda").tolist() == expected
     assert rng.restore({**state, "cuda": state["cuda"] * 99})
+
+
+def test_a_device_is_started_before_its_streams_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps what is set for a device that has not started, and puts seeds in after states."""
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: calls.append("init"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, index: calls.append("set"))
+    assert rng.restore({**rng.capture_host(), "cuda": [b"\0" * 16]}) == ()
+    assert calls == ["init", "set"]

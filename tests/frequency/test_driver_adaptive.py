@@ -125,7 +125,9 @@ def test_infeasible_rpo_is_a_warning_once() -> None:
         rig.take(stall=2.0, latency=3.0)
     notices = [event for event in rig.sink.events if isinstance(event, Notice)]
     assert [notice.level for notice in notices] == ["WARNING"]
-    assert "RPO infeasible: max_lost_work 20 s would need every 17 steps" in notices[0].message
+    assert notices[0].message == "RPO infeasible: max_lost_work 20 s would need every 17 steps"
+    told = [event.why for event in rig.sink.events if isinstance(event, IntervalChanged)]
+    assert told and "infeasible" not in told[0]
 
 
 def test_failed_snapshots_are_retried_at_the_usual_interval() -> None:

@@ -100,7 +100,7 @@ def test_whatever_a_snapshot_is_made_of_it_comes_back_as_it_was(
 
 
 @given(seed=st.integers(0, 10**6), depth=st.integers(0, 4), most_pieces=st.integers(1, 9))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_every_way_of_storing_gives_the_same_tensors(
     tmp_path_factory: pytest.TempPathFactory, seed: int, depth: int, most_pieces: int
 ) -> None:

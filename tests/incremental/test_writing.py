@@ -218,7 +218,7 @@ def test_a_copy_takes_what_it_refers_to_along_once(tmp_path: Path) -> None:
     keep=st.integers(1, 3),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_whatever_changes_every_snapshot_is_what_was_saved(
     tmp_path_factory: pytest.TempPathFactory, changes: list[set[int]], keep: int, seed: int
 ) -> None:
@@ -319,3 +319,37 @@ def test_show_says_what_was_written_and_who_needs_it(tmp_path: Path, ckpt: Calla
     text = ckpt("show", life.root, second).out
     assert "of its size), 800 kB in files of older snapshots" in text
     assert f"{second}, {third}" in ckpt("show", life.root, first).out
+
+
+def test_compacting_makes_a_snapshot_independent(tmp_path: Path, ckpt: Callable[..., Outcome]) -> None:
+    """It is one plain file with the same content, and what only it needed is gone."""
+    life, table = Life(tmp_path / "run", keep={"last": 1}), Table()
+    states = {one["step"]: one for one in (table.touch() for _ in range(4))}
+    life.save(*states.values())
+    (before,) = life.manifests()
+    assert len(before.files) > 1
+    planned = ckpt("compact", life.root, "--dry-run", "--json").json["snapshots"]
+    assert [(one["id"], one["new"]) for one in planned] == [(before.info.id, None)]
+    assert life.manifests() == [before]
+    done = ckpt("compact", life.root, "--json").json["snapshots"]
+    (after,) = life.manifests()
+    assert done[0]["new"] == after.info.id != before.info.id
+    assert (after.info.seq, after.bases, manifest_codec.version_of(after)) == (before.info.seq, {}, 1)
+    assert [path.name for path in (life.root / "data").iterdir()] == [Path(after.files[0].name).name]
+    life.check(states)
+    assert "already" in ckpt("compact", life.root).out
+    last = table.touch()
+    states[last["step"]] = last
+    life.save(last)
+    life.check(states)
+
+
+def test_a_pinned_snapshot_is_not_compacted(tmp_path: Path, ckpt: Callable[..., Outcome]) -> None:
+    """It stays as it was, and that is said."""
+    life, table = Life(tmp_path / "run"), Table()
+    life.save(table.touch(), table.touch())
+    before = life.manifests()
+    assert ckpt("pin", life.root, "latest").code == 0
+    found = ckpt("compact", life.root)
+    assert found.code == 2 and "pinned" in found.err
+    assert life.manifests() == before

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
-import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +20,11 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_ckpt import AdaptiveCheckpoint
+from tests.support.digests import digest
+from tests.support.digests import seed_everything as seed_everything
+from tests.support.snapshots import Saved as Saved
+from tests.support.snapshots import only as only
+from tests.support.snapshots import saved as saved
 
 BATCHES = 6
 BATCH = 4
@@ -219,12 +221,6 @@ class Outcome:
     logger: Recorder
 
 
-def seed_everything(seed: int) -> None:
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-
-
 def fit(
     case: Case, extra: Iterable[Callback] = (), *, ckpt_path: str | None = None, seed: int = 0, **more: Any
 ) -> Outcome:
@@ -270,34 +266,11 @@ def make_trainer(case: Case, callbacks: list[Callback], logger: Any, **more: Any
 
 def final_digest(trainer: pl.Trainer, model: nn.Module) -> dict[str, str]:
     """Where a run ended: one number each for weights, optimizers, schedulers and all random streams."""
-    parts = {
-        "weights": dict(model.state_dict()),
-        "optimizers": [optimizer.state_dict() for optimizer in trainer.optimizers],
-        "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-        "streams": (torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()),
-    }
-    digests = {}
-    for name, part in parts.items():
-        seen = hashlib.sha256()
-        _absorb(part, seen)
-        digests[name] = seen.hexdigest()
-    return digests
-
-
-def _absorb(node: Any, seen: Any) -> None:
-    if isinstance(node, torch.Tensor):
-        seen.update(f"{node.dtype}{tuple(node.shape)}".encode() + node.detach().cpu().contiguous().numpy().tobytes())
-    elif isinstance(node, np.ndarray):
-        seen.update(node.tobytes())
-    elif isinstance(node, Mapping):
-        for key in sorted(node, key=str):
-            seen.update(str(key).encode())
-            _absorb(node[key], seen)
-    elif isinstance(node, list | tuple):
-        for child in node:
-            _absorb(child, seen)
-    else:
-        seen.update(repr(node).encode())
+    return digest(
+        weights=dict(model.state_dict()),
+        optimizers=[optimizer.state_dict() for optimizer in trainer.optimizers],
+        schedulers=[config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+    )
 
 
 # ---- snapshots
@@ -338,39 +311,6 @@ def resumer(root: Path, **options: Any) -> AdaptiveCheckpoint:
     return AdaptiveCheckpoint(
         **{"tiers": str(root), "every_n_steps": 10**9, "at_end": False, "writer": "thread", "debug": True, **options}
     )
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A snapshot on disk, with what the callback noted about it."""
-
-    path: Path
-    id: str
-    step: int
-    epoch: int
-    batch: int
-    kind: str
-
-
-def saved(root: Path) -> list[Saved]:
-    """All snapshots in `root`, oldest first."""
-    found = []
-    for path in sorted((root / "snapshots").glob("*.json")):
-        manifest = json.loads(path.read_bytes())["manifest"]
-        info, notes = manifest["info"], manifest["notes"]
-        found.append(Saved(path, info["id"], info["step"], info["epoch"], notes["batch"], notes["kind"]))
-    return found
-
-
-def only(root: Path, snapshot: Saved, target: Path) -> Path:
-    """A copy of the run as it was when `snapshot` was the newest."""
-    (target / "snapshots").mkdir(parents=True)
-    (target / "data").mkdir()
-    shutil.copy(root / "ckpt.json", target)
-    shutil.copy(snapshot.path, target / "snapshots")
-    for data in (root / "data").glob(f"{snapshot.id}*"):
-        shutil.copy(data, target / "data")
-    return target
 
 
 def tail(trace: list[Entry], epoch: int, batch: int) -> list[Entry]:

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,54 +14,18 @@ import pytest
 
 from tests.lightning.cases import CASES, LOADERS
 from tests.lightning.runs import fit
+from tests.support.trainers import ForkServer, signal_after, wait_for_entries
+from tests.support.trainers import log as log
+from tests.support.trainers import read as read
 
-REPOSITORY = Path(__file__).parents[2]
-PATIENCE_SECONDS = 120.0
 PACE_SECONDS = 0.01
 
 
-class Trainers:
-    """Starts training processes, one at a time, from a process that has the imports already."""
+class Trainers(ForkServer):
+    """Trains with Lightning; jobs are those of `tests.lightning.train_script`."""
 
     def __init__(self) -> None:
-        self._server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.lightning.train_script"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-        )
-        self._pid: int | None = None
-
-    def start(self, job: dict[str, Any]) -> int:
-        """The process id of the new trainer; one that was never joined, because its test has failed, is killed."""
-        if self._pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
-            self.join()
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(job) + "\n")
-        self._server.stdin.flush()
-        self._pid = int(self._answer()["pid"])
-        return self._pid
-
-    def join(self) -> int:
-        """The exit status of the trainer once it is gone; negative: the signal that killed it."""
-        status = int(self._answer()["status"])
-        self._pid = None
-        return status
-
-    def close(self) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait(PATIENCE_SECONDS)
-        assert self._server.stdout is not None
-        self._server.stdout.close()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._server.stdout is not None
-        answer: dict[str, Any] = json.loads(self._server.stdout.readline())
-        return answer
+        super().__init__("tests.lightning.train_script")
 
 
 @pytest.fixture(scope="module")
@@ -76,26 +35,10 @@ def trainers() -> Iterator[Trainers]:
     server.close()
 
 
-def read(path: Path) -> list[str]:
-    """The complete lines of a trace file."""
-    if not path.exists():
-        return []
-    return path.read_text().split("\n")[:-1]
-
-
 def kill_after(pid: int, path: Path, entries: int, delay_seconds: float) -> None:
     """Kill the trainer some time after its trace has so many entries, or when it is done before."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while len(done := read(path)) < entries and not (done and done[-1].startswith("('digest'")):
-        assert time.monotonic() < deadline, f"only {len(done)} of {entries} entries: {log(path)}"
-        time.sleep(0.001)
-    time.sleep(delay_seconds)  # a random moment, also in the middle of a step, a copy or a commit
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def log(path: Path) -> str:
-    return path.with_suffix(".log").read_text()
+    wait_for_entries(path, entries)
+    signal_after(pid, delay_seconds)
 
 
 @dataclass(frozen=True)

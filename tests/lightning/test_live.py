@@ -25,7 +25,7 @@ class Edit(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         run = self.ckpt._run
         assert run is not None
-        file = run.watches._live
+        file = run.watches.edits._live
         assert file is not None
         run.checkpointer.before_update()
         assert run.checkpointer.wait(30)

@@ -1,23 +1,11 @@
-"""Trains in processes that can be killed: `python -m tests.lightning.train_script` reads jobs from its standard input.
-
-Each job is one line of JSON. It runs in a fork of this process, so that the imports are paid once. It appends one line
-per trace entry to its trace file while it trains, and a last line with the digest of where it ended. Answers on
-standard output, one JSON line each: the child's process id when it starts, its exit status when it is gone. A child is
-a process group of its own, as a job is under a scheduler.
-"""
+"""Trains with Lightning in processes that can be killed: `python -m tests.lightning.train_script` serves jobs."""
 
 from __future__ import annotations
 
 import json
-import logging
-import os
-import signal
-import sys
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,21 +15,10 @@ from ckpt_engine.store import layout
 from ckpt_engine.store.storage.local import LocalStorage
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.cases import CASES
-from tests.lightning.runs import Entry, Recorder, final_digest, make_trainer, seed_everything, train
+from tests.lightning.runs import Recorder, final_digest, make_trainer, seed_everything, train
+from tests.support.trainers import TraceFile, serve
 
 PATIENCE_SECONDS = 60.0
-
-
-class TraceFile(list[Entry]):
-    """A trace that is on disk up to its last entry, whatever happens to the process."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def append(self, entry: Entry) -> None:
-        super().append(entry)
-        os.write(self._descriptor, f"{entry!r}\n".encode())
 
 
 class Pace(Callback):
@@ -103,36 +80,5 @@ def run(job: dict[str, Any]) -> None:
     trace.append(("digest", json.dumps(final_digest(trainer, model), sort_keys=True)))
 
 
-def main() -> None:
-    """Serve jobs until standard input ends."""
-    for line in sys.stdin:
-        job = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            status = 1
-            os.setpgid(0, 0)
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it runs beside itself
-            try:
-                output = os.open(Path(job["trace"]).with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(output, 1)
-                os.dup2(output, 2)
-                logging.basicConfig(level=logging.INFO)
-                run(job)
-                status = 0
-            except SystemExit as end:
-                status = end.code if isinstance(end.code, int) else 0
-                traceback.print_exc()
-            except BaseException:  # noqa: BLE001 - the fork must never return into the server's loop
-                traceback.print_exc()
-            finally:
-                logging.shutdown()
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
-        print(json.dumps({"pid": child}), flush=True)
-        _, wait_status = os.waitpid(child, 0)
-        print(json.dumps({"status": os.waitstatus_to_exitcode(wait_status)}), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(run)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,52 +14,17 @@ from typing import Any
 
 import psutil
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.trainers import ForkServer, log
+
 PATIENCE_SECONDS = 120.0
 ENTRY = "persist/__main__.py"
 
 
-class Trainers:
-    """Starts training processes, one at a time, from a process that has the imports already."""
+class Trainers(ForkServer):
+    """Trains plain loops; jobs are those of `tests.memory.plain_trainer`."""
 
     def __init__(self) -> None:
-        self._pid: int | None = None
-        self._server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.memory.plain_trainer"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-        )
-
-    def start(self, job: dict[str, Any]) -> int:
-        """The process id of the new trainer."""
-        if self._pid is not None:  # of a test that has failed
-            with suppress(ProcessLookupError):
-                os.kill(self._pid, signal.SIGKILL)
-            self.join()
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(job) + "\n")
-        self._server.stdin.flush()
-        self._pid = int(self._answer()["pid"])
-        return self._pid
-
-    def join(self) -> int:
-        """The exit status of the trainer once it is gone; negative: the signal that killed it."""
-        self._pid = None
-        return int(self._answer()["status"])
-
-    def close(self) -> None:
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait(PATIENCE_SECONDS)
-        assert self._server.stdout is not None
-        self._server.stdout.close()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._server.stdout is not None
-        answer: dict[str, Any] = json.loads(self._server.stdout.readline())
-        return answer
+        super().__init__("tests.memory.plain_trainer")
 
 
 def until(condition: Callable[[], object], what: Callable[[], str], seconds: float = PATIENCE_SECONDS) -> None:
@@ -98,8 +60,7 @@ class Life:
         return [line.split() for line in self.trace.read_text().split("\n")[:-1]]
 
     def log(self) -> str:
-        path = Path(f"{self.trace}.log")
-        return path.read_text() if path.exists() else ""
+        return log(self.trace)
 
     def steps(self, what: str) -> list[int]:
         return [int(line[1]) for line in self.lines() if line[0] == what]

@@ -1,19 +1,13 @@
 """A plain PyTorch loop with a memory tier, in processes that can be killed: reads jobs from its standard input.
 
-Each job is one line of JSON and runs in a fork of this process, so that the imports are paid once. It appends one line
-per thing that happens to its trace file. Answers on standard output, one JSON line each: the child's process id when it
-starts, its exit status when it is gone.
+A fork appends one line per thing that happens to its trace file.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import os
-import sys
 import time
-import traceback
 from typing import Any
 
 import torch
@@ -21,6 +15,7 @@ from torch import nn
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.persist import spawn, thread  # noqa: F401 - otherwise imported when needed, in each fork
+from tests.support.trainers import serve
 
 SEED = 7
 BATCH = 4
@@ -146,32 +141,6 @@ def warm_up() -> None:
     Checkpointer("/nowhere").close()
 
 
-def main() -> None:
-    """Serve jobs until standard input ends."""
-    warm_up()
-    for line in sys.stdin:
-        job = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                output = os.open(job["trace"] + ".log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(output, 1)
-                os.dup2(output, 2)
-                logging.basicConfig(level=logging.INFO)
-                run(job)
-                status = 0
-            except BaseException:  # noqa: BLE001 - the fork must never return into the server's loop
-                traceback.print_exc()
-            finally:
-                logging.shutdown()
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(status)
-        print(json.dumps({"pid": child}), flush=True)
-        _, wait_status = os.waitpid(child, 0)
-        print(json.dumps({"status": os.waitstatus_to_exitcode(wait_status)}), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    warm_up()
+    serve(run)

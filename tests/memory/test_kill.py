@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import time
@@ -184,17 +185,21 @@ def test_without_a_restart_the_writer_leaves_a_durable_snapshot_and_goes(tmp_pat
     assert newest.reason == "memory" or newest.step % run.durable_every == 0
 
 
-def test_whoever_only_loads_does_not_take_the_memory_from_the_next_trainer(tmp_path: Path, trainers: Trainers) -> None:
+def test_whoever_only_loads_does_not_take_the_memory_from_the_next_trainer(
+    tmp_path: Path, trainers: Trainers, caplog: pytest.LogCaptureFixture
+) -> None:
     """A look at the run after the crash, from memory; then the training is restarted, from memory too."""
     run = Run(trainers, tmp_path, steps=60)
     life = run.live()
     life.wait_for_steps(10)
     life.kill()
     trainers.join()
+    caplog.set_level(logging.INFO)
     with Checkpointer(tiers=["memory", run.root]) as ckpt:
         assert ckpt.load() is not None
         assert ckpt.loaded is not None
         assert ckpt.loaded.from_memory
+    assert caplog.text.count("resumed from memory, ") == 1
     last = finish(run, life, Lost())
     assert last.resumed is not None
     assert last.resumed[1] == "memory", last.log()

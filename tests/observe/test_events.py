@@ -21,6 +21,7 @@ SAMPLES: list[Event] = [
     events.WriterLost("the writer process died"),
     events.StaleSnapshot(40, 30, 12),
     events.Requested("save", "ann on node7"),
+    events.SnapshotFound("id", 7, "/run"),
     events.Notice("WARNING", "something"),
 ]
 

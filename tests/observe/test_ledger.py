@@ -6,6 +6,7 @@ from ckpt_engine.observe.events import (
     Notice,
     SnapshotCommitted,
     SnapshotFailed,
+    SnapshotFound,
     SnapshotReplicated,
     SnapshotStaged,
     TierDegraded,
@@ -129,3 +130,38 @@ def test_a_folder_has_one_name() -> None:
     book.emit(committed(1, 1.0, tier="file:///run"))
     assert book.standing.tiers[0].newest_step == 1
     assert len(book.standing.tiers) == 2
+
+
+def test_what_only_stays_in_memory_is_known_until_it_is_durable_or_lost() -> None:
+    """The newest snapshot, if nobody writes it: of a writer that is lost nothing is left."""
+    book, _ = ledger()
+    book.emit(SnapshotStaged("", 7, 0.5, 1000, durable=False))
+    assert book.standing.held_step == 7
+    book.emit(SnapshotStaged("", 8, 0.5, 1000))
+    assert book.standing.held_step is None
+    book.emit(SnapshotStaged("", 9, 0.5, 1000, durable=False))
+    book.emit(committed(8, 1.0))
+    assert book.standing.held_step == 9
+    book.emit(committed(9, 1.0))
+    assert book.standing.held_step is None
+    book.emit(SnapshotStaged("", 10, 0.5, 1000, durable=False))
+    book.emit(WriterLost("killed"))
+    assert book.standing.held_step is None
+
+
+def test_a_resume_from_memory_counts_as_durable_when_the_writer_says_so() -> None:
+    """Whichever comes first. An older one, where the rescue has failed, is of a moment that nobody knows."""
+    for order in (0, 1):
+        book, clock = ledger()
+        told = [lambda book=book: book.resumed(7, "memory"), lambda book=book: book.emit(SnapshotFound("s7", 7, NEAR))]
+        told[order]()
+        assert book.standing.tiers[0].newest_step is None
+        told[1 - order]()
+        assert book.standing.tiers[0] == TierStanding(NEAR, None, 7, clock.now)
+    book, _ = ledger()
+    book.resumed(7, "memory")
+    book.emit(SnapshotFound("s5", 5, NEAR))
+    assert book.standing.tiers[0] == TierStanding(NEAR, None, 5, None)
+    book, _ = ledger()
+    book.emit(SnapshotFound("s5", 5, NEAR))
+    assert book.standing.tiers[0] == TierStanding(NEAR), "a run that did not resume has nothing durable of its own"

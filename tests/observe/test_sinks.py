@@ -70,6 +70,7 @@ def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
             "and with what learning rate?",
         ),
         ("INFO", "ann on node7 asks to save now"),
+        ("DEBUG", "step 7: snapshot id is the newest on /run"),
         ("WARNING", "something"),
     ]
 

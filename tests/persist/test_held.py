@@ -246,7 +246,7 @@ class Visit:
         self.lives = self.takes = True
         self.told: list[tuple[str, str]] = []
         self.byes = 0
-        self.desk = Desk(held, self.forward, lambda: self.lives, self.bye)
+        self.desk = Desk(held, self.forward, lambda: self.lives, lambda: None, self.bye)
 
     def forward(self, what: str, who: str) -> bool:
         self.told.append((what, who))

@@ -64,7 +64,7 @@ class Life:
 
     @property
     def log(self) -> str:
-        return log(self.trace) if self.trace.with_suffix(".log").exists() else ""
+        return log(self.trace)
 
     @property
     def steps(self) -> list[int]:

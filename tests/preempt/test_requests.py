@@ -41,7 +41,7 @@ def test_stop_saves_and_ends_with_0(tmp_path: Path, caplog: pytest.LogCaptureFix
         asked(tmp_path, "stop")
     assert ended.value.code == 0
     assert [one.step for one in saved(tmp_path)] == [6]
-    assert f"ann (pid 7): step 6 is durable on {tmp_path}" in caplog.text
+    assert f"ckpt stop by ann (pid 7): step 6 is durable on {tmp_path}" in caplog.text
     resumed = fit(Case(), [resumer(tmp_path)], ckpt_path="auto", seed=5)
     assert resumed.trace == tail(reference.trace, 1, 0)
     assert resumed.digest == reference.digest

@@ -31,11 +31,19 @@ class Desk:
         self.ledger = Ledger(["/run"], SystemClock())
         self.newest: int | None = None
         self.looked = threading.Event()
-        self.watch = PreemptionWatch(Preemption(**options), self.ledger, SystemClock(), slots=2, newest=self._look)
+        self.held: int | None = None
+        self.flushed = 0
+        self.watch = PreemptionWatch(
+            Preemption(**options), self.ledger, SystemClock(), slots=2, newest=self._look, flush=self._flush
+        )
 
     def _look(self) -> int | None:
         self.looked.set()
         return self.newest
+
+    def _flush(self) -> int | None:
+        self.flushed += 1
+        return self.held
 
     def committed(self, step: int, seconds: float = 1.0, nbytes: int = MB) -> None:
         self.ledger.emit(SnapshotStaged("", step, 0.0, nbytes))
@@ -118,7 +126,7 @@ def test_requests_come_as_events(desk: Callable[..., Desk]) -> None:
     assert [one.watch.take_save(), one.watch.take_save()] == ["ann on node7", None]
     one.watch.emit(Requested("stop", "ann on node7"))
     stop = one.watch.stop
-    assert stop is not None and (stop.notice.who, stop.notice.exit_code) == ("ann on node7", 0)
+    assert stop is not None and (stop.notice.who, stop.notice.exit_code) == ("ckpt stop by ann on node7", 0)
 
 
 def test_the_plan_knows_what_was_measured(desk: Callable[..., Desk]) -> None:

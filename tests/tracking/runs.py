@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
-import shutil
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -21,12 +19,18 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.observe.resume_report import ResumeReport
+from tests.support.digests import digest as digest
+from tests.support.digests import seed_everything as seed_everything
+from tests.support.snapshots import Saved as Saved
+from tests.support.snapshots import only as only
+from tests.support.snapshots import saved as saved
 
 BATCH = 4
 SAMPLES = 22
 """Six batches, the last of them short."""
 EPOCHS = 3
 READY_SECONDS = 60.0
+STUCK_SECONDS = 600.0
 Entry = tuple[Any, ...]
 
 
@@ -44,6 +48,20 @@ class Augmented(Dataset[Any]):
     def __getitem__(self, i: int) -> Any:
         x = self.x[i] + 0.1 * torch.randn(6) + 0.1 * float(np.random.rand()) + 0.1 * random.random()
         return x, self.y[i], i
+
+
+class Stuck(Augmented):
+    """Loaded by two workers, the 5th batch never comes: the worker that is to make it waits until it is killed."""
+
+    def __init__(self, *, stuck: bool) -> None:
+        super().__init__()
+        self.stuck, self.made = stuck, 0
+
+    def __getitem__(self, i: int) -> Any:
+        self.made += 1
+        if self.stuck and self.made > 2 * BATCH:
+            time.sleep(STUCK_SECONDS)
+        return super().__getitem__(i)
 
 
 class Stream(IterableDataset[Any]):
@@ -115,6 +133,15 @@ def shuffled(n: int = SAMPLES, kind: Any = DataLoader, **options: Any) -> Callab
     return make
 
 
+def stuck_case(*, stuck: bool) -> Case:
+    """A loop that waits for the batch after the 4th, or an equal one that does not."""
+
+    def make() -> Any:
+        return DataLoader(Stuck(stuck=stuck), batch_size=BATCH, shuffle=True, num_workers=2)
+
+    return Case(loader=make, evaluation=None, epochs=2)
+
+
 def weighted() -> Any:
     weights = torch.rand(SAMPLES, generator=torch.Generator().manual_seed(1))
     return DataLoader(Augmented(), batch_size=BATCH, sampler=WeightedRandomSampler(weights.tolist(), SAMPLES))
@@ -169,12 +196,6 @@ class Outcome:
 
     trace: list[Entry]
     digest: dict[str, str]
-
-
-def seed_everything(seed: int) -> None:
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
 
 
 def every_boundary(root: Path, **options: Any) -> dict[str, Any]:
@@ -264,68 +285,7 @@ def evaluate(model: nn.Module, loader: Any, trace: Any) -> None:
             trace.append(("eval", tuple(ids.tolist()), ((model(x) - y) ** 2).mean().item().hex()))
 
 
-def digest(**parts: Any) -> dict[str, str]:
-    """Where a run ended: one number for each part and for the random streams."""
-    parts["streams"] = (torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate())
-    digests = {}
-    for name, part in parts.items():
-        seen = hashlib.sha256()
-        _absorb(part, seen)
-        digests[name] = seen.hexdigest()
-    return digests
-
-
-def _absorb(node: Any, seen: Any) -> None:
-    if isinstance(node, torch.Tensor):
-        seen.update(f"{node.dtype}{tuple(node.shape)}".encode() + node.detach().cpu().contiguous().numpy().tobytes())
-    elif isinstance(node, np.ndarray):
-        seen.update(node.tobytes())
-    elif isinstance(node, Mapping):
-        for key in sorted(node, key=str):
-            seen.update(str(key).encode())
-            _absorb(node[key], seen)
-    elif isinstance(node, list | tuple):
-        for child in node:
-            _absorb(child, seen)
-    else:
-        seen.update(repr(node).encode())
-
-
 # ---- snapshots
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A snapshot on disk, with what was noted about it."""
-
-    path: Path
-    id: str
-    step: int
-    epoch: int
-    batch: int
-    reason: str
-
-
-def saved(root: Path) -> list[Saved]:
-    """All snapshots in `root`, oldest first."""
-    found = []
-    for path in sorted((root / "snapshots").glob("*.json")):
-        manifest = json.loads(path.read_bytes())["manifest"]
-        info, notes = manifest["info"], manifest["notes"]
-        found.append(Saved(path, info["id"], info["step"], info["epoch"], notes["batch"], info["reason"]))
-    return found
-
-
-def only(root: Path, snapshot: Saved, target: Path) -> Path:
-    """A copy of the run as it was when `snapshot` was the newest."""
-    (target / "snapshots").mkdir(parents=True)
-    (target / "data").mkdir()
-    shutil.copy(root / "ckpt.json", target)
-    shutil.copy(snapshot.path, target / "snapshots")
-    for data in (root / "data").glob(f"{snapshot.id}*"):
-        shutil.copy(data, target / "data")
-    return target
-
 
 Train = Callable[..., Outcome]
 

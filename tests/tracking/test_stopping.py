@@ -14,23 +14,26 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.observe.events import Requested
-from tests.tracking.runs import LOADERS, Net, saved, seed_everything
+from tests.tracking.runs import BATCH, LOADERS, Augmented, Net, saved, seed_everything
 
 STEPS = 12
 PATIENCE_SECONDS = 60.0
 Act = Callable[[Checkpointer], object]
 
 
-def train(root: Path, at: int, act: Act, *, seed: int = 0, **options: Any) -> list[str]:
+def train(
+    root: Path, at: int, act: Act, *, seed: int = 0, data: Dataset[Any] | None = None, **options: Any
+) -> list[str]:
     """Two epochs that are closed by `with`; `act` is done in the body of the loop right after step `at`."""
     seed_everything(seed)
     losses: list[str] = []
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    loader = LOADERS["shuffled"]()
+    loader = LOADERS["shuffled"]() if data is None else DataLoader(data, BATCH)
     with Checkpointer({"tiers": str(root), "every_n_steps": 10**9, "writer": "thread", **options}) as ckpt:
         run = ckpt.track(model=model, optimizer=optimizer, loader=loader)
         for _ in range(run.epoch, 2):
@@ -78,7 +81,7 @@ def test_stop_saves_and_ends_with_0(tmp_path: Path, caplog: pytest.LogCaptureFix
         train(tmp_path / "run", 4, ask("stop"))
     assert ended.value.code == 0
     assert [one.step for one in saved(tmp_path / "run")] == [4]
-    assert "ann (pid 7): step 4 is durable on" in caplog.text
+    assert "ckpt stop by ann (pid 7): step 4 is durable on" in caplog.text
     assert_goes_on(tmp_path, 4)
 
 
@@ -96,6 +99,38 @@ def test_a_stop_at_the_end_of_an_epoch_waits_for_the_first_step_of_the_next(tmp_
     assert ended.value.code == 143
     assert [one.step for one in saved(tmp_path / "run")] == [STEPS // 2 + 1]
     assert_goes_on(tmp_path, STEPS // 2 + 1)
+
+
+class LosesItsWorkers(Augmented):
+    """Its 5th batch never comes, because workers are dead: of a SIGTERM to the whole job, or by themselves."""
+
+    def __init__(self, *, dies: bool = True, told: bool = True) -> None:
+        super().__init__()
+        self.dies, self.told = dies, told
+
+    def __getitem__(self, i: int) -> Any:
+        if self.dies and i == 4 * BATCH:
+            if self.told:
+                os.kill(os.getpid(), signal.SIGTERM)
+            raise RuntimeError("DataLoader worker (pid(s) 17) exited unexpectedly")  # as torch says it
+        return super().__getitem__(i)
+
+
+def test_a_stop_that_ends_loader_workers_while_the_loop_waits_for_them_loses_nothing(tmp_path: Path) -> None:
+    """The step before was complete: it is saved, and the run ends as told."""
+    with pytest.raises(SystemExit) as ended:
+        train(tmp_path / "run", 0, nothing, data=LosesItsWorkers())
+    assert ended.value.code == 143
+    assert [(one.step, one.batch, one.reason) for one in saved(tmp_path / "run")] == [(4, 4, "signal")]
+    whole = LosesItsWorkers(dies=False)
+    reference = train(tmp_path / "reference", 0, nothing, data=whole, at_end=False)
+    assert train(tmp_path / "run", 0, nothing, seed=5, data=whole, at_end=False) == reference[4:]
+
+
+def test_a_loader_worker_that_dies_by_itself_is_an_error(tmp_path: Path) -> None:
+    """Nobody asked for a stop: the exception is torch's."""
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        train(tmp_path, 0, nothing, data=LosesItsWorkers(told=False))
 
 
 def test_a_stop_after_the_last_batch_saves_the_final_state(tmp_path: Path) -> None:

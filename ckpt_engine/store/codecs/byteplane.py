@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from ckpt_engine.store.codecs.base import Chunk
 from ckpt_engine.store.codecs.frames import PAYS
 from ckpt_engine.store.codecs.planes import Header, PlaneDecoder, PlaneEncoder
-from ckpt_engine.store.codecs.words import Words, is_float, width_of, words_in
+from ckpt_engine.store.codecs.words import is_float, width_of, words_in
 
 _MAGIC = b"CKB1"
 
@@ -31,8 +29,4 @@ class BytePlaneCodec:
         stored, out = stored.cast("B"), out.cast("B")
         header = Header.read(self.name, _MAGIC, stored, out.nbytes, None)
         words = words_in(out, header.width)
-
-        def put(start: int, stop: int, block: Words) -> None:
-            np.copyto(words[start:stop], block)
-
-        PlaneDecoder(self.name, header, stored).decode(put, out[words.nbytes :])
+        PlaneDecoder(self.name, header, stored).decode_into(words, out[words.nbytes :])

@@ -1,7 +1,7 @@
 """The stream of byte planes that the codecs for numbers share: planes that pay are compressed, the others are not.
 
 ```
-header   magic (4 bytes), width of a word (1), turned (1), zero (2), words in a block (u32), zero (u32),
+header   magic (4 bytes), width of a word (1), moved (1), zero (2), words in a block (u32), zero (u32),
          decoded bytes (u64), xxh3-64 of the base or 0 (u64)
          what the codec itself adds, see there
 block    for each plane, lowest first: kind << 28 | stored bytes (u32); then the planes; each part is padded to 8 bytes
@@ -9,7 +9,7 @@ tail     the bytes after the last whole word
 ```
 
 All numbers are little endian. The last block is shorter. Kinds: 0 as it is, 1 one zstd frame, 2 zeros, 3 this plane and
-the next one as 16-bit numbers that are not turned, 4 stored with the plane before.
+the next one as 16-bit numbers whose sign is not moved, 4 stored with the plane before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +38,6 @@ from ckpt_engine.store.codecs.words import (
     join_lane,
     lane_of,
     split_lane,
-    word_type,
 )
 
 Source = Callable[[int, int], Words]
@@ -101,21 +100,21 @@ class Header:
     Args:
         magic: of the codec; its last byte is the version, as a digit.
         width: bytes of a word.
-        turned: whether the uppermost lane was turned left by one bit.
+        moved: whether the sign was moved behind the exponent.
         nbytes: decoded bytes.
         base: digest of the base, or 0.
     """
 
     magic: bytes
     width: int
-    turned: bool
+    moved: bool
     nbytes: int
     base: int = 0
     block_words: int = BLOCK_WORDS
 
     def pack(self) -> bytes:
         """The first `HEADER_BYTES` stored bytes."""
-        return _HEADER.pack(self.magic, self.width, self.turned, 0, self.block_words, 0, self.nbytes, self.base)
+        return _HEADER.pack(self.magic, self.width, self.moved, 0, self.block_words, 0, self.nbytes, self.base)
 
     @classmethod
     def read(cls, codec: str, magic: bytes, stored: memoryview, nbytes: int, base: memoryview | None) -> Header:
@@ -127,17 +126,17 @@ class Header:
         """
         if stored.nbytes < HEADER_BYTES:
             raise damaged(codec, f"{stored.nbytes} bytes, shorter than a header")
-        found, width, turned, zero, block_words, zero2, raw, digest = _HEADER.unpack_from(stored)
+        found, width, moved, zero, block_words, zero2, raw, digest = _HEADER.unpack_from(stored)
         if found[:3] == magic[:3] and found[3] > magic[3]:
             raise NewerFormatError(f"a piece is encoded with a later version of {codec!r}")
-        good = found == magic and width in WIDTHS and turned <= 1 and zero == zero2 == 0
+        good = found == magic and width in WIDTHS and moved <= 1 and zero == zero2 == 0
         if not good or not 1 <= block_words <= BLOCK_WORDS:
             raise damaged(codec, "its header makes no sense")
         if raw != nbytes:
             raise damaged(codec, f"it holds {raw} bytes where {nbytes} belong")
         if base is not None and (base.nbytes != nbytes or base_digest(base) != digest):
             raise damaged(codec, "it was made against another base")
-        return cls(found, width, bool(turned), raw, digest, block_words)
+        return cls(found, width, bool(moved), raw, digest, block_words)
 
 
 def base_digest(base: memoryview) -> int:
@@ -202,12 +201,12 @@ class PlaneEncoder:
 
     def _lane(self, number: int, words: Words) -> tuple[int, int]:
         top = number == self._header.width // 2 - 1
-        turned = top and self._header.turned
+        moved = top and self._header.moved
         rest = self._rest
         for plane in (2 * number, 2 * number + 1):
             if rest[plane]:
                 rest[plane] -= 1
-            elif not self._paid[plane] and not self._worth_it(words, plane, turned):
+            elif not self._paid[plane] and not self._worth_it(words, plane, moved):
                 rest[plane] = _REST_BLOCKS
         if rest[2 * number] and rest[2 * number + 1]:
             nbytes = 2 * words.size
@@ -215,20 +214,17 @@ class PlaneEncoder:
             self._end += nbytes
             self._pad()
             return _PAIR << 28 | nbytes, _WITH_PREVIOUS << 28
-        low, high = split_lane(lane_of(words, number, self._scratch), turned, self._scratch)
+        low, high = split_lane(lane_of(words, number, self._scratch), moved, self._scratch)
         return self._plane(2 * number, low), self._plane(2 * number + 1, high)
 
-    def _worth_it(self, words: Words, plane: int, turned: bool) -> bool:
+    def _worth_it(self, words: Words, plane: int, moved: bool) -> bool:
         """Whether a sample of a plane can be compressed."""
         size = words.size
         if size > _SAMPLE_RUNS * _SAMPLE_WORDS:
             starts = (i * (size - _SAMPLE_WORDS) // (_SAMPLE_RUNS - 1) for i in range(_SAMPLE_RUNS))
             words = np.concatenate([words[start : start + _SAMPLE_WORDS] for start in starts])
-        lane = (words >> words.dtype.type(16 * (plane // 2))).astype(np.uint16)
-        if turned:
-            lane = lane << np.uint16(1) | lane >> np.uint16(15)
-        sample = (lane >> np.uint16(8 * (plane % 2))).astype(np.uint8)
-        return bool(len(compress(memoryview(sample), _SETTINGS)) <= HOPELESS * sample.size)
+        sample = split_lane(lane_of(words, plane // 2, self._scratch), moved, self._scratch)[plane % 2]
+        return bool(len(compress(memoryview(sample), _SETTINGS)) <= HOPELESS * sample.size)  # type: ignore[arg-type]
 
     def _plane(self, number: int, plane: Bytes) -> int:
         data: bytes | memoryview = memoryview(plane)  # type: ignore[arg-type]
@@ -262,11 +258,24 @@ class PlaneDecoder:
         self._scratch = scratch()
 
     def decode(self, sink: Sink, tail: memoryview) -> None:
-        """All blocks into `sink`, then the tail; nothing may be left over."""
-        count = self._header.nbytes // self._header.width
-        for start in range(0, count, self._header.block_words):
-            stop = min(count, start + self._header.block_words)
-            sink(start, stop, self._block(stop - start))
+        """All blocks through scratch memory to `sink`, then the tail; nothing may be left over."""
+        for start, stop in self._blocks():
+            words = self._scratch.words(self._header.width, 3, stop - start)
+            self._block(words)
+            sink(start, stop, words)
+        self._finish(tail)
+
+    def decode_into(self, out: Words, tail: memoryview) -> None:
+        """All blocks into `out`, then the tail; nothing may be left over."""
+        for start, stop in self._blocks():
+            self._block(out[start:stop])
+        self._finish(tail)
+
+    def _blocks(self) -> Iterator[tuple[int, int]]:
+        count, most = self._header.nbytes // self._header.width, self._header.block_words
+        return ((start, min(count, start + most)) for start in range(0, count, most))
+
+    def _finish(self, tail: memoryview) -> None:
         last = self._take(tail.nbytes, "its tail")
         if self._at != self._stored.size:
             raise damaged(self._codec, f"{self._stored.size - self._at} bytes are left over")
@@ -283,33 +292,39 @@ class PlaneDecoder:
     def _skip_padding(self) -> None:
         self._take(-self._at % 8, "padding")
 
-    def _block(self, count: int) -> Words:
-        width, store = self._header.width, self._scratch
+    def _block(self, out: Words) -> None:
+        width, count = self._header.width, out.size
         table = struct.unpack(f"<{width}I", self._take(4 * width, "a table of planes").tobytes())
         self._skip_padding()
         if width == 1:
             plane = self._plane(table[0], count)
-            words = store.words(1, 2, count)
-            words[:] = 0 if plane is None else plane
-            return words
-        words = store.words(width, 2, count)
-        filled = False
-        for number in range(width // 2):
-            lane = self._lane(number, table[2 * number], table[2 * number + 1], count)
+            out[:] = 0 if plane is None else plane
+            return
+        words = self._scratch.words(width, 2, count)
+        last = width // 2 - 1
+        filled: Words | None = None
+        for number in range(last + 1):
+            lane = self._lane(number, table[2 * number], table[2 * number + 1], count, out if last == 0 else None)
             if lane is None:
                 continue
-            if not filled:
-                np.copyto(words, lane)
-                if number:
-                    np.left_shift(words, word_type(width).type(16 * number), out=words)
-            else:
-                add_lane(words, number, lane, store)
-            filled = True
-        if not filled:
-            words.fill(0)
-        return words
+            if filled is None and number == 0:
+                filled = lane
+                if last:
+                    filled = words
+                    np.copyto(words, lane)
+                continue
+            if filled is None:
+                words.fill(0)
+            target = out if number == last else words
+            add_lane(words, number, lane, target, self._scratch)
+            filled = target
+        if filled is None:
+            out.fill(0)
+        elif filled is not out:
+            np.copyto(out, filled)
 
-    def _lane(self, number: int, low: int, high: int, count: int) -> Lane | None:
+    def _lane(self, number: int, low: int, high: int, count: int, out: Lane | None) -> Lane | None:
+        """A lane: where it is stored, in `out`, or else in scratch; None if it is all zeros."""
         if low >> 28 == _PAIR:
             if low & 0xFFFFFFF != 2 * count or high != _WITH_PREVIOUS << 28:
                 raise damaged(self._codec, "two planes stored together do not fit")
@@ -320,9 +335,9 @@ class PlaneDecoder:
         high_plane = self._plane(high, count)
         if low_plane is None and high_plane is None:
             return None
-        lane = self._scratch.lanes[0][:count]
-        turned = self._header.turned and number == self._header.width // 2 - 1
-        join_lane(low_plane, high_plane, turned, lane, self._scratch)
+        lane = self._scratch.lanes[0][:count] if out is None else out
+        moved = self._header.moved and number == self._header.width // 2 - 1
+        join_lane(low_plane, high_plane, moved, lane, self._scratch)
         return lane
 
     def _plane(self, entry: int, count: int) -> Bytes | None:

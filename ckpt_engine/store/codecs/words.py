@@ -1,8 +1,8 @@
 """Numbers as words of bits, and words as byte planes: which width a dtype has, cutting and joining.
 
-Words are little endian. A word is cut into lanes of 16 bits and each lane into two planes of bytes. Of a floating-point
-number the uppermost lane is turned left by one bit first: the sign leaves the place above the exponent, so that one
-plane of bfloat16 and float32 numbers is exactly the exponent.
+Words are little endian. A word is cut into lanes of 16 bits and each lane into two planes of bytes. In the uppermost
+lane of a floating-point number the sign is moved first: bits 14 to 7 become the upper byte, and bit 15 and bits 6 to 0
+the lower one. Of bfloat16 and float32 numbers one plane is then exactly the exponent.
 """
 
 from __future__ import annotations
@@ -88,47 +88,51 @@ def copy_lane(words: Words, number: int, lane: Lane, scratch: Scratch) -> None:
         np.copyto(lane, shifted, casting="unsafe")
 
 
-def split_lane(lane: Lane, turned: bool, scratch: Scratch) -> tuple[Bytes, Bytes]:
-    """The lower and the upper byte of each number of a lane, in scratch."""
+def split_lane(lane: Lane, moved: bool, scratch: Scratch) -> tuple[Bytes, Bytes]:
+    """The lower and the upper byte of each number of a lane, in scratch.
+
+    Args:
+        moved: whether the sign is moved behind the exponent first.
+    """
     low, high = (plane[: lane.size] for plane in scratch.planes)
-    shifted = scratch.lanes[1][: lane.size]
-    if turned:
-        np.right_shift(lane, np.uint16(7), out=shifted)
-        np.copyto(high, shifted, casting="unsafe")
-        # Bit 15 goes to bit 0, bits 0 to 6 to bits 1 to 7.
-        np.right_shift(shifted, np.uint16(8), out=shifted)
-        other = scratch.words(2, 1, lane.size)
-        np.left_shift(lane, np.uint16(1), out=other)
-        np.bitwise_or(shifted, other, out=shifted)
-        np.copyto(low, shifted, casting="unsafe")
+    first, second = scratch.lanes[1][: lane.size], scratch.words(2, 1, lane.size)
+    if moved:
+        np.right_shift(lane, np.uint16(7), out=first)
+        np.copyto(high, first, casting="unsafe")
+        np.bitwise_and(lane, np.uint16(0x807F), out=first)
+        np.right_shift(first, np.uint16(8), out=second)
+        np.bitwise_or(first, second, out=first)
+        np.copyto(low, first, casting="unsafe")
     else:
         np.copyto(low, lane, casting="unsafe")
-        np.right_shift(lane, np.uint16(8), out=shifted)
-        np.copyto(high, shifted, casting="unsafe")
+        np.right_shift(lane, np.uint16(8), out=first)
+        np.copyto(high, first, casting="unsafe")
     return low, high
 
 
-def join_lane(low: Bytes | None, high: Bytes | None, turned: bool, lane: Lane, scratch: Scratch) -> None:
+def join_lane(low: Bytes | None, high: Bytes | None, moved: bool, lane: Lane, scratch: Scratch) -> None:
     """Undo `split_lane` into `lane`; a plane that is None is all zeros."""
+    upper, lower = scratch.lanes[1][: lane.size], scratch.words(2, 1, lane.size)
+    # Multiplications, because numpy shifts 16-bit numbers to the left more slowly.
     if high is None:
-        lane.fill(0)
+        upper.fill(0)
     else:
-        np.copyto(lane, high)
-        np.left_shift(lane, np.uint16(8), out=lane)
-    other = scratch.words(2, 1, lane.size)
-    if low is not None:
-        np.copyto(other, low)
-        np.bitwise_or(lane, other, out=lane)
-    if turned:
-        np.left_shift(lane, np.uint16(15), out=other)
-        np.right_shift(lane, np.uint16(1), out=lane)
-        np.bitwise_or(lane, other, out=lane)
+        np.copyto(upper, high)
+        np.multiply(upper, np.uint16(0x80 if moved else 0x100), out=upper)
+    if low is None:
+        lower.fill(0)
+    else:
+        np.copyto(lower, low)
+        if moved:
+            # A copy in each byte; of the upper one the sign stays, of the lower one the rest.
+            np.multiply(lower, np.uint16(0x101), out=lower)
+            np.bitwise_and(lower, np.uint16(0x807F), out=lower)
+    np.bitwise_or(upper, lower, out=lane)
 
 
-def add_lane(words: Words, number: int, lane: Lane, scratch: Scratch) -> None:
-    """Set bits `16 * number` and up of words in which they are zero."""
+def add_lane(words: Words, number: int, lane: Lane, out: Words, scratch: Scratch) -> None:
+    """Set bits `16 * number` and up, which are zero in `words`, and put the result into `out`."""
     other = scratch.words(words.itemsize, 1, words.size)
     np.copyto(other, lane)
-    if number:
-        np.left_shift(other, words.dtype.type(16 * number), out=other)
-    np.bitwise_or(words, other, out=words)
+    np.left_shift(other, words.dtype.type(16 * number), out=other)
+    np.bitwise_or(words, other, out=out)

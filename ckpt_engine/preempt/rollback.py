@@ -1,0 +1,115 @@
+"""Where a run that has diverged goes on: a pure choice, and the object in the run's root that remembers it.
+
+The object is never removed: it counts, and it is over as soon as there is a newer snapshot than the newest it knows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_engine.errors import CorruptError, StorageMissingError
+from ckpt_engine.preempt.divergence import Divergence
+from ckpt_engine.store import layout
+from ckpt_engine.store.storage.base import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """A run goes back.
+
+    Args:
+        snapshot, step: where it goes on.
+        newest: id of the newest snapshot when that was decided.
+        diverged_step: of the first loss in question.
+        skip_batches: that are left out from there on.
+        count: how many rollbacks the run has had, this one included.
+        why: what the loss was, for people.
+    """
+
+    snapshot: str
+    step: int
+    newest: str
+    diverged_step: int
+    skip_batches: int
+    count: int
+    why: str
+
+    def text(self) -> str:
+        """For the resume report."""
+        return f"rollback {self.count}: {self.why}; {self.skip_batches} batches are skipped"
+
+
+def plan_rollback(
+    snapshots: Sequence[tuple[str, int]], found: Divergence, before: Rollback | None, *, skip_batches: int, at_most: int
+) -> Rollback | str:
+    """Go back to the newest snapshot; to an older one than last time if that did not get beyond the last divergence.
+
+    Args:
+        snapshots: id and step of those that are durable, oldest first; none was taken after the divergence began.
+        before: the last rollback.
+
+    Returns:
+        The rollback, or why there is none.
+    """
+    count = 1 if before is None else before.count + 1
+    if count > at_most:
+        return f"it was rolled back {at_most} times already, as often as rollback.at_most allows"
+    below = before.step if before is not None and found.first_step <= before.diverged_step else None
+    fitting = [one for one in snapshots if one[1] < found.first_step and (below is None or one[1] < below)]
+    if not fitting:
+        older = "" if below is None else f"; the rollback to step {below} did not get beyond step {found.first_step}"
+        return f"there is no snapshot to go back to{older}"
+    snapshot, step = fitting[-1]
+    return Rollback(snapshot, step, snapshots[-1][0], found.first_step, skip_batches, count, found.text())
+
+
+def is_pending(rollback: Rollback | None, newest: str) -> bool:
+    """Whether a start whose newest snapshot is `newest` has to go back: nothing was saved since that was decided."""
+    return rollback is not None and rollback.newest == newest
+
+
+def write_rollback(storage: Storage, rollback: Rollback) -> None:
+    """Remember it at the run's root.
+
+    Raises:
+        StorageError
+    """
+    text = json.dumps(dataclasses.asdict(rollback)).encode() + b"\n"
+    storage.put(layout.ROLLBACK, [memoryview(text)], exclusive=False)
+
+
+def read_rollback(storage: Storage) -> Rollback | None:
+    """The last one of the run, over or not.
+
+    Raises:
+        CorruptError: what is there is none.
+        StorageError
+    """
+    try:
+        row: dict[str, Any] = json.loads(storage.get(layout.ROLLBACK))
+    except StorageMissingError:
+        return None
+    except ValueError as err:
+        raise _damaged(storage, err) from err
+    try:
+        return Rollback(
+            str(row["snapshot"]),
+            int(row["step"]),
+            str(row["newest"]),
+            int(row["diverged_step"]),
+            int(row["skip_batches"]),
+            int(row["count"]),
+            str(row["why"]),
+        )
+    except (LookupError, TypeError, ValueError) as err:
+        raise _damaged(storage, err) from err
+
+
+def _damaged(storage: Storage, err: Exception) -> CorruptError:
+    return CorruptError(
+        f"{storage.url}/{layout.ROLLBACK} is damaged: {err}", hint="remove it to go on at the newest snapshot"
+    )

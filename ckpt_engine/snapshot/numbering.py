@@ -1,0 +1,50 @@
+"""Every rank counts the snapshots of all ranks alike, also those that it has no part in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ckpt_engine.ranks.session import Session
+from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.snapshot.request import Request
+
+
+class Numbering:
+    """Gives ids to the snapshots of one rank. Training thread only.
+
+    Args:
+        session: of the ranks; None: this one is alone, and its writer numbers the snapshots.
+        cancel: tells the others that this rank has no part in a snapshot, and why.
+    """
+
+    def __init__(self, session: Session | None, cancel: Callable[[str, str], None]) -> None:
+        self._session = session
+        self._cancel = cancel
+
+    @property
+    def lacks_session(self) -> bool:
+        """Whether the ranks have still to agree on their numbers: a writer has to start first."""
+        return self._session is not None and not self._session.is_open
+
+    @property
+    def rank(self) -> int:
+        return 0 if self._session is None else self._session.ranks.rank
+
+    def take(self, wanted: Request, parent: str | None, save: Callable[[str | None], SaveHandle]) -> SaveHandle:
+        """Let `save` take the snapshot of that id. Whatever fails in it: all ranks go on counting alike."""
+        if self._session is None or not wanted.durable:
+            return save(None)
+        snapshot = self._session.number(wanted.step, parent)
+        why = "it failed there"
+        try:
+            handle = save(snapshot)
+            why = handle.skipped or ""
+        finally:
+            if why:
+                self._cancel(snapshot, why)
+        return handle
+
+    def miss(self, step: int, parent: str | None, why: str) -> None:
+        """This rank takes no snapshot of `step` though all ranks do: it is counted, and nobody waits for this rank."""
+        if self._session is not None and self._session.is_open:
+            self._cancel(self._session.number(step, parent), why)

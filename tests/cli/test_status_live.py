@@ -1,0 +1,30 @@
+"""`ckpt status` of a run that is being trained on this machine: its writer is asked, with one tier too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.persist.test_memory import attached, logged, trainer
+from tests.persist.test_memory_ends import until
+
+Ckpt = Callable[..., Any]
+
+
+def test_the_writer_says_what_it_has_in_memory(ckpt: Ckpt, tmp_path: Path) -> None:
+    """While the trainer lives, and after it was killed; nothing needs to be durable yet."""
+    root = tmp_path / "run"
+    with trainer(root, "wait") as process:
+        until("held", process, root)
+        writer = logged(root)["writer"]
+        done = ckpt("status", root)
+        assert done.code == 0, done.err
+        line = done.out.splitlines()[-1]
+        assert line.startswith(f"its writer is process {writer}; its trainer lives; step 1 is in memory, not durable")
+        live = ckpt("status", root, "--json").json["live"]
+        assert (live["pid"], live["trainer"], live["held_step"], live["held_durable"]) == (writer, True, 1, False)
+        assert live["held_age_seconds"] >= 0.0
+    place = attached(root)
+    assert "its trainer is gone; step 1 is in memory" in ckpt("status", root).out
+    place.release()

@@ -1,0 +1,132 @@
+"""The line that nobody may miss: seen without any logging set up, and once with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_engine.observe.aloud import announce, is_heard
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def lonely(name: str) -> logging.Logger:
+    """A logger as of a program that has set up nothing."""
+    logger = logging.Logger(name)
+    logger.propagate = False
+    logger.setLevel(logging.WARNING)
+    return logger
+
+
+def test_without_handlers_it_goes_where_python_shows_warnings(capsys: pytest.CaptureFixture[str]) -> None:
+    """To standard error, and the short form of it."""
+    announce(lonely("a"), "a long\nreport", line="a report")
+    assert capsys.readouterr() == ("", "a report\n")
+
+
+def test_a_trainer_may_have_its_own_way(capsys: pytest.CaptureFixture[str]) -> None:
+    """Then it is used whatever handlers there are, as long as none of them hears it."""
+    logger, said = lonely("a"), list[str]()
+    announce(logger, "hello", aloud=said.append)
+    logger.addHandler(logging.NullHandler(logging.WARNING))
+    announce(logger, "again", aloud=said.append)
+    assert said == ["hello", "again"]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_who_hears_it_hears_it_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The long form, through logging."""
+    logger, said, records = lonely("a"), list[str](), list[logging.LogRecord]()
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    announce(logger, "a long\nreport", line="a report", aloud=said.append)
+    assert [record.getMessage() for record in records] == ["a long\nreport"]
+    assert said == [] and capsys.readouterr() == ("", "")
+
+
+def test_who_has_set_up_logging_and_wants_no_news_gets_none(capsys: pytest.CaptureFixture[str]) -> None:
+    """A handler for warnings is a decision."""
+    logger = lonely("a")
+    logger.addHandler(logging.StreamHandler())
+    announce(logger, "hello")
+    assert not is_heard(logger)
+    assert capsys.readouterr() == ("", "")
+
+
+SCRIPTS = {
+    "plain": """
+with Checkpointer(root, every_n_steps=2) as ckpt:
+    run = ckpt.track(model=net, optimizer=optimizer, loader=data)
+    for epoch in range(run.epoch, epochs):
+        for (x,) in data:
+            net(x).sum().backward()
+            optimizer.step()
+""",
+    "accelerate": """
+from accelerate import Accelerator
+from accelerate_ckpt import AdaptiveCheckpoint
+accelerator = Accelerator(cpu=True)
+net, optimizer, data = accelerator.prepare(net, optimizer, data)
+ckpt = AdaptiveCheckpoint(accelerator, root, every_n_steps=2)
+for epoch in range(ckpt.epoch, epochs):
+    for (x,) in data:
+        accelerator.backward(net(x).sum())
+        optimizer.step()
+ckpt.close()
+""",
+    "lightning": """
+import lightning.pytorch as pl
+from lightning_ckpt import AdaptiveCheckpoint
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def training_step(self, batch, _):
+        return self.net(batch[0]).sum()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+pl.Trainer(max_epochs=epochs, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+    callbacks=[AdaptiveCheckpoint(root, every_n_steps=2)]).fit(Module(), data, ckpt_path="auto")
+""",
+}
+HEAD = """
+import sys, torch
+from torch.utils.data import DataLoader, TensorDataset
+from ckpt_engine import Checkpointer
+root, epochs = sys.argv[1], int(sys.argv[2])
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+data = DataLoader(TensorDataset(torch.zeros(8, 2)), batch_size=2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("configured", [False, True], ids=["default logging", "configured"])
+@pytest.mark.parametrize("loop", sorted(SCRIPTS))
+def test_a_script_that_sets_up_no_logging_says_where_it_starts(loop: str, configured: bool, tmp_path: Path) -> None:
+    """Once: first that it starts fresh, then what it has resumed from."""
+    head = "import logging; logging.basicConfig(level=logging.INFO)\n" if configured else ""
+
+    def run(epochs: int) -> str:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", head + HEAD + SCRIPTS[loop], str(tmp_path / "run"), str(epochs)],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    first, second = run(1), run(2)
+    assert first.count("starting fresh") == 1, first
+    assert second.count("resumed at step 4") == 1, second
+    assert "starting fresh" not in second and "resumed at" not in first

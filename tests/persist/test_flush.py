@@ -1,0 +1,111 @@
+"""The newest snapshot in memory becomes durable on request while its trainer lives, and is never torn."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ckpt_engine.observe.events import Notice, SnapshotCommitted
+from ckpt_engine.persist import spawn
+from ckpt_engine.persist.control import FLUSH
+from tests.persist.conftest import Writers
+from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
+from tests.persist.test_memory import run_trainer, steps, trainer
+from tests.persist.test_memory_ends import asked, until, until_durable
+from tests.persist.test_process import gone
+
+
+def flush(root: Path, step: int) -> None:
+    """Ask until the writer has taken in that it holds `step`."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while asked(root, FLUSH) != {"step": step}:
+        assert time.monotonic() < deadline
+
+
+def test_what_is_held_becomes_durable_while_the_trainer_lives(tmp_path: Path) -> None:
+    """Asked for twice it is written once; and when the trainer dies it is still the snapshot that is served."""
+    root = tmp_path / "run"
+    with trainer(root, "wait") as process:
+        until("held", process, root)
+        assert asked(root, FLUSH) == {"step": 1}
+        assert asked(root, FLUSH) == {"step": 1}
+        until_durable(root, 1)
+        assert steps(root) == [1]
+        assert asked(root, FLUSH) == {"step": 1}
+    assert len(check_all(root)) == 1
+
+
+def test_there_may_be_nothing_to_write(tmp_path: Path, processes: Writers) -> None:
+    """Nothing is held yet; or the trainer is gone, and its writer does all that is needed by itself."""
+    client = processes.start(memory=True)
+    assert asked(processes.root, FLUSH) == {"step": None, "why": "no snapshot is held in memory"}
+    assert client.close(WAIT_SECONDS)
+    root = tmp_path / "other"
+    told = run_trainer(root, "die-holding", "1", TEST_LINGER="3600")
+    reply = asked(root, FLUSH)
+    assert reply["step"] is None and "trainer is gone" in str(reply["why"])
+    assert asked(root, "bye") == {"ok": True}
+    assert gone(told["writer"])
+
+
+def test_a_slot_that_may_have_changed_meanwhile_is_not_committed(
+    processes: Writers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The trainer went on and sent a newer one, after which it may fill the slot anew: the older one is left."""
+    gate = tmp_path / "gate"
+    monkeypatch.setattr(spawn, "ENTRY", Path(__file__).with_name("gated_writer.py"))
+    monkeypatch.setenv("TEST_GATE", str(gate))
+    client = processes.start(memory=True)
+    first, second = Stage(slot=0), Stage(slot=1)
+    for one in (first, second):
+        one.share(client)
+    client.hold(first.job(1))
+    flush(processes.root, 1)
+    while not gate.with_suffix(".reached").exists():
+        client.wait(0.01)
+    client.hold(second.job(2))
+    first.fill(3)
+    gate.touch()
+    heard: list[object] = []
+    while not any(isinstance(message, Notice) for message in heard):
+        assert client.wait(WAIT_SECONDS)
+        heard += client.poll()
+    (notice,) = [message for message in heard if isinstance(message, Notice)]
+    assert notice.message == "the snapshot of step 1 was left: a newer one has taken its place"
+    assert steps(processes.root) == []
+    flush(processes.root, 2)
+    until_durable(processes.root, 2)
+    assert client.close(WAIT_SECONDS)
+    assert steps(processes.root) == [2]
+    assert len(check_all(processes.root)) == 1
+    first.close()
+    second.close()
+
+
+def test_jobs_and_what_is_held_keep_their_order(
+    processes: Writers, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is held is written after the jobs before it, and has a higher number; what is a job already, once."""
+    gate = tmp_path / "gate"
+    monkeypatch.setattr(spawn, "ENTRY", Path(__file__).with_name("gated_writer.py"))
+    monkeypatch.setenv("TEST_GATE", str(gate))
+    client = processes.start(memory=True)
+    first, second = Stage(slot=0), Stage(slot=1)
+    for one in (first, second):
+        one.share(client)
+    job = first.job(1)
+    client.submit(job)
+    flush(processes.root, 1)
+    client.hold(second.job(2))
+    flush(processes.root, 2)
+    gate.touch()
+    heard: list[object] = []
+    assert outcome(client, job.job, heard).error is None  # type: ignore[arg-type]
+    until_durable(processes.root, 2)
+    heard += client.poll()
+    assert [one.step for one in heard if isinstance(one, SnapshotCommitted)] == [1, 2]
+    assert [info.step for info in check_all(processes.root)] == [1, 2]
+    first.close()
+    second.close()

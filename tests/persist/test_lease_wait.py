@@ -1,0 +1,72 @@
+"""Who starts a second trainer on a run learns at once whom it waits for, and what to do."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import pytest
+
+from ckpt_engine.errors import LeaseHeldError
+from ckpt_engine.observe.events import Event, Notice, SnapshotFound
+from ckpt_engine.persist.client import completed
+from ckpt_engine.persist.job import WriterConfig
+from ckpt_engine.persist.spawn import ProcessWriter
+from ckpt_engine.persist.thread import ThreadWriter
+from tests.persist.conftest import Writers
+from tests.persist.staged import WAIT_SECONDS, Stage
+
+
+@pytest.mark.parametrize("kind", [ProcessWriter, ThreadWriter], ids=["process", "thread"])
+def test_a_second_writer_says_at_once_whom_it_waits_for(kind: Any, processes: Writers) -> None:
+    """Process, machine, since when, how long, and how to end it; before it is refused."""
+    processes.start()
+    heard: list[Event] = []
+    with pytest.raises(LeaseHeldError):
+        kind.start(completed(WriterConfig(str(processes.root), lease_wait_seconds=0.5)), heard.append)
+    (notice,) = heard
+    assert isinstance(notice, Notice) and notice.level == "WARNING"
+    for word in (
+        f"process {os.getpid()} on {socket.gethostname()} since ",
+        "at most 0.5 s",
+        f"`ckpt stop file://{processes.root}`",
+        "another folder",
+    ):
+        assert word in notice.message
+
+
+def test_a_writer_that_finishes_for_a_dead_trainer_is_no_alarm(processes: Writers) -> None:
+    """A restart after a crash waits for the rescue, which ends by itself."""
+    dead = 2**22 - 1
+    first = processes.start(holder={"pid": dead})
+    heard: list[Event] = []
+    with pytest.raises(LeaseHeldError):
+        ProcessWriter.start(completed(WriterConfig(str(processes.root), lease_wait_seconds=0.3)), heard.append)
+    (notice,) = heard
+    assert isinstance(notice, Notice) and notice.level == "INFO"
+    assert f"process {dead} is gone" in notice.message and "ckpt stop" not in notice.message
+    assert first.alive
+
+
+def test_who_need_not_wait_says_nothing(processes: Writers) -> None:
+    """Nobody writes the run."""
+    heard: list[Event] = []
+    client = ProcessWriter.start(completed(WriterConfig(str(processes.root), lease_wait_seconds=60.0)), heard.append)
+    assert client.close(60.0)
+    assert heard == []
+
+
+def test_a_writer_with_memory_tells_what_the_tier_has(processes: Writers, stage: Stage) -> None:
+    """Whoever resumed from the memory of the writer before knows by it what the rescue has made durable."""
+    heard: list[Event] = []
+    first = ProcessWriter.start(completed(WriterConfig(str(processes.root), memory=True)), heard.append)
+    stage.share(first)
+    first.hold(stage.job(7))
+    assert first.close(WAIT_SECONDS)
+    assert heard == []
+    config = completed(WriterConfig(str(processes.root), memory=True, lease_wait_seconds=WAIT_SECONDS))
+    second = ProcessWriter.start(config, heard.append)
+    assert second.close(WAIT_SECONDS)
+    (found,) = [event for event in heard if isinstance(event, SnapshotFound)]
+    assert (found.step, found.tier) == (7, str(processes.root))

@@ -1,0 +1,152 @@
+"""A step that is longer than the grace: what was only in memory becomes durable before the machine is gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ckpt_engine import Checkpointer
+from ckpt_engine.observe.events import Requested, SnapshotFailed, SnapshotStaged
+from ckpt_engine.preempt.plan import Choice
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.open import open_storage
+from tests.preempt.long_step import GRACE_SECONDS
+from tests.preempt.test_watch import MB, Desk, desk, until  # noqa: F401 - a fixture
+
+REPOSITORY = Path(__file__).parents[2]
+PATIENCE_SECONDS = 90.0
+AT = 9
+
+
+class Job:
+    """A training process and its writer."""
+
+    def __init__(self, loop: str, folder: Path) -> None:
+        self.root, self.trace, self.log = folder / "run", folder / "trace", folder / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.preempt.long_step", loop, str(self.root), str(self.trace), str(AT)],
+                cwd=REPOSITORY,
+                stdout=log,
+                stderr=log,
+            )
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not condition():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.005)
+
+    def hangs(self) -> bool:
+        return self.trace.exists() and self.trace.read_text().endswith("hangs\n")
+
+    def steps(self) -> list[int]:
+        return [one.step for one in Repository(open_storage(self.root)).ids()]
+
+    def lose_the_machine(self) -> None:
+        """Trainer, writer and whatever else there is, at once."""
+        with suppress(psutil.NoSuchProcess):
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            for one in (self.process, *children):
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+        self.process.wait(PATIENCE_SECONDS)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[[str], Job]]:
+    made: list[Job] = []
+
+    def start(loop: str) -> Job:
+        made.append(Job(loop, tmp_path))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.lose_the_machine()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["plain", "accelerate", "lightning"])
+def test_the_step_before_a_step_that_is_too_long_is_durable(loop: str, job: Callable[[str], Job]) -> None:
+    """SIGTERM, and at the end of the grace everything is killed, the writer too: one step is lost, not nine."""
+    one = job(loop)
+    one.until(one.hangs)
+    assert max(one.steps(), default=0) < AT - 1
+    os.kill(one.process.pid, signal.SIGTERM)
+    end = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < end:
+        time.sleep(0.01)
+    one.lose_the_machine()
+    log = one.log.read_text()
+    assert one.steps()[-1] == AT - 1, log
+    assert f"the writer makes the snapshot of step {AT - 1} in memory durable now" in log
+    assert f"the snapshot of step {AT - 1} is durable\n" in log
+    with Checkpointer(one.root) as ckpt:
+        assert ckpt.load() is not None
+        assert ckpt.loaded is not None and ckpt.loaded.info.step == AT - 1
+
+
+def test_what_is_in_memory_is_written_when_the_step_is_too_long(
+    desk: Callable[..., Desk],  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As late as it can be, because a snapshot at the end of the step would be newer; and it is watched."""
+    caplog.set_level(logging.INFO)
+    one = desk(signals=[], grace="10 s")
+    one.committed(4, seconds=8.0)
+    one.ledger.emit(SnapshotStaged("", 7, 0.5, MB, durable=False))
+    one.held = 7
+    one.watch.boundary(7)
+    one.watch.start()
+    one.watch.emit(Requested("stop", "ann"))  # 10 s of 10
+    until(one.looked.is_set)
+    assert one.flushed == 1 and one.watch.flushing
+    assert "the writer makes the snapshot of step 7 in memory durable now" in caplog.text
+    stop = one.watch.stop
+    assert stop is not None
+    assert [(fly.step) for fly in one.watch._facts(stop, 0.0).in_flight] == [7]
+    one.newest = 7
+    until(lambda: "the snapshot of step 7 is durable\n" in caplog.text)
+
+
+def test_a_boundary_that_comes_after_all_waits_for_what_is_written(desk: Callable[..., Desk]) -> None:  # noqa: F811
+    """The plan counts it as in flight; it is over when the writer has told that it is durable, or is not."""
+    one = desk(signals=[], grace="1 s")
+    one.ledger.emit(SnapshotStaged("", 7, 0.0, MB, durable=False))
+    one.held = 7
+    one.watch.boundary(7)
+    assert one.watch.flush() == 7 and one.watch.flushing
+    one.watch.emit(Requested("stop", "ann"))
+    assert one.watch.stop is not None
+    assert one.watch.plan(one.watch.stop).choice in (Choice.FINISH, Choice.SNAPSHOT)
+    one.committed(7)
+    assert not one.watch.flushing
+    one.held = 8
+    one.watch.flush()
+    one.watch.emit(SnapshotFailed("", 8, "/run", "CKPT300", "the disk is gone"))
+    assert not one.watch.flushing
+
+
+def test_a_writer_that_has_nothing_in_memory_is_no_reason_to_wait(
+    desk: Callable[..., Desk],  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It may have been killed meanwhile: that is said, and nothing is watched."""
+    one = desk(signals=[], grace="0.2 s")
+    one.ledger.emit(SnapshotStaged("", 7, 0.0, MB, durable=False))
+    one.watch.boundary(7)
+    one.watch.start()
+    one.watch.emit(Requested("stop", "ann"))
+    until(lambda: "cannot be made durable before training ends" in caplog.text)
+    assert not one.looked.is_set() and not one.watch.flushing

@@ -1,0 +1,402 @@
+"""A snapshot of device tensors is one instant, whatever the streams of training and of the copies do in between."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_engine import Checkpointer
+from ckpt_engine.observe.events import Event as EngineEvent
+from ckpt_engine.observe.events import Notice
+from ckpt_engine.restore import into, landing
+from ckpt_engine.snapshot import cuda_layout, cuda_pin
+from ckpt_engine.snapshot.arena import Slot, slot_bytes
+from ckpt_engine.snapshot.cuda_copies import DeviceCopies
+from ckpt_engine.snapshot.flatten import Flattener, Path
+from ckpt_engine.snapshot.plan import Planner
+from ckpt_engine.snapshot.slots import Slots
+from ckpt_engine.snapshot.stage import Copier, Staging
+from tests.snapshot.streams import DEVICES, FakeDevices, Stream, on_devices, pumped
+
+BUFFER, DIRECT, PIECE = 4096, 1024, 4096
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small() -> Iterator[None]:
+    """Sizes at which small tensors take every way that large ones do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_layout, "BUFFER_BYTES", BUFFER)
+        patch.setattr(cuda_layout, "DIRECT_BYTES", DIRECT)
+        patch.setattr(cuda_pin, "PIECE_BYTES", PIECE)
+        patch.setattr(landing, "LANDING_BYTES", 3000)
+        yield
+
+
+def lazily(path: Path) -> bool:
+    return path[0] == "lazy"
+
+
+def device_state(devices: FakeDevices) -> dict[str, dict[str, torch.Tensor]]:
+    """Lazy and eager tensors of many kinds on two devices, and some host tensors."""
+    draw = torch.Generator().manual_seed(3)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return (torch.rand(shape, generator=draw) * 9).to(dtype)
+
+    lazy = {
+        "large": new(3000),
+        "one piece": new(PIECE // 4),
+        **{f"small {i}": new(i % 7) for i in range(20)},
+        "transposed": new(30, 40).t(),
+        "transposed, long": new(90, 60).t(),
+        "long rows": new(1300, 2).t(),
+        "half": new(77, dtype=torch.bfloat16),
+        "eight": new(33, dtype=torch.float8_e4m3fn),
+        "bool": new(5, dtype=torch.bool),
+        "complex": torch.complex(new(600), new(600)).conj(),
+        "double": new(700, dtype=torch.float64),
+        "scalar": new(),
+    }
+    eager = {
+        **{f"stat {i}": new(16) for i in range(6)},
+        "table": new(900),
+        "huge": new(2000),
+        "count": new(3, dtype=torch.int64),
+        "transposed": new(12, 20).t(),
+    }
+    for number, tensor in enumerate([*lazy.values(), *eager.values()]):
+        devices.put(tensor, DEVICES[number % 5 == 4])
+    return {"lazy": {**lazy, "on the host": new(64)}, "eager": {**eager, "on the host": new(64)}}
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    flat = [t.resolve_conj().contiguous().view(-1).view(torch.uint8) for t in (a, b)]
+    return torch.equal(flat[0], flat[1])
+
+
+@dataclass
+class Training:
+    """A loop whose kernels change every tensor at every step, in streams that wait for each other as torch asks for."""
+
+    devices: FakeDevices
+    monkeypatch: pytest.MonkeyPatch
+    lazy: bool = True
+    planner: Planner = field(default_factory=lambda: Planner(Flattener()))
+    torn: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        on_devices(self.devices, self.monkeypatch)
+        self.state = device_state(self.devices)
+        self.copier = Copier(1, DeviceCopies(self.devices))
+        self.update = {device: Stream(f"update {device}") for device in DEVICES}
+        self.devices.streams += self.update.values()
+
+    def mutate(self, part: str) -> None:
+        """Kernels for device tensors; host tensors change at once."""
+        for tensor in self.state[part].values():
+            home = self.devices.home(tensor)
+            if home is None:
+                tensor.add_(1)
+            else:
+                self.devices.launch(lambda t=tensor: t.copy_(torch.rand(t.shape).to(t.dtype)), home)
+
+    def join(self, waiting: dict[torch.device, Stream], on: dict[torch.device, Stream]) -> None:
+        for device in DEVICES:
+            event = self.devices.mark(on[device])
+            waiting[device].work.append(event)
+
+    def step(self, pumps: list[int]) -> None:
+        """A snapshot, and the step after it; compared when it has landed."""
+        devices, lazy = self.devices, lazily if self.lazy else None
+        self.mutate("lazy")  # the update before, which the device has not done yet
+        self.mutate("eager")
+        capture = self.planner.capture(self.state, lazy)
+        slot = Slot(0, slot_bytes(capture.plan), devices)
+        assert slot.pin(DEVICES[0]) is None
+        views = slot.views(capture.plan)
+        names = ["/".join(map(str, source.path)) for source in capture.plan.sources]
+        expected: dict[str, torch.Tensor] = {}
+        for source, name in zip(capture.plan.sources, names, strict=True):
+            tensor = source.tensor(capture.arrays)
+            keep = lambda n=name, t=tensor: expected.update({n: t.clone()})  # noqa: E731
+            home = devices.home(tensor)
+            keep() if home is None else devices.launch(keep, home)
+        done: list[BaseException | None] = []
+        staging = Staging(capture, views, done.append)
+        with devices.saving():
+            staging.begin(self.copier)
+        devices.pump(pumps[0])
+        self.mutate("eager")
+        if not self.lazy:
+            self.mutate("lazy")
+        devices.pump(pumps[1])
+        self.join(self.update, devices.main)
+        with devices.stream(self.update[DEVICES[0]], DEVICES[0]), devices.stream(self.update[DEVICES[1]], DEVICES[1]):
+            staging.fence()
+            self.mutate("lazy")
+            self.mutate("eager")
+        devices.pump(pumps[2])
+        self.join(devices.main, self.update)
+        assert done == [] or staging.complete
+        devices.pump()
+        assert staging.wait(30.0) and done == [None]
+        self.torn += [n for n, view in zip(names, views, strict=True) if not same_bytes(view, expected[n])]
+        slot.close()
+
+    def close(self) -> None:
+        self.devices.pump()
+        self.copier.close(30.0)
+
+
+def torn_in(devices: FakeDevices, pumps: list[list[int]], *, lazy: bool = True) -> list[str]:
+    """What is torn in a run of as many snapshots as there are `pumps`."""
+    with pytest.MonkeyPatch.context() as patch:
+        training = Training(devices, patch, lazy)
+        try:
+            for three in pumps:
+                training.step(three)
+        finally:
+            training.close()
+    return training.torn
+
+
+PUMPS = st.lists(st.lists(st.integers(0, 60), min_size=3, max_size=3), min_size=1, max_size=3)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1 << 30), pumps=PUMPS, lazy=st.booleans())
+def test_no_order_of_streams_tears_a_snapshot(seed: int, pumps: list[list[int]], lazy: bool) -> None:
+    """Eager tensors change right after `save`, lazy ones in another stream after the fence, on two devices."""
+    assert torn_in(FakeDevices(seed), pumps, lazy=lazy) == []
+
+
+@pytest.mark.parametrize("dropped", ["instant", "eager", "fence"])
+def test_every_wait_is_needed(dropped: str) -> None:
+    """Without any one of the three kinds of waits some order of streams tears a snapshot."""
+    assert any(torn_in(FakeDevices(seed, [dropped]), [[seed % 40, 10, 60]]) for seed in range(30))
+
+
+def test_the_device_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One buffer for packing per device, no larger than the limit or the longest row that is not in order."""
+    devices = FakeDevices()
+    assert torn_in(devices, [[5, 5, 5]] * 3) == []
+    longest = 1300 * 4
+    assert all(0 < nbytes <= max(BUFFER, longest) + 64 for nbytes in devices.allocated.values())
+
+
+def test_the_writer_is_told_when_the_copies_have_landed_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`begin` and `fence` return at once, with nothing in the arena yet."""
+    devices = FakeDevices()
+    training = Training(devices, monkeypatch)
+    capture = training.planner.capture(training.state, lazily)
+    slot = Slot(0, slot_bytes(capture.plan), devices)
+    done: list[BaseException | None] = []
+    staging = Staging(capture, slot.views(capture.plan), done.append)
+    staging.begin(training.copier)
+    staging.fence()
+    assert not staging.wait(0.3) and done == [] and not staging.over
+    devices.pump()
+    assert staging.wait(30.0) and done == [None] and staging.over
+    training.close()
+
+
+def test_a_tensor_that_training_lets_go_of_stays_until_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory would be used again under the copy."""
+    devices = FakeDevices()
+    on_devices(devices, monkeypatch)
+    copier = Copier(1, DeviceCopies(devices))
+    state = {"t": devices.put(torch.rand(5000))}
+    gone = weakref.ref(state["t"])
+    planner = Planner(Flattener())
+    capture = planner.capture(state)
+    slot = Slot(0, slot_bytes(capture.plan), devices)
+    staging = Staging(capture, slot.views(capture.plan), lambda _: None)
+    staging.begin(copier)
+    del state, capture
+    assert gone() is not None
+    devices.pump()
+    assert staging.wait(30.0)
+    copier.close(30.0)
+    assert gone() is None
+
+
+def test_a_refused_copy_fails_the_snapshot_and_not_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error is told once everything that was queued is over, because that still writes into the slot."""
+    devices = FakeDevices()
+    training = Training(devices, monkeypatch)
+    capture = training.planner.capture(training.state, lazily)
+    slot = Slot(0, slot_bytes(capture.plan), devices)
+    done: list[BaseException | None] = []
+    staging = Staging(capture, slot.views(capture.plan), done.append)
+    devices.fail_next_copy = True
+    with pytest.raises(Exception, match="a copy was refused"):
+        staging.begin(training.copier)
+    assert done == []
+    devices.pump()
+    assert staging.wait(30.0)
+    assert len(done) == 1 and "a copy was refused" in str(done[0])
+    training.step([3, 3, 3])
+    assert training.torn == []
+    training.close()
+
+
+def test_a_state_that_moves_to_a_device_is_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else about it changes."""
+    devices = FakeDevices()
+    on_devices(devices, monkeypatch)
+    planner = Planner(Flattener())
+    before = planner.capture({"t": torch.zeros(10)}).plan
+    after = planner.capture({"t": devices.put(torch.zeros(10))}).plan
+    assert before.devices == () and after.devices == (DEVICES[0],)
+
+
+def test_step_counts_on_the_host_do_not_cut_up_what_crosses_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adam keeps a host scalar between the two moments of every parameter: thousands of copies if they crossed so."""
+    devices = FakeDevices()
+    on_devices(devices, monkeypatch)
+    state = {
+        i: {
+            "step": torch.tensor(1.0),
+            "exp_avg": devices.put(torch.zeros(2)),
+            "exp_avg_sq": devices.put(torch.zeros(2)),
+        }
+        for i in range(100)
+    }
+    entries = Planner(Flattener()).capture(state, lambda _: True).plan.layout.entries
+    names = [entry.name.rpartition("/")[2] for entry in entries]
+    assert names == ["step"] * 100 + ["exp_avg", "exp_avg_sq"] * 100
+
+
+def test_slots_for_devices_are_page_locked_in_pieces_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One long call would hold up every process on the machine that uses a GPU."""
+    devices = FakeDevices()
+    on_devices(devices, monkeypatch)
+    on_host = Planner(Flattener()).capture({"a": torch.zeros(4000)}).plan
+    plan_ = Planner(Flattener()).capture({"a": devices.put(torch.zeros(4000))}).plan
+    slots = Slots(2, devices)
+    assert slots.take(on_host) is not None and not devices.registered
+    slots.close()
+    slots.warm_up(plan_)
+    slot = slots.take(plan_)
+    assert slot is not None and slots.pin_problem is None
+    assert sum(devices.registered.values()) >= slot.nbytes and max(devices.registered.values()) == PIECE
+    slots.close()
+    assert not devices.registered
+
+
+def test_memory_that_cannot_be_page_locked_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All or nothing: half of a slot helps nobody."""
+    devices = FakeDevices(lockable=2)
+    on_devices(devices, monkeypatch)
+    plan_ = Planner(Flattener()).capture({"a": devices.put(torch.zeros(4000))}).plan
+    slots = Slots(1, devices)
+    assert slots.take(plan_) is not None
+    assert slots.pin_problem == "out of memory" and not devices.registered and devices.unregistered == 2
+    slots.close()
+
+
+def checkpointer_on(devices: FakeDevices, folder: object, **options: object) -> Checkpointer:
+    """A real one, whose copies from devices go through `devices`."""
+    ckpt = Checkpointer(str(folder), writer="thread", **options)
+    ckpt._pipeline._copier = Copier(1, DeviceCopies(devices))
+    ckpt._pipeline._slots = Slots(2, devices)
+    return ckpt
+
+
+def test_snapshots_in_a_row_are_each_one_instant_and_come_back_onto_the_device(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every part is real but the device: save without waiting, restore into device tensors."""
+    devices = FakeDevices(7)
+    on_devices(devices, monkeypatch)
+    state = {"lazy": {"w": devices.put(torch.zeros(5000)), "b": devices.put(torch.zeros(9))}, "step": 0}
+    target = {"lazy": {"w": devices.put(torch.ones(5000)), "b": devices.put(torch.ones(9))}, "step": 0}
+    handles = []
+    with pumped(devices), checkpointer_on(devices, tmp_path, keep={"last": 2}) as ckpt:
+        for step in range(1, 6):
+            ckpt.before_update()
+            for tensor in (state["lazy"]["w"], state["lazy"]["b"]):
+                devices.launch(lambda t=tensor: t.add_(1))
+            state["step"] = step
+            while not ckpt.ready():
+                next(h for h in handles if not h.done()).wait(30.0)
+            handles.append(ckpt.save(state, step=step, lazy=lazily))
+        handles[-1].wait(30.0)
+    assert not devices.registered, "nothing stays page-locked"
+    monkeypatch.setattr(into, "_takes_bytes", lambda live, entry: isinstance(live, torch.Tensor))
+    fill = landing.fill
+    monkeypatch.setattr("ckpt_engine.restore.load.fill", lambda *rest: fill(*rest, runtime=devices))
+    for step in (4, 5):
+        with pumped(devices), Checkpointer(str(tmp_path)) as ckpt:
+            ckpt.load(step, into=target)
+        assert torch.equal(target["lazy"]["w"], torch.full((5000,), float(step)))
+        assert torch.equal(target["lazy"]["b"], torch.full((9,), float(step)))
+    assert not devices.registered
+
+
+def test_the_next_snapshot_waits_until_the_one_before_has_landed(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer is told of them in order, and of what they refer to in between."""
+    devices = FakeDevices()
+    on_devices(devices, monkeypatch)
+    state = {"lazy": {"w": devices.put(torch.rand(500))}}
+    landing_begins, over = threading.Event(), threading.Event()
+
+    def land() -> None:
+        landing_begins.wait(0.5)
+        landing_begins.set()
+        while not over.wait(0.001):
+            devices.pump()
+
+    thread = threading.Thread(target=land)
+    try:
+        with checkpointer_on(devices, tmp_path) as ckpt:
+            ckpt.save(state, step=1, lazy=lazily)
+            ckpt.before_update()
+            assert not ckpt.ready()
+            thread.start()
+            second = ckpt.save(state, step=2, lazy=lazily)
+            assert landing_begins.is_set()
+            second.wait(30.0)
+    finally:
+        over.set()
+        thread.join(30.0)
+
+
+def test_a_device_that_is_late_gets_every_restored_byte(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No strip is used again before it was copied from, and all has arrived when `load` returns."""
+    state = {f"t{i}": torch.rand(100 + 37 * i) for i in range(12)}
+    with Checkpointer(str(tmp_path), writer="thread") as ckpt:
+        ckpt.save(state, step=1).wait(30.0)
+    devices = FakeDevices()
+    devices.idle_until_waited_for = True
+    fill = landing.fill
+    monkeypatch.setattr("ckpt_engine.restore.load.fill", lambda *rest: fill(*rest, runtime=devices))
+    target = {name: devices.put(torch.zeros_like(tensor)) for name, tensor in state.items()}
+    with Checkpointer(str(tmp_path)) as ckpt:
+        ckpt.load(into=target)
+    assert all(torch.equal(target[name], tensor) for name, tensor in state.items())
+    assert not devices.registered
+
+
+def test_the_user_is_told_once_that_memory_cannot_be_page_locked(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Snapshots go on, slower."""
+    devices = FakeDevices(lockable=0)
+    on_devices(devices, monkeypatch)
+    events: list[EngineEvent] = []
+    with pumped(devices), checkpointer_on(devices, tmp_path) as ckpt:
+        ckpt.events = type("Sink", (), {"emit": staticmethod(events.append)})()
+        for step in (1, 2):
+            ckpt.save({"w": devices.put(torch.rand(50))}, step=step).wait(30.0)
+    told = [event.message for event in events if isinstance(event, Notice)]
+    assert len(told) == 1 and "cannot be page-locked (out of memory)" in told[0]

@@ -42,6 +42,6 @@ def only(root: Path, snapshot: Saved, target: Path) -> Path:
     (target / "data").mkdir()
     shutil.copy(root / "ckpt.json", target)
     shutil.copy(snapshot.path, target / "snapshots")
-    for data in (root / "data").glob(f"{snapshot.id}*"):
-        shutil.copy(data, target / "data")
+    for file in json.loads(snapshot.path.read_bytes())["manifest"]["files"]:
+        shutil.copy(root / file["name"], target / "data")
     return target

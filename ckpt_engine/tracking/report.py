@@ -55,22 +55,24 @@ def publish(
 ) -> Path | None:
     """Log the report to `log` and write it to `folder` as `resume-report.json`; returns the file.
 
-    Ranks other than 0 put their number behind its name.
+    Of several ranks the first one does. Another one only warns of what it could not restore.
 
     A folder that cannot be written costs a warning, never the run.
 
     Args:
         aloud: shows the report's first line to a user who has configured no logging, see `announce`.
+        rank: of this process.
     """
+    if rank:
+        if report.not_restored:
+            log.warning("rank %d: %s", rank, report.text())
+        return None
     if report.not_restored or report.rejected:
         log.warning("%s", report.text())
     else:
         announce(log, report.text(), line=report.line(), aloud=aloud)
     try:
-        return _replace(
-            (folder / FILE_NAME).with_stem(f"resume-report-r{rank:05d}") if rank else folder / FILE_NAME,
-            json.dumps(report.to_json(), indent=2) + "\n",
-        )
+        return _replace(folder / FILE_NAME, json.dumps(report.to_json(), indent=2) + "\n")
     except OSError as err:
         log.warning("the resume report could not be written to %s: %s", folder, err)
         return None

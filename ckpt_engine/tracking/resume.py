@@ -79,7 +79,8 @@ class Resume:
         self._flags = self._flags_now()
         url = self._engine.root_url
         if self._engine.choose(check=self._fits) is None:
-            announce(self._log, f"no snapshot in {url} yet, starting fresh")
+            if self._rank == 0:
+                announce(self._log, f"no snapshot in {url} yet, starting fresh")
             return None
         state = self._engine.load(check=self._fits)
         loaded = self._engine.loaded
@@ -154,7 +155,11 @@ class Resume:
         draft, self._draft = self._draft, None
         draft.not_restored += [problem for feed in self._feeds for problem in _problems(feed)]
         url = self._engine.root_url.removeprefix("file://")
-        publish(draft.finish(), Path(url) if "://" not in url else self._folder, self._log)
+        publish(draft.finish(), Path(url) if "://" not in url else self._folder, self._log, rank=self._rank)
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._engine.ranks is None else self._engine.ranks.rank
 
     def _load_feeds(self) -> None:
         saved, training, draft = self._own["feeds"], self._own["training"], self._draft

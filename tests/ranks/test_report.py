@@ -1,0 +1,32 @@
+"""Of several ranks one reports what was resumed; the others speak only of what they could not restore."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from ckpt_engine.observe.resume_report import NotRestored, ResumeReport
+from ckpt_engine.tracking.report import FILE_NAME, publish
+
+LOG = logging.getLogger("tests.ranks.report")
+
+
+def test_one_rank_reports(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Rank 0 writes the file and says so; another rank with nothing to complain of is silent."""
+    report = ResumeReport(url="file:///run", snapshot="a", step=7)
+    with caplog.at_level(logging.INFO):
+        assert publish(report, tmp_path, LOG, rank=1) is None
+        assert not caplog.records
+        assert not list(tmp_path.iterdir())
+        assert publish(report, tmp_path, LOG) == tmp_path / FILE_NAME
+    assert "resumed at step 7" in caplog.text
+
+
+def test_what_another_rank_could_not_restore_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It may be different on each rank, and must not be lost."""
+    report = ResumeReport(url="file:///run", snapshot="a", step=7, not_restored=(NotRestored("streams", "no GPU"),))
+    publish(report, tmp_path, LOG, rank=3)
+    assert "rank 3: " in caplog.text
+    assert "no GPU" in caplog.text

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from ckpt_engine.errors import CkptError, LeaseHeldError
+from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotsForgotten
+from ckpt_engine.persist.aside import Aside
 from ckpt_engine.persist.image import Draft
 from ckpt_engine.persist.job import ErrorRecord
 from ckpt_engine.persist.known import Known
@@ -31,6 +32,7 @@ class Near:
         acquire: takes the lease anew.
         run: says which run it is, to take its place again if it was removed; None with one tier.
         progress: of the lane that the methods run in.
+        aside: reads what is there where a read that hangs must not be in the way.
         emit: takes events.
         made_room: told the snapshots that had to go for the next one.
     """
@@ -44,6 +46,7 @@ class Near:
         policy: RetentionPolicy,
         run: RunText | None,
         progress: Progress,
+        aside: Aside,
         emit: Callable[[Event], object],
         made_room: Callable[[Sequence[str]], object],
     ) -> None:
@@ -57,7 +60,9 @@ class Near:
         self._emit = emit
         self._made_room = made_room
         self._room = Room(repository, lease, policy, self._notice)
-        self._known = Known(repository)
+        self._aside = aside
+        self._known = Known(repository, aside)
+        self._drafts_fail = False
         self._swept = False
 
     def write(self, staged: Staged) -> SnapshotCommitted:
@@ -73,7 +78,7 @@ class Near:
             self._repository.write_catalog_if_due()
         self._progress.check()
         known = self._known
-        draft = known.draft(staged)
+        draft = self._draft(staged)
         self._make_room(staged, draft)
         if draft is not None and not known.stands(draft):
             draft = None
@@ -90,6 +95,18 @@ class Near:
         known.committed(manifest)
         self._room.committed(staged.snapshot)
         return committed
+
+    def _draft(self, staged: Staged) -> Draft | None:
+        """What need not be written again is not worth failing for: with trouble finding out, all is written."""
+        try:
+            draft = self._known.draft(staged)
+        except StorageError as err:
+            if not self._drafts_fail:
+                self._notice(f"snapshots are written whole, older data at {self._url} cannot be read: {err.message}")
+            self._drafts_fail = True
+            return None
+        self._drafts_fail = False
+        return draft
 
     def _make_room(self, staged: Staged, draft: Draft | None) -> None:
         nbytes = staged.data.nbytes if draft is None else draft.new_bytes
@@ -151,7 +168,7 @@ class Near:
             self._lease = self._acquire()
             self._repository = adopt_run(self._run, storage)
             self._room = Room(self._repository, self._lease, self._policy, self._notice)
-            self._known = Known(self._repository)
+            self._known = Known(self._repository, self._aside)
 
     def _not_undone(self, staged: Staged) -> Callable[[CkptError], None]:
         def told(err: CkptError) -> None:

@@ -28,6 +28,7 @@ from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, Snapsho
 from ckpt_engine.observe.units import duration
 from ckpt_engine.persist import job as values
 from ckpt_engine.persist import protocol
+from ckpt_engine.persist.aside import Aside
 from ckpt_engine.persist.fleet import Fleet
 from ckpt_engine.persist.holds import Holds
 from ckpt_engine.persist.ids import Ids
@@ -123,11 +124,17 @@ class Writer:
                 policy,
                 fleet.run if fleet else None,
                 lane.progress,
+                self._aside(lane),
                 self._emit_event,
                 fleet.gone if fleet else lambda _: None,
             )
             self._opened = True
             undo.pop_all()
+
+    def _aside(self, lane: Lane) -> Aside:
+        reads = Lane(lane.url)
+        storage = watched(open_storage(self._config.url, self._config.storage_options), reads.progress)
+        return Aside(Repository(storage), reads, lane.progress)
 
     def _waiting(self, storage: Storage, holder: Holder) -> Callable[[float], None]:
         """Sleeps, and says once for whom: the trainer waits too, and its user sees nothing else."""

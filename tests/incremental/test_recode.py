@@ -49,7 +49,7 @@ def state(seed: int, frozen: int = 0) -> dict[str, Any]:
 
 
 def run_of(root: Path, *steps: int) -> Repository:
-    with Checkpointer(str(root), keep={"last": 99}) as ckpt:
+    with Checkpointer(str(root), keep={"last": 99}, writer="thread") as ckpt:
         for step in steps:
             ckpt.save(state(step), step=step).wait(60)
     return Repository(LocalStorage(root))
@@ -97,7 +97,7 @@ def test_the_far_copy_alone_gives_the_same_state(codec: str, tmp_path: Path) -> 
             assert opened.keys()
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(seed=st.integers(0, 10**6), part_bytes=st.sampled_from([1, 3000, 50_000, 1 << 27]))
 def test_random_layouts_come_back(seed: int, part_bytes: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """However a snapshot is cut, encoded and based at its source, and however small the parts are."""
@@ -136,7 +136,7 @@ def test_what_has_not_changed_is_sent_once(tmp_path: Path) -> None:
 def test_a_file_of_which_little_is_needed_is_not_kept_for_it(tmp_path: Path) -> None:
     """What lies unchanged in it moves once to a file of its own, and stays there."""
     near = run_of(tmp_path / "near", 1)
-    with Checkpointer(str(tmp_path / "near"), keep={"last": 99}) as ckpt:
+    with Checkpointer(str(tmp_path / "near"), keep={"last": 99}, writer="thread") as ckpt:
         for step in (2, 3):
             ckpt.save({**state(step), "more": torch.randn(200_000)}, step=step).wait(60)
             ckpt.save({**state(step + 10), "more": torch.randn(200_000)}, step=step + 10).wait(60)

@@ -25,7 +25,7 @@ from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import RAW, DataFile, Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.transfer import Copied, SourceError, has_file
+from ckpt_engine.store.transfer import Copied, SourceError, has_file, settle_data
 
 PART_BYTES = 128 << 20
 """Decoded bytes of a data file, at most. Two of them are in memory at once: one is sent, one encoded."""
@@ -212,6 +212,8 @@ def copy_encoded(
                 sent += file.nbytes
         finally:
             encoder.pool.shutdown(cancel_futures=True)
+    if present:
+        settle_data(target.storage)
     stored = made.manifest()
     with committing():
         _require_old(planned, target)

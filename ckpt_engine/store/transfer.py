@@ -89,6 +89,8 @@ def copy_snapshot(
             sent += sent_bytes
             present += file.nbytes - sent_bytes
         advance(file.nbytes)
+    if present:
+        settle_data(target.storage)
     try:
         put.put(layout.manifest_name(snapshot), [memoryview(text)])
     except StorageExistsError:
@@ -143,6 +145,12 @@ def has_file(storage: Storage, file: DataFile) -> bool:
                 return True
             storage.delete(file.name)
     return False
+
+
+def settle_data(storage: Storage) -> None:
+    """Make durable that the data files are there which an earlier attempt has left: it may have died before that."""
+    if isinstance(storage, LocalStorage):
+        storage.settle(layout.DATA)
 
 
 def _copy_file(source: Storage, sink: Storage, manifest: Manifest, index: int, scratch: str | None) -> int:

@@ -56,7 +56,7 @@ def test_a_correct_script_is_exact_and_nothing_of_its_own_is_touched(
 
 @pytest.mark.slow
 def test_a_tracked_loop_with_a_memory_tier_is_exact(verify: Callable[..., Any]) -> None:
-    """The adapters ask the engine more than a loop by hand does; its random streams of python and numpy have no seed."""
+    """Adapters ask the engine more than a loop by hand does; the streams of python and numpy have no seed here."""
     result = verify("", script="tracked_loop.py")
     assert result.code == 0, result.out + result.err
     assert "exact" in result.out
@@ -67,8 +67,8 @@ def test_what_is_rehearsed_is_called_as_the_engine_is(tmp_path: Path) -> None:
     module = ModuleType("module")
     module.Checkpointer = Checkpointer  # type: ignore[attr-defined]
     Rehearsal(Spec(str(tmp_path), str(tmp_path / "trace"), 3))._patch_checkpointer(module)
-    assert module.Checkpointer is not Checkpointer  # type: ignore[attr-defined]
-    with module.Checkpointer(tmp_path / "run", writer="thread") as ckpt:  # type: ignore[attr-defined]
+    assert module.Checkpointer is not Checkpointer
+    with module.Checkpointer(tmp_path / "run", writer="thread") as ckpt:
         assert [ckpt.ready(durable=durable) for durable in (True, False)] == [True, True]
 
 

@@ -178,7 +178,7 @@ def test_fences_of_durable_snapshots_are_not_charged() -> None:
 
 
 def test_a_slow_first_one_does_not_make_the_next_ones_rare() -> None:
-    """Planning and first touch cost 60 ms once: they are paid back, and then one that costs 1 ms comes at every step."""
+    """Planning and first touch cost 60 ms once, which is paid back; then one that costs 1 ms comes at every step."""
     trigger = MemoryTrigger(MemoryRhythm(), 0.04)
     seconds, taken = 0.0, []
     for step in range(1, 101):

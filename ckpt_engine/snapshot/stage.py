@@ -202,15 +202,20 @@ class Staging:
             copier.devices.start(capture.plan, self._flight)
         compared_bytes = sum(task.move.nbytes for task in tasks if not task.claim.hinted)
         self.worth_help = compared_bytes + sum(v.numel() * v.element_size() for v, _ in eager) >= _HELP_BYTES
-        if self.worth_help or not self.lazy.complete.is_set() or not self.hinted.complete.is_set():
+        if self.worth_help or not self.lazy.complete.is_set():
             copier.submit(self)
         self.eager.finish()
+        if not self.hinted.complete.is_set():
+            copier.submit(self)
         self._settle()
         self._raise()
 
     def help_lazily(self) -> None:
         """Copy the lazy part and compare what is hinted; the copier's thread."""
-        while self.lazy.run_some() or self.hinted.run_some():
+        while self.lazy.run_some():
+            pass
+        # Training waits for the eager part, and comparing takes memory bandwidth from it.
+        while self.eager.complete.is_set() and self.hinted.run_some():
             pass
         self._settle()
 

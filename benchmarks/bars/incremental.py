@@ -23,7 +23,7 @@ TITLE = "Incremental: adapters beside frozen weights, and tables of which few ro
 ADAPTER_LIMIT, TABLE_LIMIT, RESTORE_LIMIT, STALL_LIMIT = 1.05, 2.0, 1.5, 0.05
 WIDTH = 128
 UNPROVEN = 3
-"""Snapshots whose stall is not that of the later ones: the first is copied, two are compared before training goes on."""
+"""The first snapshot is copied, and two are compared before training goes on: their stall is not that of later ones."""
 SHARE = 100
 """One row of so many is touched between two snapshots."""
 

@@ -30,6 +30,7 @@ from ckpt_engine.snapshot.unchanged import Claim, Claims
 _CHUNK_BYTES = 16 << 20
 _SMALL_BYTES = 32 << 10  # torch copies up to 32,768 elements without its thread team
 _GROUP = 512
+_GLANCE_BYTES = 4 << 10
 _HELP_BYTES = 4 << 20
 _MAX_HELPERS = 3
 _IDLE_SECONDS = 5.0
@@ -80,14 +81,24 @@ class _Compare:
         if _memcmp(move.dst.data_ptr() + move.start, move.src.data_ptr() + move.start, move.nbytes) == 0:
             return
         self.claim.differs = True
-        if self.claim.hinted:
+        if not self.claim.hinted:
+            move.run()
+        elif move.src._version == self.claim.version:
             # Nobody can say any more whether it has changed before or after the instant.
             raise StateError(
-                f"{show_path(self.claim.path)} had not changed for several snapshots, and has now, without torch "
-                "noticing or while it was being compared",
+                f"{show_path(self.claim.path)} had not changed for several snapshots, and has now without torch "
+                "noticing",
                 hint="the next snapshot copies it as all that changes; call before_update() before changing it by hand",
             )
-        move.run()
+        # Else training went on and changed it since the instant, whose bytes the slot has: nothing had changed by then.
+
+    def seems_right(self) -> bool:
+        """Whether both ends are the same: most changes that torch does not count are of whole tensors."""
+        move = self.move
+        dst, src = move.dst.data_ptr() + move.start, move.src.data_ptr() + move.start
+        end = max(0, move.nbytes - _GLANCE_BYTES)
+        nbytes = min(_GLANCE_BYTES, move.nbytes)
+        return _memcmp(dst, src, nbytes) == 0 and _memcmp(dst + end, src + end, nbytes) == 0
 
 
 _Task = _Move | _Copy | _Compare
@@ -194,6 +205,9 @@ class Staging:
         lazy = [(v, t.detach()) for s, (v, t) in zip(sources, pairs, strict=True) if s.lazy]
         eager = [pair for s, pair in zip(sources, pairs, strict=True) if not s.lazy] if lazy else pairs
         tasks = [task for tasks in compared.values() for task in tasks]
+        for task in tasks:
+            if task.claim.hinted and not task.seems_right():
+                task.claim.hinted = False
         self.hinted = _Part([task for task in tasks if task.claim.hinted])
         self.eager = _Part([*_tasks(eager), *(task for task in tasks if not task.claim.hinted)])
         self.lazy = _Part(_tasks(lazy))

@@ -54,12 +54,14 @@ class Claim:
 
     Args:
         name, path: of the entry.
+        version: what torch had counted for the tensor at the instant.
         hinted: checked behind training.
         differs: set by whoever finds that it is wrong; final once the snapshot is staged.
     """
 
     name: str
     path: Path
+    version: int
     hinted: bool
     differs: bool = False
 
@@ -123,7 +125,7 @@ class Unchanged:
             claims.tags[index] = tag
             if there.get(index) is tag:
                 hinted = self._found_right[name] >= PROVEN
-                claims.by_source[index] = Claim(name, source.path, hinted)
+                claims.by_source[index] = Claim(name, source.path, tag.version, hinted)
         return claims
 
     def settle(self, claims: Claims, *, staged: bool) -> None:

@@ -98,7 +98,7 @@ class _Compare:
         dst, src = move.dst.data_ptr() + move.start, move.src.data_ptr() + move.start
         end = max(0, move.nbytes - _GLANCE_BYTES)
         nbytes = min(_GLANCE_BYTES, move.nbytes)
-        return _memcmp(dst, src, nbytes) == 0 and _memcmp(dst + end, src + end, nbytes) == 0
+        return all(_memcmp(dst + at, src + at, nbytes) == 0 for at in (0, end))
 
 
 _Task = _Move | _Copy | _Compare

@@ -22,6 +22,8 @@ from ckpt_engine.observe.events import Event, SnapshotCommitted
 TITLE = "Incremental: adapters beside frozen weights, and tables of which few rows change"
 ADAPTER_LIMIT, TABLE_LIMIT, RESTORE_LIMIT, STALL_LIMIT = 1.05, 2.0, 1.5, 0.05
 WIDTH = 128
+UNPROVEN = 3
+"""The first snapshot is copied, and two are compared before training goes on: their stall is not that of later ones."""
 SHARE = 100
 """One row of so many is touched between two snapshots."""
 
@@ -40,7 +42,7 @@ class Size:
 SIZES = {
     Scale.FULL: Size(1_000_000_000, 10_000_000, 1_000_000_000, 9, 5),
     Scale.QUICK: Size(1_000_000_000, 10_000_000, 1_000_000_000, 5, 2),
-    Scale.TINY: Size(4_000_000, 40_000, 4_000_000, 3, 1),
+    Scale.TINY: Size(4_000_000, 40_000, 4_000_000, 5, 1),
 }
 
 
@@ -97,7 +99,7 @@ def run(bench: Bench) -> BarResult:
         }
         taken = interleave(reads, size.rounds, tick=bench.say)
     restore = {name: ratios(taken[f"{name}, shared"], taken[f"{name}, plain"]) for name in ("adapter", "table")}
-    stalls = tuple(stall / min(copies) for stall in adapter.stalls[1:])
+    stalls = tuple(stall / min(copies) for stall in adapter.stalls[UNPROVEN:])
     checks = (
         Check("adapter: written / changed bytes", "x", "at most", ADAPTER_LIMIT, adapter.shares),
         Check("adapter: stall / copy of the state", "x", "at most", STALL_LIMIT, stalls),
@@ -121,7 +123,7 @@ def run(bench: Bench) -> BarResult:
         checks,
         tuple(series),
         (
-            "All bytes of a state are copied for each snapshot, whether they have changed or not.",
+            "Frozen weights are copied once, compared twice before training goes on, and behind it from then on.",
             "The table's snapshots have up to four deltas behind each other; every fifth replaces them by one.",
         ),
     )

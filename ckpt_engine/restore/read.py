@@ -64,7 +64,7 @@ def read_entries(sources: Sources, manifest: Manifest, names: Sequence[str] | No
     finally:
         pool.shutdown(cancel_futures=True)
     if composed:
-        stream_into(sources, manifest, composed)
+        stream_into(sources, manifest, composed, fresh=True)
     return {name: composed[name] if name in composed else _tensor(entry, images) for name, entry in entries.items()}
 
 

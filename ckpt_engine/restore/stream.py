@@ -17,6 +17,7 @@ import torch
 from ckpt_engine.errors import CorruptError
 from ckpt_engine.restore.memory import address_of
 from ckpt_engine.restore.sources import Sources
+from ckpt_engine.snapshot import pages
 from ckpt_engine.store.decode import Decoder
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import RAW, Manifest, Piece
@@ -35,11 +36,16 @@ class _Move:
     address: int
 
 
-def stream_into(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> None:
+def stream_into(
+    sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tensor], *, fresh: bool = False
+) -> None:
     """Fill `targets` (contiguous CPU tensors by entry name) with their entries.
 
     Every piece is verified before its bytes are copied; encoded ones are decoded in place. If an error is raised, other
     pieces may have been copied, and those of damaged encoded ones are undefined.
+
+    Args:
+        fresh: the memory of the targets has never been touched.
 
     Raises:
         CorruptError: bytes are missing or differ from their digest, in all storages; names the entry.
@@ -81,6 +87,8 @@ def stream_into(sources: Sources, manifest: Manifest, targets: Mapping[str, torc
                 if stored.readonly:
                     stored = buffer(piece.nbytes)
                 sources.repair(move.entry, file.name, piece, stored)
+            if fresh:
+                pages.populate(move.address, piece.raw_nbytes)
             _place(decoder, move, stored)
 
     pool = ThreadPoolExecutor(sources.threads, thread_name_prefix="ckpt-read")
@@ -101,14 +109,21 @@ def _place(decoder: Decoder, move: _Move, stored: memoryview) -> None:
 
 
 def _spans(moves: Sequence[_Move]) -> list[list[_Move]]:
-    """Neighbouring pieces joined to requests of at most `READ_BYTES`."""
+    """Neighbouring pieces joined to requests of at most `READ_BYTES`, for at most as many bytes of their entries.
+
+    Many deltas fit into one request; put over their bases one after another, one thread would do all the work.
+    """
     spans: list[list[_Move]] = []
+    raw_nbytes = 0
     for move in sorted(moves, key=lambda m: (m.piece.file, m.piece.offset)):
         if spans:
             first, last = spans[-1][0].piece, spans[-1][-1].piece
             joined = move.piece.offset + move.piece.nbytes - first.offset
-            if move.piece.file == last.file and move.piece.offset == last.offset + last.nbytes and joined <= READ_BYTES:
+            raw_nbytes += move.piece.raw_nbytes
+            is_next = move.piece.file == last.file and move.piece.offset == last.offset + last.nbytes
+            if is_next and joined <= READ_BYTES and raw_nbytes <= READ_BYTES:
                 spans[-1].append(move)
                 continue
         spans.append([move])
+        raw_nbytes = move.piece.raw_nbytes
     return spans

@@ -16,6 +16,7 @@ from ckpt_engine.snapshot import headroom
 from ckpt_engine.snapshot.arena import slot_bytes
 from ckpt_engine.snapshot.cuda_pin import not_pinned
 from ckpt_engine.snapshot.flatten import Flattener, LazyPredicate
+from ckpt_engine.snapshot.guard import Guard
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.handover import Handover
 from ckpt_engine.snapshot.newest import Newest
@@ -26,6 +27,7 @@ from ckpt_engine.snapshot.slots import Slots
 from ckpt_engine.snapshot.software import software
 from ckpt_engine.snapshot.stage import FENCE_TIMEOUT_SECONDS, Copier, Staging
 from ckpt_engine.snapshot.starting import OpenWriter, Starting
+from ckpt_engine.snapshot.unchanged import Claims, Unchanged
 
 WAIT_SECONDS = 3600.0
 BEHIND_SECONDS = 0.5
@@ -78,6 +80,8 @@ class Pipeline:
         self._newest = Newest(self._slots.release)
         self._pulse: Pulse | None = None
         self._copier = Copier()
+        self._unchanged = Unchanged()
+        self._guard = Guard()
         self._writer: Handover | None = None
         self._starting: Starting | None = None
         self._staging: Staging | None = None
@@ -241,12 +245,15 @@ class Pipeline:
             self._pending[job.job] = (handle, slot.index)
             if self.memory:
                 self._slots.retain(slot.index)
-        submit = self._submitter(job, self._writer, handle)
-        staging = Staging(capture, slot.views(capture.plan), submit, check=self._check_lazy)
+        claims = self._unchanged.claim(slot.index, [one.index for one in self._slots.known()], capture)
+        submit = self._submitter(job, self._writer, handle, claims)
+        staging = Staging(capture, slot.views(capture.plan), submit, check=self._check_lazy, claims=claims)
         with self._slots.undisturbed():
             staging.begin(self._copier)
         if not staging.complete:
             self._staging = staging
+            if claims.any_hinted:
+                self._guard.watch(staging)
         handle.stall_seconds = time.perf_counter() - began
         self._emit(SnapshotStaged("", step, handle.stall_seconds, capture.plan.nbytes, durable))
         return handle
@@ -376,6 +383,7 @@ class Pipeline:
             WaitTimeoutError: snapshots are still in flight; the writer goes on with them by itself.
         """
         drained = self.drain(timeout) if self._pending or self._staging or self._starting else True
+        self._guard.close()
         self._copier.close(max(timeout, _CHUNK_SECONDS))
         if self._writer is not None:
             self._writer.client.close(timeout)
@@ -402,12 +410,13 @@ class Pipeline:
         return True
 
     def _submitter(
-        self, job: PersistJob, writer: Handover, handle: SaveHandle
+        self, job: PersistJob, writer: Handover, handle: SaveHandle, claims: Claims
     ) -> Callable[[BaseException | None], None]:
         memory = self.memory
 
         def submit(error: BaseException | None) -> None:
             """Any thread; never raises, so that the fence always opens."""
+            self._unchanged.settle(claims, staged=error is None)
             if error is not None:
                 self._unsent[job.job] = (job, handle, SnapshotFailedError(f"staging failed: {error}"))
                 return

@@ -25,14 +25,19 @@ from ckpt_engine.errors import StateError, WaitTimeoutError
 from ckpt_engine.snapshot.cuda_copies import DeviceCopies, Flight, Load
 from ckpt_engine.snapshot.flatten import show_path
 from ckpt_engine.snapshot.plan import Capture, Source
+from ckpt_engine.snapshot.unchanged import Claim, Claims
 
 _CHUNK_BYTES = 16 << 20
 _SMALL_BYTES = 32 << 10  # torch copies up to 32,768 elements without its thread team
 _GROUP = 512
+_GLANCE_BYTES = 4 << 10
 _HELP_BYTES = 4 << 20
 _MAX_HELPERS = 3
 _IDLE_SECONDS = 5.0
 FENCE_TIMEOUT_SECONDS = 600.0
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 """Destination and source."""
@@ -64,10 +69,45 @@ class _Copy:
             torch._foreach_copy_(self.dst, self.src)
 
 
+@dataclass(frozen=True, slots=True)
+class _Compare:
+    """Bytes that the slot is claimed to hold already; if it does not, and the claim is not hinted, they are copied."""
+
+    move: _Move
+    claim: Claim
+
+    def run(self) -> None:
+        move = self.move
+        if _memcmp(move.dst.data_ptr() + move.start, move.src.data_ptr() + move.start, move.nbytes) == 0:
+            return
+        self.claim.differs = True
+        if not self.claim.hinted:
+            move.run()
+        elif move.src._version == self.claim.version:
+            # Nobody can say any more whether it has changed before or after the instant.
+            raise StateError(
+                f"{show_path(self.claim.path)} had not changed for several snapshots, and has now without torch "
+                "noticing",
+                hint="the next snapshot copies it as all that changes; call before_update() before changing it by hand",
+            )
+        # Else training went on and changed it since the instant, whose bytes the slot has: nothing had changed by then.
+
+    def seems_right(self) -> bool:
+        """Whether both ends are the same: most changes that torch does not count are of whole tensors."""
+        move = self.move
+        dst, src = move.dst.data_ptr() + move.start, move.src.data_ptr() + move.start
+        end = max(0, move.nbytes - _GLANCE_BYTES)
+        nbytes = min(_GLANCE_BYTES, move.nbytes)
+        return all(_memcmp(dst + at, src + at, nbytes) == 0 for at in (0, end))
+
+
+_Task = _Move | _Copy | _Compare
+
+
 class _Part:
     """Copy tasks that are complete together. Any thread may take some."""
 
-    def __init__(self, tasks: Sequence[_Move | _Copy]) -> None:
+    def __init__(self, tasks: Sequence[_Task]) -> None:
         self._work = deque(tasks)
         self._left = len(tasks)
         self._lock = threading.Lock()
@@ -117,6 +157,7 @@ class Staging:
         capture: what to copy.
         views: destinations, one per `capture.plan.sources`.
         check: keep an eager copy of the lazy part and compare at the fence (debug mode).
+        claims: what the views hold already. A hinted claim that is wrong is an error for `on_staged`, and not raised.
     """
 
     def __init__(
@@ -126,6 +167,7 @@ class Staging:
         on_staged: Callable[[BaseException | None], None],
         *,
         check: bool = False,
+        claims: Claims | None = None,
     ) -> None:
         self._on_staged = on_staged
         self._told = threading.Lock()
@@ -136,6 +178,8 @@ class Staging:
         self._check: list[tuple[Source, torch.Tensor, torch.Tensor]] = []
         self.eager = _Part(())
         self.lazy = _Part(())
+        self.hinted = _Part(())
+        self._claims = claims or Claims()
         self._flight: Flight | None = None
         self._fenced = False
         self.worth_help = False
@@ -152,26 +196,51 @@ class Staging:
         pairs = list(zip(self._views, (source.tensor(capture.arrays) for source in sources), strict=True))
         if self._keep_copy:
             self._check = [(s, v, t.detach().clone()) for s, (v, t) in zip(sources, pairs, strict=True) if s.lazy]
+        compared = {index: _compares(*pairs[index], claim) for index, claim in self._claims.by_source.items()}
+        if compared:
+            left = [index for index in range(len(pairs)) if index not in compared]
+            sources, pairs = [sources[index] for index in left], [pairs[index] for index in left]
         if capture.plan.devices:
             sources, pairs = self._board(copier.devices, sources, pairs)
         lazy = [(v, t.detach()) for s, (v, t) in zip(sources, pairs, strict=True) if s.lazy]
         eager = [pair for s, pair in zip(sources, pairs, strict=True) if not s.lazy] if lazy else pairs
-        self.eager, self.lazy = _Part(_tasks(eager)), _Part(_tasks(lazy))
+        tasks = [task for tasks in compared.values() for task in tasks]
+        for task in tasks:
+            if task.claim.hinted and not task.seems_right():
+                task.claim.hinted = False
+        self.hinted = _Part([task for task in tasks if task.claim.hinted])
+        self.eager = _Part([*_tasks(eager), *(task for task in tasks if not task.claim.hinted)])
+        self.lazy = _Part(_tasks(lazy))
+        self._fenced = not lazy and self._flight is None
         if self._flight is not None:
             copier.devices.start(capture.plan, self._flight)
-        self.worth_help = sum(v.numel() * v.element_size() for v, _ in eager) >= _HELP_BYTES
+        compared_bytes = sum(task.move.nbytes for task in tasks if not task.claim.hinted)
+        self.worth_help = compared_bytes + sum(v.numel() * v.element_size() for v, _ in eager) >= _HELP_BYTES
         if self.worth_help or not self.lazy.complete.is_set():
             copier.submit(self)
         self.eager.finish()
+        if not self.hinted.complete.is_set():
+            copier.submit(self)
         self._settle()
         self._raise()
 
     def help_lazily(self) -> None:
-        """Copy the lazy part; the copier's thread."""
+        """Copy the lazy part and compare what is hinted; the copier's thread."""
         while self.lazy.run_some():
             pass
-        if self.eager.complete.is_set() and self.lazy.complete.is_set():
-            self._settle()
+        # Training waits for the eager part, and comparing takes memory bandwidth from it.
+        while self.eager.complete.is_set() and self.hinted.run_some():
+            pass
+        self._settle()
+
+    def finish_hints(self) -> None:
+        """Return when the tensors that are hinted to be unchanged may change. Any thread.
+
+        Raises:
+            WaitTimeoutError: another thread did not finish its last chunk.
+        """
+        self.hinted.finish()
+        self._settle()
 
     def fence(self) -> float:
         """Return when the lazy tensors may change; seconds waited. Training thread only.
@@ -186,6 +255,7 @@ class Staging:
         began = time.perf_counter()
         self._fenced = True
         self.lazy.finish()
+        self.hinted.finish()
         if self._flight is not None:
             self._flight.fence()
         self._settle()
@@ -246,30 +316,40 @@ class Staging:
             raise WaitTimeoutError("the staged snapshot was not handed over")
 
     def _parts(self) -> tuple[_Part | Flight, ...]:
-        return (self.eager, self.lazy) if self._flight is None else (self.eager, self.lazy, self._flight)
+        own = (self.eager, self.lazy, self.hinted)
+        return own if self._flight is None else (*own, self._flight)
 
     def _error(self) -> BaseException | None:
         return next((part.error for part in self._parts() if part.error is not None), None)
 
     def _raise(self) -> None:
-        error = self._error()
+        error = next((part.error for part in self._parts() if part is not self.hinted and part.error), None)
         if error is not None:
             raise StateError(f"staging failed: {error}") from error
 
 
-def _tasks(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[_Move | _Copy]:
+def _tasks(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[_Task]:
     small: list[tuple[torch.Tensor, torch.Tensor]] = []
-    tasks: list[_Move | _Copy] = []
+    tasks: list[_Task] = []
     for view, tensor in pairs:
         nbytes = view.numel() * view.element_size()
         if nbytes >= _SMALL_BYTES and _movable(tensor):
-            tasks += [_Move(view, tensor, at, min(_CHUNK_BYTES, nbytes - at)) for at in range(0, nbytes, _CHUNK_BYTES)]
+            tasks += _moves(view, tensor)
         else:
             small.append((view, tensor))
     for at in range(0, len(small), _GROUP):
         group = small[at : at + _GROUP]
         tasks.append(_Copy([view for view, _ in group], [tensor for _, tensor in group]))
     return tasks
+
+
+def _moves(view: torch.Tensor, tensor: torch.Tensor) -> list[_Move]:
+    nbytes = view.numel() * view.element_size()
+    return [_Move(view, tensor, at, min(_CHUNK_BYTES, nbytes - at)) for at in range(0, nbytes, _CHUNK_BYTES)]
+
+
+def _compares(view: torch.Tensor, tensor: torch.Tensor, claim: Claim) -> list[_Compare]:
+    return [_Compare(move, claim) for move in _moves(view, tensor)]
 
 
 def _movable(tensor: torch.Tensor) -> bool:

@@ -17,12 +17,13 @@ from safetensors.torch import load_file
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli.check import Checker
 from ckpt_engine.errors import CorruptError, NewerFormatError
+from ckpt_engine.restore import stream
 from ckpt_engine.restore.load import load
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store import codecs, manifest_codec
 from ckpt_engine.store.decode import MAX_CHAIN
-from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.manifest import Manifest, Piece
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.transfer import RunText, adopt_run, copy_snapshot
@@ -212,3 +213,17 @@ def test_places_that_store_a_snapshot_differently_are_not_mixed(tmp_path: Path) 
     assert found is not None and found.place.endswith("far") and same(found.state, state(2))
     assert found.info.id == folder.newest and found.rejected == ()
     assert any("another copy" in note for note in found.notes)
+
+
+def test_deltas_of_many_pieces_are_decoded_by_many_threads() -> None:
+    """They fit into one request, and would be one thread's work; raw neighbours are still read together."""
+    raw = stream.READ_BYTES
+
+    def spans(stored_nbytes: int, raw_nbytes: int, codec: str) -> list[int]:
+        pieces = [Piece(0, n * stored_nbytes, stored_nbytes, "", raw_nbytes, codec) for n in range(6)]
+        moves = [stream._Move("t", piece, n * raw_nbytes, n * raw_nbytes) for n, piece in enumerate(pieces)]
+        return [len(span) for span in stream._spans(moves)]
+
+    assert spans(1000, raw, "rows") == [1] * 6
+    assert spans(1000, raw // 2, "rows") == [2, 2, 2]
+    assert spans(raw // 3, raw // 3, "raw") == [3, 3]

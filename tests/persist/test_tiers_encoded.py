@@ -78,7 +78,7 @@ def test_a_quota_holds_for_encoded_copies(run: Run) -> None:
 
 def test_a_quota_must_have_room_for_one_snapshot_as_it_is(run: Run) -> None:
     """How far it can be encoded is not known before it is sent."""
-    run.start(run.tier(codec="zstd", keep={"last": 9, "quota": 60_000}))
+    run.start(run.tier(codec="zstd", keep={"last": 9, "quota": 60_000}), drain_seconds=0.5)
     run.save(1)
     degraded = run.until(lambda m: isinstance(m, TierDegraded))
     assert isinstance(degraded, TierDegraded) and degraded.code == StorageFullError.code

@@ -204,12 +204,13 @@ def copy_encoded(
                     tally.add(one)
                 if has_file(target.storage, file):
                     present += file.nbytes
-                    continue
-                began = time.monotonic()
-                put.put(file.name, [memoryview(header), *(memoryview(one.stored) for one in done)])
-                tally.put_seconds += time.monotonic() - began
-                tally.put_bytes += file.nbytes
-                sent += file.nbytes
+                else:
+                    began = time.monotonic()
+                    put.put(file.name, [memoryview(header), *(memoryview(one.stored) for one in done)])
+                    tally.put_seconds += time.monotonic() - began
+                    tally.put_bytes += file.nbytes
+                    sent += file.nbytes
+                done.clear()  # else a third part would be in memory
         finally:
             encoder.pool.shutdown(cancel_futures=True)
     if present:

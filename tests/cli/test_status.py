@@ -25,7 +25,7 @@ def config(run_folder: Any, arrays: Any, tmp_path: Path, ckpt: Ckpt) -> Path:
     StatusFile(str(run_folder.path), 4711, "node7").write(
         [
             TierStatus(near, WORKING, newest=newest),
-            TierStatus(far, AWAY, waiting=1, waiting_bytes=1_500_000, code="CKPT300", message="the cable is out"),
+            TierStatus(far, AWAY, None, None, 1, 1_500_000, 0, "CKPT300", "the cable is out", 0.0, "zstd: 9 MB → 6 MB"),
         ]
     )
     path = tmp_path / "ckpt.yaml"
@@ -43,6 +43,7 @@ def test_each_tier_is_asked_and_its_trouble_is_told(ckpt: Ckpt, config: Path, tm
     assert lines[2].split()[1:3] == ["away", "1"]
     assert "s0000000010" in lines[2] and "1 snapshot, 1.5 MB" in lines[2]
     assert "failed" in lines[3] and "[CKPT300] the cable is out" in lines[3]
+    assert f"file://{tmp_path / 'far'}: zstd: 9 MB → 6 MB" in done.out
     assert "nobody writes it now" in done.out and "the writer was heard of" in done.out
     rows = ckpt("status", config, "--json").json
     assert [tier["snapshots"] for tier in rows["tiers"]] == [2, 1]

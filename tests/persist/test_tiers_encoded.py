@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckpt_engine.observe.events import SnapshotReplicated
+from ckpt_engine.errors import StorageFullError
+from ckpt_engine.observe.events import SnapshotReplicated, TierDegraded
 from ckpt_engine.persist import encoding
 from ckpt_engine.persist.encoding import Encoding
 from ckpt_engine.persist.status import read_status
@@ -62,7 +63,7 @@ def test_a_tier_stores_its_copies_encoded(run: Run) -> None:
 
 
 def test_a_quota_holds_for_encoded_copies(run: Run) -> None:
-    """At no put is more on the disk than allowed; old ones go for new ones as if nothing could be encoded."""
+    """Old snapshots go for new ones as if nothing could be encoded, so that it holds whatever is in them."""
     quota = 3 * 70_000 + 16_384
     run.start(run.tier(codec="zstd", keep={"last": 9, "quota": quota}), keep={"last": 9})
     for step in range(1, 31):
@@ -73,6 +74,16 @@ def test_a_quota_holds_for_encoded_copies(run: Run) -> None:
     found = decoded_steps(run.far)
     assert found[-1] == 30
     assert len(found) > 3, "encoded ones take less"
+
+
+def test_a_quota_must_have_room_for_one_snapshot_as_it_is(run: Run) -> None:
+    """How far it can be encoded is not known before it is sent."""
+    run.start(run.tier(codec="zstd", keep={"last": 9, "quota": 60_000}), drain_seconds=0.5)
+    run.save(1)
+    degraded = run.until(lambda m: isinstance(m, TierDegraded))
+    assert isinstance(degraded, TierDegraded) and degraded.code == StorageFullError.code
+    run.close()
+    assert decoded_steps(run.far) == []
 
 
 def test_copies_that_were_cut_short_are_made_again(run: Run) -> None:

@@ -90,6 +90,31 @@ def test_a_run_lives_on_s3_when_its_disk_is_gone(far: dict[str, Any], tmp_path: 
     assert remote.list()[-1].seq == 4
 
 
+@pytest.mark.slow
+def test_encoded_copies_on_s3_are_enough_to_resume(far: dict[str, Any], tmp_path: Path) -> None:
+    """Nothing else is left of the run; a damaged one makes way for the one before."""
+    heard = Heard()
+    with Checkpointer(tiers=[str(tmp_path / "near"), {**far, "codec": "byteplane-zstd"}], keep={"last": 3}) as ckpt:
+        ckpt.events = heard
+        for step in (1, 2):
+            ckpt.save(state(step), step=step).wait(WAIT_SECONDS)
+            event = heard.until(ckpt, SnapshotReplicated, step=step)
+            assert isinstance(event, SnapshotReplicated)
+            assert event.sent_bytes < 0.9 * 3 * 2_800_000
+            assert event.encoding.startswith("byteplane-zstd: 8.4 MB → ")
+    shutil.rmtree(tmp_path / "near")
+    remote = Repository(open_storage(far["url"], far["storage_options"]))
+    found = restore.load([remote])
+    assert found is not None and same(found.state, state(2))
+    manifest = remote.read(remote.list()[-1].id)
+    name = manifest.files[-1].name
+    data = bytearray(remote.storage.get(name))
+    data[-1000] ^= 1
+    remote.storage.put(name, [memoryview(data)], exclusive=False)
+    found = restore.load([remote])
+    assert found is not None and same(found.state, state(1))
+
+
 def test_a_network_that_is_cut_costs_training_nothing(far: dict[str, Any], wire: Wire, tmp_path: Path) -> None:  # noqa: F811
     """Snapshots stay durable near meanwhile; afterwards the newest is on S3."""
     heard = Heard()

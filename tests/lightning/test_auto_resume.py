@@ -358,10 +358,10 @@ def test_two_callbacks_with_two_folders_share_a_trainer(tmp_path: Path) -> None:
 
 
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This version saves the state of one process; it does not pretend otherwise."""
+    """Strategies that divide the state in other ways than DDP; nobody pretends otherwise."""
     monkeypatch.setattr("lightning.pytorch.trainer.trainer.Trainer.world_size", 2)
     callback = resumer(tmp_path)
-    with pytest.raises(ConfigError, match="one process"):
+    with pytest.raises(ConfigError, match="with DDP only"):
         callback.setup(make_trainer(Case(), [callback], False), Model(Case(), []), "fit")
 
 

@@ -381,6 +381,7 @@ class Checkpointer:
             every_n_steps=tier.every_n_steps,
             bandwidth_bytes_per_second=tier.bandwidth,
             fatal=tier.on_failure == "fail",
+            codec=tier.codec,
         )
 
     def _places(self) -> list[Repository]:

@@ -23,6 +23,9 @@ from ckpt_engine.tracking.packed import unpack
 PACKED = ("ckpt_engine", "packed")
 """Where adapters keep what they need besides the state itself; compared by its content."""
 
+MEASURED = ("ckpt_engine/cadence/",)
+"""What adapters measure: times, which no two runs share."""
+
 Path = tuple[str, ...]
 
 _ABSENT = "absent"

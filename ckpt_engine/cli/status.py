@@ -139,6 +139,8 @@ def _print(holder: Holder | None, status: WriterStatus | None, rows: list[_Row],
             click.secho(f"{row.url} does not answer: {row.error}", fg="red")
         if row.said is not None and row.said.state != WORKING:
             click.secho(f"{row.url} failed {age(row.said.since)}: [{row.said.code}] {row.said.message}", fg="red")
+        if row.said is not None and row.said.encoding:
+            click.echo(f"{row.url}: {row.said.encoding}")
     if why:
         click.secho(why, fg="red")
     if rows[0].error:

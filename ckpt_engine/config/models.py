@@ -86,6 +86,13 @@ def _patterns(value: object) -> list[str]:
     return [nonempty_text(item) for item in items]
 
 
+def _not_delta(value: object) -> object:
+    """Everything but the codec that tiers do not have yet."""
+    if value == "delta":
+        raise option_error("copies cannot be stored as deltas by this version; 'auto' takes the best of the others")
+    return value
+
+
 Rate = Annotated[
     int,
     checked(parse_bytes_per_second),
@@ -105,8 +112,6 @@ class _TierListSchema:
 class Tier(Section):
     """A place for snapshots."""
 
-    planned = frozenset({"codec"})
-
     url: Annotated[str, checked(_location), WithJsonSchema({"type": "string", "minLength": 1})] = Field(
         description="A folder, relative to the working directory if not absolute, or a storage URL such as "
         "s3://bucket/run, or memory."
@@ -121,6 +126,15 @@ class Tier(Section):
     on_failure: Annotated[Literal["degrade", "fail"], one_of("degrade", "fail")] = Field(
         default="degrade",
         description="degrade: report a failure, go on with the other tiers, catch up later; fail: stop training.",
+    )
+    codec: Annotated[
+        Literal["raw", "zstd", "byteplane-zstd", "auto"],
+        one_of("raw", "zstd", "byteplane-zstd", "auto"),
+        BeforeValidator(_not_delta),
+    ] = Field(
+        default="raw",
+        description="How a further tier stores its copies: as they are, compressed, or by whichever codec makes them "
+        "durable soonest (auto).",
     )
     storage_options: Annotated[dict[str, Any], checked(_options), WithJsonSchema({"type": "object"})] = Field(
         default_factory=dict, repr=False, description="For the storage: endpoint_url, key, secret, and so on."
@@ -262,6 +276,8 @@ class Config(Section):
         first = tiers[0]
         if given := [name for name in ("every", "every_n_steps", "bandwidth") if getattr(first, name) is not None]:
             raise option_error(f"the nearest tier takes every snapshot at full speed: remove its {' and '.join(given)}")
+        if first.codec != "raw":
+            raise option_error("the nearest tier is written as it is: remove its codec, or give it to a further tier")
         if len({tier.url.rstrip("/") for tier in tiers}) < len(tiers):
             raise option_error("two tiers are the same place")
         return tiers

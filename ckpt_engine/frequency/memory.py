@@ -80,7 +80,8 @@ class MemoryTrigger:
     """When a snapshot in memory is due, and what those cost. No clock: times and steps arrive as values.
 
     Without a fixed rhythm one is taken as soon as its own account has earned one (to half a step). Both rhythms count
-    from the newest snapshot of either kind, because the writer keeps whatever is newest.
+    from the newest snapshot of either kind, because the writer keeps whatever is newest. The first one plans and
+    touches what the others find ready: it is paid for like any, but it is the second that says what one costs.
 
     Args:
         budget: of both levels together, as a share of training time.
@@ -182,5 +183,9 @@ class MemoryTrigger:
     def _settle(self) -> None:
         """What one cost is known once its fence is over: at the next boundary."""
         if self._open_seconds is not None:
-            self._cost = self._cost.add(self._open_seconds)
+            seconds, count = self._open_seconds, self._cost.count
+            if count == 0:
+                self._cost = Ewma(min(seconds, self._cost.value), 1)
+            else:
+                self._cost = Ewma(seconds, 2) if count == 1 else self._cost.add(seconds)
             self._open_seconds = None

@@ -98,7 +98,7 @@ class SnapshotReplicated(Event):
     """A further tier has the snapshot too, durably.
 
     `latency_seconds` runs from the snapshot's creation, `copy_seconds` is the copy itself; `sent_bytes` leaves out what
-    an interrupted copy had sent before.
+    an interrupted copy had sent before; `encoding` says in one line how the tier's codec did, if it has one.
     """
 
     name: ClassVar[str] = "snapshot_replicated"
@@ -109,6 +109,7 @@ class SnapshotReplicated(Event):
     copy_seconds: float
     latency_seconds: float
     time: float
+    encoding: str = ""
 
 
 @dataclass(frozen=True, slots=True)

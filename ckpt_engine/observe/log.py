@@ -82,6 +82,7 @@ def line(event: Event) -> str:
             return (
                 f"step {event.step}: snapshot {event.snapshot} durable on {event.tier} too, "
                 f"{size(event.sent_bytes)} sent in {duration(event.copy_seconds)}"
+                + (f"; {event.encoding}" if event.encoding else "")
             )
         case TierDegraded():
             return f"{event.tier} failed and is tried again later: [{event.code}] {event.message}"

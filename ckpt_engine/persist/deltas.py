@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ckpt_engine.errors import CkptError, CorruptError
+from ckpt_engine.errors import CorruptError, FormatError, StorageMissingError
+from ckpt_engine.persist.aside import Aside
 from ckpt_engine.persist.job import EntryLayout
 from ckpt_engine.persist.pieces import Extent
 from ckpt_engine.store.codecs.base import Chunk, get_codec
@@ -43,13 +44,16 @@ class Delta:
 class RowDeltas:
     """Encodes pieces of one image against an older snapshot in a repository whose data is near.
 
+    Older data that is damaged or gone is not built on; any other trouble with the storage is raised.
+
     Args:
+        aside: reads the older data.
         before: the older snapshot.
         image: of the new one.
     """
 
-    def __init__(self, repository: Repository, before: Manifest, image: memoryview) -> None:
-        self._storage = repository.storage
+    def __init__(self, aside: Aside, before: Manifest, image: memoryview) -> None:
+        self._aside = aside
         self._before = before
         self._image = image
         self._decoder = Decoder(before, self._fetch)
@@ -62,6 +66,9 @@ class RowDeltas:
         Args:
             wanted: digest of the piece.
             chain: what the older snapshot has there, and its bases.
+
+        Raises:
+            StorageError: the older data cannot be read, or that hangs.
         """
         row_nbytes = _row_nbytes(entry, extent)
         if row_nbytes is None or not self.is_likely(entry, extent, chain):
@@ -74,8 +81,8 @@ class RowDeltas:
         base = self._room(extent.nbytes)
         try:
             self._decoder.read(entry.name, start, chain[0], base)
-        except CkptError:
-            return None  # what cannot be read cannot be built on
+        except (FormatError, StorageMissingError):
+            return None
         codec = get_codec(CODEC)
         chunk = Chunk(entry.dtype, (extent.nbytes // row_nbytes, *entry.shape[1:]), entry.name)
         stored = codec.encode(data, chunk, base)
@@ -100,19 +107,21 @@ class RowDeltas:
             return False
         rows = extent.nbytes // row_nbytes
         file = self._before.files[piece.file].name
-        same = 0
+        starts = [rows * (2 * number + 1) // (2 * SAMPLES) * row_nbytes for number in range(SAMPLES)]
+
+        def there(repository: Repository) -> list[bytes]:
+            return [repository.storage.get(file, piece.offset + start, row_nbytes) for start in starts]
+
         try:
-            for number in range(SAMPLES):
-                at = rows * (2 * number + 1) // (2 * SAMPLES) * row_nbytes
-                there = self._storage.get(file, piece.offset + at, row_nbytes)
-                same += there == self._image[extent.offset + at : extent.offset + at + row_nbytes]
-        except CkptError:
+            old = self._aside.read(there)
+        except (FormatError, StorageMissingError):
             return False
-        return 2 * same >= SAMPLES
+        here = (self._image[extent.offset + start :][:row_nbytes] for start in starts)
+        return 2 * sum(a == b for a, b in zip(old, here, strict=True)) >= SAMPLES
 
     def _fetch(self, entry: str, piece: Piece, out: memoryview) -> None:
         name = self._before.files[piece.file].name
-        self._storage.get_into(name, piece.offset, out)
+        self._aside.read(lambda repository: repository.storage.get_into(name, piece.offset, out), out.nbytes)
         if digest(out) != piece.digest:
             raise CorruptError(f"{entry!r}: bytes of {name} do not match their digest")
 

@@ -168,6 +168,7 @@ class TierConfig:
         every_seconds, every_n_steps: the least distance of its snapshots; both None: as often as it keeps up.
         bandwidth_bytes_per_second: None: no limit.
         fatal: its failures stop training instead of being reported.
+        codec: how it stores what it gets: a codec's name, or `auto`.
     """
 
     url: str
@@ -177,6 +178,7 @@ class TierConfig:
     every_n_steps: int | None = None
     bandwidth_bytes_per_second: float | None = None
     fatal: bool = False
+    codec: str = "raw"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ from bisect import bisect_right
 from dataclasses import replace
 from operator import itemgetter
 
-from ckpt_engine.errors import CkptError
+from ckpt_engine.errors import FormatError, StorageMissingError
 from ckpt_engine.persist import image as drafts
+from ckpt_engine.persist.aside import Aside
 from ckpt_engine.persist.deltas import RowDeltas
 from ckpt_engine.persist.image import Draft
 from ckpt_engine.persist.snapshots import Staged
@@ -28,10 +29,15 @@ class Known:
 
     The image is digested before it is written only where that is likely to spare writing: if it did for the snapshot
     before, or if samples of it are unchanged. Else digesting runs beside writing.
+
+    Args:
+        repository: that is written to.
+        aside: reads what is there.
     """
 
-    def __init__(self, repository: Repository) -> None:
+    def __init__(self, repository: Repository, aside: Aside) -> None:
         self._repository = repository
+        self._aside = aside
         self._is_near = repository.storage.url.startswith("file:")
         """Whether reading older data back costs little; else only whole pieces are spared."""
         self._asked = False
@@ -43,6 +49,7 @@ class Known:
 
         Raises:
             WriterError: the image cannot be read.
+            StorageError: what is there cannot be read, or that hangs; nothing has come of it.
         """
         before = self._before()
         if before is None or not self._is_promising(staged, before):
@@ -50,7 +57,7 @@ class Known:
         began = time.thread_time()
         digests, digest_seconds = staged.timed_digest()
         with staged.slot.image(staged.data.nbytes) as image:
-            encode = RowDeltas(self._repository, before, image).encode if self._is_near else _nothing
+            encode = RowDeltas(self._aside, before, image).encode if self._is_near else _nothing
             made = drafts.partial(staged.snapshot, staged.cut_layout, digests, before, encode)
         self._expects = made is not None
         if made is None or not self.stands(made):
@@ -78,9 +85,8 @@ class Known:
         if not self._asked:
             self._asked = True
             try:
-                ids = self._repository.ids()
-                self._newest = self._repository.read(ids[-1].id) if ids else None
-            except CkptError:
+                self._newest = self._aside.read(_newest)
+            except (FormatError, StorageMissingError):
                 self._newest = None  # damaged or gone: then all is written
         return self._newest
 
@@ -89,10 +95,9 @@ class Known:
         if self._expects or staged.digests.known is not None or cut_layout.nbytes <= SMALL_BYTES:
             return True
         cuts = zip(cut_layout.layout.entries, cut_layout.extents, strict=True)
-        cuts = zip(cut_layout.layout.entries, cut_layout.extents, strict=True)
         pieces = [(extent.offset, extent, entry) for entry, extents in cuts for extent in extents]
         with staged.slot.image(staged.data.nbytes) as image:
-            deltas = RowDeltas(self._repository, before, image)
+            deltas = RowDeltas(self._aside, before, image)
             for number in range(SAMPLES):
                 # Evenly over the bytes: it is bytes that are to be spared.
                 middle = staged.data.nbytes * (2 * number + 1) // (2 * SAMPLES)
@@ -107,6 +112,11 @@ class Known:
                 if self._is_near and deltas.is_likely(entry, extent, chain):
                     return True
         return False
+
+
+def _newest(repository: Repository) -> Manifest | None:
+    ids = repository.ids()
+    return repository.read(ids[-1].id) if ids else None
 
 
 def _nothing(*_: object) -> None:

@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 
-from ckpt_engine.errors import CkptError, LeaseHeldError
+from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotsForgotten
+from ckpt_engine.persist.aside import Aside
 from ckpt_engine.persist.commit import Gathering, InFlight
 from ckpt_engine.persist.image import Draft
 from ckpt_engine.persist.job import ErrorRecord, RankConfig
@@ -33,6 +34,7 @@ class Near:
         acquire: takes the lease anew.
         run: says which run it is, to take its place again if it was removed; None with one tier.
         progress: of the lane that the methods run in.
+        aside: reads what is there where a read that hangs must not be in the way.
         emit: takes events.
         made_room: told the snapshots that had to go for the next one.
         ranks, in_flight, alone: where this is the coordinator of several ranks, see `commit.Gathering`.
@@ -47,6 +49,7 @@ class Near:
         policy: RetentionPolicy,
         run: RunText | None,
         progress: Progress,
+        aside: Aside,
         emit: Callable[[Event], object],
         made_room: Callable[[Sequence[str]], object],
         ranks: RankConfig | None = None,
@@ -62,7 +65,9 @@ class Near:
         self._progress = progress
         self._emit = emit
         self._made_room = made_room
-        self._known = Known(repository)
+        self._aside = aside
+        self._known = Known(repository, aside)
+        self._drafts_fail = False
         self._swept = False
         self._ranks = ranks
         self._in_flight: Container[str] = () if in_flight is None else in_flight
@@ -85,7 +90,7 @@ class Near:
         self._progress.check()
         known = self._known
         # What a share does not write again would have to be known to all ranks.
-        draft = known.draft(staged) if self._ranks is None else None
+        draft = self._draft(staged) if self._ranks is None else None
         self._make_room(staged, draft)
         if draft is not None and not known.stands(draft):
             draft = None
@@ -104,6 +109,18 @@ class Near:
             known.committed(manifest)
         self._room.committed(staged.snapshot)
         return committed
+
+    def _draft(self, staged: Staged) -> Draft | None:
+        """What need not be written again is not worth failing for: with trouble finding out, all is written."""
+        try:
+            draft = self._known.draft(staged)
+        except StorageError as err:
+            if not self._drafts_fail:
+                self._notice(f"snapshots are written whole, older data at {self._url} cannot be read: {err.message}")
+            self._drafts_fail = True
+            return None
+        self._drafts_fail = False
+        return draft
 
     def _make_room(self, staged: Staged, draft: Draft | None) -> None:
         nbytes = staged.data.nbytes if draft is None else draft.new_bytes
@@ -173,7 +190,7 @@ class Near:
             self._lease = self._acquire()
             self._repository = adopt_run(self._run, storage)
             self._room = Room(self._repository, self._lease, self._policy, self._notice, self._in_flight)
-            self._known = Known(self._repository)
+            self._known = Known(self._repository, self._aside)
 
     def _not_undone(self, staged: Staged) -> Callable[[CkptError], None]:
         def told(err: CkptError) -> None:

@@ -219,6 +219,7 @@ class Replicator:
             code=error.code if error else None,
             message=error.message if error else None,
             since=self._since,
+            encoding=tier.encoding.why or None,
         )
 
     def unfinished(self) -> Unfinished:

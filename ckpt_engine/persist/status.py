@@ -36,6 +36,7 @@ class TierStatus:
         sent_bytes: since the writer started.
         code, message: of the error that made it away.
         since: wall-clock seconds at which `state` began.
+        encoding: how its codec did last, in one line; None: it has none.
     """
 
     url: str
@@ -48,6 +49,7 @@ class TierStatus:
     code: str | None = None
     message: str | None = None
     since: float = 0.0
+    encoding: str | None = None
 
 
 _NAMED = 3

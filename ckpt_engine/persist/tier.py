@@ -17,6 +17,7 @@ from ckpt_engine.errors import (
     WaitTimeoutError,
 )
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotReplicated, SnapshotsForgotten
+from ckpt_engine.persist.encoding import Encoding
 from ckpt_engine.persist.job import ErrorRecord, TierConfig
 from ckpt_engine.persist.near import LEASE_SECONDS
 from ckpt_engine.persist.rhythm import Rhythm
@@ -27,10 +28,11 @@ from ckpt_engine.store import layout
 from ckpt_engine.store.collect import collect, make_room, prune
 from ckpt_engine.store.lease import Holder, Lease, acquire
 from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.recode import Tally, copy_encoded, plan
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import KeepAll, policy_from
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.transfer import RunText, SourceError, adopt_run, copy_snapshot, scratch_of
+from ckpt_engine.store.transfer import Copied, RunText, SourceError, adopt_run, copy_snapshot, scratch_of
 
 GUARD_SECONDS = 60.0
 """How long a snapshot written straight to the tier waits for a collection there."""
@@ -98,6 +100,7 @@ class Tier:
         self._emit = emit
         self._direct = Repository(places.direct)
         self._policy = policy_from(config.keep)
+        self.encoding = Encoding(config.codec)
         self._rhythm = Rhythm(config.every_seconds, config.every_n_steps, self._policy)
         self._lease: Lease | None = None
         self._repository: Repository | None = None
@@ -245,7 +248,7 @@ class Tier:
         info = found.info
         try:
             self._make_room(found, repository, [one.id for one in there])
-            copied = copy_snapshot(found.source, repository, info.id, sink=self._places.sink, scratch=self._scratch())
+            copied = self._transfer(found, repository)
         except SourceError as err:
             self._not_readable(found, err)
             return
@@ -261,9 +264,23 @@ class Tier:
                 copy_seconds=time.monotonic() - began,
                 latency_seconds=max(0.0, now - info.created),
                 time=now,
+                encoding=self.encoding.why,
             )
         )
         self._prune(repository, info.id)
+
+    def _transfer(self, found: Found, repository: Repository) -> Copied:
+        """Copy it as the tier stores it. Raises as `copy_snapshot`."""
+        snapshot, sink, tally = found.info.id, self._places.sink, Tally()
+        pick = self.encoding.pick(found.source, snapshot)
+        if pick is not None:
+            copied = copy_encoded(found.source, repository, snapshot, pick, tally, sink=sink, committing=self._guarded)
+        else:
+            began = time.monotonic()
+            copied = copy_snapshot(found.source, repository, snapshot, sink=sink, scratch=self._scratch())
+            tally.put_bytes, tally.put_seconds = copied.sent_bytes, time.monotonic() - began
+        self.encoding.done(tally)
+        return copied
 
     def _not_readable(self, found: Found, err: SourceError) -> None:
         """A snapshot that is gone was forgotten meanwhile; a damaged one is not asked for again there."""
@@ -280,6 +297,28 @@ class Tier:
         if isinstance(self._policy, KeepAll):
             return
         assert self._lease is not None
+        again = True
+        while again:
+            nbytes = self._most_bytes(found, repository)
+            with self._guarded():
+                keeping = [info.id for info in self.waiting]
+                newest = self.newest is None or found.info.seq > self.newest.seq
+                done = make_room(
+                    repository,
+                    self._lease,
+                    self._policy,
+                    nbytes,
+                    incoming=found.info,
+                    protected={} if newest else dict.fromkeys(there, "there before"),
+                    in_flight=keeping,
+                )
+            again = done is not None and bool(done.plan.remove) and not self.encoding.is_plain
+            if done is not None and done.plan.remove:
+                # What was to be referred to may be gone: then more has to be written.
+                self._emit(SnapshotsForgotten(done.plan.remove, done.collected.freed_bytes))
+
+    def _most_bytes(self, found: Found, repository: Repository) -> int:
+        """What copying a snapshot writes, or more: how far it can be encoded is not known before."""
         try:
             manifest = found.source.read(found.info.id)
             text = found.source.storage.get(layout.manifest_name(found.info.id))
@@ -287,20 +326,7 @@ class Tier:
             raise SourceError(err) from err
         here = {item.name for item in repository.storage.list(layout.DATA)}
         nbytes = sum(file.nbytes for file in manifest.files if file.name not in here) + len(text)
-        with self._guarded():
-            keeping = [info.id for info in self.waiting]
-            newest = self.newest is None or found.info.seq > self.newest.seq
-            done = make_room(
-                repository,
-                self._lease,
-                self._policy,
-                nbytes,
-                incoming=found.info,
-                protected={} if newest else dict.fromkeys(there, "there before"),
-                in_flight=keeping,
-            )
-        if done is not None and done.plan.remove:
-            self._emit(SnapshotsForgotten(done.plan.remove, done.collected.freed_bytes))
+        return nbytes if self.encoding.is_plain else max(nbytes, plan(manifest, repository).most_bytes(text))
 
     def _prune(self, repository: Repository, newest: str) -> None:
         """Retention after a copy, which is done: what goes wrong here is not its failure."""

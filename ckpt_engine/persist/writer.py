@@ -29,6 +29,7 @@ from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, Snapsho
 from ckpt_engine.observe.units import duration
 from ckpt_engine.persist import job as values
 from ckpt_engine.persist import parts, protocol
+from ckpt_engine.persist.aside import Aside
 from ckpt_engine.persist.commit import Cancelled, InFlight
 from ckpt_engine.persist.fleet import Fleet
 from ckpt_engine.persist.holds import Holds
@@ -134,6 +135,7 @@ class Writer:
                 policy,
                 fleet.run if fleet else None,
                 lane.progress,
+                self._aside(lane),
                 self._emit_event,
                 fleet.gone if fleet else lambda _: None,
                 ranks,
@@ -174,6 +176,11 @@ class Writer:
                 self._lane.call(partial(self._near.cancel, order.snapshot, order.why))
             except StorageStalledError as err:
                 self._notice(err.message)
+
+    def _aside(self, lane: Lane) -> Aside:
+        reads = Lane(lane.url)
+        storage = watched(open_storage(self._config.url, self._config.storage_options), reads.progress)
+        return Aside(Repository(storage), reads, lane.progress)
 
     def _waiting(self, storage: Storage, holder: Holder) -> Callable[[float], None]:
         """Sleeps, and says once for whom: the trainer waits too, and its user sees nothing else."""

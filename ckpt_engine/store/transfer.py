@@ -82,13 +82,15 @@ def copy_snapshot(
         raise SourceError(err) from err
     sent = present = 0
     for index, file in enumerate(manifest.files):
-        if _has(target.storage, file):
+        if has_file(target.storage, file):
             present += file.nbytes
         else:
             sent_bytes = _copy_file(source.storage, put, manifest, index, scratch)
             sent += sent_bytes
             present += file.nbytes - sent_bytes
         advance(file.nbytes)
+    if present:
+        settle_data(target.storage)
     try:
         put.put(layout.manifest_name(snapshot), [memoryview(text)])
     except StorageExistsError:
@@ -135,7 +137,7 @@ def adopt_run(run: RunText, target: Storage) -> Repository:
     return Repository(target)
 
 
-def _has(storage: Storage, file: DataFile) -> bool:
+def has_file(storage: Storage, file: DataFile) -> bool:
     """Whether the data file is there whole. One of another size is none of ours to rely on: it is removed."""
     for item in storage.list(file.name):
         if item.name == file.name:
@@ -143,6 +145,12 @@ def _has(storage: Storage, file: DataFile) -> bool:
                 return True
             storage.delete(file.name)
     return False
+
+
+def settle_data(storage: Storage) -> None:
+    """Make durable that the data files are there which an earlier attempt has left: it may have died before that."""
+    if isinstance(storage, LocalStorage):
+        storage.settle(layout.DATA)
 
 
 def _copy_file(source: Storage, sink: Storage, manifest: Manifest, index: int, scratch: str | None) -> int:
@@ -155,7 +163,7 @@ def _copy_file(source: Storage, sink: Storage, manifest: Manifest, index: int, s
         try:
             sink.put(file.name, [image])
         except StorageExistsError:
-            if not _has(sink, file):
+            if not has_file(sink, file):
                 raise
     return file.nbytes
 
@@ -202,7 +210,7 @@ def _stream(source: Storage, sink: LocalStorage, file: DataFile, pieces: Sequenc
     try:
         sink.receive(file.name, file.nbytes, token, fill)
     except StorageExistsError:
-        if not _has(sink, file):
+        if not has_file(sink, file):
             raise
     return sum(fetched)
 

@@ -60,7 +60,7 @@ def test_the_yaml_on_the_page_loads() -> None:
 def test_the_error_on_the_page_is_the_real_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The transcript is what a user sees."""
     monkeypatch.chdir(tmp_path)
-    Path("ckpt.yaml").write_text("overhed: 1%\nkeep:\n  last: 0\ntiers:\n  - codec: delta\n    url: /data/run1\n")
+    Path("ckpt.yaml").write_text("overhed: 1%\nkeep:\n  last: 0\ntiers:\n  - codec: gzip\n    url: /data/run1\n")
     with pytest.raises(ConfigError) as caught:
         load_config("ckpt.yaml")
     written = re.search(r"\[CKPT100\].*?(?=\n```)", PAGE, re.DOTALL)
@@ -71,7 +71,6 @@ def test_the_error_on_the_page_is_the_real_one(tmp_path: Path, monkeypatch: pyte
 def test_what_is_said_to_be_refused_is_refused() -> None:
     """The page's list of what this version lacks is true."""
     later: dict[str, dict[str, Any]] = {
-        "codec": {"tiers": [{"url": "/d", "codec": "delta"}]},
         "tags": {"keep": {"tags": 1}},
     }
     for name, options in later.items():

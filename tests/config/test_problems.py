@@ -14,7 +14,7 @@ from ckpt_engine.config import OPTION_NAMES, Config, load_config
 from ckpt_engine.errors import ConfigError
 
 KEEP = "last, every_n_steps, hourly, daily, weekly, age, best, quota, min_free, components"
-TIER = "url, every, every_n_steps, keep, bandwidth, concurrency, on_failure, storage_options"
+TIER = "url, every, every_n_steps, keep, bandwidth, concurrency, on_failure, codec, storage_options"
 ALL = ", ".join(OPTION_NAMES)
 
 
@@ -99,6 +99,14 @@ def test_each_mistake_has_its_own_text(options: dict[str, Any], text: str) -> No
             [{"url": "/d", "kep": {}}],
             f"tiers.0.kep: unknown key; did you mean 'keep'? (allowed: {TIER})",
         ),
+        ([{"url": "/d", "codec": "auto"}], "tiers: the nearest tier is written as it is: remove its codec"),
+        (
+            ["/d", {"url": "/e", "codec": "zsdt"}],
+            "tiers.1.codec: must be 'raw' or 'zstd' or 'byteplane-zstd'",
+        ),
+        (["/d", {"url": "/e", "codec": "delta"}], "tiers.1.codec: copies cannot be stored as deltas by this version"),
+        (["memory", {"url": "/d", "codec": "zstd"}], "tiers: the nearest tier is written as it is"),
+        ([{"url": "memory", "codec": "zstd"}, "/d"], "tiers.0: the memory tier takes every or every_n_steps"),
         ([{"url": "/d", "keep": {"last": -1}}], "tiers.0.keep.last: must be a whole number of at least 1, got -1"),
         ("file://d", "tiers: a file URL has three slashes"),
         (None, "tiers: missing; name a folder for the snapshots"),
@@ -112,7 +120,6 @@ def test_mistakes_in_tiers_name_the_tier(tiers: Any, text: str) -> None:
 @pytest.mark.parametrize(
     ("options", "key"),
     [
-        ({"tiers": [{"url": "/a", "codec": "delta"}]}, "tiers.0.codec"),
         ({"tiers": "/a", "keep": {"tags": ["paper"]}}, "keep.tags"),
     ],
 )
@@ -166,7 +173,7 @@ def test_mistakes_in_tiers_are_told_without_secrets(tiers: object, text: str) ->
 def test_several_problems_are_listed_one_per_line_with_file_and_line(tmp_path: Path) -> None:
     """All mistakes of a file are reported at once, in its order; keywords are told from the file."""
     path = _file(
-        tmp_path, "overhed: 1%\nslots: 0\nkeep:\n  last: 3\n  best: {mode: min}\ntiers:\n  - url: /d\n    codec: raw\n"
+        tmp_path, "overhed: 1%\nslots: 0\nkeep:\n  last: 3\n  best: {mode: min}\ntiers:\n  - url: /d\n    codec: x\n"
     )
     lines = _message(path, mtbf="x").splitlines()
     assert lines[0] == "[CKPT100] 5 problems:"

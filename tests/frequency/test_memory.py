@@ -169,8 +169,24 @@ def test_fences_of_durable_snapshots_are_not_charged() -> None:
     """Only the fence right after a snapshot in memory is its own."""
     trigger = MemoryTrigger(MemoryRhythm(), 0.01)
     assert not trigger.fenced(1.0)
-    trigger.took(1, 1.0, 0.0)
-    assert trigger.fenced(1.0)
-    trigger.newer(2, 2.0)
-    assert not trigger.fenced(1.0)
+    for step in (1, 3):
+        trigger.took(step, float(step), 0.0)
+        assert trigger.fenced(1.0)
+        trigger.newer(step + 1, step + 1.0)
+        assert not trigger.fenced(1.0)
     assert trigger.cost_seconds == 1.0
+
+
+def test_a_slow_first_one_does_not_make_the_next_ones_rare() -> None:
+    """Planning and first touch cost 60 ms once, which is paid back; then one that costs 1 ms comes at every step."""
+    trigger = MemoryTrigger(MemoryRhythm(), 0.04)
+    seconds, taken = 0.0, []
+    for step in range(1, 101):
+        seconds += 0.05
+        if trigger.due(step, seconds, seconds):
+            trigger.took(step, seconds, 0.001 if taken else 0.06)
+            taken.append(step)
+    first = taken[0]
+    assert taken[1] - first <= 50  # 60 ms of the part of 4 % that snapshots in memory get, in steps of 50 ms
+    assert taken[2:] == list(range(taken[2], 101))
+    assert taken[2] - taken[1] <= 1

@@ -61,6 +61,15 @@ def state_of(run: Run, path: Path, state: str) -> TierStatus:
     raise AssertionError(f"{path} is never said to be {state}: {status}")
 
 
+def save_until_near(run: Run, step: int) -> int:
+    """Save until the first tier takes snapshots again, which a call that has hung ends in the way of; the last step."""
+    for number in range(step, step + 1000):
+        assert run.save(number) is not None
+        if run.all(SnapshotCommitted)[-1].tier == str(run.near):
+            return number
+    raise AssertionError("the first tier is never used again")
+
+
 @pytest.mark.parametrize("start", ["data/", "snapshots/"])
 def test_a_first_tier_that_hangs_is_left_behind(run: Run, second: Stage, start: str) -> None:
     """The snapshot at hand and later ones become durable on the next tier, the slot under the call that hangs is not
@@ -162,13 +171,37 @@ def test_any_call_to_the_first_tier_may_hang(run: Run, what: str) -> None:
     for step in (2, 3, 4):
         assert run.save(step) is not None
     end.set()
-    run.until_copied(4) if what == "get" else None
-    for step in (5, 6):
-        assert run.save(step) is not None
-    run.until_copied(6)
+    last = save_until_near(run, 5)
+    run.until_copied(last)
     run.close()
-    assert steps(run.near) == [6]
+    assert steps(run.near) == [last]
     assert run.all(SnapshotFailed) == []
+
+
+def test_a_read_that_hangs_costs_no_more_than_what_it_could_spare(run: Run) -> None:
+    """The snapshot is written whole to the first tier, and so are the next ones, at once; that is told once."""
+    run.start(keep={"last": 9}, tiers=())
+    run.save(1)
+    end = run.weather[run.near].hang("get", "data/")
+    for step in (2, 3, 4):
+        assert run.save(step) is not None
+    told = [event for event in run.all(Notice) if "written whole" in event.message]
+    assert len(told) == 1 and "has not got on" in told[0].message
+    assert not end.is_set()
+    end.set()
+    run.close()
+    assert steps(run.near) == [1, 2, 3, 4]
+
+
+def test_a_read_that_fails_costs_no_more_than_what_it_could_spare(run: Run) -> None:
+    """The snapshot is written whole to the first tier."""
+    run.start(keep={"last": 9}, tiers=())
+    run.save(1)
+    run.weather[run.near].down("get")
+    assert run.save(2) is not None
+    run.weather[run.near].up()
+    run.close()
+    assert steps(run.near) == [1, 2]
 
 
 def test_a_further_tier_that_hangs_is_told_and_shown(run: Run) -> None:

@@ -6,16 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_engine.cli.compare import Comparison, Difference
+from ckpt_engine.cli.compare import MEASURED, Comparison, Difference
 from ckpt_engine.cli.rehearsal.spec import Trace
 from ckpt_engine.cli.root import open_run
 from ckpt_engine.restore.choose import Candidate, assemble
 
 Place = tuple[int, str, str]
 """Step, batch in the epoch, and kind of the boundary."""
-
-_MEASURED = ("ckpt_engine/cadence/",)
-"""What adapters measure: times, which no two runs share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,7 @@ def compare(a: Path, b: Path, traces: tuple[Trace, Trace], first: int, last: int
     ones, others = _by_place(a, first, last), _by_place(b, first, last)
     for place in [place for place in ones if place in others]:
         comparison = Comparison(ones[place], others[place])
-        found = [one for one in comparison if not one.path.startswith(_MEASURED)]
+        found = [one for one in comparison if not one.path.startswith(MEASURED)]
         yield Pair(place[0], tuple(found), comparison.compared, _batch(traces, place[0]))
 
 

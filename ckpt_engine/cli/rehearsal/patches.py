@@ -91,9 +91,9 @@ class Rehearsal:
             def prepare(self, *_: Any, **__: Any) -> None:
                 """Nothing: while memory is made ready in the background, snapshots are skipped."""
 
-            def ready(self) -> bool:
+            def ready(self, **kind: Any) -> bool:
                 self.wait(WAIT_SECONDS)
-                return bool(super().ready())
+                return bool(super().ready(**kind))
 
             def save(self, state: Any, *, step: int, **more: Any) -> Any:
                 self.wait(WAIT_SECONDS)

@@ -170,6 +170,12 @@ class LocalStorage:
             with translating("delete in", folder), suppress(FileNotFoundError):
                 self._disk.sync_folder(folder)
 
+    def settle(self, prefix: str) -> None:
+        """Make durable what is there under a folder such as `data/`: whoever put it may have died before its sync."""
+        folder = f"{self.root}/{prefix.rstrip('/')}"
+        with translating("sync", folder), suppress(FileNotFoundError):
+            self._disk.sync_folder(folder)
+
     def sweep(self) -> int:
         freed = 0
         with translating("clear", self.root):

@@ -1,0 +1,185 @@
+"""Further tiers that store what they get encoded: the same snapshots, within the same limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckpt_engine.observe.events import SnapshotReplicated
+from ckpt_engine.persist import encoding
+from ckpt_engine.persist.encoding import Encoding
+from ckpt_engine.persist.status import read_status
+from ckpt_engine.store import layout
+from ckpt_engine.store.codecs.base import get_codec
+from ckpt_engine.store.container import build_header
+from ckpt_engine.store.digest import digest
+from ckpt_engine.store.manifest import RAW, DataFile, Entry, Manifest, Piece, SnapshotInfo
+from ckpt_engine.store.recode import Tally, copy_encoded, decoder_of, placed
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.transfer import RunText, adopt_run
+from tests.persist.staged import weight_bytes
+from tests.persist.tiered import Run, steps
+
+
+def decoded_steps(root: Path) -> list[int]:
+    """The steps of all snapshots, whose bytes are those of their step."""
+    repository = Repository(LocalStorage(root))
+    found = []
+    for info in repository.list():
+        manifest = repository.read(info.id)
+        decoder = decoder_of(repository.storage, manifest)
+        entry = manifest.entries["model.weight"]
+        data = bytearray(sum(piece.raw_nbytes for piece in entry.pieces))
+        for start, piece in placed(entry.pieces):
+            decoder.read("model.weight", start, piece, memoryview(data)[start : start + piece.raw_nbytes])
+        assert data == weight_bytes(info.step, len(data))
+        found.append(info.step)
+    return found
+
+
+def used_bytes(root: Path) -> int:
+    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+
+def test_a_tier_stores_its_copies_encoded(run: Run) -> None:
+    """A third of the bytes or less is sent, the event and the status say how, and the nearest tier stays plain."""
+    run.start(run.tier(codec="zstd"), run.tier(run.third))
+    for step in (1, 2, 3):
+        run.save(step)
+        event = run.until_copied(step)
+        assert event.sent_bytes < 24 << 10
+        assert event.encoding.startswith("zstd: 0.0655 MB → ")
+        assert run.until_copied(step, run.third).encoding == ""
+    run.close()
+    assert steps(run.near) == steps(run.third) == [1, 2, 3]
+    assert decoded_steps(run.far) == [1, 2, 3]
+    status = read_status(LocalStorage(run.near))
+    assert status is not None
+    assert [bool(tier.encoding) for tier in status.tiers] == [False, True, False]
+
+
+def test_a_quota_holds_for_encoded_copies(run: Run) -> None:
+    """At no put is more on the disk than allowed; old ones go for new ones as if nothing could be encoded."""
+    quota = 3 * 70_000 + 16_384
+    run.start(run.tier(codec="zstd", keep={"last": 9, "quota": quota}), keep={"last": 9})
+    for step in range(1, 31):
+        run.save(step)
+        run.until_copied(step)
+        assert used_bytes(run.far) <= quota
+    run.close()
+    found = decoded_steps(run.far)
+    assert found[-1] == 30
+    assert len(found) > 3, "encoded ones take less"
+
+
+def test_copies_that_were_cut_short_are_made_again(run: Run) -> None:
+    """Data that could not be followed by its manifest is no snapshot, and nothing of it stays in the end."""
+    run.start(run.tier(codec="zstd", keep={"last": 1}))
+    run.save(1)
+    run.until_copied(1)
+    run.weather[run.far].down("put")
+    run.save(2)
+    run.weather[run.far].up()
+    run.save(3)
+    run.until_copied(3)
+    run.close()
+    assert decoded_steps(run.far) == [3]
+    [info] = Repository(LocalStorage(run.far)).list()
+    manifest = Repository(LocalStorage(run.far)).read(info.id)
+    assert {path.name for path in (run.far / "data").iterdir()} == {Path(f.name).name for f in manifest.files}
+
+
+def test_auto_first_measures_and_then_encodes_what_a_slow_link_wants(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first copy goes as it is; the next one is encoded, with the reason in one line."""
+    monkeypatch.setattr(encoding, "LEAST_BYTES", 1000)
+    run.start(run.tier(codec="auto", bandwidth_bytes_per_second=300_000.0))
+    run.save(1)
+    first = run.until_copied(1)
+    assert first.encoding == "as it is, to measure the link"
+    assert first.sent_bytes > 64 << 10
+    run.save(2)
+    second = run.until_copied(2)
+    assert "values/float32: " in second.encoding and "MB/s" in second.encoding
+    assert second.sent_bytes < 24 << 10
+    run.close()
+    assert decoded_steps(run.far) == [1, 2]
+    assert [event.step for event in run.all(SnapshotReplicated)] == [1, 2]
+
+
+class Place:
+    """A run with snapshots of one float32 weight, and a far place of it."""
+
+    def __init__(self, root: Path) -> None:
+        self.near = Repository(LocalStorage(root / "near"))
+        self.near.create_if_absent()
+        self.far = adopt_run(RunText.of(self.near), LocalStorage(root / "far"))
+
+    def save(self, step: int) -> str:
+        data = np.random.default_rng(step).standard_normal(600_000).astype("<f4").tobytes()
+        header = build_header([("w", "F32", (600_000,), len(data))])
+        snapshot = layout.snapshot_id(step, step)
+        file = DataFile(layout.data_name(snapshot), len(header) + len(data))
+        entry = Entry("float32", (600_000,), (Piece(0, len(header), len(data), digest(data), len(data)),), "F32")
+        info = SnapshotInfo(snapshot, step, step, None, "manual", 1.0, len(data))
+        self.near.storage.put(file.name, [memoryview(header + data)])
+        self.near.commit(Manifest(info, self.near.run_id, {"size": 1}, {}, (file,), {"w": entry}, {}))
+        return snapshot
+
+
+def test_a_codec_that_loses_is_off_after_two_snapshots(tmp_path: Path) -> None:
+    """Once the link is faster than the codec, at most two more snapshots are encoded, until it is slow again."""
+    place = Place(tmp_path)
+    auto = Encoding("auto", clock=iter(range(0, 100_000, 1000)).__next__)
+    used = []
+    for step, link in enumerate([1e6] * 4 + [1e12] * 4 + [1e6] * 4, 1):
+        snapshot = place.save(step)
+        pick = auto.pick(place.near, snapshot)
+        tally = Tally()
+        if pick is not None:
+            copy_encoded(place.near, place.far, snapshot, pick, tally)
+        used.append(pick("values/float32") if pick is not None else RAW)
+        tally.put_bytes, tally.put_seconds = 1 << 21, (1 << 21) / link
+        auto.done(tally)
+    assert used[0] == RAW, "nothing was measured before"
+    assert used[1:4] == ["byteplane-zstd"] * 3
+    assert used[6:8] == [RAW, RAW]
+    assert used[10:] == ["byteplane-zstd"] * 2
+    assert "values/float32: byteplane-zstd" in auto.why
+
+
+def test_a_codec_that_became_slow_is_off_after_two_snapshots(tmp_path: Path) -> None:
+    """What encoding takes is measured while it is in use."""
+    place = Place(tmp_path)
+    auto = Encoding("auto", clock=iter(range(0, 100_000, 1000)).__next__)
+    used = []
+    for step in range(1, 8):
+        snapshot = place.save(step)
+        pick = auto.pick(place.near, snapshot)
+        tally = Tally()
+        if pick is not None:
+            copy_encoded(place.near, place.far, snapshot, pick, tally)
+            if step >= 4:
+                tally.seconds = dict.fromkeys(tally.seconds, 1000.0)
+        used.append(pick("values/float32") if pick is not None else RAW)
+        tally.put_bytes, tally.put_seconds = 1 << 21, (1 << 21) / 1e6
+        auto.done(tally)
+    assert used[:5] == [RAW, *["byteplane-zstd"] * 4]
+    assert "byteplane-zstd" not in used[5:]
+
+
+def test_a_codec_that_does_not_decode_its_own_bytes_is_not_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is tried on one piece, both ways, before it is used."""
+    place = Place(tmp_path)
+    codec = get_codec("byteplane-zstd")
+    auto = Encoding("auto")
+    tally = Tally()
+    tally.put_bytes, tally.put_seconds = 1 << 21, 2.0
+    auto.done(tally)
+    monkeypatch.setattr(type(codec), "decode", lambda self, stored, out, base: out.cast("B").__setitem__(0, 7))
+    pick = auto.pick(place.near, place.save(1))
+    assert pick is None or pick("values/float32") == "zstd"

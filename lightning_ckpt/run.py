@@ -16,7 +16,6 @@ from ckpt_engine.config.live import LiveFile
 from ckpt_engine.config.status import Status
 from ckpt_engine.data.torch_private import is_dead_worker
 from ckpt_engine.errors import CkptError, ConfigError, LeaseHeldError, StorageError, WaitTimeoutError, WriterError
-from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
@@ -30,7 +29,7 @@ from ckpt_engine.tracking.fence import StepFence
 from ckpt_engine.tracking.halt import Halt
 from ckpt_engine.tracking.rollback import Rollbacks
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
-from ckpt_engine.tracking.together import Together
+from ckpt_engine.tracking.shared import SharedCadence, cadence_of
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind, Position, kind_of, postponed
 from lightning_ckpt.capture import Capture, Instant
@@ -75,21 +74,21 @@ class FitRun:
         self._internals = Internals(trainer)
         self._internals.probe()
         sinks, clock = FanOutSink(LogSink()), SystemClock()
-        self.cadence = Cadence(cadence_settings(config), clock, sinks)
-        self.telemetry = Telemetry(self.cadence)
-        sinks.add(self.cadence)
-        sinks.add(self.telemetry)
         ranks = ranks_of(trainer, module)
         if ranks is not None and config.rollback is not None:
             raise ConfigError(
                 "rollback is for one process: several ranks do not agree yet on where to go back to",
                 hint="use guard: loss_spike, and choose by hand where to go on",
             )
-        watched = config if ranks is None or ranks.rank == 0 else config.model_copy(update={"status": Status()})
-        self.watches = Watches(watched, clock, sinks, self._internals, self.telemetry, self.cadence, live)
         self.checkpointer = Checkpointer(config, ranks=ranks)
         self.checkpointer.events = sinks
-        self._together = Together(ranks, self.cadence.boundary, self.checkpointer) if ranks is not None else None
+        self.cadence = cadence_of(cadence_settings(config), clock, self.checkpointer)
+        self._shared = self.cadence if isinstance(self.cadence, SharedCadence) else None
+        self.telemetry = Telemetry(self.cadence)
+        sinks.add(self.cadence)
+        sinks.add(self.telemetry)
+        watched = config if ranks is None or ranks.rank == 0 else config.model_copy(update={"status": Status()})
+        self.watches = Watches(watched, clock, sinks, self._internals, self.telemetry, self.cadence, live)
         self._loaders = TrainLoaders(self._internals, trainer)
         if config.rollback is not None:
             self.watches.rollbacks = Rollbacks(self.checkpointer, _log)
@@ -162,8 +161,6 @@ class FitRun:
                 self.cadence.restore(learned, failed=self.resume.after_failure)
         self._announce()
         self.cadence.start(self.step)
-        if self._together is not None:
-            self._together.start(self.step)
         self.watches.start(self.step, self._module, self.checkpointer.loaded if self.resume.pending else None)
 
     def validation_started(self) -> None:
@@ -260,16 +257,15 @@ class FitRun:
             self.cadence.background(self.checkpointer.prepare_seconds)
         step = self.step
         stop = self.watches.boundary(step)
-        if self._together is not None:
-            self._boundary_together(self._together, step, stop)
-            return
-        if stop is not None:
+        if self._shared is not None:
+            self._stop_together(self._shared, step, stop)
+        elif stop is not None:
             raise self._halt.now(stop, self._take_here)
         self._given = self._internals.combined_position
         self._config = self.watches.edits.apply(self._config)
         self._asked |= self.watches.preemption.take_save() is not None
         self.checkpointer.begin_step(step + 1)
-        reason = self.cadence.boundary(step) or ("manual" if self._asked else None)
+        reason = self.cadence.boundary(step) or ("manual" if self._asked and self._shared is None else None)
         vetoed = self.watches.vetoed(due=reason is not None)
         if reason is None:
             self._announce()
@@ -285,27 +281,13 @@ class FitRun:
         if self.checkpointer.memory and self.cadence.memory_due(step):
             self._take_into_memory(step)
 
-    def _boundary_together(self, together: Together, step: int, stop: Stop | None) -> None:
-        """The fetch boundary of one of several ranks: what rank 0 has decided, and what it decides for the next one."""
-        self._config = self.watches.edits.apply(self._config)
-        decision = together.decided(step)
-        if decision is not None and decision.stop is not None:
-            raise self._halt.over(together.halt(decision, self._take_here))
-        self.watches.vetoed(due=False)
-        if decision is not None and decision.reason is not None:
-            position = self._position()
-            obstacle = postponed(position)
-            if obstacle is None:
-                self._take(kind_of(position), decision.reason, step)
-            else:
-                self.checkpointer.miss(step, obstacle)
-                self.cadence.skipped(step, obstacle)
+    def _stop_together(self, shared: SharedCadence, step: int, own: Stop | None) -> None:
+        """All ranks stop after the same step."""
         preemption = self.watches.preemption
         self._asked |= preemption.take_save() is not None
-        last = stop is not None and preemption.plan(stop).choice is Choice.SNAPSHOT
-        together.lead(step, stop, asked=self._asked, snapshot_on_stop=last)
-        if decision is None:
-            self._announce()
+        fits = own is not None and preemption.plan(own).choice is Choice.SNAPSHOT
+        if shared.stop(step, own, asked=self._asked, fits=fits) is not None:
+            raise self._halt.over(shared.halt(self._take_here))
 
     def _take_into_memory(self, step: int) -> None:
         position = self._position()
@@ -315,8 +297,8 @@ class FitRun:
     def _batch_failed(self, error: Exception) -> None:
         """A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then."""
         stop = self.watches.preemption.stop
-        if stop is None or self._halt.done or not self._loaders.one_with_workers:
-            return
+        if stop is None or self._halt.done or self._shared is not None or not self._loaders.one_with_workers:
+            return  # of several ranks one cannot stop here by itself
         nothing_came = self._given is not None and self._given == self._internals.combined_position
         if nothing_came and is_dead_worker(error):
             _log.warning("%s: no batch came: %s", stop.notice.who, error)
@@ -355,10 +337,12 @@ class FitRun:
 
     def _take_at_end(self, kind: Kind) -> None:
         self._end_taken = True
+        reason = self.cadence.ended(self.step) or "end"
         if not self.checkpointer.ready() and not self.checkpointer.wait(self._halt.seconds_left(END_WAIT_SECONDS)):
             _log.error("the final state was not saved: earlier snapshots are still being written")
+            self.checkpointer.miss(self.step, "busy")
             return
-        self._take(kind, self.cadence.ended(self.step) or "end", self.step)
+        self._take(kind, reason, self.step)
         self.fence()  # other callbacks may replace the weights right after this hook
 
     def _take_on_signal(self) -> None:

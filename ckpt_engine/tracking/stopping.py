@@ -115,8 +115,8 @@ class Stopping:
             SystemExit, KeyboardInterrupt: a stop has ended its workers too, and takes effect now; as `end`.
         """
         stop = self._watch.stop
-        if stop is None or self._halt.done or not is_dead_worker(error):
-            return
+        if stop is None or self._halt.done or self._shared is not None or not is_dead_worker(error):
+            return  # of several ranks one cannot stop here by itself
         self._log.warning("%s: no batch came: %s", stop.notice.who, error)
         raise self.end(stop, take) from error
 

@@ -13,9 +13,10 @@ from safetensors import safe_open
 
 from ckpt_engine import checkpointer
 from ckpt_engine.checkpointer import Checkpointer
-from ckpt_engine.errors import ConfigError, LeaseHeldError, SnapshotFailedError
+from ckpt_engine.errors import ConfigError, LeaseHeldError, ResumeError, SnapshotFailedError
 from ckpt_engine.persist import parts
 from ckpt_engine.persist.job import RankConfig
+from ckpt_engine.restore.as_rank import require_size
 from ckpt_engine.store import layout
 from ckpt_engine.store.manifest import RANKS
 from ckpt_engine.store.repository import Repository
@@ -344,3 +345,37 @@ def test_arrays_that_are_not_alike_are_those_of_rank_0(tmp_path: Path) -> None:
     close_all(ranks)
     sizes = [file.stat().st_size for file in sorted((tmp_path / "run" / "data").iterdir())]
     assert abs(sizes[0] - sizes[1]) < 0.05 * sizes[0]
+
+
+def test_an_exact_resume_needs_as_many_ranks(tmp_path: Path) -> None:
+    """The trainers' adapters refuse another number, in either direction, and name both; `load` does not."""
+    ranks = open_ranks(tmp_path, 2)
+    save_all(ranks, 1)
+    close_all(ranks)
+    repository = Repository(open_storage(str(tmp_path)))
+    (snapshot,) = repository.ids()
+    manifest = repository.read(snapshot.id)
+    require_size(manifest, 2)
+    for size in (1, 4):
+        with pytest.raises(ResumeError, match=f"2 ranks took snapshot {snapshot.id}, and this run has {size}"):
+            require_size(manifest, size)
+    with Checkpointer(tmp_path, writer="thread") as alone:
+        check(alone.load(), 1, 0)
+
+
+def test_a_rank_that_cannot_take_its_share_tells_the_others(tmp_path: Path) -> None:
+    """A snapshot that one rank misses is absent at once, and the ranks go on counting alike."""
+    ranks = open_ranks(tmp_path, 2)
+    save_all(ranks, 1)
+
+    def work(rank: int) -> None:
+        if rank:
+            ranks[rank].miss(2, "loss spike")
+            return
+        with pytest.raises(SnapshotFailedError):
+            ranks[rank].save(state_of(2, rank), step=2).wait(30)
+
+    on_all(work, 2)
+    save_all(ranks, 3)
+    close_all(ranks)
+    assert [one.step for one in Repository(open_storage(str(tmp_path))).ids()] == [1, 3]

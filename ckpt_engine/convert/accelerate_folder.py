@@ -110,7 +110,7 @@ def read(folder: Path, advance: Advance) -> Imported:
     recorded = _optional(folder, STREAMS.format, advance, 0)
     step = None
     if isinstance(recorded, dict):
-        step = whole_number(recorded.get("step"))
+        step = _step(whole_number(recorded.get("step")), state)
         state[STREAMS_KEY] = _recorded(folder / STREAMS.format(0), recorded)
     else:
         notes.append("it has no random streams")
@@ -119,6 +119,22 @@ def read(folder: Path, advance: Advance) -> Imported:
     if (folder / "sampler.bin").exists():
         notes.append("sampler.bin left out: it is a pickled object; Accelerate makes its sampler again from the seed")
     return Imported("accelerate", state, step, None, tuple(notes))
+
+
+def _step(recorded: int | None, state: dict[str, Any]) -> int | None:
+    """The step of the run; None: it is not known.
+
+    Accelerate counts the batches of `accumulate`, from 0 in each epoch, and nothing where that is not used. So a count
+    of 0, or one below that of an optimizer, is not the run's.
+    """
+    optimizers = [one for key, one in state.items() if key.startswith("optimizer") and isinstance(one, dict)]
+    counts = [
+        int(one["step"])
+        for optimizer in optimizers
+        for one in optimizer.get("state", {}).values()
+        if isinstance(one, dict) and isinstance(one.get("step"), int | float | torch.Tensor)
+    ]
+    return None if not recorded or recorded < max(counts, default=0) else recorded
 
 
 def _each(read_one: Callable[[int], Any]) -> list[Any]:

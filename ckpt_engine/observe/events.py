@@ -65,7 +65,7 @@ class SnapshotFound(Event):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFailed(Event):
-    """The snapshot did not become durable; everything older is untouched. `code` is that of the error."""
+    """The snapshot did not become durable; everything older is untouched. `code` and `hint` are those of the error."""
 
     name: ClassVar[str] = "snapshot_failed"
     snapshot: str
@@ -73,6 +73,7 @@ class SnapshotFailed(Event):
     tier: str
     code: str
     message: str
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

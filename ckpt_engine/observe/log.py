@@ -27,15 +27,28 @@ LOGGER_NAME = "ckpt_engine"
 
 
 class LogSink:
-    """Logs every event: failures as errors, lost writers as warnings, the routine as info or debug."""
+    """Logs every event: failures as errors, lost writers as warnings, the routine as info or debug.
+
+    What fails again for the same reason is told in short, until a snapshot is durable there again.
+    """
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
         self._logger = logger or logging.getLogger(LOGGER_NAME)
+        self._failing: dict[str, tuple[str, str]] = {}
 
     def emit(self, event: Event) -> None:
-        level = level_of(event)
+        level, again = level_of(event), self._fails_again(event)
         if self._logger.isEnabledFor(level):
-            self._logger.log(level, "%s", line(event))
+            self._logger.log(level, "%s", line(event, again=again))
+
+    def _fails_again(self, event: Event) -> bool:
+        if isinstance(event, SnapshotCommitted):
+            self._failing.pop(event.tier, None)
+        if not isinstance(event, SnapshotFailed):
+            return False
+        why = event.code, event.message.replace(event.snapshot, "") if event.snapshot else event.message
+        before, self._failing[event.tier] = self._failing.get(event.tier), why
+        return before == why
 
 
 def level_of(event: Event) -> int:
@@ -55,8 +68,8 @@ def level_of(event: Event) -> int:
             return logging.DEBUG
 
 
-def line(event: Event) -> str:
-    """The event in one line for people."""
+def line(event: Event, *, again: bool = False) -> str:
+    """The event in one line for people; `again`: a failure like the last one, in short."""
     match event:
         case SnapshotStaged():
             return (
@@ -69,10 +82,12 @@ def line(event: Event) -> str:
             )
         case SnapshotFound():
             return f"step {event.step}: snapshot {event.snapshot} is the newest on {event.tier}"
+        case SnapshotFailed() if again:
+            return f"step {event.step}: snapshot not durable either, as before [{event.code}]" + _hint(event)
         case SnapshotFailed():
             return (
                 f"step {event.step}: snapshot {event.snapshot} did not become durable on {event.tier}: "
-                f"[{event.code}] {event.message}; older snapshots are untouched"
+                f"[{event.code}] {event.message}; older snapshots are untouched" + _hint(event)
             )
         case SnapshotSkipped():
             return f"step {event.step}: snapshot postponed ({event.reason}), training goes on"
@@ -101,3 +116,7 @@ def line(event: Event) -> str:
             return event.message
         case _:
             return repr(event)
+
+
+def _hint(event: SnapshotFailed) -> str:
+    return f" → {event.hint}" if event.hint else ""

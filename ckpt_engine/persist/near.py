@@ -187,8 +187,13 @@ class Near:
             with suppress(CkptError, OSError):  # whatever it was, it is lost
                 self._lease.release()
             self._progress.moved(LEASE_SECONDS)
+            removed = Repository(storage).record() is None
             self._lease = self._acquire()
             self._repository = adopt_run(self._run, storage)
+            if removed:
+                self._notice(
+                    f"{self._url} was removed while it was written: it is made again, and the snapshots it had are gone"
+                )
             self._room = Room(self._repository, self._lease, self._policy, self._notice, self._in_flight)
             self._known = Known(self._repository, self._aside)
 

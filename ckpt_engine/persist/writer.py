@@ -276,7 +276,11 @@ class Writer:
     def _failed(self, order: Order, snapshot: str, error: Exception) -> ErrorRecord:
         order.failed = True
         record = ErrorRecord.of(error)
-        self._emit_event(SnapshotFailed(snapshot, order.job.step, self._config.url, record.code, record.message))
+        self._emit_event(
+            SnapshotFailed(
+                snapshot, order.job.step, self._config.url, record.code, record.message, hint=record.hint or ""
+            )
+        )
         return record
 
     def _committed(self, snapshot: str) -> None:

@@ -219,13 +219,17 @@ def _what(plan: StopPlan, facts: StopFacts) -> str:
         case Choice.SNAPSHOT if not plan.certain:
             return f"a snapshot of step {plan.step} is tried on {url}, whose speed is not known yet"
         case Choice.SNAPSHOT:
-            return f"a snapshot of step {plan.step} is durable on {url} in {_sum(facts, plan.seconds)}"
+            return f"a snapshot of step {plan.step} will be durable on {url} within {_sum(facts, plan.seconds)}"
         case Choice.FLUSH if not plan.certain:
             return f"the snapshot of step {plan.step} in memory is tried on {url}, whose speed is not known yet"
         case Choice.FLUSH:
-            return f"the snapshot of step {plan.step} in memory is durable on {url} in {duration(plan.seconds)}"
+            return (
+                f"the snapshot of step {plan.step} in memory will be durable on {url} within {duration(plan.seconds)}"
+            )
         case Choice.FINISH:
-            return f"the snapshot of step {plan.step} in flight is durable on {url} in {duration(plan.seconds)}"
+            return (
+                f"the snapshot of step {plan.step} in flight will be durable on {url} within {duration(plan.seconds)}"
+            )
         case _ if plan.step is not None:
             return f"the snapshot of step {plan.step} is durable on {url} already"
         case _:

@@ -50,6 +50,8 @@ class SignalWatch:
         self._pressed = False
         self._of_children: Any = None
         self.heard: StopNotice | None = None
+        self.interrupted = False
+        """Whether there was a second Ctrl-C."""
 
     def install(self) -> list[str]:
         """Start watching; what cannot be watched, and why. Signals belong to the main thread of Python."""
@@ -83,6 +85,7 @@ class SignalWatch:
             return
         again = number == signal.SIGINT and self._pressed
         self._pressed |= number == signal.SIGINT
+        self.interrupted |= again
         if self.heard is None:
             self.heard = notice_of(number, self._now())
             self._of_children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)

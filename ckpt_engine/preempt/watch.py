@@ -83,6 +83,8 @@ class PreemptionWatch:
         self._step, self._ended, self._took = 0, self._now(), 0.0
         self._started = self._ended
         self._attended = self._closing = False
+        self._told: Stop | None = None
+        self._telling = threading.Lock()
         self._thread: threading.Thread | None = None
         self._owner = os.getpid()
 
@@ -99,6 +101,8 @@ class PreemptionWatch:
     def close(self) -> None:
         """Put the signal handlers back and end the thread. Idempotent."""
         self._signals.remove()
+        if self._signals.interrupted and not self._closing:
+            _log.warning("Ctrl-C again: training stops at once; %s", self.durable())
         self._closing = True
         if self._thread is not None and os.getpid() == self._owner:
             self._wake.put(None)
@@ -123,6 +127,8 @@ class PreemptionWatch:
 
     def attend(self) -> None:
         """The training thread has reached a boundary and takes care of the stop."""
+        if (stop := self.stop) is not None:
+            self._announce(stop)  # before what the training thread says of it
         self._attended = True
         self._wake.put(None)
 
@@ -211,16 +217,13 @@ class PreemptionWatch:
     def _run(self) -> None:
         due = dict.fromkeys(range(len(self._sources)), self._now())
         broken: set[int] = set()
-        told: Stop | None = None
         late = False
         while not self._closing:
             stop = self.stop
             if stop is None:
                 wait = self._ask(due, broken)
             else:
-                if told is None or stop.deadline < told.deadline:
-                    told = stop
-                    _log.warning("%s", self._announcement(stop))
+                self._announce(stop)
                 wait = _IDLE_SECONDS if late or self._attended else self._until_late(stop)
                 if wait <= 0.0:
                     late = True
@@ -251,10 +254,17 @@ class PreemptionWatch:
         broken.discard(number)
         return found
 
-    def _announcement(self, stop: Stop) -> str:
-        again = "; press it again to stop at once" if stop.notice.interrupts else ""
-        left = duration(max(0.0, stop.deadline - self._now()))
-        return f"{stop.notice.who}: a snapshot at the end of this step, then training stops; {left} left{again}"
+    def _announce(self, stop: Stop) -> None:
+        """Say it once, and again if less time is left. Any thread; the line is out when this returns."""
+        with self._telling:
+            if self._told is not None and stop.deadline >= self._told.deadline:
+                return
+            self._told = stop
+            again = "; press it again to stop at once" if stop.notice.interrupts else ""
+            left = duration(max(0.0, stop.deadline - self._now()))
+            _log.warning(
+                "%s: a snapshot at the end of this step, then training stops; %s left%s", stop.notice.who, left, again
+            )
 
     def _until_late(self, stop: Stop) -> float:
         """Seconds until a snapshot at the end of the running step would not become durable in time.

@@ -52,7 +52,8 @@ class Rollbacks:
         except CkptError as err:
             made = f"a rollback failed: {err}"
         if isinstance(made, str):
-            return DivergedError(f"{found.text()}; {made}", hint="change the learning rate, the clipping or the data")
+            hint = f"{watch.durable()}; change the learning rate, the clipping or the data before going on there"
+            return DivergedError(f"{found.text()}; {made}", hint=hint)
         return RollbackRequestedError(
             f"{found.text()}; rollback {made.count} of {self._options.at_most}",
             hint=f"start it again, or call fit again, with ckpt_path='auto': it goes on at step {made.step} and skips "

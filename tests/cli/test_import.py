@@ -90,6 +90,29 @@ def test_the_step_is_asked_for_where_nobody_says_it(ckpt: Ckpt, tmp_path: Path) 
     assert ckpt("import", tmp_path / "a.pt", tmp_path / "run", "--step", "8").code == 0
 
 
+@pytest.mark.parametrize(("counted", "kind"), [(0, torch.optim.Adam), (2, torch.optim.Adam), (0, torch.optim.SGD)])
+def test_a_step_that_accelerate_does_not_count_is_asked_for(
+    ckpt: Ckpt, tmp_path: Path, counted: int, kind: Callable[..., torch.optim.Optimizer]
+) -> None:
+    """Its own counter stays 0 without `accumulate`, and begins anew in each epoch with it."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True)
+    plain = nn.Linear(2, 2)
+    model, optimizer = accelerator.prepare(plain, kind(plain.parameters(), lr=0.1))
+    for _ in range(3):
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+    accelerator.step = counted
+    accelerator.save_state(str(tmp_path / "theirs"))
+    result = ckpt("import", tmp_path / "theirs", tmp_path / "run")
+    assert (result.code, (tmp_path / "run").exists()) == (2, False)
+    assert "does not say at which step it was saved → give it with --step" in result.err
+    assert "step 3" in ckpt("import", tmp_path / "theirs", tmp_path / "run", "--step", "3").out
+
+
 def test_dcp_there_and_back(ckpt: Ckpt, tmp_path: Path) -> None:
     """Our export and torch's own folder give the same state again: lists, numbers as keys and empty dicts included."""
     sgd = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)

@@ -241,8 +241,36 @@ def test_the_first_divergence_is_the_most_telling_one_of_the_first_step() -> Non
     assert "the order of samples is not put back" in batch.cause
     many = judge([Pair(1, tuple(difference(f"w/{i}") for i in range(30)), 3, None)], fresh=False)
     assert many is not None
-    assert (len(many.others), many.hidden) == (10, 19)
+    assert (len(many.others), many.hidden) == (5, 24)
     assert area_of("rng/python/words") is Area.STREAM
+
+
+def test_copies_of_a_random_stream_are_no_order_of_samples_and_are_told_once() -> None:
+    """Data positions have the global streams in them; a stream that nothing draws from explains nothing else."""
+
+    def difference(path: str) -> Difference:
+        return Difference(path, Kind.TENSOR, "1", "2", 1, 4, (0,), 1.0)
+
+    position = "ckpt_engine/feeds/loader/position"
+    streams = tuple(
+        difference(path)
+        for path in (
+            f"{position}/made/rng/python/words",
+            f"{position}/made/rng/numpy/key",
+            f"{position}/order/at_iter/rng/python/words",
+            "ckpt_engine/rng/python/words",
+            "ckpt_engine/rng/numpy/key",
+        )
+    )
+    unused = judge([Pair(1, streams, 9, None)], fresh=True)
+    assert unused is not None
+    assert (unused.area, unused.hidden) == (Area.STREAM, 0)
+    assert unused.first == "the random stream of python (ckpt_engine/rng/python/words)"
+    assert unused.others == ("the random stream of numpy (ckpt_engine/rng/numpy/key)",)
+    assert "all else is equal" in unused.cause and "order of samples" not in unused.cause
+    order = judge([Pair(1, (*streams, difference(f"{position}/order/digest")), 9, None)], fresh=True)
+    assert order is not None
+    assert "the order of samples is drawn from a stream that nothing seeds" in order.cause
 
 
 def test_a_resumed_run_must_end_where_the_other_one_ends() -> None:

@@ -129,6 +129,7 @@ def test_a_run_that_stays_sick_goes_further_back_and_gives_up(tmp_path: Path) ->
     with pytest.raises(DivergedError, match="rolled back 2 times already") as caught:
         fit(case, every_batch(tmp_path, **options), ckpt_path="auto")
     assert not isinstance(caught.value, RollbackRequestedError)
+    assert f"step 4 is durable on {tmp_path}" in str(caught.value)
     assert json.loads((tmp_path / "resume-report.json").read_text())["step"] == 4
 
 

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.observe.events import Event, IntervalChanged, Notice, SnapshotSkipped, to_json
+from ckpt_engine.observe.events import (
+    Event,
+    IntervalChanged,
+    Notice,
+    SnapshotCommitted,
+    SnapshotFailed,
+    SnapshotSkipped,
+    to_json,
+)
 from ckpt_engine.observe.fanout import FanOutSink
 from ckpt_engine.observe.lines import LinesSink, read_lines
 from ckpt_engine.observe.log import LogSink, level_of, line
@@ -41,6 +49,27 @@ class StillClock:
 
 
 # ------------------------------------------------------------------ log
+
+
+def test_a_failure_that_repeats_itself_is_told_in_full_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Another reason is told in full; so is the same one after a snapshot that became durable."""
+
+    def failed(step: int, why: str = "no space left") -> SnapshotFailed:
+        return SnapshotFailed(
+            f"s{step}", step, "/run", "CKPT301", f"cannot write /run/data/s{step}: {why}", "free space"
+        )
+
+    sink = LogSink()
+    durable = SnapshotCommitted("s6", 6, "/run", 1, 1, 1.0, 1.0, 0.0, 0.0)
+    for event in (failed(1), failed(2), failed(3), failed(4, "quota"), failed(5, "quota"), durable, failed(7, "quota")):
+        sink.emit(event)
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert lines[0] == (
+        "step 1: snapshot s1 did not become durable on /run: [CKPT301] cannot write /run/data/s1: no space left; "
+        "older snapshots are untouched → free space"
+    )
+    assert lines[1] == "step 2: snapshot not durable either, as before [CKPT301] → free space"
+    assert ["either" in one for one in lines] == [False, True, True, False, True, False]
 
 
 def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:

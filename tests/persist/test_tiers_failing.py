@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt_engine.observe.events import (
+    Notice,
     SnapshotCommitted,
     SnapshotFailed,
     SnapshotReplicated,
@@ -186,9 +187,13 @@ def test_a_nearest_folder_that_is_removed_is_made_again(run: Run) -> None:
     run.near.rename(run.near.with_name("gone"))
     run.save(2)
     run.until_copied(2)
+    run.save(3)
+    run.until_copied(3)
     run.close()
-    assert [(i.seq, i.step) for i in check_all(run.near)] == [(2, 2)]
-    assert [(i.seq, i.step) for i in check_all(run.far)] == [(1, 1), (2, 2)]
+    told = [one.message for one in run.heard if isinstance(one, Notice) and "was removed" in one.message]
+    assert told == [f"{run.near} was removed while it was written: it is made again, and the snapshots it had are gone"]
+    assert [(i.seq, i.step) for i in check_all(run.near)] == [(2, 2), (3, 3)]
+    assert [(i.seq, i.step) for i in check_all(run.far)] == [(1, 1), (2, 2), (3, 3)]
     assert same_files(run.near, run.far, [layout.RECORD])
 
 

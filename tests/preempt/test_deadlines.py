@@ -119,7 +119,7 @@ def kill(pid: int) -> None:
 def assert_promise_was_kept(log: str, newest: int, run: Draw) -> None:
     """What the plan at the boundary said to become durable is durable, up to the noise of the machine."""
     for left, step, needed in re.findall(
-        r"SIGTERM: (\S+ \S+) left: a snapshot of step (\d+) is durable on \S+ in (\S+ \S+)", log
+        r"SIGTERM: (\S+ \S+) left: a snapshot of step (\d+) will be durable on \S+ within (\S+ \S+)", log
     ):
         if seconds(needed) + NOISE_SECONDS <= seconds(left):
             assert newest >= int(step), f"{run}\n{log}"

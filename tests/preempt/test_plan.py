@@ -30,7 +30,7 @@ def test_a_snapshot_that_fits_is_taken() -> None:
     assert (plan.choice, plan.step, plan.lost_steps, plan.certain) == (Choice.SNAPSHOT, 100, 0, True)
     assert plan.seconds == pytest.approx(0.2 + 4 * MARGIN)
     assert plan.why == (
-        "30 s left: a snapshot of step 100 is durable on file:///run in 5.2 s "
+        "30 s left: a snapshot of step 100 will be durable on file:///run within 5.2 s "
         "(0.2 s stall + 4 GB at 1 GB/s, a quarter to spare); no step is lost"
     )
 
@@ -48,8 +48,8 @@ def test_what_is_in_flight_finishes_where_no_new_one_fits() -> None:
     plan = plan_stop(facts(grace_seconds=5.0, in_flight=(InFlight(97, 3 * GB),)))
     assert (plan.choice, plan.step, plan.lost_steps) == (Choice.FINISH, 97, 3)
     assert plan.why == (
-        "5 s left: the snapshot of step 97 in flight is durable on file:///run in 3.8 s; one of step 100 would need "
-        "8.8 s (0.2 s stall + 3 GB in flight + 4 GB at 1 GB/s, a quarter to spare); 3 steps are lost"
+        "5 s left: the snapshot of step 97 in flight will be durable on file:///run within 3.8 s; one of step 100 "
+        "would need 8.8 s (0.2 s stall + 3 GB in flight + 4 GB at 1 GB/s, a quarter to spare); 3 steps are lost"
     )
 
 

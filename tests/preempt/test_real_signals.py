@@ -54,6 +54,7 @@ def test_the_second_ctrl_c_waits_for_nothing(tmp_path: Path, trainers: Trainers)
     os.kill(life.pid, signal.SIGINT)
     assert life.join() == 1, life.log
     assert life.steps == []
+    assert life.log.count("Ctrl-C again: training stops at once; no snapshot is durable on") == 1
 
 
 def test_sigusr1_counts_when_it_is_asked_for(tmp_path: Path, trainers: Trainers) -> None:

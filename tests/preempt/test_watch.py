@@ -89,6 +89,19 @@ def test_a_signal_stops_the_run_within_its_grace(desk: Callable[..., Desk], capl
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
+def test_the_stop_is_announced_before_what_is_done_about_it(
+    desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The training thread may be the first to see it: then it says so itself, and nobody says it again."""
+    one = desk(signals=[])
+    one.watch.emit(Requested("stop", "ann"))
+    one.watch.attend()
+    assert caplog.text.count("ckpt stop by ann: a snapshot at the end of this step") == 1
+    one.watch.start()
+    one.watch.close()
+    assert caplog.text.count("a snapshot at the end of this step") == 1
+
+
 def test_a_source_stops_the_run_while_a_step_runs(desk: Callable[..., Desk], tmp_path: Path) -> None:
     """It is asked on a thread of its own, with the grace that it leaves; a shorter one wins."""
     file = tmp_path / "STOP"
@@ -168,7 +181,7 @@ def test_the_last_complete_snapshot_is_watched_until_it_is_durable(
     one.watch.start()
     one.watch.emit(Requested("stop", "ann"))  # 6.25 s in flight and as much for a new one
     until(one.looked.is_set)
-    assert "the snapshot of step 6 in flight is durable on /run in" in caplog.text
+    assert "the snapshot of step 6 in flight will be durable on /run within" in caplog.text
     assert "the snapshot of step 6 is durable\n" not in caplog.text
     one.newest = 6
     until(lambda: "the snapshot of step 6 is durable\n" in caplog.text)

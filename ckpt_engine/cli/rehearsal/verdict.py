@@ -9,7 +9,7 @@ from enum import StrEnum
 from ckpt_engine.cli.compare import Difference, Kind
 from ckpt_engine.cli.rehearsal.pairing import Pair
 
-OTHERS = 10
+OTHERS = 5
 """Further differences of the same step that a verdict names."""
 
 
@@ -46,8 +46,8 @@ class Divergence:
 def area_of(path: str) -> Area:
     """What a place in the state is about."""
     parts = path.split("/")
-    if "rng" in parts[:2] or parts[0] == "rng":
-        return Area.STREAM
+    if "rng" in parts[:2] or (parts[0] == "ckpt_engine" and "rng" in parts):
+        return Area.STREAM  # positions have copies of the global streams
     if parts[0] == "ckpt_engine" and len(parts) > 1 and parts[1] in ("loaders", "generators", "feeds"):
         return Area.POSITION
     return Area.WEIGHTS
@@ -62,14 +62,14 @@ def judge(pairs: Sequence[Pair], *, fresh: bool) -> Divergence | None:
     for pair in pairs:
         if not pair.differences and pair.batch is None:
             continue
-        ranked = sorted(pair.differences, key=lambda one: list(Area).index(_area(one)))
+        ranked = _ranked(pair.differences)
         if pair.batch is not None:
             loader, number = pair.batch
             area, first, rest = Area.BATCH, f"batch {number} of training loader {loader} has other content", ranked
         else:
             area, first, rest = _area(ranked[0]), _told(ranked[0]), ranked[1:]
         areas = {area, *map(_area, ranked)}
-        cause = _cause_fresh(area) if fresh else _cause_resumed(area, areas)
+        cause = _cause_fresh(area, areas) if fresh else _cause_resumed(area, areas)
         return Divergence(pair.step, area, first, cause, tuple(map(_told, rest[:OTHERS])), max(len(rest) - OTHERS, 0))
     return None
 
@@ -90,6 +90,25 @@ def judge_end(whole: int, again: int) -> Divergence | None:
     return Divergence(min(whole, again) + 1, Area.VALUE, first, cause, (), 0)
 
 
+def _ranked(differences: Sequence[Difference]) -> list[Difference]:
+    """The most telling first, and one of each random stream: its state before its copies in data positions."""
+    ranked = sorted(differences, key=lambda one: (list(Area).index(_area(one)), "rng" not in one.path.split("/")[:2]))
+    told: set[str] = set()
+    kept = []
+    for one in ranked:
+        name = _stream(one.path) if _area(one) is Area.STREAM else one.path
+        if name not in told:
+            told.add(name)
+            kept.append(one)
+    return kept
+
+
+def _stream(path: str) -> str:
+    """Which random stream a place is about."""
+    parts = path.split("/")
+    return parts[parts.index("rng") + 1] if "rng" in parts[:-1] else path
+
+
 def _area(difference: Difference) -> Area:
     area = area_of(difference.path)
     return Area.VALUE if area is Area.WEIGHTS and difference.kind is not Kind.TENSOR else area
@@ -97,13 +116,16 @@ def _area(difference: Difference) -> Area:
 
 def _told(difference: Difference) -> str:
     if area_of(difference.path) is Area.STREAM:
-        parts = difference.path.split("/")
-        name = parts[parts.index("rng") + 1] if "rng" in parts[:-1] else difference.path
-        return f"the random stream of {name} ({difference.path})"
+        return f"the random stream of {_stream(difference.path)} ({difference.path})"
     return str(difference)
 
 
-def _cause_fresh(area: Area) -> str:
+def _cause_fresh(area: Area, areas: set[Area]) -> str:
+    if areas == {Area.STREAM}:
+        return (
+            "nothing seeds this stream, and training has not shown a draw from it so far: all else is equal; seed "
+            "everything at the start (random, numpy, torch) to compare whole runs"
+        )
     what = {
         Area.BATCH: "the data or its augmentation is drawn from streams that nothing seeds, or reads the clock",
         Area.POSITION: "the order of samples is drawn from a stream that nothing seeds",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from ckpt_engine.errors import WaitTimeoutError
+from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.snapshot.cuda import CUDA, Runtime
 
 PIECE_BYTES = 64 << 20
@@ -85,9 +86,19 @@ def split(start: int, stop: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def not_pinned(problem: str) -> str:
-    """What to tell the user."""
-    return (
-        f"host memory for snapshots cannot be page-locked ({problem}): `save` waits for the copies from the GPU. "
-        "Give the job more memory that can be locked (ulimit -l), or set fewer `slots`"
-    )
+def teller(emit: Callable[[Event], object]) -> Callable[[str | None], None]:
+    """Tells the user once what is wrong with page-locking, if something is."""
+    told = False
+
+    def tell(problem: str | None) -> None:
+        nonlocal told
+        if problem is None or told:
+            return
+        told = True
+        message = (
+            f"host memory for snapshots cannot be page-locked ({problem}): `save` waits for the copies from the GPU. "
+            "Give the job more memory that can be locked (ulimit -l), or set fewer `slots`"
+        )
+        emit(Notice("WARNING", message))
+
+    return tell

@@ -9,6 +9,9 @@ from ckpt_engine.errors import CkptError
 if TYPE_CHECKING:
     from ckpt_engine.snapshot.pipeline import Pipeline
 
+WAIT_SECONDS = 3600.0
+"""Of waits without a timeout of their own: forever, but for a fault of ours."""
+
 
 class SaveHandle:
     """One `save`. Training thread only.
@@ -59,3 +62,8 @@ class SaveHandle:
         state = (self.skipped and f"skipped: {self.skipped}") or self.snapshot or self.error
         state = state or ("in memory" if self.held else "in flight")
         return f"<SaveHandle step={self.step} {state}>"
+
+
+def wait_seconds(timeout: float | None) -> float:
+    """How long a wait may take for which the user has given `timeout`."""
+    return WAIT_SECONDS if timeout is None else timeout

@@ -14,10 +14,10 @@ from ckpt_engine.persist.pulse import Pulse
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot import headroom
 from ckpt_engine.snapshot.arena import slot_bytes
-from ckpt_engine.snapshot.cuda_pin import not_pinned
+from ckpt_engine.snapshot.cuda_pin import teller
 from ckpt_engine.snapshot.flatten import Flattener, LazyPredicate
 from ckpt_engine.snapshot.guard import Guard
-from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.snapshot.handle import SaveHandle, wait_seconds
 from ckpt_engine.snapshot.handover import Handover
 from ckpt_engine.snapshot.newest import Newest
 from ckpt_engine.snapshot.numbering import Numbering
@@ -29,7 +29,6 @@ from ckpt_engine.snapshot.stage import FENCE_TIMEOUT_SECONDS, Copier, Staging
 from ckpt_engine.snapshot.starting import OpenWriter, Starting
 from ckpt_engine.snapshot.unchanged import Claims, Unchanged
 
-WAIT_SECONDS = 3600.0
 BEHIND_SECONDS = 0.5
 WRITER_CLOSE_SECONDS = 60.0
 _FLUSH_SECONDS = 0.01
@@ -74,7 +73,7 @@ class Pipeline:
         self._planner = Planner(Flattener(pickle_paths), session)
         self._slots = Slots(slots)
         self._room = room
-        self._told_of_pinning = False
+        self._tell_of_pinning = teller(emit)
         self._fitted_bytes = 0
         self.memory = memory
         self._newest = Newest(self._slots.release)
@@ -216,7 +215,7 @@ class Pipeline:
         if not durable and not self.memory:
             return SaveHandle(self, step, durable=False, skipped="there is no memory tier")
         slot = self._slots.take(capture.plan) if not durable or self._writer_has_time() else None
-        self._tell_of_pinning()
+        self._tell_of_pinning(self._slots.pin_problem)
         if slot is None:
             self._emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: earlier snapshots are still being written")
@@ -342,7 +341,7 @@ class Pipeline:
         if handle.skipped is not None:
             raise SnapshotSkippedError(f"the snapshot of step {handle.step} was skipped ({handle.skipped})")
         self.before_update()
-        if not (self._hand_over(_seconds(timeout)) and self._wait(lambda: handle.done(), timeout)):
+        if not (self._hand_over(wait_seconds(timeout)) and self._wait(lambda: handle.done(), timeout)):
             raise WaitTimeoutError(
                 f"the snapshot of step {handle.step} is not {'durable' if handle.durable else 'with the writer'} yet"
             )
@@ -358,10 +357,10 @@ class Pipeline:
     def drain(self, timeout: float | None) -> bool:
         """Wait until no snapshot is in flight; False if the time was not enough."""
         self.before_update()
-        if not self._hand_over(_seconds(timeout)):
+        if not self._hand_over(wait_seconds(timeout)):
             return False
         if self._starting is not None:
-            self._starting.wait(_seconds(timeout))
+            self._starting.wait(wait_seconds(timeout))
             if self._still_starting:
                 return False
             self._adopt()
@@ -397,7 +396,7 @@ class Pipeline:
             raise WaitTimeoutError(f"snapshots were still being written after {timeout:.0f} s")
 
     def _wait(self, done: Callable[[], bool], timeout: float | None) -> bool:
-        deadline = time.monotonic() + _seconds(timeout)
+        deadline = time.monotonic() + wait_seconds(timeout)
         self.poll()
         while not done():
             left = deadline - time.monotonic()
@@ -430,12 +429,6 @@ class Pipeline:
 
         return submit
 
-    def _tell_of_pinning(self) -> None:
-        problem = self._slots.pin_problem
-        if problem is not None and not self._told_of_pinning:
-            self._told_of_pinning = True
-            self._emit(Notice("WARNING", not_pinned(problem)))
-
     def _settle(self, done: JobDone, error: CkptError | None) -> None:
         found = self._pending.pop(done.job, None)
         if found is None:
@@ -453,7 +446,3 @@ class Pipeline:
         handle.error = error
         if not isinstance(error, SnapshotSkippedError):  # another rank was busy: no failure of anything
             self._failures.append(error)
-
-
-def _seconds(timeout: float | None) -> float:
-    return WAIT_SECONDS if timeout is None else timeout

@@ -38,6 +38,8 @@ class FakeWriter:
         self.mail: list[Message] = []
         self.delayed = False
         self.closed = False
+        self.lock = threading.RLock()
+        """Jobs come from the copier's threads: a writer has one or has not when it dies."""
 
     def attach_slot(self, slot: int, fd: int, nbytes: int) -> None:
         self.slots[slot] = os.dup(fd)
@@ -57,20 +59,23 @@ class FakeWriter:
         return os.pread(self.slots[slot], self.nbytes, 0)
 
     def hold(self, job: PersistJob) -> None:
-        if not self.alive:
-            raise WriterError("lost")
-        self.sent.append((job, self.content(job.slot)))
-        if not self.delayed:
-            self.flush()
+        with self.lock:
+            if not self.alive:
+                raise WriterError("lost")
+            self.sent.append((job, self.content(job.slot)))
+            if not self.delayed:
+                self.flush()
 
     def submit(self, job: PersistJob) -> None:
-        self.hold(job)
-        self.open.append((job, self.content(job.slot)))
+        with self.lock:
+            self.hold(job)
+            self.open.append((job, self.content(job.slot)))
 
     def flush(self) -> None:
-        if self.sent:
-            self.newest = self.sent[-1]
-            self.sent.clear()
+        with self.lock:
+            if self.sent:
+                self.newest = self.sent[-1]
+                self.sent.clear()
 
     @property
     def flushed(self) -> bool:
@@ -82,11 +87,12 @@ class FakeWriter:
         self.mail.append(JobDone(job.job, f"{job.job:08d}"))
 
     def die(self) -> None:
-        self.alive = False
-        record = ErrorRecord("CKPT600", "killed")
-        self.mail += [JobDone(job.job, None, record) for job, _ in self.open]
-        self.mail.append(WriterLost("killed"))
-        self.newest, self.open, self.sent = None, [], []
+        with self.lock:
+            self.alive = False
+            record = ErrorRecord("CKPT600", "killed")
+            self.mail += [JobDone(job.job, None, record) for job, _ in self.open]
+            self.mail.append(WriterLost("killed"))
+            self.newest, self.open, self.sent = None, [], []
 
     def poll(self) -> list[Message]:
         found, self.mail = self.mail, []

@@ -190,7 +190,10 @@ class LocalLease:
             except FileNotFoundError:
                 there = None
         if there is None or (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
-            raise LeaseHeldError(f"the lease {self._path} was removed or replaced", hint="stop all writers of this run")
+            raise LeaseHeldError(
+                f"the lease {self._path} was removed or replaced: its folder is gone, or another writer works there",
+                hint="stop this run, and any other one in that folder, and start it again",
+            )
 
     def release(self) -> None:
         fd, self._fd = self._fd, -1

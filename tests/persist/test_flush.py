@@ -63,7 +63,9 @@ def test_a_slot_that_may_have_changed_meanwhile_is_not_committed(
         one.share(client)
     client.hold(first.job(1))
     flush(processes.root, 1)
+    deadline = time.monotonic() + WAIT_SECONDS
     while not gate.with_suffix(".reached").exists():
+        assert time.monotonic() < deadline, "the writer did not come to its gate"
         client.wait(0.01)
     client.hold(second.job(2))
     first.fill(3)

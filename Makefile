@@ -21,7 +21,7 @@ test: $(STAMP)
 	$(BIN)/python -m pytest
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow --timeout 3600
+	$(BIN)/python -m pytest -m 'slow or hypothesis' --timeout 3600 --hypothesis-profile explore
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ import torch
 
 from ckpt_engine.data.dealing import Dealing
 from ckpt_engine.data.derived import derive
+from ckpt_engine.data.position import LoaderPosition
 from ckpt_engine.data.rng import RngState
 from ckpt_engine.observe.resume_report import NotRestored, resumed_by_others
 from ckpt_engine.ranks import elastic
@@ -49,6 +50,18 @@ class Elastic:
         saved = [own["rng"] for own in self.own]
         found: RngState = derive(saved, self.rank) if self.policy == DERIVE else saved[self.rank % len(saved)]
         return found
+
+    def position(self, position: LoaderPosition, saved: Sequence[Any]) -> dict[str, Any]:
+        """The state of a loader's position for this rank.
+
+        Args:
+            position: of the loader of this rank.
+            saved: the states of the saved ranks, in order.
+
+        Raises:
+            ResumeError: the rest of its epoch cannot be divided anew.
+        """
+        return position.for_another_number(saved, self.rank, self.size, self.streams)
 
     def gradients(self, path: Sequence[str]) -> dict[str, torch.Tensor]:
         """Gradients that wait for a step, those of all saved ranks together: their mean, as DDP would make it."""

@@ -175,8 +175,7 @@ class Resume:
         for feed in self._feeds:
             positions = [one["feeds"][feed.name]["position"] for one in elastic.own if feed.name in one["feeds"]]
             if len(positions) == elastic.saved_size:
-                position = feed.position.for_another_number(positions, elastic.rank, elastic.size, streams)
-                feeds[feed.name] = {**feeds[feed.name], "position": position}
+                feeds[feed.name] = {**feeds[feed.name], "position": elastic.position(feed.position, positions)}
         gradients = {component: elastic.gradients(("gradients", component)) for component in own["gradients"]}
         return {**own, "rng": streams, "feeds": feeds, "gradients": gradients}
 

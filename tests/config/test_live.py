@@ -109,7 +109,7 @@ def test_a_broken_edit_is_told_and_a_good_one_after_it_is_used(edited: tuple[Pat
 
 
 class Looks:
-    """Stands for the event that ends the thread: lets it look at the given moments, each of which may change the file."""
+    """Stands for the event that ends the thread: lets it look at these moments, each of which may change the file."""
 
     def __init__(self, *moments: Callable[[], object]) -> None:
         self._moments = iter(moments)

@@ -130,10 +130,8 @@ def numbers_of(ranks: Ranks | None) -> tuple[int, int]:
 def _dealt(dealing: Dealing, total: int) -> str:
     left = dealing.origin.samples - dealing.seen
     more = elastic.given(left, dealing.size, dealing.batch_size, dealing.tail, drop_last=dealing.drop_last) - left
-    said = (
-        f"{dealing.seen:,} samples of the epoch were seen, the other {left:,} come once, in {total - dealing.first:,}"
-    )
-    said += " batches for each rank"
+    said = f"{dealing.seen:,} samples of the epoch were seen, the other {left:,} come once"
+    said += f"; batches for each rank: {total - dealing.first:,}"
     if more > 0:
         return f"{said}; {more:,} come twice, to fill the last batches"
     return f"{said}; the last {-more:,} are left out, as they fill no batch" if more else said

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.elastic_runs import Lives, step_of
+from tests.ranks.elastic_runs import SAMPLES, Lives, step_of
 from tests.ranks.launch import Launcher
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -92,3 +92,23 @@ def test_the_same_ranks_go_on_exactly_in_an_epoch_of_others(trainer: str, launch
     for rank in range(4):
         straight = [line for line in again.lines(3, rank) if line["step"] >= middle]
         assert straight == lives.lines(2, rank)
+
+
+def test_lightning_counts_the_batches_of_the_epoch(launcher: Launcher, tmp_path: Path) -> None:
+    """The epoch of two numbers of ranks has a length of its own: it accumulates, validates and ends by that."""
+    arguments = {"accumulate_grad_batches": 2}
+    lives = Lives(launcher, tmp_path, "lightning", arguments=arguments, validates=True, logs=True)
+    generations(lives, [2, 1], [4])
+    lives.require_whole_epochs()
+    lines = lives.lines(1, 0)
+    done = 2 * lives.start(1)
+    total = done + (SAMPLES - done * 8) // 4
+    epoch = [line for line in lines if line.get("epoch") == 0]
+    assert [(line["batch"], line["batches"]) for line in epoch] == [(at, total) for at in range(done, total)]
+    assert [line["step"] for line in epoch] == [at // 2 for at in range(done, total)]
+    following = [line for line in lines if line.get("epoch") == 1]
+    assert [(line["batch"], line["batches"]) for line in following] == [(at, 48) for at in range(48)]
+    validated = [at for at, line in enumerate(lines) if "validated" in line]
+    assert validated == [len(epoch), len(epoch) + 1 + len(following)], "a validation at another place"
+    (problem,) = lives.report()["not_restored"]
+    assert problem["name"] == "running means"

@@ -21,8 +21,8 @@ LEAST_ROWS = 64
 """In a piece; with fewer of them most pieces change in most rows."""
 SAMPLES = 4
 """Rows of an entry that are looked at first."""
-MOST_BYTES = 0.5
-"""What the deltas of a chain may have together, as a share of the piece: reading them must not take much longer."""
+MOST_BYTES = 0.75
+"""What the deltas of one chain may have together, as a share of the piece; of all chains of an entry see `upkeep`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-MOST_BASES = 32
+MOST_BASES = 40
 """Behind each other. A longer chain has its newest deltas replaced by one."""
 MOST_SHARE = 0.3
 """What the deltas of an entry may have together, of its bytes: a restore reads them besides the entry itself."""

@@ -56,26 +56,25 @@ class Chains:
 
 
 @given(pieces=st.integers(1, 70), share=st.floats(0.002, 0.2), snapshots=st.integers(1, 90))
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_chains_are_bounded_in_number_and_bytes(pieces: int, share: float, snapshots: int) -> None:
     """A law: no more bases than readers follow, and hardly more bytes than a restore may read besides the entry."""
     chains = Chains(pieces, share)
     for _ in range(snapshots):
         chains.touch()
         assert max(len(levels) for levels in chains.levels.values()) <= MOST_BASES < MAX_CHAIN
-        assert chains.held <= MOST_SHARE + share
+        assert chains.held <= MOST_SHARE + 1.1 * share
 
 
 @pytest.mark.parametrize("share", [0.002, 0.01, 0.05])
 def test_what_is_written_stays_near_what_is_touched(share: float) -> None:
-    """On average at most 3.3 times; with 1 % of the rows, 20 snapshots write 1.2 times what they touch."""
+    """On average at most 3.5 times; with 1 % of the rows, each of the first 20 snapshots what it touches."""
     chains = Chains(64, share)
     for _ in range(300):
         chains.touch()
-    assert mean(chains.written) <= 3.3
+    assert mean(chains.written[1:]) <= 3.5
     if share == 0.01:
-        assert mean(chains.written[:20]) <= 1.2 and max(chains.written[:20]) <= 2.1
-        assert max(chains.written) <= 6.5
+        assert max(chains.written[:20]) <= 1.01 and max(chains.written) <= 8
 
 
 @given(st.dictionaries(st.integers(0, 9), st.lists(st.integers(0, 2 * PIECE), min_size=1, max_size=60)))
@@ -103,14 +102,13 @@ def test_no_snapshot_of_a_table_of_many_pieces_is_many_times_the_others(
             last = table.touch()
             ckpt.save(last, step=last["step"]).wait(60)
             states[last["step"]] = last
-            newest = life.manifests()[-1]
+            newest = life.repository.read(life.repository.ids()[-1].id)
             sizes.append(life.written(newest) / (table.nbytes / 100))
             pieces = placed(newest.entries["table"].pieces)
             chains = [chain_of(newest, "table", start, piece) for start, piece in pieces]
             assert max(map(len, chains)) <= upkeep.MOST_BASES + 1
-    print([round(x, 2) for x in sizes])
     assert len(chains) > 60
-    assert max(sizes[1:20]) <= 2.5 and max(sizes[1:]) <= 9 and mean(sizes[1:]) <= 3.5, sizes
+    assert max(sizes[1:20]) <= 1.5 and max(sizes[1:]) <= 9 and mean(sizes[1:]) <= 3.5, sizes
     held = sum(path.stat().st_size for path in (life.root / "data").iterdir())
     assert held <= 3 * table.nbytes
     life.check(states)

@@ -62,14 +62,30 @@ def stream_into(
         for piece in pieces:
             moves.append(_Move(name, piece, start, target.data_ptr() + start))
             start += piece.raw_nbytes
-    decoder = sources.decoder(manifest)
     buffers = threading.local()
 
-    def buffer(nbytes: int) -> memoryview:
-        if not hasattr(buffers, "memory") or len(buffers.memory) < nbytes:
-            buffers.memory = mmap.mmap(-1, max(nbytes, READ_BYTES + mmap.PAGESIZE))
+    def buffer(nbytes: int, use: str = "span") -> memoryview:
+        kept: mmap.mmap | None = getattr(buffers, use, None)
+        if kept is None or len(kept) < nbytes:
+            kept = mmap.mmap(-1, max(nbytes, READ_BYTES + 2 * mmap.PAGESIZE))
+            setattr(buffers, use, kept)
         # Views are never released by hand: frames of an error that was caught may still hold parts of them.
-        return memoryview(buffers.memory)[:nbytes]
+        return memoryview(kept)[:nbytes]
+
+    def base(_: str, piece: Piece, out: memoryview) -> None:
+        """Around the page cache, which takes whole pages of the file and of memory."""
+        name, skew = manifest.files[piece.file].name, piece.offset % mmap.PAGESIZE
+        if (address_of(out) - piece.offset) % mmap.PAGESIZE == 0:
+            head = min(-skew % mmap.PAGESIZE, piece.nbytes)
+            if head:
+                sources.read(name, piece.offset, out[:head])
+            sources.read(name, piece.offset + head, out[head:])
+            return
+        data = buffer(skew + piece.nbytes, "base")
+        sources.read(name, piece.offset - skew, data)
+        ctypes.memmove(address_of(out), address_of(data[skew:]), piece.nbytes)
+
+    decoder = sources.decoder(manifest, base)
 
     def run(span: Sequence[_Move]) -> None:
         first, last = span[0].piece, span[-1].piece

@@ -10,9 +10,12 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.store.codecs import choose
 from ckpt_engine.store.codecs.base import get_codec
 from ckpt_engine.store.codecs.choose import RAW, Knowledge, Limits, Speed, class_of
+from ckpt_engine.store.decode import decoder_of
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Manifest
-from ckpt_engine.store.recode import THREADS, Pick, Tally, chunk_of, decoder_of, placed
+from ckpt_engine.store.recode import Tally
+from ckpt_engine.store.recode_encode import THREADS, Pick, chunk_of
+from ckpt_engine.store.recode_plan import placed
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.transfer import SourceError
 

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator
 
 from ckpt_engine.errors import CorruptError
 from ckpt_engine.store.codecs.base import get_codec
+from ckpt_engine.store.decode_groups import Groups, members_of
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
+from ckpt_engine.store.storage.base import Storage
 
 MAX_CHAIN = 8
 """Bases behind each other that a reader follows. A snapshot with a longer chain is damaged."""
-_IN_PLACE = frozenset({"rows"})
+_IN_PLACE = frozenset({"rows", "delta-byteplane-zstd"})
 """Codecs that decode over their base where it lies: of a chain nothing is copied but what changed."""
 
 Fetch = Callable[[str, Piece, memoryview], object]
@@ -38,6 +40,27 @@ def stored_pieces(manifest: Manifest) -> Iterator[tuple[str, Piece]]:
         for name, pieces in entries.items():
             for piece in pieces.values():
                 yield name, piece
+
+
+def needed_for(manifest: Manifest, name: str, start: int, piece: Piece) -> dict[tuple[str | None, str], Piece]:
+    """All that decoding a piece of an entry takes, itself included: by the snapshot whose it is (None: of an entry) and
+    the entry.
+
+    Raises:
+        CorruptError: as `chain_of`.
+    """
+    found: dict[tuple[str | None, str], Piece] = {}
+    open_ends: list[tuple[str | None, str, Piece]] = [(None, name, piece)]
+    while open_ends:
+        level, member, one = open_ends.pop()
+        if (level, member) in found:
+            continue
+        found[level, member] = one
+        open_ends += [(level, other, there) for other, there in members_of(manifest, level, start, one)]
+        under = base_of(manifest, member, start, one)
+        if under is not None:
+            open_ends.append((one.base, member, under))
+    return found
 
 
 def base_of(manifest: Manifest, name: str, start: int, piece: Piece) -> Piece | None:
@@ -79,6 +102,7 @@ class Decoder:
         self._manifest = manifest
         self._fetch = fetch
         self._buffers = threading.local()
+        self._groups = Groups(manifest, fetch, self._fill_base)
 
     def read(self, name: str, start: int, piece: Piece, out: memoryview) -> None:
         """Fill `out` with a piece of an entry, which begins at byte `start` of it.
@@ -96,10 +120,14 @@ class Decoder:
         self._decode(name, start, chain_of(self._manifest, name, start, piece), stored, out)
         _require_content(name, start, piece, out)
 
-    def _fill(self, name: str, start: int, chain: list[Piece], out: memoryview) -> None:
+    def _fill(self, name: str, start: int, chain: list[Piece], out: memoryview, level: str | None = None) -> None:
+        """`level`: the snapshot among the bases that the first of the chain is of; None: it is one of an entry."""
         piece = chain[0]
         if piece.codec == RAW:
             self._fetch(name, piece, out)
+            return
+        if piece.group:
+            self._groups.fill(level, name, start, piece, out)
             return
         stored = self._buffer(2 * len(chain), piece.nbytes)
         self._fetch(name, piece, stored)
@@ -107,12 +135,15 @@ class Decoder:
 
     def _decode(self, name: str, start: int, chain: list[Piece], stored: memoryview, out: memoryview) -> None:
         piece = chain[0]
+        if piece.group:  # others of the group need what is stored, too: it is read again
+            self._groups.fill(None, name, start, piece, out)
+            return
         codec = get_codec(piece.codec)
         base: memoryview | None = None
         if len(chain) > 1:
             in_place = piece.codec in _IN_PLACE
             base = out if in_place else self._buffer(2 * len(chain) + 1, piece.raw_nbytes)
-            self._fill(name, start, chain[1:], base)
+            self._fill(name, start, chain[1:], base, piece.base)
         elif codec.needs_base:
             raise CorruptError(f"{name!r}: a piece encoded with {piece.codec!r} names no base")
         try:
@@ -120,12 +151,27 @@ class Decoder:
         except CorruptError as err:
             raise CorruptError(f"{name!r}: {err.message}") from err
 
+    def _fill_base(self, name: str, start: int, piece: Piece, out: memoryview) -> None:
+        self._fill(name, start, chain_of(self._manifest, name, start, piece)[1:], out, piece.base)
+
     def _buffer(self, number: int, nbytes: int) -> memoryview:
         """Memory that this thread reuses: two buffers per step of a chain."""
         kept: dict[int, bytearray] = self._buffers.__dict__.setdefault("kept", {})
         if len(kept.get(number, b"")) < nbytes:
             kept[number] = bytearray(nbytes)
         return memoryview(kept[number])[:nbytes]
+
+
+def decoder_of(storage: Storage, manifest: Manifest) -> Decoder:
+    """Decodes pieces of a snapshot in `storage`; what is read is verified."""
+
+    def fetch(entry: str, piece: Piece, out: memoryview) -> None:
+        name = manifest.files[piece.file].name
+        storage.get_into(name, piece.offset, out)
+        if digest(out) != piece.digest:
+            raise CorruptError(f"{entry!r}: bytes of {name} do not match their digest")
+
+    return Decoder(manifest, fetch)
 
 
 def _require_content(name: str, start: int, piece: Piece, out: memoryview) -> None:

@@ -252,6 +252,8 @@ def _over(key: Key, before: Manifest, needed: Needed, grouped: bool) -> Over | N
     name, start = key
     chain = tuple(chain_of(before, name, start, needed[None, name]))
     alone = _in_bounds([chain])
+    if not grouped and chain[0].group:
+        return None  # all of the group are written in full, so that the next ones may be predicted again
     if alone or grouped:
         return Over(before.info.id, chain, needed, alone)
     if chain[0].codec != ROWS:

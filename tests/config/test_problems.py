@@ -104,7 +104,7 @@ def test_each_mistake_has_its_own_text(options: dict[str, Any], text: str) -> No
             ["/d", {"url": "/e", "codec": "zsdt"}],
             "tiers.1.codec: must be 'raw' or 'zstd' or 'byteplane-zstd'",
         ),
-        (["/d", {"url": "/e", "codec": "delta"}], "tiers.1.codec: copies cannot be stored as deltas by this version"),
+        (["/d", {"url": "/e", "codec": "int8"}], "tiers.1.codec: 'int8' would lose bits"),
         (["memory", {"url": "/d", "codec": "zstd"}], "tiers: the nearest tier is written as it is"),
         ([{"url": "memory", "codec": "zstd"}, "/d"], "tiers.0: the memory tier takes every or every_n_steps"),
         ([{"url": "/d", "keep": {"last": -1}}], "tiers.0.keep.last: must be a whole number of at least 1, got -1"),

@@ -72,6 +72,11 @@ class Checkpointer:
     ) -> None:
         self.config = load_config(root, **options)
         self._session = Session(ranks) if ranks is not None and ranks.size > 1 else None
+        if self._session is not None and self.config.tiers[0].codec != "raw":
+            raise ConfigError(
+                "several ranks write their shares to the nearest tier as they are: remove its codec",
+                hint="give the codec to a further tier",
+            )
         self.live = live_file(root, options)
         self.events: EventSink = LogSink()
         self.loaded: restore.Loaded | None = None
@@ -359,6 +364,7 @@ class Checkpointer:
             fatal=nearest.on_failure == "fail",
             memory=memory,
             linger_seconds=self.config.linger,
+            codec=nearest.codec,
         )
         is_thread = self.config.writer == "thread"
         if self._session is None:

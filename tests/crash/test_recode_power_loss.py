@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.store import container, layout, recode
+from ckpt_engine.store import container, layout, recode, recode_plan
 from ckpt_engine.store.collect import collect, prune
+from ckpt_engine.store.decode import decoder_of
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
-from ckpt_engine.store.recode import Tally, copy_encoded, decoder_of, placed
+from ckpt_engine.store.recode import Tally, copy_encoded
+from ckpt_engine.store.recode_plan import placed
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import policy_from
 from ckpt_engine.store.storage.local import LocalStorage
@@ -103,7 +105,7 @@ class _World:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _World:
     """The near place. Every piece is a part of its own."""
-    monkeypatch.setattr(recode, "PART_BYTES", 1)
+    monkeypatch.setattr(recode_plan, "PART_BYTES", 1)
     return _World(_near(tmp_path / "near"))
 
 
@@ -185,7 +187,7 @@ def test_the_check_notices_a_manifest_that_comes_first(
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "put", late)
-        patch.setattr(recode, "_require_old", lambda *_: None)
+        patch.setattr(recode, "require_old", lambda *_: None)
         disk = _lived(world, tmp_path / "disk", 2)
     explorer = Explorer(scratch, world.check)
     explorer.explore(disk, stop_at_bad=True)

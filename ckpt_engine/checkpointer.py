@@ -23,7 +23,7 @@ from ckpt_engine.persist.job import TierConfig, WriterConfig
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import load as restore
-from ckpt_engine.restore import places, together
+from ckpt_engine.restore import places, shares, together
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.memory import MemoryPlace, attach
 from ckpt_engine.snapshot.flatten import LazyPredicate
@@ -82,7 +82,8 @@ class Checkpointer:
         self.loaded: restore.Loaded | None = None
         self._pipeline = Pipeline(
             self._open_writer,
-            self.config.arena_slots,
+            # Of several ranks each keeps one more complete snapshot: they die at different ones.
+            self.config.arena_slots + (self._has_memory and self._session is not None),
             self._emit,
             memory=self._has_memory,
             session=self._session,
@@ -222,9 +223,9 @@ class Checkpointer:
             durable=durable,
         )
 
-    def miss(self, step: int, why: str) -> None:
-        """Of several ranks: this one takes no durable snapshot of `step` although the others do."""
-        self._pipeline.miss(step, why)
+    def miss(self, step: int, why: str, *, durable: bool = True) -> None:
+        """Of several ranks: this one takes no snapshot of `step` although the others do."""
+        self._pipeline.miss(step, why, durable=durable)
 
     def agree(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, a JSON value, on every rank; without ranks what it returns. See `Session`."""
@@ -267,6 +268,7 @@ class Checkpointer:
             ResumeError: no snapshot of `step`.
         """
         if self._session is not None:
+            self._attach()
             return together.choose(self._session, self._places, step, check)
         return restore.choose(self._places(), step, check)
 
@@ -290,6 +292,7 @@ class Checkpointer:
         try:
             pickled = self.config.pickle
             if self._session is not None:
+                self._attach()
                 places = self._places
                 found = together.load(self._session, places, step, into=into, check=check, pickle_paths=pickled)
             else:
@@ -301,7 +304,7 @@ class Checkpointer:
         if found is None:
             return None
         self._pipeline.parent = found.info.id
-        if found.from_memory:
+        if found.from_memory and (self._session is None or self._session.coordinates):
             self._tell(resumed_from_memory(found.lost_steps))
         return found.state
 
@@ -375,8 +378,7 @@ class Checkpointer:
 
     @property
     def _has_memory(self) -> bool:
-        # Of several ranks each writer would hold its share only.
-        return self.config.memory is not None and self._session is None
+        return self.config.memory is not None
 
     def _tier(self, tier: Tier) -> TierConfig:
         return TierConfig(
@@ -391,13 +393,18 @@ class Checkpointer:
         )
 
     def _places(self) -> list[Repository]:
-        self._attach()
+        if self._session is None:  # of several ranks all attach at once, and one may look alone
+            self._attach()
         memory = [self._attached.repository] if self._attached is not None else []
         return memory + [Repository(open_storage(tier.url, tier.for_storage())) for tier in self.config.tiers]
 
     def _attach(self) -> None:
         """Reach for the snapshot that the writer of a dead trainer offers, before a new writer takes its place."""
-        if self._attached is None and self._has_memory and not self._pipeline.started:
+        if self._attached is not None or not self._has_memory or self._pipeline.started:
+            return
+        if self._session is not None:
+            self._attached = shares.attach(self._session, self.root_url, ATTACH_SECONDS)
+        else:
             self._attached = attach(self.root_url, ATTACH_SECONDS)
             self._pipeline.behind |= self._attached is not None
 

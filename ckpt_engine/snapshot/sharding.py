@@ -20,7 +20,7 @@ from ckpt_engine.ranks.boxes import Box, Grid, tiles
 
 PRIVATE = {
     "torch.distributed.tensor._utils._compute_local_shape_and_global_offset": "the box of any coordinate of a mesh",
-    "torch.distributed.tensor.placement_types._StridedShard": "FSDP2 over tensor parallelism",
+    "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "which ranks have the same part, on the other meshes",
 }
 """Every name in use that is not public, and what for."""
 
@@ -73,7 +73,7 @@ def shard_of(tensor: Any) -> Shard:
     """How a DTensor without `problem` is divided."""
     grid = _grid_of(tensor)
     assert grid is not None
-    return Shard(grid, _own(tensor, grid), frozenset(_ranks(tensor)))
+    return Shard(grid, _own(tensor, grid), frozenset(_alike(tensor.device_mesh).ravel().tolist()))
 
 
 def _own(tensor: Any, grid: Grid) -> Box:
@@ -83,27 +83,49 @@ def _own(tensor: Any, grid: Grid) -> Box:
 
 
 def _grid_of(tensor: Any) -> Grid | None:
-    return _grid(tuple(tensor.shape), tuple(tensor.device_mesh.shape), _ranks(tensor), tuple(tensor.placements))
+    ranks = _alike(tensor.device_mesh)
+    return _grid(tuple(tensor.shape), ranks.shape, tuple(ranks.ravel().tolist()), tuple(tensor.placements))
 
 
-def _ranks(tensor: Any) -> tuple[int, ...]:
-    return tuple(tensor.device_mesh.mesh.flatten().tolist())
+def _alike(mesh: Any) -> np.ndarray[Any, Any]:
+    """The ranks of a mesh, below one more dimension: those of all meshes that are cut alike out of the same one.
+
+    What FSDP2 divides over one dimension of a larger mesh is the same for every place in the other dimensions.
+    """
+    ranks, everyone = mesh.mesh.numpy(), _root_of(mesh).mesh.numpy()
+    found = np.array([np.argwhere(everyone == rank)[0] for rank in ranks.ravel()])
+    varies = [bool(np.ptp(found[:, dimension])) for dimension in range(everyone.ndim)]
+    steps = [range(1 if differs else n) for n, differs in zip(everyone.shape, varies, strict=True)]
+    siblings = [
+        everyone[tuple(np.where(varies, found, np.array(place)).T)].reshape(ranks.shape)
+        for place in itertools.product(*steps)
+    ]
+    return np.stack(siblings)
+
+
+def _root_of(mesh: Any) -> Any:
+    root = getattr(mesh, "_get_root_mesh", None)
+    if root is not None:
+        return root()
+    from torch.distributed.device_mesh import _mesh_resources  # before torch 2.8
+
+    return _mesh_resources.get_root_mesh(mesh)
 
 
 @lru_cache(maxsize=4096)
 def _grid(
-    shape: tuple[int, ...], mesh_shape: tuple[int, ...], ranks: tuple[int, ...], placements: Sequence[Any]
+    shape: tuple[int, ...], team: tuple[int, ...], ranks: tuple[int, ...], placements: Sequence[Any]
 ) -> Grid | None:
-    """None: the part of some rank is no box."""
+    """The grid of meshes of the shape `team[1:]`; None: the part of some rank is no box."""
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-    numbers = np.array(ranks).reshape(mesh_shape)
+    numbers = np.array(ranks).reshape(team)
     cut = [not placement.is_replicate() for placement in placements]
     holders: dict[Box, list[int]] = {}
-    steps = [range(n if is_cut else 1) for n, is_cut in zip(mesh_shape, cut, strict=True)]
+    steps = [range(n if is_cut else 1) for n, is_cut in zip(team[1:], cut, strict=True)]
     for coordinate in itertools.product(*steps):
-        sizes, offsets = _compute_local_shape_and_global_offset(shape, mesh_shape, list(coordinate), placements)
-        index = tuple(at if is_cut else slice(None) for at, is_cut in zip(coordinate, cut, strict=True))
+        sizes, offsets = _compute_local_shape_and_global_offset(shape, team[1:], list(coordinate), placements)
+        index = (slice(None), *(at if is_cut else slice(None) for at, is_cut in zip(coordinate, cut, strict=True)))
         found = Box(tuple(map(int, offsets)), tuple(map(int, sizes)))
         if found.count or 0 in shape:
             box = found if 0 not in shape else Box.whole(shape)

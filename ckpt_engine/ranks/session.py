@@ -140,6 +140,18 @@ class Session:
         store.set(key, json.dumps(answer))
         return answer
 
+    def settle(self, mine: Any, judge: Callable[[list[Any]], T], timeout: float) -> T:
+        """What `judge` makes on rank 0 of what all ranks say: JSON values by rank. Waits and raises as `agree`."""
+        key = f"said/{self._questions + 1}"
+        store, size = self.ranks.store, self.ranks.size
+        if not self.coordinates:
+            store.set(f"{key}/{self.ranks.rank}", json.dumps(mine))
+
+        def hear() -> T:
+            return judge([mine, *(json.loads(store.wait(f"{key}/{rank}", timeout)) for rank in range(1, size))])
+
+        return self.agree(hear, timeout)
+
     def arranged(self, components: dict[str, Any]) -> dict[str, Any]:
         """A state's components with this rank's own ones where a manifest has them.
 

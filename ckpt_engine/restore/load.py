@@ -16,6 +16,7 @@ from ckpt_engine.restore.landing import fill
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
+from ckpt_engine.restore.regions import read_regions
 from ckpt_engine.restore.sources import Repair, Sources
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
@@ -39,6 +40,7 @@ class Loaded:
         repairs: what another place had to serve.
         away: places that did not answer: there may be something newer.
         own: where another number of ranks wrote it: what each of them had of its own, by component.
+        unverified_bytes: read for DTensors from pieces of which little was needed: no digest is of these bytes.
         lost_steps: steps that had begun after this snapshot when the trainer died; None where nobody knows.
     """
 
@@ -54,6 +56,7 @@ class Loaded:
     away: tuple[Away, ...] = ()
     lost_steps: int | None = None
     own: Mapping[int, Any] = field(default_factory=dict)
+    unverified_bytes: int = 0
 
     @property
     def from_memory(self) -> bool:
@@ -126,12 +129,13 @@ def load(
         others = own_trees(candidate.manifest) if size_of(candidate.manifest) != size else {}
         sources = Sources([place.storage for place in candidate.sources])
         try:
-            targets = live_targets(manifest.tree, into, manifest.entries) if into is not None else {}
-            fill(sources, manifest, targets)
+            targets = live_targets(manifest.tree, into, manifest.entries)
+            fill(sources, manifest, targets.plain)
+            read = read_regions(sources, manifest, targets.regions, targets.stored)
             wanted = entries_of([manifest.tree, *others.values()]) if size_of(manifest) > 1 else set(manifest.entries)
-            rest = [name for name in manifest.entries if name in wanted and name not in targets]
-            entries = {**targets, **read_entries(sources, manifest, rest)}
-            rebuilder = Rebuilder(entries, pickle_paths)
+            rest = [name for name in manifest.entries if name in wanted and name not in targets.live]
+            entries = {**targets.live, **read_entries(sources, manifest, rest)}
+            rebuilder = Rebuilder(entries, pickle_paths, finished=targets.filled)
             state = rebuilder.state(manifest.tree)
             own = {number: rebuilder.state(tree) for number, tree in others.items()}
         except (FormatError, StorageError) as err:
@@ -154,6 +158,7 @@ def load(
             away=tuple(search.away),
             lost_steps=_lost_steps(where, candidate.info.step),
             own=own,
+            unverified_bytes=read.unverified_bytes,
         )
     error = none_usable(where, search, step)
     if error is not None:

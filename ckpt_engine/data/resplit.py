@@ -104,6 +104,10 @@ def _dealings(states: Sequence[Mapping[str, Any]]) -> list[Dealing]:
             raise _refused(size, "the position does not tell which samples were seen")
         else:
             dealings.append(dealing_of(recipe, state["order"]["at_first"]))
+    if any(one.origin != dealings[0].origin for one in dealings):
+        raise _refused(
+            size, "the ranks have shuffled it in different ways; the seed of their samplers must be the same"
+        )
     if any(one.size != size for one in dealings):
         raise _refused(size, f"its samples were divided by {dealings[0].size}, not among all ranks")
     return dealings

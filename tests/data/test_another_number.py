@@ -244,6 +244,10 @@ def test_samples_that_do_not_follow_from_the_seed_are_found_out() -> None:
     states[1]["batches"] += 1
     with pytest.raises(ResumeError, match="not at the same place"):
         Fleet(distributed, 64, 4, 1).resume(states)
+    states = two(distributed)
+    states[1]["order"]["at_first"]["counters"]["sampler.seed"] += 1
+    with pytest.raises(ResumeError, match="shuffled it in different ways"):
+        Fleet(distributed, 64, 4, 1).resume(states)
 
 
 def test_positions_of_earlier_versions_are_refused_and_of_later_ones_too() -> None:

@@ -117,8 +117,10 @@ def _lightning(job: dict[str, Any]) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
-    rank = int(os.environ.get("RANK", "0"))
-    pl.seed_everything(job["seed"] + rank, verbose=False)
+    pl.seed_everything(
+        job["seed"], verbose=False
+    )  # the seed of the injected sampler, which must not depend on the rank
+    torch.manual_seed(job["seed"] + int(os.environ.get("RANK", "0")))
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=job["size"],

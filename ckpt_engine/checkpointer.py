@@ -272,7 +272,14 @@ class Checkpointer:
             return together.choose(self._session, self._places, step, check)
         return restore.choose(self._places(), step, check)
 
-    def load(self, step: int | None = None, *, into: Any = None, check: Check | None = None) -> Any | None:
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        into: Any = None,
+        live: restore.Live | None = None,
+        check: Check | None = None,
+    ) -> Any | None:
         """The state of the newest valid snapshot (of `step`), or None if there are none at all.
 
         Every byte is checked against its digest. Of several tiers the nearest that has the snapshot whole serves it;
@@ -283,6 +290,7 @@ class Checkpointer:
         Args:
             into: live state whose tensors are overwritten in place, without a second copy of the state in memory. If an
                 error is raised after reading began, their content is undefined.
+            live: in the place of `into`: makes some of the live state once the snapshot is chosen. No match is needed.
             check: raises if a manifest does not fit; asked before data is read.
 
         Raises:
@@ -294,9 +302,11 @@ class Checkpointer:
             if self._session is not None:
                 self._attach()
                 places = self._places
-                found = together.load(self._session, places, step, into=into, check=check, pickle_paths=pickled)
+                found = together.load(
+                    self._session, places, step, into=into, live=live, check=check, pickle_paths=pickled
+                )
             else:
-                found = restore.load(self._places(), step, into=into, check=check, pickle_paths=pickled)
+                found = restore.load(self._places(), step, into=into, live=live, check=check, pickle_paths=pickled)
         finally:
             self._detach()
         # The state belongs to the caller: a second reference here would hold its memory for the whole run.

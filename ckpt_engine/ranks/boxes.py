@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
+from typing import Any
 
+from ckpt_engine.errors import FormatError
 from ckpt_engine.store.digest import digest
 
 
@@ -98,6 +100,24 @@ def tiles(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
             return False
         count *= len(spans)
     return count == len(set(boxes)) == len(boxes)
+
+
+def boxes_of(node: Mapping[str, Any], shape: Sequence[int]) -> tuple[Box, ...]:
+    """The boxes of the array of a leaf, in the order in which they are stored; one if it is in C order.
+
+    Raises:
+        FormatError: they do not make the array.
+    """
+    if "blocks" not in node:
+        return (Box.whole(shape),)
+    try:
+        boxes = tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in node["blocks"])
+        fits = all(len(box.offsets) == len(box.shape) == len(shape) for box in boxes) and tiles(shape, boxes)
+    except (TypeError, ValueError) as err:
+        raise FormatError(f"the blocks of {node.get('entry')!r} are malformed: {err}") from err
+    if not fits:
+        raise FormatError(f"the blocks of {node.get('entry')!r} do not make an array of shape {list(shape)}")
+    return boxes
 
 
 def runs(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

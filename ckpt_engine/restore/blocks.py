@@ -2,31 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
-from ckpt_engine.errors import FormatError
-from ckpt_engine.ranks.boxes import Box, tiles
-
-
-def boxes_of(node: Mapping[str, Any], shape: Sequence[int]) -> tuple[Box, ...]:
-    """The boxes of the array of a leaf, in the order in which they are stored; one if it is in C order.
-
-    Raises:
-        FormatError: they do not make the array.
-    """
-    if "blocks" not in node:
-        return (Box.whole(shape),)
-    try:
-        boxes = tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in node["blocks"])
-        fits = all(len(box.offsets) == len(box.shape) == len(shape) for box in boxes) and tiles(shape, boxes)
-    except (TypeError, ValueError) as err:
-        raise FormatError(f"the blocks of {node.get('entry')!r} are malformed: {err}") from err
-    if not fits:
-        raise FormatError(f"the blocks of {node.get('entry')!r} do not make an array of shape {list(shape)}")
-    return boxes
+from ckpt_engine.ranks.boxes import Box
 
 
 def put_together(stored: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ckpt_engine.errors import MismatchError, StateError
-from ckpt_engine.ranks.boxes import Box
-from ckpt_engine.restore.blocks import boxes_of
+from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.restore.match import Path
 from ckpt_engine.restore.regions import Region
 from ckpt_engine.snapshot.sharding import is_sharded, local, shard_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +21,9 @@ from ckpt_engine.restore.sources import Repair, Sources
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
+
+Live = Callable[[Manifest], Any]
+"""Some of the live state, for a manifest: its tensors are filled in place, and all else is read as without it."""
 
 MAX_TOLD = 20
 """Repaired tensors that the notes name; `Loaded.repairs` has all."""
@@ -91,6 +94,7 @@ def load(
     step: int | None = None,
     *,
     into: Any = None,
+    live: Live | None = None,
     check: Check | None = None,
     pickle_paths: Sequence[str] = (),
     only: str | None = None,
@@ -106,6 +110,7 @@ def load(
         where: all places of the run, nearest first.
         into: live state of the same structure; its tensors are overwritten in place and returned in the state. If
             an error is raised after reading began, their content is undefined.
+        live: in the place of `into`: makes, for the snapshot that is read, some of the live state.
         check: see `choose.Check`.
         only: no other snapshot than this one.
         rank, size: as which of how many ranks.
@@ -129,7 +134,8 @@ def load(
         others = own_trees(candidate.manifest) if size_of(candidate.manifest) != size else {}
         sources = Sources([place.storage for place in candidate.sources])
         try:
-            targets = live_targets(manifest.tree, into, manifest.entries)
+            takes = into if live is None else live(manifest)
+            targets = live_targets(manifest.tree, takes, manifest.entries)
             fill(sources, manifest, targets.plain)
             read = read_regions(sources, manifest, targets.regions, targets.stored)
             wanted = entries_of([manifest.tree, *others.values()]) if size_of(manifest) > 1 else set(manifest.entries)
@@ -143,8 +149,8 @@ def load(
                 raise
             search.reject(candidate.info.id, err)
             continue
-        if into is not None:
-            state = copy_into(state, into)
+        if takes is not None:
+            state = copy_into(state, takes)
         return Loaded(
             state=state,
             info=candidate.info,

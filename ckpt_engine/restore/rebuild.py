@@ -28,7 +28,8 @@ import numpy as np
 import torch
 
 from ckpt_engine.errors import FormatError, NewerFormatError
-from ckpt_engine.restore.blocks import boxes_of, put_together
+from ckpt_engine.ranks.boxes import boxes_of
+from ckpt_engine.restore.blocks import put_together
 from ckpt_engine.snapshot.kinds import FACTORIES
 
 Path = tuple[Any, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from ckpt_engine.errors import CkptError, CorruptError, NoUsableSnapshotError, RanksError
@@ -35,7 +36,14 @@ def choose(session: Session, where: Places, step: int | None, check: Check | Non
 
 
 def load(
-    session: Session, where: Places, step: int | None, *, into: Any, check: Check | None, pickle_paths: Sequence[str]
+    session: Session,
+    where: Places,
+    step: int | None,
+    *,
+    into: Any,
+    live: restore.Live | None,
+    check: Check | None,
+    pickle_paths: Sequence[str],
 ) -> restore.Loaded | None:
     """As `load.load`, on all ranks at once: what one of them cannot read none of them takes.
 
@@ -65,7 +73,8 @@ def _load(
         chosen = session.agree(look, LOAD_SECONDS)
         if chosen is None:
             return None
-        found, failure = _attempt(ranks, where(), chosen, into=into, check=check, pickle_paths=pickle_paths)
+        read = partial(restore.load, where(), into=into, live=live, check=check, pickle_paths=pickle_paths)
+        found, failure = _attempt(ranks, read, chosen)
         mine = None if failure is None else asdict(ErrorRecord.of(failure))
         verdict = session.settle(mine, _verdict, LOAD_SECONDS)
         if verdict is None:
@@ -78,24 +87,10 @@ def _load(
 
 
 def _attempt(
-    ranks: Ranks,
-    where: Sequence[Repository],
-    snapshot: str,
-    *,
-    into: Any,
-    check: Check | None,
-    pickle_paths: Sequence[str],
+    ranks: Ranks, read: Callable[..., restore.Loaded | None], snapshot: str
 ) -> tuple[restore.Loaded | None, CkptError | None]:
     try:
-        found = restore.load(
-            where,
-            into=into,
-            check=check,
-            pickle_paths=pickle_paths,
-            only=snapshot,
-            rank=ranks.rank,
-            size=ranks.size,
-        )
+        found = read(only=snapshot, rank=ranks.rank, size=ranks.size)
     except CkptError as err:
         return None, err
     if found is None:

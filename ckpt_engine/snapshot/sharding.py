@@ -47,6 +47,23 @@ def local(tensor: Any) -> torch.Tensor:
     return found
 
 
+def here(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of any tensor: all of a plain one."""
+    return local(tensor) if is_sharded(tensor) else tensor
+
+
+def divided_like(tensor: Any, part: torch.Tensor) -> torch.Tensor:
+    """A tensor that is divided as `tensor` is, of which this rank has `part`; the other way round than `here`."""
+    if not is_sharded(tensor):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    found: torch.Tensor = DTensor.from_local(
+        part, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return found
+
+
 def signature(tensor: Any) -> tuple[Any, ...]:
     """Equal for tensors that are divided alike."""
     return type(tensor), tuple(tensor.shape), tensor.placements, tensor.device_mesh
@@ -58,14 +75,14 @@ def problem(tensor: Any) -> str | None:
         return f"its values are partial sums ({_shown(tensor)}): redistribute it first"
     if tensor.device_mesh.get_coordinate() is None:
         return "this rank is not part of its mesh"
-    here = local(tensor)
-    if type(here) not in (torch.Tensor, torch.nn.Parameter):
-        return f"its local part is a {type(here).__name__}"
+    mine = local(tensor)
+    if type(mine) not in (torch.Tensor, torch.nn.Parameter):
+        return f"its local part is a {type(mine).__name__}"
     grid = _grid_of(tensor)
     if grid is None:
         return f"a rank has several separate runs of it ({_shown(tensor)})"
-    if here.numel() and tuple(here.shape) != _own(tensor, grid).shape:
-        return f"its local part is {tuple(here.shape)}, and torch divides {tuple(tensor.shape)} otherwise"
+    if mine.numel() and tuple(mine.shape) != _own(tensor, grid).shape:
+        return f"its local part is {tuple(mine.shape)}, and torch divides {tuple(tensor.shape)} otherwise"
     return None
 
 

@@ -27,6 +27,9 @@ LAYOUTS: dict[str, tuple[Any, list[Any]]] = {
     "both": (PAIRS, [Shard(0), Shard(1)]),
     "strided": (PAIRS, [_StridedShard(0, split_factor=2), Shard(0)]),
 }
+QUICK = {"strided", "hybrid columns"}
+ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+"""Those that have all that others have too come first."""
 SHAPES = {"even": (8, 6), "uneven": (7, 5), "few": (2, 3), "deep": (1, 9, 4), "large": (900, 700)}
 
 
@@ -66,7 +69,7 @@ def four_ranks() -> Any:
         yield
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL)
 def test_one_process_reads_whole_plain_tensors(tmp_path: Path, layout: str) -> None:
     """Whatever the layout, each element is stored once, and without `into` everything is put together."""
     save(tmp_path / "run", [divided(rank, layout) for rank in range(4)])
@@ -82,7 +85,7 @@ def test_one_process_reads_whole_plain_tensors(tmp_path: Path, layout: str) -> N
         assert info.components["model"] == sum(whole.nbytes for whole in expected.values())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL)
 def test_any_layout_reads_what_another_has_written(tmp_path: Path, layout: str) -> None:
     """Live DTensors are filled in place with what overlaps, also plain ones of one process."""
     save(tmp_path / "run", [divided(rank, layout) for rank in range(4)])
@@ -105,7 +108,7 @@ def test_any_layout_reads_what_another_has_written(tmp_path: Path, layout: str) 
         assert torch.equal(tensor, wholes()["even" if name == "tied" else name])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ALL)
 def test_every_rank_writes_the_same_number_of_bytes(tmp_path: Path, layout: str) -> None:
     """Replicas share out what they have alike: within five percent of S/W."""
     whole = {f"layer{number}": torch.randn(64, 128) for number in range(12)}

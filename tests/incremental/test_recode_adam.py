@@ -46,12 +46,15 @@ class Training:
         self.step(15)
 
     def step(self, count: int = 1) -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # on a busy machine more take far longer for something so small
         for _ in range(count):
             x = torch.randn(32, 64)
             self.optimizer.zero_grad()
             torch.nn.functional.mse_loss(self.network(x), torch.tanh(x @ self.target)).backward()
             self.optimizer.step()
             self.scheduler.step()
+        torch.set_num_threads(threads)
 
     def state(self) -> dict[str, Any]:
         return {

@@ -29,39 +29,8 @@ from ckpt_engine.store.transfer import RunText, adopt_run
 from tests.crash.life import QuietDisk
 from tests.incremental.evolving import codecs_of
 from tests.incremental.test_recode import flip
+from tests.incremental.training import Training
 from tests.snapshot.passage import same
-
-
-class Training:
-    """A small network that is really trained; its state in the form that a plain loop stores it in."""
-
-    def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> None:
-        torch.manual_seed(5)
-        self.network = torch.nn.Sequential(
-            torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 16)
-        )
-        self.optimizer = optimizer(self.network.parameters(), **{"lr": 1e-3, **options})
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.97**step)
-        self.target = torch.randn(64, 16)
-        self.step(15)
-
-    def step(self, count: int = 1) -> None:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # on a busy machine more take far longer for something so small
-        for _ in range(count):
-            x = torch.randn(32, 64)
-            self.optimizer.zero_grad()
-            torch.nn.functional.mse_loss(self.network(x), torch.tanh(x @ self.target)).backward()
-            self.optimizer.step()
-            self.scheduler.step()
-        torch.set_num_threads(threads)
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "model": self.network.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-        }
 
 
 class Near:

@@ -21,7 +21,7 @@ from ckpt_engine.store.manifest import RAW, Manifest
 from ckpt_engine.store.recode_bases import Bases
 from ckpt_engine.store.recode_encode import DELTA, Encoder, Pick, chunk_of
 from ckpt_engine.store.recode_files import Done, Files
-from ckpt_engine.store.recode_plan import plan, require_old
+from ckpt_engine.store.recode_plan import ROWS, plan, require_old
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.transfer import Copied, SourceError, has_file, settle_data
@@ -135,19 +135,24 @@ def store_encoded(
     sent = present = 0
     with encoder.pool:
         try:
-            for done in encoder.ahead(planned.parts):
-                file, header = files.add(done)
-                for one in done:
-                    tally.add(one)
-                if has_file(target.storage, file):
-                    present += file.nbytes
-                else:
-                    began = time.monotonic()
-                    put.put(file.name, [memoryview(header), *(memoryview(one.stored) for one in done)])
-                    tally.put_seconds += time.monotonic() - began
-                    tally.put_bytes += file.nbytes
-                    sent += file.nbytes
-                done.clear()  # else a third part would be in memory
+            for part in encoder.ahead(planned.parts):
+                # Changed rows apart, which stay needed for longer than other differences.
+                rows = [one for one in part if one.codec == ROWS]
+                others = [one for one in part if one.codec != ROWS]
+                part.clear()  # else a third part would be in memory
+                for done in filter(None, (rows, others)):
+                    file, header = files.add(done)
+                    for one in done:
+                        tally.add(one)
+                    if has_file(target.storage, file):
+                        present += file.nbytes
+                    else:
+                        began = time.monotonic()
+                        put.put(file.name, [memoryview(header), *(memoryview(one.stored) for one in done)])
+                        tally.put_seconds += time.monotonic() - began
+                        tally.put_bytes += file.nbytes
+                        sent += file.nbytes
+                    done.clear()
         finally:
             encoder.pool.shutdown(cancel_futures=True)
     if present:

@@ -9,11 +9,11 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.store.decode import Decoder, decoder_of
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Manifest, Piece
-from ckpt_engine.store.recode_plan import Over, placed
+from ckpt_engine.store.recode_plan import MOST_BASES, Over, placed
 from ckpt_engine.store.repository import Repository
 
-MOST_MANIFESTS = 4
-"""Snapshots at the source that are looked through for older bytes."""
+MOST_MANIFESTS = MOST_BASES + 2
+"""Snapshots at the source that are looked through for older bytes: a chain ends in one of them."""
 
 _Place = tuple[str, int, str]
 """An entry, a byte of it, and the digest of the decoded bytes that begin there."""

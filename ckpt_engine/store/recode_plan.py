@@ -24,6 +24,8 @@ PART_BYTES = 128 << 20
 """Decoded bytes of a data file, at most. Two of them are in memory at once: one is sent, one encoded."""
 ALIVE = 0.5
 """A file of which a smaller share is needed is not referred to: what is unchanged in it is written once more."""
+SMALL_BYTES, MOST_SMALL = 16 << 10, 16
+"""Smaller files are hardly more than a header: they are referred to whatever share of them is needed, but not many."""
 MOST_BASES = 4
 """Bases behind each other."""
 MOST_BYTES = 1.5
@@ -106,7 +108,9 @@ class Plan:
             manifest: that of the source, as it is stored.
         """
         work = [one for part in self.parts for job in part for one in job.work]
-        headers = sum(2 * len(one.name.encode()) + _ROW_BYTES for one in work) + len(self.parts) * container.ALIGN_BYTES
+        headers = (
+            sum(2 * len(one.name.encode()) + _ROW_BYTES for one in work) + 2 * len(self.parts) * container.ALIGN_BYTES
+        )
         groups = sum(
             3 * len(one.name.encode()) + 9 for part in self.parts for job in part if job.adam for one in job.work
         )
@@ -161,10 +165,12 @@ def plan(manifest: Manifest, target: Repository, differences: bool = False) -> P
                 overs[key] = over
     kept = _alive({**same, **{key: over.needed for key, over in overs.items()}}, before, whole)
     old = {key: needed for key, needed in same.items() if key in kept}
-    # What stays is apart from what changes: its files are referred to for long.
-    settled = [Job((one,)) for one in work if one.key in same and one.key not in old]
-    fresh = [replace(one, over=overs[one.key] if one.key in kept else None) for one in work if one.key not in same]
-    return Plan(before, old, (*_parts(settled), *_parts(_jobs(fresh, groups))))
+    # What stays, or changes in few rows, is apart from what changes everywhere: its files are referred to for long.
+    slow = {key for key, needed in changed.items() if needed[None, key[0]].codec == ROWS} | set(same)
+    fresh = [replace(one, over=overs[one.key] if one.key in kept else None) for one in work if one.key not in old]
+    settled = [Job((one,)) for one in fresh if one.key in slow]
+    quick = _jobs([one for one in fresh if one.key not in slow], groups)
+    return Plan(before, old, (*_parts(settled), *_parts(quick)))
 
 
 def placed(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
@@ -236,10 +242,11 @@ def _alive(wanted: Mapping[Key, Needed], before: Manifest, whole: set[int]) -> s
         needed: Counter[int] = Counter()
         for piece in {piece for pieces in kept.values() for piece in pieces}:
             needed[piece.file] += piece.nbytes
+        sizes = {index: before.files[index].nbytes for index in whole & set(needed)}
+        small = sorted((index for index, nbytes in sizes.items() if nbytes <= SMALL_BYTES), key=needed.__getitem__)
         alive = {
-            index
-            for index, nbytes in needed.items()
-            if index in whole and nbytes >= ALIVE * (before.files[index].nbytes - container.ALIGN_BYTES)
+            *small[-MOST_SMALL:],
+            *(i for i, nbytes in sizes.items() if nbytes > SMALL_BYTES and needed[i] >= ALIVE * (nbytes - SMALL_BYTES)),
         }
         left = {key: pieces for key, pieces in kept.items() if all(piece.file in alive for piece in pieces)}
         if len(left) == len(kept):

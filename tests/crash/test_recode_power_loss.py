@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +31,10 @@ SIZES = {"frozen": 9000, "model": 5000}
 
 
 def _bytes(step: int, name: str) -> bytes:
-    text = "frozen " if name == "frozen" else f"{name} {step:08d} "
-    return (text.encode() * 2000)[: SIZES[name]]
+    """Four letters by chance, which are half as many bytes in full and fewer as a difference."""
+    letters = bytearray(random.Random(name).choices(b"acgt", k=SIZES[name]))
+    letters[::500] = bytes([0 if name == "frozen" else step]) * len(letters[::500])
+    return bytes(letters)
 
 
 def _near(root: Path) -> Repository:
@@ -56,6 +59,10 @@ def _near(root: Path) -> Repository:
 
 def _encoded(near: Repository, far: Repository, snapshot: str) -> object:
     return copy_encoded(near, far, snapshot, lambda _: "zstd", Tally())
+
+
+def _differences(near: Repository, far: Repository, snapshot: str) -> object:
+    return copy_encoded(near, far, snapshot, lambda _: "delta", Tally())
 
 
 def _live(near: Repository, storage: LocalStorage, mark: Callable[[str], None], upto: int, copy: _Copy) -> None:
@@ -130,6 +137,22 @@ def test_power_loss_at_any_point_of_encoded_copies_leaves_a_sound_store(
     assert explorer.checked > 50
 
 
+def test_power_loss_at_any_point_of_differences_leaves_a_sound_store(
+    world: _World, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for differences, while retention takes what they are made against; the third one is in full again."""
+    monkeypatch.setattr(recode_plan, "MOST_BASES", 1)
+    world.copy = _differences
+    explorer = Explorer(scratch, world.check)
+    disk = _lived(world, tmp_path / "disk", 3)
+    explorer.explore(disk)
+    assert explorer.bad == []
+    assert explorer.checked > 50
+    far = Repository(LocalStorage(tmp_path / "disk/run", disk=QuietDisk()))
+    chains = [bool(far.read(parsed.id).entries["model"].pieces[0].base) for parsed in far.ids()]
+    assert chains == [True, False]
+
+
 def _killed(world: _World, tmp_path: Path, scratch: Path, step: int) -> list[str]:
     """Killed at every `step`-th point. The steps below meet the one between the rename of a data file and its sync."""
     explorer = Explorer(scratch, world.check)
@@ -158,6 +181,16 @@ def test_a_kill_during_a_plain_copy_and_then_a_power_loss_leave_a_sound_store(
     """What is found there may not survive until it is synced."""
     world.copy = copy_snapshot
     assert _killed(world, tmp_path, scratch, 33) == []
+
+
+@pytest.mark.slow
+def test_a_kill_at_every_point_of_a_copy_of_differences_leaves_a_sound_store(
+    world: _World, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same, for every point at which the process can be killed."""
+    monkeypatch.setattr(recode_plan, "MOST_BASES", 1)
+    world.copy = _differences
+    assert _killed(world, tmp_path, scratch, 1) == []
 
 
 @pytest.mark.slow

@@ -98,7 +98,7 @@ def test_the_far_copy_alone_gives_the_same_state(codec: str, tmp_path: Path) -> 
             assert opened.keys()
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=settings.default.max_examples // 33)
 @given(seed=st.integers(0, 10**6), part_bytes=st.sampled_from([1, 3000, 50_000, 1 << 27]))
 def test_random_layouts_come_back(seed: int, part_bytes: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     """However a snapshot is cut, encoded and based at its source, and however small the parts are."""

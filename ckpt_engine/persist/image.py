@@ -24,7 +24,7 @@ from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece
 PAYS = 0.05
 """Less than this share of unchanged bytes is not looked for."""
 LEAST_BYTES = 1 << 20
-"""Nor are fewer unchanged bytes: writing them takes about a millisecond, and sharing costs another file and its sync."""
+"""Nor are fewer unchanged bytes: writing them takes a millisecond, and sharing costs another file and its sync."""
 HEADER_BYTES = 16 << 10
 MOST_FILES = 128
 """Older files that one snapshot refers to, at most."""

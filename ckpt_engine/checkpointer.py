@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ckpt_engine.config import Config, Tier, load_config
+from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
 from ckpt_engine.errors import ConfigError, SnapshotFailedError
 from ckpt_engine.observe.aloud import announce
@@ -19,7 +19,7 @@ from ckpt_engine.observe.events import Event, EventSink, Notice, TierDegraded
 from ckpt_engine.observe.log import LOGGER_NAME, LogSink
 from ckpt_engine.observe.resume_report import resumed_from_memory
 from ckpt_engine.persist.client import WriterClient, open_client
-from ckpt_engine.persist.job import TierConfig, WriterConfig
+from ckpt_engine.persist.settings import writer_config
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import load as restore
@@ -35,7 +35,6 @@ from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.tracking.plain import track_objects
 from ckpt_engine.tracking.tracker import Tracker
 
-LEASE_WAIT_SECONDS = 60.0
 ATTACH_SECONDS = 60.0
 CLOSE_TIMEOUT_SECONDS = 600.0
 AGREE_SECONDS = 300.0
@@ -367,18 +366,7 @@ class Checkpointer:
         self.close()
 
     def _open_writer(self, memory: bool, emit: Callable[[Event], None]) -> WriterClient:
-        nearest, *further = self.config.tiers
-        config = WriterConfig(
-            url=nearest.url,
-            storage_options=nearest.for_storage(),
-            keep=self.config.root_keep_rules(),
-            lease_wait_seconds=LEASE_WAIT_SECONDS,
-            tiers=tuple(self._tier(tier) for tier in further),
-            fatal=nearest.on_failure == "fail",
-            memory=memory,
-            linger_seconds=self.config.linger,
-            codec=nearest.codec,
-        )
+        config = writer_config(self.config, memory=memory)
         is_thread = self.config.writer == "thread"
         if self._session is None:
             return open_client(config, thread=is_thread, emit=emit)
@@ -389,18 +377,6 @@ class Checkpointer:
     @property
     def _has_memory(self) -> bool:
         return self.config.memory is not None
-
-    def _tier(self, tier: Tier) -> TierConfig:
-        return TierConfig(
-            url=tier.url,
-            storage_options=tier.for_storage(),
-            keep=self.config.keep_rules(tier),
-            every_seconds=tier.every,
-            every_n_steps=tier.every_n_steps,
-            bandwidth_bytes_per_second=tier.bandwidth,
-            fatal=tier.on_failure == "fail",
-            codec=tier.codec,
-        )
 
     def _places(self) -> list[Repository]:
         if self._session is None:  # of several ranks all attach at once, and one may look alone

@@ -23,6 +23,8 @@ from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece
 
 PAYS = 0.05
 """Less than this share of unchanged bytes is not looked for."""
+LEAST_BYTES = 1 << 20
+"""Nor are fewer unchanged bytes: writing them takes a millisecond, and sharing costs another file and its sync."""
 HEADER_BYTES = 16 << 10
 MOST_FILES = 128
 """Older files that one snapshot refers to, at most."""
@@ -126,7 +128,7 @@ def partial(
     """Only what an older snapshot does not have. None: writing the whole image is no worse."""
     paired = _paired(cut_layout, digests, before, encode)
     spared_bytes = _spared_bytes(paired)
-    if spared_bytes == 0 or spared_bytes < PAYS * cut_layout.nbytes:
+    if spared_bytes < max(LEAST_BYTES, PAYS * cut_layout.nbytes):
         return None
     composer = _Composer(snapshot, _worth_keeping(paired, before), before)
     for entry, parts in paired:

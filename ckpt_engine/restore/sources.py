@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
 from ckpt_engine.restore.memory import MemoryStorage
 from ckpt_engine.restore.node_storage import NodeStorage
-from ckpt_engine.store.decode import Decoder, Fetch
+from ckpt_engine.store.decode import Decoder
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Manifest, Piece
 from ckpt_engine.store.storage.base import Storage
@@ -113,12 +113,8 @@ class Sources:
                 return
         raise CorruptError(f"{entry!r}: {what}")
 
-    def decoder(self, manifest: Manifest, glance: Fetch | None = None) -> Decoder:
-        """Decodes pieces of a snapshot that these storages have; what it has to read is verified and repaired.
-
-        Args:
-            glance: as of `Decoder`.
-        """
+    def decoder(self, manifest: Manifest) -> Decoder:
+        """Decodes pieces of a snapshot that these storages have; what it has to read is verified and repaired."""
 
         def fetch(entry: str, piece: Piece, out: memoryview) -> None:
             name = manifest.files[piece.file].name
@@ -126,7 +122,7 @@ class Sources:
             if digest(out) != piece.digest:
                 self.repair(entry, name, piece, out)
 
-        return Decoder(manifest, fetch, glance)
+        return Decoder(manifest, fetch)
 
 
 def _without_frames(error: CkptError) -> CkptError:

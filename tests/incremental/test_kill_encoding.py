@@ -125,3 +125,32 @@ def test_a_few_kills(tmp_path: Path) -> None:
 def test_many_kills(codec: str, seed: int, tmp_path: Path) -> None:
     """A long storm, for each way that the near tier may store what the far one gets."""
     require(tmp_path, storm(tmp_path, 25, seed, codec), 25)
+
+
+@pytest.mark.slow
+def test_a_trainer_that_dies_is_resumed_from_memory_and_the_disk_has_it_encoded(tmp_path: Path) -> None:
+    """The memory tier before a tier with a codec: what is held is the arena itself, and is rescued encoded."""
+    command = [sys.executable, "-m", "tests.incremental.training", str(tmp_path), "delta", "memory"]
+    durable = 0
+    for life in range(3):
+        with (
+            (tmp_path / "stderr").open("w") as stderr,
+            subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=stderr, text=True) as trainer,
+        ):
+            assert trainer.stdout is not None
+            try:
+                _, step, place, digest = trainer.stdout.readline().split()
+                assert life == 0 or (int(step) >= durable and place == "memory" and digest == truth()[int(step)])
+                wanted = 6
+                while wanted:  # until the rescue has given back the run, snapshots fail
+                    said = trainer.stdout.readline().split()
+                    if said[0] == "durable":
+                        durable, wanted = int(said[1]), wanted - 1
+                writers = children(trainer.pid)
+            finally:
+                trainer.kill()
+                trainer.wait(WAIT_SECONDS)
+    for pid in writers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    Seen().check(tmp_path, durable)

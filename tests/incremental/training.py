@@ -1,11 +1,12 @@
 """A small network that is really trained, the same way each time; its state in the form that a plain loop stores it in.
 
-As a program it trains and saves until it is killed: `python -m tests.incremental.training ROOT NEAR_CODEC`.
+As a program it trains and saves until it is killed: `python -m tests.incremental.training ROOT NEAR_CODEC [memory]`.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,25 +88,27 @@ def _bytes(value: Any) -> list[bytes]:
     return [repr(value).encode()]
 
 
-def main(root: Path, near_codec: str) -> None:
-    """Train from wherever it was."""
+def main(root: Path, near_codec: str, *memory: str) -> None:
+    """Train from wherever it was. With `memory` as one more argument there is a memory tier."""
     near = {"url": str(root / "near"), "codec": near_codec, "keep": {"last": KEEP["near"]}}
     far = {"url": str(root / "far"), "codec": "delta", "keep": {"last": KEEP["far"]}}
     training = Training(width=WIDTH, before=0)
-    with Checkpointer(tiers=[near, far]) as ckpt:
+    with Checkpointer(tiers=[*memory, near, far]) as ckpt:
         state = ckpt.load()
         if state is not None:
             training.load(state)
-        print(f"resumed {training.steps}", flush=True)
+        place = ckpt.loaded.place if ckpt.loaded is not None else "nowhere"
+        print(f"resumed {training.steps} {place} {digest_of(training.state())}", flush=True)
         while training.steps < STEPS:
             training.step()
             try:
                 ckpt.save(training.state(), step=training.steps).wait(60)
             except CkptError as err:
                 print(f"failed {training.steps}: {err}", flush=True)  # its writer was killed: the next one has another
+                time.sleep(0.1)  # a step that takes longer, so that there are some left once saving works again
             else:
                 print(f"durable {training.steps}", flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])

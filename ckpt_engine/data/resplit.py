@@ -105,9 +105,7 @@ def _dealings(states: Sequence[Mapping[str, Any]]) -> list[Dealing]:
         else:
             dealings.append(dealing_of(recipe, state["order"]["at_first"]))
     if any(one.origin != dealings[0].origin for one in dealings):
-        raise _refused(
-            size, "the ranks have shuffled it in different ways; the seed of their samplers must be the same"
-        )
+        raise _refused(size, "the ranks have shuffled it in different ways: the seed of their samplers must be one")
     if any(one.size != size for one in dealings):
         raise _refused(size, f"its samples were divided by {dealings[0].size}, not among all ranks")
     return dealings

@@ -12,6 +12,7 @@ from ckpt_engine.data.exactness import Level
 from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
 from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.restore.as_rank import as_rank
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.store.manifest import Manifest
@@ -223,9 +224,11 @@ class Resume:
     def _flags_now(self) -> dict[str, dict[str, list[str]]]:
         return {name: flags.dump_flags(module) for name, module in self._parts.modules.items()}
 
-    def _fits(self, manifest: Manifest) -> None:
+    def _fits(self, found: Manifest) -> None:
         """Raises where the weights of the snapshot are not those of these models."""
-        require_ranks(manifest, numbers_of(self._engine.ranks)[1], self._engine.config.rng)
+        rank, size = numbers_of(self._engine.ranks)
+        manifest = as_rank(found, rank)
+        require_ranks(manifest, size, self._engine.config.rng)
         tracked = OWN_KEY in manifest.tree or IMPORTED in manifest.notes
         if not tracked or "state_dict" in manifest.tree:
             raise ResumeError(

@@ -117,9 +117,7 @@ def _lightning(job: dict[str, Any]) -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
-    pl.seed_everything(
-        job["seed"], verbose=False
-    )  # the seed of the injected sampler, which must not depend on the rank
+    pl.seed_everything(job["seed"], verbose=False)  # the injected sampler has this seed: the same one on all ranks
     torch.manual_seed(job["seed"] + int(os.environ.get("RANK", "0")))
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -170,14 +168,15 @@ def _plain(job: dict[str, Any]) -> None:
     from ckpt_engine import Checkpointer
     from ckpt_engine.ranks.process_group import ProcessGroupRanks
 
-    dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = int(os.environ.get("RANK", "0")), job["size"]
+    if size > 1:
+        dist.init_process_group("gloo")
     torch.manual_seed(job["seed"] + rank)
     samples = Samples(job["samples"])
     sampler: DistributedSampler[Any] = DistributedSampler(samples, size, rank, shuffle=job.get("shuffle", True))
     loader = DataLoader(samples, batch_size=4, sampler=sampler)
     model = make_model()
-    net = nn.parallel.DistributedDataParallel(model)
+    net = nn.parallel.DistributedDataParallel(model) if size > 1 else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     ranks = ProcessGroupRanks(own={"ckpt_engine"}) if size > 1 else None
     trace = Trace(job, rank)
@@ -191,4 +190,5 @@ def _plain(job: dict[str, Any]) -> None:
                 net(x).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    dist.destroy_process_group()
+    if size > 1:
+        dist.destroy_process_group()

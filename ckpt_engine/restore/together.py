@@ -51,7 +51,8 @@ def load(
     Raises:
         RanksError: a rank does not find what rank 0 has chosen.
     """
-    with Sharing(session, where, into) as sharing:
+    # What is filled in place by `live` is divided, too.
+    with Sharing(session, where, into, alike=live is None) as sharing:
 
         def read(**which: Any) -> restore.Loaded | None:
             return restore.load(sharing.places(), into=into, live=live, check=check, pickle_paths=pickle_paths, **which)

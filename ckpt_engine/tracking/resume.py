@@ -226,10 +226,10 @@ class Resume:
     def _flags_now(self) -> dict[str, dict[str, list[str]]]:
         return {name: flags.dump_flags(module) for name, module in self._parts.modules.items()}
 
-    def _fits(self, found: Manifest) -> None:
+    def _fits(self, saved: Manifest) -> None:
         """Raises where the weights of the snapshot are not those of these models."""
         rank, size = numbers_of(self._engine.ranks)
-        manifest = as_rank(found, rank)
+        manifest = as_rank(saved, rank)
         require_ranks(manifest, size, self._engine.config.rng)
         tracked = OWN_KEY in manifest.tree or IMPORTED in manifest.notes
         if not tracked or "state_dict" in manifest.tree:

@@ -15,7 +15,6 @@ from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.as_rank import as_rank
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match, tensor_shapes
-from ckpt_engine.snapshot.sharding import divided_like
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.tracking import flags
 from ckpt_engine.tracking.capture import OWN_VERSION
@@ -25,7 +24,6 @@ from ckpt_engine.tracking.feed import Feed
 from ckpt_engine.tracking.packed import unpack
 from ckpt_engine.tracking.parts import OWN_KEY, Parts
 from ckpt_engine.tracking.report import ReportDraft, publish
-from ckpt_engine.tracking.sharded import live_of
 from ckpt_engine.tracking.surroundings import Surroundings
 from ckpt_engine.tracking.weights import with_tied
 
@@ -85,7 +83,7 @@ class Resume:
             if self._rank == 0:
                 announce(self._log, f"no snapshot in {url} yet, starting fresh")
             return None
-        state = self._engine.load(live=live_of(self._parts), check=self._fits)
+        state = self._engine.load(check=self._fits)
         loaded = self._engine.loaded
         assert state is not None
         assert loaded is not None
@@ -206,7 +204,7 @@ class Resume:
             live = {} if module is None else dict(module.named_parameters())
             for name, gradient in gradients.items():
                 if name in live:
-                    live[name].grad = divided_like(live[name], gradient.to(live[name].device, copy=True))
+                    live[name].grad = gradient.to(live[name].device, copy=True)
                 else:
                     missing.append(NotRestored(f"gradient of {name!r}", "the model has no such parameter now"))
         return missing
@@ -226,10 +224,10 @@ class Resume:
     def _flags_now(self) -> dict[str, dict[str, list[str]]]:
         return {name: flags.dump_flags(module) for name, module in self._parts.modules.items()}
 
-    def _fits(self, saved: Manifest) -> None:
+    def _fits(self, written: Manifest) -> None:
         """Raises where the weights of the snapshot are not those of these models."""
         rank, size = numbers_of(self._engine.ranks)
-        manifest = as_rank(saved, rank)
+        manifest = as_rank(written, rank)
         require_ranks(manifest, size, self._engine.config.rng)
         tracked = OWN_KEY in manifest.tree or IMPORTED in manifest.notes
         if not tracked or "state_dict" in manifest.tree:

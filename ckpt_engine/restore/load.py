@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_engine.errors import ForeignError, FormatError, StorageError, StorageMissingError
+from ckpt_engine.observe import units
 from ckpt_engine.restore import memory
 from ckpt_engine.restore.as_rank import as_rank, entries_of, own_trees, size_of
 from ckpt_engine.restore.choose import Away, Candidate, Check, Rejected, Search, candidates, none_usable
@@ -16,7 +17,7 @@ from ckpt_engine.restore.landing import fill
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
-from ckpt_engine.restore.regions import read_regions
+from ckpt_engine.restore.regions import Read, read_regions
 from ckpt_engine.restore.sources import Repair, Sources
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
@@ -155,7 +156,7 @@ def load(
             state=state,
             info=candidate.info,
             manifest=manifest,
-            notes=(*rebuilder.notes, *_told(where, candidate, sources.repairs, search)),
+            notes=(*rebuilder.notes, *_unverified(read), *_told(where, candidate, sources.repairs, search)),
             rejected=tuple(one for one in search.rejected if one.snapshot != candidate.info.id),
             read_bytes=sum(piece.nbytes for _, piece in stored_pieces(manifest)),
             seconds=time.perf_counter() - began,
@@ -170,6 +171,14 @@ def load(
     if error is not None:
         raise error
     return None
+
+
+def _unverified(read: Read) -> Iterator[str]:
+    if read.unverified_bytes:
+        yield (
+            f"{units.size(read.unverified_bytes)} were read out of pieces of which less than half was needed: "
+            "no digest is of these bytes alone (`ckpt verify` checks the pieces)"
+        )
 
 
 def _lost_steps(where: Sequence[Repository], step: int) -> int | None:

@@ -26,7 +26,6 @@ from ckpt_engine.restore import load as restore
 from ckpt_engine.restore import places, together
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.memory import MemoryPlace, attach
-from ckpt_engine.restore.node import Sharing
 from ckpt_engine.snapshot.flatten import LazyPredicate
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.pipeline import Pipeline
@@ -286,9 +285,8 @@ class Checkpointer:
         try:
             pickled = self.config.pickle
             if self._session is not None:
-                with Sharing(self._session, self._places, into) as sharing:
-                    where = sharing.places
-                    found = together.load(self._session, where, step, into=into, check=check, pickle_paths=pickled)
+                places = self._places
+                found = together.load(self._session, places, step, into=into, check=check, pickle_paths=pickled)
             else:
                 found = restore.load(self._places(), step, into=into, check=check, pickle_paths=pickled)
         finally:

@@ -111,17 +111,18 @@ class Sharing:
     Args:
         where: the places as one rank alone would read them.
         into: as given to `load`.
+        alike: False: each rank needs a part of its own, whatever `into` is.
 
     Raises:
         WaitTimeoutError, RanksError: as `meet`.
     """
 
-    def __init__(self, session: Session, where: Places, into: Any) -> None:
+    def __init__(self, session: Session, where: Places, into: Any, *, alike: bool = True) -> None:
         self._session = session
         self._where = where
         self._seat: Seat | None = None
         self._shared: dict[str, NodeStorage] = {}
-        self._wanted = not is_divided(into)
+        self._wanted = alike and not is_divided(into)
 
     def __enter__(self) -> Self:
         if self._wanted and any(_is_far(place.storage) for place in self._where()):

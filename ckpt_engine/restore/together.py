@@ -10,6 +10,7 @@ from ckpt_engine.ranks.session import LOAD_SECONDS, Session
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore.as_rank import as_rank
 from ckpt_engine.restore.choose import Candidate, Check
+from ckpt_engine.restore.node import Sharing
 from ckpt_engine.store.repository import Repository
 
 Places = Callable[[], Sequence[Repository]]
@@ -38,6 +39,13 @@ def load(
     Raises:
         RanksError: this rank does not find what rank 0 has loaded.
     """
+    with Sharing(session, where, into) as sharing:
+        return _load(session, sharing.places, step, into=into, check=check, pickle_paths=pickle_paths)
+
+
+def _load(
+    session: Session, where: Places, step: int | None, *, into: Any, check: Check | None, pickle_paths: Sequence[str]
+) -> restore.Loaded | None:
     ranks = session.ranks
     found: list[restore.Loaded] = []
 

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,19 +13,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ckpt_engine.errors import CkptError, WaitTimeoutError
+from ckpt_engine.errors import WaitTimeoutError
 from ckpt_engine.ranks.session import LOAD_SECONDS, Session
 from ckpt_engine.restore.memory import MemoryStorage
 from ckpt_engine.restore.node_file import SHARED_MEMORY, open_shared, remove_shared
-from ckpt_engine.restore.node_storage import END_SECONDS, NodeStorage
+from ckpt_engine.restore.node_storage import NodeStorage
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 
 MEET_SECONDS = 30.0
 """How long rank 0 waits for the others before it loads; who comes later reads alone."""
-LOOK_SECONDS = 0.1
-"""Between two looks at what rank 0 is reading."""
 
 Places = Callable[[], Sequence[Repository]]
 
@@ -51,12 +48,11 @@ class Seat:
     count: int
 
 
-def meet(session: Session, timeout: float = MEET_SECONDS) -> tuple[str, Seat | None]:
-    """Find the ranks of this node. Every rank calls it. What they say goes through the ranks' store, without secrets
-    of others; no collective.
+def meet(session: Session, timeout: float = MEET_SECONDS) -> Seat | None:
+    """Find the ranks of this node. Every rank calls it; what they say goes through the ranks' store, not a collective.
 
     Returns:
-        Text that is unique to this meeting, and this rank's seat; None: it is alone on its node, or came too late.
+        This rank's seat; None: it is alone on its node, or came too late.
 
     Raises:
         WaitTimeoutError, RanksError: rank 0 is not there.
@@ -75,10 +71,10 @@ def meet(session: Session, timeout: float = MEET_SECONDS) -> tuple[str, Seat | N
             remove_shared(name)  # all who are members have it open by now
     rank = session.ranks.rank
     if fd >= 0 and rank in members and len(members) > 1:
-        return meeting, Seat(fd, members.index(rank), len(members))
+        return Seat(fd, members.index(rank), len(members))
     if fd >= 0:
         os.close(fd)
-    return meeting, None
+    return None
 
 
 def _members(session: Session, meeting: str, node: str, timeout: float) -> list[int]:
@@ -125,38 +121,24 @@ class Sharing:
         self._session = session
         self._where = where
         self._seat: Seat | None = None
-        self._meeting = ""
         self._shared: dict[str, NodeStorage] = {}
-        self._said = 0
-        self._helper: threading.Thread | None = None
-        self._ended = threading.Event()
         self._wanted = alike and not is_divided(into)
 
     def __enter__(self) -> Self:
-        found = self._where()
-        if self._wanted and any(_is_far(place.storage) for place in found):
-            self._meeting, self._seat = meet(self._session)
-        if self._seat is not None and not self._session.coordinates:
-            self._wrapped(found)
-            self._helper = threading.Thread(target=self._help, name="ckpt-node-help", daemon=True)
-            self._helper.start()
+        if self._wanted and any(_is_far(place.storage) for place in self._where()):
+            self._seat = meet(self._session)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop_helping()
         idle = [storage.stop() for storage in self._shared.values()]
         if self._seat is not None and all(idle):
             os.close(self._seat.fd)  # a request that hangs would write into whatever gets this number next
 
     def places(self) -> Sequence[Repository]:
         """All places of the run, nearest first."""
-        self._stop_helping()
-        return self._wrapped(self._where())
-
-    def _wrapped(self, places: Sequence[Repository]) -> Sequence[Repository]:
-        seat = self._seat
+        seat, places = self._seat, self._where()
         if seat is None:
             return places
         found = []
@@ -166,42 +148,9 @@ class Sharing:
                 continue
             url = place.storage.url
             if url not in self._shared:
-                say = self._announcer(url)
-                self._shared[url] = NodeStorage(place.storage, seat.fd, seat.index, seat.count, say)
+                self._shared[url] = NodeStorage(place.storage, seat.fd, seat.index, seat.count)
             found.append(Repository(self._shared[url]))
         return found
-
-    def _announcer(self, url: str) -> Callable[[str], object]:
-        def say(snapshot: str) -> None:
-            if self._session.coordinates:
-                self._said += 1
-                text = json.dumps({"snapshot": snapshot, "url": url})
-                self._session.ranks.store.set(f"node/{self._meeting}/read/{self._said}", text)
-
-        return say
-
-    def _help(self) -> None:
-        """While rank 0 reads and sees that all is there, read this rank's share of it."""
-        seen = 0
-        while not self._ended.wait(LOOK_SECONDS):
-            try:
-                text = self._session.ranks.store.get(f"node/{self._meeting}/read/{seen + 1}")
-                if text is None:
-                    continue
-                seen += 1
-                told = json.loads(text)
-                storage = self._shared[told["url"]]
-                manifest = Repository(storage).read(told["snapshot"])
-                if not self._ended.is_set():
-                    storage.announce(manifest)
-            except (CkptError, KeyError):
-                return  # helping is all it did: this rank's own load says what is wrong
-
-    def _stop_helping(self) -> None:
-        self._ended.set()
-        if self._helper is not None:
-            self._helper.join(END_SECONDS)
-            self._helper = None
 
 
 def is_divided(state: Any) -> bool:

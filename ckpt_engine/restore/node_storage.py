@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.log import LOGGER_NAME
@@ -70,18 +70,14 @@ class NodeStorage:
         inner: where the bytes come from.
         fd: of the file that the node's ranks share.
         index, count: this is the `index`-th of `count` ranks on the node.
-        announced: told the snapshot that is about to be read.
     """
 
-    def __init__(
-        self, inner: Storage, fd: int, index: int, count: int, announced: Callable[[str], object] = lambda _: None
-    ) -> None:
+    def __init__(self, inner: Storage, fd: int, index: int, count: int) -> None:
         self.inner = inner
         self.url = inner.url
         self._fd = fd
         self._index = index
         self._count = count
-        self._announced = announced
         self._snapshot = ""
         self._blocks: Blocks | None = None
         self._region: Region | None = None
@@ -97,7 +93,6 @@ class NodeStorage:
         self._snapshot = manifest.info.id
         blocks = Blocks(manifest)
         self._blocks = self._region = None
-        self._announced(manifest.info.id)
         if len(blocks) == 0 or blocks.nbytes > room_bytes(self._fd):
             return  # the room is not there: everybody reads for himself
         self._region, self._blocks, self._alone = Region(self._fd, manifest.info.id), blocks, False

@@ -43,8 +43,8 @@ class Cadence:
         if reason: save, then cadence.taken(step, stall) - or cadence.skipped(step, "busy") if no slot is free
         cadence.fence(seconds)                        after the fence, before the state is mutated
 
-    With a memory tier also, where none was taken: `if cadence.memory_due(step)`, save it into memory, `held`; then, taken
-    or not, `memory_over`.
+    With a memory tier also, where none was taken: `if cadence.memory_due(step)`, save it into memory and call `held`;
+    then, taken or not, `memory_over`.
 
     plus `exclude(seconds)` for time that is not training (validation) and `validation_ended()`. A due snapshot that
     is not taken stays due: `boundary` returns its reason again until `taken` is called.

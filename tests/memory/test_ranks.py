@@ -1,4 +1,4 @@
-"""Several ranks that die together resume from the memory of their writers: the newest snapshot that all of them hold."""
+"""Several ranks that die together resume from the memory of their writers: the newest snapshot that all hold."""
 
 from __future__ import annotations
 

@@ -248,6 +248,7 @@ class Serving:
         _silence()
         if self._closing:
             worker.finish()
+            worker.leave_alone()
         elif self._peer.fd is None or self._peer.ended(_END_SECONDS):
             worker.abandon()
         else:

@@ -148,6 +148,10 @@ class Worker:
             self._finishing = True
             self._changed.notify()
 
+    def leave_alone(self) -> None:
+        """The trainer is gone: other ranks are not waited for long any more."""
+        self._writer.leave_alone()
+
     def abandon(self) -> None:
         """The trainer is gone, and everything it sent was put: exit after what is needed to lose nothing.
 

@@ -66,8 +66,7 @@ class SharedCadence(Cadence):
     def memory_due(self, step: int) -> bool:
         return self._in_memory == step
 
-    def held(self, step: int, stall_seconds: float) -> None:
-        super().held(step, stall_seconds)
+    def memory_over(self, step: int) -> None:
         self._settle_memory()
         self._lead(step)
 

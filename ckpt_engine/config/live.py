@@ -128,10 +128,12 @@ class LiveFile:
         return found
 
     def _run(self) -> None:
+        before = self._seen
         while not self._ending.wait(LOOK_SECONDS):
-            mark = self._mark()
-            if mark is None or mark == self._seen:
-                continue  # an editor may have removed it for a moment
+            # Editors remove a file for a moment, or write it piece by piece: it counts once two looks agree on it.
+            mark, before = before, self._mark()
+            if mark is None or mark == self._seen or mark != before:
+                continue
             self._seen = mark
             try:
                 self._found = load_config(self._path, **self._options)

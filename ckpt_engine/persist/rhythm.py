@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,23 +33,25 @@ class Rhythm:
         """
         # By number, not by id: retention may have made another form of it, without some components, here or there.
         there = {info.seq for info in far}
-        due = self._due([info for info in sorted(near, key=_age, reverse=True) if info.seq not in there], list(far))
+        due = self._due([info for info in sorted(near, key=_age, reverse=True) if info.seq not in there], far)
         newest_there = max(map(_age, far), default=(-1, ""))
         stays = self.policy.keep([*far, *due])
         return [info for i, info in enumerate(due) if info.id in stays or (i == 0 and _age(info) > newest_there)]
 
-    def _due(self, candidates: Sequence[SnapshotInfo], taken: list[SnapshotInfo]) -> list[SnapshotInfo]:
-        """Those of `candidates`, newest first, that are not too close to one that is taken or before them."""
+    def _due(self, candidates: Sequence[SnapshotInfo], far: Sequence[SnapshotInfo]) -> list[SnapshotInfo]:
+        """Those of `candidates`, newest first, that are not too close to one of `far` or before them."""
         if self.every_n_steps is None and self.every_seconds is None:
             return list(candidates)
         due = []
+        taken = sorted(far, key=_age)
         for info in candidates:
             # Only neighbours count: a run that resumed from an older snapshot has the same steps once more.
-            before = max((other for other in taken if _age(other) < _age(info)), key=_age, default=None)
-            after = min((other for other in taken if _age(other) > _age(info)), key=_age, default=None)
+            place = bisect.bisect(taken, _age(info), key=_age)
+            before = taken[place - 1] if place > 0 else None
+            after = taken[place] if place < len(taken) else None
             if info.reason in ALWAYS_DUE or not (self._close(before, info) or self._close(info, after)):
                 due.append(info)
-                taken.append(info)
+                taken.insert(place, info)
         return due
 
     def _close(self, earlier: SnapshotInfo | None, later: SnapshotInfo | None) -> bool:

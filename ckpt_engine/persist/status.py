@@ -192,7 +192,13 @@ def read_status(storage: Storage) -> WriterStatus | None:
         return None
     try:
         row: dict[str, Any] = json.loads(text)
-        tiers = tuple(TierStatus(**tier) for tier in row.pop("tiers"))
-        return WriterStatus(**row, tiers=tiers)
+        tiers = tuple(TierStatus(**_known(TierStatus, tier)) for tier in row.pop("tiers"))
+        return WriterStatus(**_known(WriterStatus, row), tiers=tiers)
     except (ValueError, LookupError, TypeError, AttributeError) as err:
         raise CorruptError(f"{storage.url}/{layout.STATUS} is damaged: {err}", hint="remove it") from err
+
+
+def _known(kind: type, row: dict[str, Any]) -> dict[str, Any]:
+    """What this version knows of `row`: a newer writer may say more."""
+    names = {one.name for one in dataclasses.fields(kind)}
+    return {name: value for name, value in row.items() if name in names}

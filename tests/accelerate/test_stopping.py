@@ -74,6 +74,7 @@ def test_a_signal_that_ends_the_workers_a_loop_waits_for_loses_nothing(
     assert [*first, *second] == [repr(entry) for entry in (*reference.trace, ("digest", reference.digest))]
 
 
+@pytest.mark.slow
 def test_a_stop_file_stops_the_script_and_the_status_file_says_so(tmp_path: Path, trainers: Trainers) -> None:
     """It may stay there: the next life is not stopped by it."""
     stop, status = tmp_path / "STOP", tmp_path / "status.json"

@@ -14,12 +14,12 @@ from benchmarks.run import Bench, Scale
 from benchmarks.values import from_json, to_json
 
 NEEDS_A_DISK = {"persist", "restore"}
-SLOW = {"accelerate", "codecs", "cuda", "overhead", "every-iteration", "memory-tier", "upload"}
-"""They train, or start many processes."""
+QUICK = {"stall"}
+"""The others train, start many processes, or take seconds."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in bars.NAMES]
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in bars.NAMES]
 )
 def test_bar_runs(name: str, tmp_path: Path) -> None:
     """A bar measures all of its targets and cleans up behind itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from ckpt_engine.config import live, load_config
 from ckpt_engine.config.live import SAFE, LiveFile, change, live_file
 from ckpt_engine.config.models import Config
+from tests.support.files import replace_text
 
 PATIENCE_SECONDS = 20.0
 
@@ -92,7 +93,7 @@ def test_an_edit_is_noticed(edited: tuple[Path, LiveFile]) -> None:
     path, file = edited
     assert file.take() is None
     path.unlink()
-    path.write_text("tiers: /data/run1\noverhead: 3%\n")
+    replace_text(path, "tiers: /data/run1\noverhead: 3%\n")
     found = taken(file)
     assert (found.overhead, found.slots) == (0.03, 4)
     assert file.take() is None
@@ -101,10 +102,41 @@ def test_an_edit_is_noticed(edited: tuple[Path, LiveFile]) -> None:
 def test_a_broken_edit_is_told_and_a_good_one_after_it_is_used(edited: tuple[Path, LiveFile]) -> None:
     """With file, line and key."""
     path, file = edited
-    path.write_text("tiers: /data/run1\noverhed: 3%\n")
+    replace_text(path, "tiers: /data/run1\noverhed: 3%\n")
     assert "line 2: overhed: unknown key; did you mean 'overhead'?" in taken(file)
-    path.write_text("tiers: /data/run1\noverhead: 4%\n")
+    replace_text(path, "tiers: /data/run1\noverhead: 4%\n")
     assert taken(file).overhead == 0.04
+
+
+class Looks:
+    """Stands for the event that ends the thread: lets it look at these moments, each of which may change the file."""
+
+    def __init__(self, *moments: Callable[[], object]) -> None:
+        self._moments = iter(moments)
+
+    def wait(self, seconds: float) -> bool:
+        moment = next(self._moments, None)
+        if moment is None:
+            return True
+        moment()
+        return False
+
+
+def test_a_file_that_is_being_written_is_not_believed(tmp_path: Path) -> None:
+    """Editors write piece by piece: what counts is what two looks agree on."""
+    path = tmp_path / "ckpt.yaml"
+    path.write_text("tiers: /data/run1\n")
+    file = live_file(path, {})
+    assert file is not None
+    half = lambda: path.write_text("tiers: /data/run1\noverh")  # noqa: E731
+    whole = lambda: path.write_text("tiers: /data/run1\noverhead: 5%\n")  # noqa: E731
+    file._ending = Looks(half, whole)  # type: ignore[assignment]
+    file._run()
+    assert file.take() is None
+    file._ending = Looks(half, whole, lambda: None)  # type: ignore[assignment]
+    file._run()
+    found = file.take()
+    assert isinstance(found, Config) and found.overhead == 0.05
 
 
 @pytest.mark.parametrize("source", [None, "/data/run1", {"tiers": "/data/run1"}, "s3://bucket/run.yaml", "gone.yaml"])

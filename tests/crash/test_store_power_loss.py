@@ -76,6 +76,7 @@ def _all_points(tmp_path: Path) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_a_kill_and_then_a_power_loss_leave_a_sound_store(tmp_path: Path, scratch: Path) -> None:
     """A process killed anywhere leaves names that are visible but not synced: its successor must not build on them."""
     explorer = Explorer(scratch)

@@ -23,7 +23,7 @@ def wrong(outcomes: list[Outcome]) -> list[str]:
 
 
 def a_few() -> list[Draw]:
-    """A network, a disk and a power loss, small enough for the default tests."""
+    """A network, a disk and a power loss, small."""
     network = draw(0, 1, "reset", "replicate")
     disk, power = draw(1, 1, "eio", "save"), draw(2, 1, "power_loss", "prune")
     alone: dict[str, Any] = {"tiers": ("a",), "target": "a"}
@@ -32,9 +32,10 @@ def a_few() -> list[Draw]:
 
 
 @pytest.mark.timeout(600)
-def test_a_few_faults_leave_nothing_bad_and_lose_nothing(tmp_path: Path) -> None:
-    """A campaign of three runs, each of which its fault has struck."""
-    outcomes = campaign(a_few(), "moto", tmp_path, jobs=JOBS)
+@pytest.mark.parametrize("todo", [pytest.param(a_few(), marks=pytest.mark.slow), a_few()[1:2]], ids=["three", "one"])
+def test_a_few_faults_leave_nothing_bad_and_lose_nothing(todo: list[Draw], tmp_path: Path) -> None:
+    """Each fault has struck, and what it struck is whole or absent."""
+    outcomes = campaign(todo, "moto", tmp_path, jobs=JOBS)
     assert wrong(outcomes) == []
     assert [one.draw.name for one in outcomes if not one.struck] == []
 

@@ -183,6 +183,7 @@ class Dying(Augmented):
         return super().__getitem__(i)
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_of_the_same_signal_costs_nothing(tmp_path: Path) -> None:
     """The batch that does not come is still ahead: the boundary before it is saved."""
     (tmp_path / "dead").touch()

@@ -94,7 +94,14 @@ def assert_survives(plan: Plan, folder: Path, trainers: Trainers) -> None:
     assert reached == len(expected)
 
 
-@pytest.mark.parametrize("name", ["validation within epochs", "two workers", "accumulation of 2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "two workers",
+        pytest.param("validation within epochs", marks=pytest.mark.slow),
+        pytest.param("accumulation of 2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_survives_two_kills(name: str, tmp_path: Path, trainers: Trainers) -> None:
     """Killed in the first and in the second epoch, at moments that differ from run to run."""
     moment = random.SystemRandom()

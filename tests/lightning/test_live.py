@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from ckpt_engine.config import live
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import Case, fit, saved
+from tests.support.files import replace_text
 
 PATIENCE_SECONDS = 20.0
 
@@ -31,7 +32,7 @@ class Edit(Callback):
         assert run.checkpointer.wait(30)
         if (text := self.texts.get(trainer.global_step)) is None:
             return
-        self.path.write_text(text)
+        replace_text(self.path, text)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while file._found is None:
             assert time.monotonic() < deadline

@@ -1,11 +1,12 @@
-"""The status file is replaced whatever else goes on in its folder."""
+"""The status file is replaced whatever else goes on in its folder, and read by older and newer versions."""
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
-from ckpt_engine.persist.status import StatusFile, read_status
+from ckpt_engine.persist.status import WORKING, StatusFile, TierStatus, read_status
 from ckpt_engine.store.storage.local import LocalStorage
 
 
@@ -28,3 +29,15 @@ def test_a_sweep_of_the_folder_does_not_take_the_status_that_is_being_written(tm
         thread.join(60)
     assert read_status(storage) is not None
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_what_a_newer_writer_says_more_is_passed_over(tmp_path: Path) -> None:
+    """`ckpt status` of this version shows what it knows."""
+    StatusFile(str(tmp_path), 1, "host").write([TierStatus("/far", WORKING, newest="0-1-a")])
+    path = tmp_path / "status.json"
+    row = json.loads(path.read_text())
+    row["mood"], row["tiers"][0]["mood"] = "fine", "fine"
+    path.write_text(json.dumps(row))
+    status = read_status(LocalStorage(tmp_path))
+    assert status is not None
+    assert (status.pid, [tier.newest for tier in status.tiers]) == (1, ["0-1-a"])

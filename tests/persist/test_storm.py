@@ -84,6 +84,7 @@ def test_ten_kills(tmp_path: Path) -> None:
     storm(tmp_path, kills=10, seed=1)
 
 
+@pytest.mark.slow
 def test_ten_kills_with_a_further_tier(tmp_path: Path) -> None:
     """Copies that are interrupted leave whole snapshots only, on each tier."""
     storm(tmp_path, kills=10, seed=3, far=tmp_path / "far")

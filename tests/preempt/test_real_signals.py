@@ -21,7 +21,9 @@ def assert_continues(first: Life, second: Life, case: str) -> None:
     assert [*first.lines, *second.lines] == list(uninterrupted(case)), first.log + second.log
 
 
-@pytest.mark.parametrize("case", ["validation within epochs", "accumulation of 4"])
+@pytest.mark.parametrize(
+    "case", ["accumulation of 4", pytest.param("validation within epochs", marks=pytest.mark.slow)]
+)
 def test_sigterm_loses_nothing(case: str, tmp_path: Path, trainers: Trainers) -> None:
     """143, as a shell reports it; the next life goes on with the next batch, bit for bit."""
     first = Life(trainers, tmp_path, case, options=RARELY)
@@ -78,6 +80,7 @@ def test_a_stop_file_stops_the_run(tmp_path: Path, trainers: Trainers) -> None:
     assert_continues(first, Life(trainers, tmp_path, case, 1, options=options), case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_whole_job_is_survived_by_its_step(
     number: signal.Signals, tmp_path: Path, trainers: Trainers

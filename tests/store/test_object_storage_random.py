@@ -57,6 +57,7 @@ def drawn() -> tuple[object, ...]:
     return random.getstate(), numpy_state[1].tolist(), torch.get_rng_state().tolist()  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_a_dying_tier_draws_nothing_from_the_streams_of_training(tmp_path: Path, dying: tuple[str, list[int]]) -> None:
     """The thread writer tries again and again, with jitter, until the tier is given up."""
     url, met = dying

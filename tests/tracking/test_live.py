@@ -10,6 +10,7 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.config import live
+from tests.support.files import replace_text
 from tests.tracking.runs import LOADERS, Net, saved, seed_everything
 
 PATIENCE_SECONDS = 20.0
@@ -35,7 +36,7 @@ def test_an_edited_file_changes_a_loop_at_its_next_step(
                 optimizer.zero_grad()
                 assert ckpt.wait(30)
                 if run.global_step == 3:
-                    path.write_text(text + "every_n_steps: 2\nslots: 5\n")
+                    replace_text(path, text + "every_n_steps: 2\nslots: 5\n")
                     deadline = time.monotonic() + PATIENCE_SECONDS
                     assert ckpt.live is not None
                     while ckpt.live._found is None:

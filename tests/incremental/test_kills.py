@@ -1,4 +1,4 @@
-"""Writers that share data, and `ckpt compact` and `ckpt prune`, are killed at random points: nothing is ever lost or wrong."""
+"""Writers that share data, `ckpt compact` and `ckpt prune` are killed at random points: nothing is lost or wrong."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 def _live(root: Path, writer: str, draw: random.Random) -> int:
     """Run until some snapshots are durable, and a little longer; the newest step that was said to be durable."""
-    wanted, said = draw.randrange(1, 9), 0
+    wanted = draw.randrange(1, 9)
     with _running("-m", "tests.incremental.victim", str(root), writer) as process:
         assert process.stdout is not None
         lines = []
@@ -62,8 +62,7 @@ def _live(root: Path, writer: str, draw: random.Random) -> int:
         if draw.random() < 0.5:
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
-        said = int([*lines, *process.stdout.read().split()][-1])
-    return said
+        return int([*lines, *process.stdout.read().split()][-1])
 
 
 def _verb(verb: str, root: Path, draw: random.Random) -> None:
@@ -75,7 +74,7 @@ def _verb(verb: str, root: Path, draw: random.Random) -> None:
 
 
 def _check(root: Path, said: int) -> int:
-    """All snapshots are whole and what was saved, none that was said to be durable is missing; how many refer to others."""
+    """All snapshots are what was saved, and the newest durable one is not missing; how many refer to others."""
     storage = LocalStorage(root)
     with acquire(storage, wait_seconds=SECONDS):
         repository = Repository(storage)

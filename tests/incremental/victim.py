@@ -1,4 +1,4 @@
-"""A run to be killed: a table of which few rows change beside what is frozen; each step's state follows from its number.
+"""A run to be killed: a table of which few rows change, and what is frozen; a step's state follows from its number.
 
 `python -m tests.incremental.victim ROOT WRITER` goes on from the newest snapshot, says each step that is durable, and
 ends only when it is killed.

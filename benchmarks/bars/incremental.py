@@ -122,16 +122,16 @@ def run(bench: Bench) -> BarResult:
         {
             "adapter": f"{size.frozen_bytes / 1e6:.0f} MB frozen, {size.adapter_bytes / 1e6:.2f} MB change",
             "table": f"{size.table_bytes / 1e6:.0f} MB, rows of {4 * WIDTH} bytes, one of {SHARE} changes, by chance",
-            "snapshots": f"{size.adapter_snapshots + 1} of the adapter and {size.table_snapshots + 1} of the table; "
-            "the first ones write everything; two are kept",
+            "snapshots": f"adapter {size.adapter_snapshots + 1}, table {size.table_snapshots + 1}, of which the first writes "
+            "everything; two are kept",
         },
         checks,
         tuple(series),
         (
             "Frozen weights are copied once, compared twice before training goes on, and behind it from then on.",
             f"The table is read back from {size.table_snapshots} deltas behind each other.",
-            "With more than twenty, or more than 0.3 of its bytes in deltas, they are replaced a few pieces at a time: "
-            "then a snapshot writes about three times what changes, if rows change at random.",
+            "With more, or more than 0.3 of its bytes in deltas, they are replaced a few pieces at a time: then a "
+            "snapshot writes about three times what changes, if rows change at random.",
         ),
     )
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from ckpt_engine.errors import CorruptError
-from ckpt_engine.restore.chains import Batch, Move, batches
+from ckpt_engine.restore.chains import Batch, Memory, Move, batches
 from ckpt_engine.restore.memory import address_of
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.snapshot import pages
@@ -98,20 +98,20 @@ def stream_into(
             _place(decoder, move, stored)
 
     def put_together(move: Move, batch: Batch, decoder: Decoder) -> None:
-        for one in batch.ranges:
-            if one.data is not None:
-                one.data.result()
+        batch.wait()
         if fresh:
             pages.populate(move.address, move.piece.raw_nbytes)
         decoder.read(move.entry, move.start, move.piece, _memory_of(move))
+        batch.done(memory)
 
+    memory = Memory()
     pool = ThreadPoolExecutor(sources.threads, thread_name_prefix="ckpt-read")
     try:
         begun = [pool.submit(run, span) for span in _spans([move for move in moves if move.piece.base is None])]
         for batch in batches(manifest, [move for move in moves if move.piece.base is not None]):
             # Work begins in this order, so that nobody waits for what no thread has begun with.
             for one in batch.ranges:
-                one.data = pool.submit(one.read, sources, manifest)
+                one.data = pool.submit(one.read, sources, manifest, memory)
             ready = batch.decoder(sources, manifest, base)
             begun += [pool.submit(put_together, move, batch, ready) for move in batch.moves]
         for done in begun:

@@ -35,7 +35,7 @@ from ckpt_engine.tracking.packed import unpack
 from ckpt_engine.tracking.report import ReportDraft, publish
 from ckpt_engine.tracking.rollback import Rollbacks
 from ckpt_engine.tracking.weights import into_own_memory
-from lightning_ckpt import epoch_start, loop_state, weights
+from lightning_ckpt import epoch_start, loop_state, sharded, weights
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.capture import OWN_KEY, OWN_VERSION
 from lightning_ckpt.compat import Internals, callbacks_of
@@ -125,7 +125,8 @@ class Resume:
 
     def _load(self) -> None:
         back = self._rollback
-        state = self._checkpointer.load(None if back is None else back.step, check=self._fits)
+        live = sharded.live_of(self._trainer, self._module)
+        state = self._checkpointer.load(None if back is None else back.step, live=live, check=self._fits)
         loaded = self._checkpointer.loaded
         assert state is not None
         assert loaded is not None
@@ -134,6 +135,8 @@ class Resume:
             raise NewerFormatError(
                 f"snapshot {loaded.info.id} was written by a later version of lightning_ckpt", hint="update ckpt-engine"
             )
+        if live is not None:
+            sharded.restore_optimizers(self._trainer, state)
         self._internals.hand_over(state, f"{self._checkpointer.root_url}#{loaded.info.id}")
         if self._loaders is None:
             _log.info("loaded the weights of snapshot %s (step %d)", loaded.info.id, loaded.info.step)

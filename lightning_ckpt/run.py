@@ -281,6 +281,7 @@ class FitRun:
             self.cadence.skipped(step, obstacle)
         if self.checkpointer.memory and self.cadence.memory_due(step):
             self._take_into_memory(step)
+            self.cadence.memory_over(step)
 
     def _stop_together(self, shared: SharedCadence, step: int, own: Stop | None) -> None:
         """All ranks stop after the same step."""

@@ -256,19 +256,22 @@ class LoaderPosition:
         )
         return self._restoration
 
-    def for_another_number(self, states: Sequence[Mapping[str, Any]], rank: int, size: int, rng: RngState) -> State:
+    def for_another_number(
+        self, states: Sequence[Mapping[str, Any]], rank: int, size: int, rng: RngState, common: RngState
+    ) -> State:
         """The state for `load_state` with which `size` ranks go on where others were; see `resplit.resplit`.
 
         Args:
             states: of this loader on each of the saved ranks, in order.
             rank, size: which of how many ranks this is.
             rng: streams of this rank, from which those of its workers are made.
+            common: streams that are the same for all ranks.
 
         Raises:
             ResumeError: the rest of the epoch cannot be divided anew; says why.
         """
         fresh = self._assemble(None, None, 0, "fresh")
-        return resplit(self.loader, fresh, states, rank, size, rng)
+        return resplit(self.loader, fresh, states, rank, size, rng, common)
 
     def forget(self) -> None:
         """What was loaded and not begun yet does not count any more: the next epoch starts by itself."""

@@ -6,10 +6,12 @@ dealt anew; where an epoch begins there is nothing to divide.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from ckpt_engine.data.dealing import Dealing
@@ -30,16 +32,19 @@ def resplit(
     rank: int,
     size: int,
     rng: RngState,
+    common: RngState,
 ) -> State:
     """The state with which `rank` of `size` goes on; the rest of an epoch is dealt so that each sample comes once.
 
-    What decides the order of the following epochs (generators, counters of samplers) is that of the first saved rank.
+    What decides the order of the following epochs (generators, counters of samplers) is that of the first saved rank;
+    a sampler of another kind than the saved one gets a seed that follows from `common`.
 
     Args:
         loader: of this rank.
         fresh: the state of this loader before its first epoch.
         states: of the loader on each of the saved ranks, in order.
         rng: streams of this rank, from which those of its workers are made.
+        common: streams that are the same for all ranks.
 
     Raises:
         ResumeError: the epoch is not one that can be divided; says why.
@@ -52,6 +57,7 @@ def resplit(
         "generators": _moved(first["generators"], paths),
         "counters": _moved(first["counters"], paths),
     }
+    _seed_new(recipe, begin, common)
     if all(state["phase"] != "within" or not state["batches"] for state in states):
         return begin
     saved = _dealings(states)
@@ -140,6 +146,16 @@ def _require_same_samples(state: Mapping[str, Any], dealing: Dealing, order: Seq
     digest = state["order"]["digest"]
     if digest is not None and digest != dealing.digest(order, int(state["batches"])):
         raise _refused(saved_size, "its sampler gave other samples than its seed says")
+
+
+def _seed_new(recipe: Mapping[str, Any], state: State, common: RngState) -> None:
+    """Seed a sampler that takes the place of one without a seed: that of the script may differ from start to start."""
+    seed = int.from_bytes(hashlib.sha256(common["torch"]).digest()[:4], "little")
+    if recipe.get("order") == "distributed":
+        state["counters"].setdefault(f"{recipe['path']}.seed", seed)
+    if recipe.get("order") == "random" and recipe["generator"] is not None:
+        stream = torch.Generator().manual_seed(seed).get_state().numpy().tobytes()
+        state["generators"].setdefault(recipe["generator"], {"kind": "torch", "state": stream})
 
 
 def _refused(size: int, why: str) -> ResumeError:

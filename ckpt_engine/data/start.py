@@ -171,8 +171,7 @@ class Starter:
         self._begin_order(epoch, plan)
         init: RoleInit | None = None
         if epoch.mode is Mode.SHIP and same:
-            base = 0 if epoch.dealing is None else epoch.dealing.first
-            first = state["next_role"] if self._iterable else batches + state["lost"] - base
+            first = state["next_role"] if self._iterable else batches + state["lost"]
             epoch.next_role = self._rotation = first % loader.num_workers
             init = self._init(epoch, self._rotation)
         elif epoch.mode is Mode.NATIVE:
@@ -290,7 +289,7 @@ class Starter:
             epoch.unknown_roles.update(range(self._loader.num_workers))
         elif order is not None and epoch.mode is Mode.SHIP:
             ahead = range(previous.fetched + previous.lost, order.given)
-            epoch.unknown_roles.update((number - order.base) % self._loader.num_workers for number in ahead)
+            epoch.unknown_roles.update(number % self._loader.num_workers for number in ahead)
 
     def _begin_order(self, epoch: Epoch, plan: ResumePlan | None) -> RecordingSampler | None:
         if self._iterable or epoch.mode not in (Mode.SKIP, Mode.SHIP):

@@ -35,7 +35,7 @@ def require_size(manifest: Manifest, size: int) -> None:
     if size_of(manifest) != size:
         raise ResumeError(
             f"{size_of(manifest)} ranks took snapshot {manifest.info.id}, and this run has {size}",
-            hint=f"start it with {size_of(manifest)} ranks; Checkpointer.load takes the weights to any number",
+            hint=f"start it with {size_of(manifest)} ranks, or with rng: derive, which lets any number go on",
         )
 
 

@@ -62,7 +62,7 @@ class Elastic:
         Raises:
             ResumeError: the rest of its epoch cannot be divided anew.
         """
-        return position.for_another_number(saved, self.rank, self.size, self.streams)
+        return position.for_another_number(saved, self.rank, self.size, self.streams, self.own[0]["rng"])
 
     def gradients(
         self, saved: Sequence[Mapping[str, torch.Tensor]], module: torch.nn.Module

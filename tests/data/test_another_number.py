@@ -73,6 +73,9 @@ def unbatched(count: int, batch: int, rank: int, size: int) -> DataLoader[Any]:
 KINDS: list[Make] = [distributed, in_order, lightning, accelerate, accelerate_split, accelerate_seedable, unbatched]
 
 
+COMMON = rng.capture()
+
+
 class Fleet:
     """The loaders of all ranks, in this process."""
 
@@ -85,7 +88,7 @@ class Fleet:
 
     def resume(self, states: Sequence[Any]) -> None:
         for rank, position in enumerate(self.positions):
-            saved = position.for_another_number(states, rank, self.size, self.streams)
+            saved = position.for_another_number(states, rank, self.size, self.streams, COMMON)
             position.load_state(saved, rng=self.streams)
 
     def take(self, batches: int | None) -> tuple[list[list[int]], list[Any]]:
@@ -193,6 +196,23 @@ def test_between_two_epochs_nothing_is_divided() -> None:
     assert sorted(found) == sorted(expected) == list(range(64))
     first, second = expected[:32], expected[32:]
     assert found == [s for at in range(0, 32, 4) for s in first[at : at + 4] + second[at : at + 4]], "another shuffle"
+
+
+@pytest.mark.parametrize("make", [lightning, accelerate], ids=lambda make: make.__name__)
+def test_the_seed_of_the_script_does_not_matter(make: Make) -> None:
+    """A sampler that takes the place of one without a seed shuffles all following epochs alike at every resume."""
+    _, states = Fleet(make, 64, 4, 1).take(5)
+    found = []
+    for seed in range(2):
+        fleet = Fleet(make, 64, 4, 2)
+        for loader in fleet.loaders:
+            if isinstance(loader.sampler, DistributedSampler):
+                loader.sampler.seed = seed
+            else:
+                loader.batch_sampler.batch_sampler.sampler.generator.manual_seed(seed)  # type: ignore[union-attr]
+        fleet.resume(states)
+        found.append((fleet.take(None)[0], fleet.take(None)[0]))
+    assert found[0] == found[1]
 
 
 class Stream(IterableDataset[int]):

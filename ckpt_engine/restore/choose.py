@@ -17,6 +17,7 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.restore import places
 from ckpt_engine.restore.memory import URL
+from ckpt_engine.restore.node_storage import NodeStorage
 from ckpt_engine.store import layout, slim
 from ckpt_engine.store.layout import ParsedId
 from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo
@@ -129,11 +130,20 @@ def candidates(
         for candidate in copies:
             if check is not None:
                 check(candidate.manifest)
+            _announce(candidate)
             yield candidate
     for candidate in slimmed:
         if check is not None:
             check(candidate.manifest)
+        _announce(candidate)
         yield candidate
+
+
+def _announce(candidate: Candidate) -> None:
+    """Tell the ranks of this node what is read next, where they share it."""
+    nearest = candidate.sources[0].storage
+    if isinstance(nearest, NodeStorage):
+        nearest.announce(candidate.manifest)
 
 
 def assemble(snapshot: str, holders: Sequence[Repository]) -> Candidate:

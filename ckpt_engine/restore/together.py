@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from ckpt_engine.errors import CkptError, CorruptError, NoUsableSnapshotError, RanksError
@@ -14,9 +13,12 @@ from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore.as_rank import as_rank
 from ckpt_engine.restore.choose import Candidate, Check, Search, candidates, none_usable
+from ckpt_engine.restore.node import Sharing
 from ckpt_engine.store.repository import Repository
 
 Places = Callable[[], Sequence[Repository]]
+Read = Callable[..., restore.Loaded | None]
+"""`restore.load` with all that does not depend on the snapshot."""
 
 
 def choose(session: Session, where: Places, step: int | None, check: Check | None) -> Candidate | None:
@@ -49,6 +51,16 @@ def load(
     Raises:
         RanksError: a rank does not find what rank 0 has chosen.
     """
+    # What is filled in place by `live` is divided, too.
+    with Sharing(session, where, into, alike=live is None) as sharing:
+
+        def read(**which: Any) -> restore.Loaded | None:
+            return restore.load(sharing.places(), into=into, live=live, check=check, pickle_paths=pickle_paths, **which)
+
+        return _load(session, sharing.places, step, check, read)
+
+
+def _load(session: Session, where: Places, step: int | None, check: Check | None, read: Read) -> restore.Loaded | None:
     ranks = session.ranks
     seen = None if check is None else lambda manifest: check(as_rank(manifest, 0))
     refused: dict[str, CkptError] = {}
@@ -65,7 +77,6 @@ def load(
         chosen = session.agree(look, LOAD_SECONDS)
         if chosen is None:
             return None
-        read = partial(restore.load, where(), into=into, live=live, check=check, pickle_paths=pickle_paths)
         found, failure = _attempt(ranks, read, chosen)
         mine = None if failure is None else asdict(ErrorRecord.of(failure))
         verdict = session.settle(mine, _verdict, LOAD_SECONDS)
@@ -78,9 +89,7 @@ def load(
         refused[chosen] = CorruptError(error.message)
 
 
-def _attempt(
-    ranks: Ranks, read: Callable[..., restore.Loaded | None], snapshot: str
-) -> tuple[restore.Loaded | None, CkptError | None]:
+def _attempt(ranks: Ranks, read: Read, snapshot: str) -> tuple[restore.Loaded | None, CkptError | None]:
     try:
         found = read(only=snapshot, rank=ranks.rank, size=ranks.size)
     except CkptError as err:

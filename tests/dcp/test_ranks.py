@@ -70,6 +70,12 @@ def test_fsdp2_goes_on_exactly(launcher: Launcher, tmp_path: Path, size: int) ->
     run(launcher, tmp_path, size, "fsdp")
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_engine_and_dcp_read_what_the_other_has_saved(launcher: Launcher, tmp_path: Path, size: int) -> None:
+    """DTensors in every layout, both ways."""
+    run(launcher, tmp_path, size, "engine")
+
+
 @pytest.mark.parametrize("how", ["thread", "process"])
 def test_async_save_in_a_thread_and_in_a_process(launcher: Launcher, tmp_path: Path, how: str) -> None:
     """dcp.async_save runs the writer behind training, in a thread or in a process of its own."""

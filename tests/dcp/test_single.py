@@ -73,8 +73,8 @@ def steps(root: Path) -> list[int]:
     return [parsed.step for parsed in Repository(open_storage(root)).ids()]
 
 
-def test_what_dcp_saves_is_a_snapshot_like_any_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It comes back through DCP and through Checkpointer, and the commands know it; the step is that of its name."""
+def test_what_dcp_saves_is_a_snapshot_like_any_other(tmp_path: Path) -> None:
+    """It comes back through DCP and through Checkpointer; the step is that of its name, or the next one."""
     root = tmp_path / "run"
     dcp.save(trained(1), checkpoint_id="step-40", storage_writer=CkptWriter(root))
     dcp.save(trained(2), storage_writer=CkptWriter(root))
@@ -87,6 +87,13 @@ def test_what_dcp_saves_is_a_snapshot_like_any_other(tmp_path: Path, capsys: pyt
     assert reader.unverified_bytes == 0
     state = Checkpointer(root).load()
     equal(state, trained(2))
+
+
+@pytest.mark.slow
+def test_the_commands_know_what_dcp_has_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """ls, verify, show, and an export that other programs read."""
+    root = tmp_path / "run"
+    dcp.save(trained(2), storage_writer=CkptWriter(root))
     for command in (["ls", str(root)], ["verify", str(root)], ["show", str(root)]):
         run_command(*command)
     out = tmp_path / "out.safetensors"

@@ -46,7 +46,8 @@ def restored(options: dict[str, Any], size: int, into: bool) -> list[Any]:
     return on_all(load, size)
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_each_byte_is_read_once_per_node(options: dict[str, Any], wire: Wire, size: int) -> None:  # noqa: F811
     """1, 2 and 4 ranks: bytes from the server are those of the state, and everybody gets it whole."""
     nbytes = 30 << 20

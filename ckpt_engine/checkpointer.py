@@ -20,7 +20,7 @@ from ckpt_engine.observe.log import LOGGER_NAME, LogSink
 from ckpt_engine.observe.resume_report import resumed_from_memory
 from ckpt_engine.persist.client import WriterClient, open_client
 from ckpt_engine.persist.job import TierConfig, WriterConfig
-from ckpt_engine.ranks.session import Session
+from ckpt_engine.ranks.session import session_of
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore import places, shares, together
@@ -71,7 +71,7 @@ class Checkpointer:
         **options: Any,
     ) -> None:
         self.config = load_config(root, **options)
-        self._session = Session(ranks) if ranks is not None and ranks.size > 1 else None
+        self._session = session_of(ranks, self.config)
         self.live = live_file(root, options)
         self.events: EventSink = LogSink()
         self.loaded: restore.Loaded | None = None

@@ -32,9 +32,16 @@ class WriterClient(Protocol):
     first_seq: int
     """The lowest number that a snapshot may get, as the writer saw it when it started."""
 
+    peer_port: int
+    """Where the writers of other machines reach this one; 0: nowhere."""
+
     @property
     def alive(self) -> bool:
         """Whether jobs are still taken."""
+        ...
+
+    def meet_partner(self, host: str, port: int, guest: int, lead: tuple[str, int]) -> None:
+        """Say where the writers of the partner and of rank 0 are, and whose partner this rank is."""
         ...
 
     def attach_slot(self, slot: int, fd: int, nbytes: int) -> None:
@@ -117,7 +124,7 @@ class Client(abc.ABC):
     def __init__(self, config: WriterConfig) -> None:
         self._mailbox = Mailbox(config.url)
         self._owner = os.getpid()
-        self.first_seq = 0
+        self.first_seq = self.peer_port = 0
         self._answered = threading.Event()
         self._news = threading.Event()
         """Set whenever the writer says something before it has answered."""
@@ -176,6 +183,9 @@ class Client(abc.ABC):
 
     def cancel(self, snapshot: str, why: str) -> None:
         self._tell({"kind": protocol.CANCEL, "snapshot": snapshot, "why": why})
+
+    def meet_partner(self, host: str, port: int, guest: int, lead: tuple[str, int]) -> None:
+        self._tell({"kind": protocol.PARTNER, "host": host, "port": port, "guest": guest, "lead": list(lead)})
 
     def hold(self, job: PersistJob) -> None:
         self._require_own()

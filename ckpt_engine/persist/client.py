@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,8 +40,8 @@ class WriterClient(Protocol):
         """Whether jobs are still taken."""
         ...
 
-    def meet_partner(self, host: str, port: int, guest: int, lead: tuple[str, int]) -> None:
-        """Say where the writers of the partner and of rank 0 are, and whose partner this rank is."""
+    def meet(self, others: Mapping[str, Any]) -> None:
+        """Say where the writers of other machines are, see `peers.Peers.meet`."""
         ...
 
     def attach_slot(self, slot: int, fd: int, nbytes: int) -> None:
@@ -184,8 +184,8 @@ class Client(abc.ABC):
     def cancel(self, snapshot: str, why: str) -> None:
         self._tell({"kind": protocol.CANCEL, "snapshot": snapshot, "why": why})
 
-    def meet_partner(self, host: str, port: int, guest: int, lead: tuple[str, int]) -> None:
-        self._tell({"kind": protocol.PARTNER, "host": host, "port": port, "guest": guest, "lead": list(lead)})
+    def meet(self, others: Mapping[str, Any]) -> None:
+        self._tell({"kind": protocol.PARTNER, **others})
 
     def hold(self, job: PersistJob) -> None:
         self._require_own()

@@ -9,6 +9,7 @@ know the secret that the ranks have agreed on. Nothing is encrypted.
 | `keep`     | `rank`, `snapshot`, `part`, `record`, `file`, `nbytes`, the file | `ok` when it is whole; else `why` |
 | `give`     | `rank`, `snapshot`                                               | as `control.SNAPSHOT`, and the file |
 | `mirrored` | `rank`, `snapshot`                                               | `ok` |
+| `moved`    | `rank`, `host`, `port`: of the writer that has taken its place   | `ok` |
 """
 
 from __future__ import annotations
@@ -182,23 +183,29 @@ class Server:
         self._secret = secret
         self._answer = answer
         self._room = threading.BoundedSemaphore(_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._serving: set[socket.socket] = set()
         self._listener = socket.create_server(("", 0), backlog=_CONNECTIONS)
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._run, name="ckpt-peers", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Take no more connections. Idempotent."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._listener.close()
+        """Take no more connections, and end those there are. Idempotent."""
+        with self._lock:
+            found = [self._listener, *self._serving]
+        for sock in found:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)  # wakes its thread, which closes it
+        self._thread.join(SECONDS)
 
     def _run(self) -> None:
         while True:
             try:
                 sock, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                self._listener.close()
+                return
             if not self._room.acquire(blocking=False):
                 sock.close()
                 continue
@@ -206,6 +213,8 @@ class Server:
 
     def _serve(self, sock: socket.socket) -> None:
         line = Line(sock)
+        with self._lock:
+            self._serving.add(sock)
         try:
             line.prove(self._secret, answers=True)
             while True:
@@ -216,6 +225,8 @@ class Server:
         except (OSError, CkptError, LookupError, TypeError, ValueError):
             return  # it is gone, or not one of ours: it finds out by the end of the connection
         finally:
+            with self._lock:
+                self._serving.discard(sock)
             line.close()
             self._room.release()
 

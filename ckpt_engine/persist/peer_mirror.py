@@ -22,6 +22,7 @@ from ckpt_engine.store.throttle import Throttle
 from ckpt_engine.store.transfer import RunText
 
 _IDLE_SECONDS = 60.0
+_END_SECONDS = 1.0
 
 
 class Mirror:
@@ -55,6 +56,7 @@ class Mirror:
         self._next: Order | None = None
         self._partner: tuple[str, int] | None = None
         self._line: Line | None = None
+        self._line_to: tuple[str, int] | None = None
         self._closed = self._away = False
         self._pause = threading.Event()
         self._fd, self._nbytes = -1, 0
@@ -78,13 +80,16 @@ class Mirror:
             before.release()
 
     def close(self) -> None:
-        """Send nothing more. Idempotent; waits for nothing."""
+        """Send nothing more. Idempotent; waits a little for what is being sent."""
         with self._changed:
             self._closed = True
             order, self._next = self._next, None
             self._changed.notify()
         if order is not None:
             order.release()
+        self._pause.set()
+        if self._partner is not None:
+            self._thread.join(_END_SECONDS)
 
     def _run(self) -> None:
         while (order := self._take()) is not None:
@@ -130,9 +135,12 @@ class Mirror:
         part = parts.encode(parts.part_of(manifest, staged.cut_layout.layout, self._ranks))
         record = run.text.decode()
         share = Share(self._ranks.rank, staged.snapshot, part.decode(), record, staged.data.name, -1, nbytes)
+        if self._line is not None and self._line_to != self._partner:
+            self._hang_up()
         if self._line is None:
             assert self._partner is not None
-            self._line = connect(*self._partner, self._ranks.session)
+            self._line_to = self._partner
+            self._line = connect(*self._line_to, self._ranks.session)
         self._line.send({"what": "keep", **share.described()})
         self._line.send_file(copy, self._pace)
         reply = self._line.receive()

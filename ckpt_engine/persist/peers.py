@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ckpt_engine.errors import CkptError
@@ -55,6 +56,7 @@ class Peers:
         self.answer: Answer = lambda _: Reply({"snapshot": None, "why": "the writer has just begun"})
         self._news = threading.Condition()
         self._lead: tuple[str, int] | None = None
+        self._partner = -1
         self._line: Line | None = None
         self._mirrored: dict[str, set[int]] = {}
         self._lock = threading.Lock()
@@ -69,10 +71,23 @@ class Peers:
         return self._server.port
 
     def meet(self, body: Body) -> None:
-        """Where everybody is: `host` and `port` of the partner, `lead` of rank 0, and the rank that is the `guest`."""
+        """The ranks have said where everybody is.
+
+        Args:
+            body: `addresses`, host and port of each rank's writer; the ranks that are `partner` and `guest`; and
+                whether this writer has `moved`: it has taken the place of one that died.
+        """
+        addresses = [(str(host), int(port)) for host, port in body["addresses"]]
+        self._partner = int(body["partner"])
         self.guests.expect(int(body["guest"]))
-        self._lead = (str(body["lead"][0]), int(body["lead"][1]))
-        self._mirror.meet(str(body["host"]), int(body["port"]))
+        self._lead = addresses[0]
+        self._mirror.meet(*addresses[self._partner])
+        if body["moved"]:
+            # Whoever sends its shares here, and all who tell rank 0 that theirs were kept.
+            others = [int(body["guest"])] if self._ranks.rank else range(1, self._ranks.size)
+            me = {"what": "moved", "rank": self._ranks.rank, "port": self.port, "host": addresses[self._ranks.rank][0]}
+            told = [addresses[one] for one in others]
+            threading.Thread(target=self._tell, args=(told, me), name="ckpt-moved", daemon=True).start()
 
     def offer(self, order: Order) -> None:
         """The newest order is to be mirrored."""
@@ -86,6 +101,9 @@ class Peers:
     def close(self) -> None:
         """Idempotent."""
         self._mirror.close()
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
         self._server.close()
         self.guests.close()
 
@@ -103,8 +121,27 @@ class Peers:
             case "mirrored":
                 self._count(str(request["snapshot"]), int(request["rank"]))
                 line.send({"ok": True})
+            case "moved":
+                self._moved(int(request["rank"]), str(request["host"]), int(request["port"]))
+                line.send({"ok": True})
             case what:
                 line.send({"why": f"the writer does not know the request {what!r}"})
+
+    def _tell(self, addresses: Sequence[tuple[str, int]], body: Body) -> None:
+        for host, port in addresses:
+            with suppress(OSError, CkptError):  # one that has moved itself hears of it at the next start
+                line = connect(host, port, self._ranks.session)
+                try:
+                    line.send(body)
+                    line.receive()
+                finally:
+                    line.close()
+
+    def _moved(self, rank: int, host: str, port: int) -> None:
+        if rank == self._partner:
+            self._mirror.meet(host, port)
+        if rank == 0:
+            self._lead = (host, port)
 
     def _give(self, request: dict[str, Any], line: Line) -> None:
         wanted = {"what": control.SNAPSHOT, "snapshot": request["snapshot"], "rank": request["rank"]}
@@ -128,16 +165,19 @@ class Peers:
         if self._ranks.rank == 0:
             self._count(snapshot, 0)
             return
-        try:
-            if self._line is None:
-                assert self._lead is not None
-                self._line = connect(*self._lead, self._ranks.session)
-            self._line.send({"what": "mirrored", "rank": self._ranks.rank, "snapshot": snapshot})
-            self._line.receive()
-        except (OSError, CkptError):
-            if self._line is not None:
-                self._line.close()
-            self._line = None  # rank 0 has patience for as long as it takes to notice
+        for _ in range(2):  # rank 0 may have another writer since
+            try:
+                if self._line is None:
+                    assert self._lead is not None
+                    self._line = connect(*self._lead, self._ranks.session)
+                self._line.send({"what": "mirrored", "rank": self._ranks.rank, "snapshot": snapshot})
+                self._line.receive()
+            except (OSError, CkptError):
+                if self._line is not None:
+                    self._line.close()
+                self._line = None  # if it stays away, rank 0 does not wait for ever
+            else:
+                return
 
     def _count(self, snapshot: str, rank: int) -> None:
         with self._lock:

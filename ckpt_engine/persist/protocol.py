@@ -12,7 +12,7 @@ To the writer, in this order:
 | `hold`     | `job`                                     | the same, to be kept in memory until a newer job comes |
 | `pulse`    | one file descriptor                       | where the trainer says how far it is, see `pulse` |
 | `cancel`   | `snapshot`, `why`                         | this rank has no part in that snapshot of all ranks |
-| `partner`  | `host`, `port`, `guest`, `lead`           | the writers of other machines, see `peers.Peers.meet` |
+| `partner`  | `addresses`, `partner`, `guest`, `moved`  | the writers of other machines, see `peers.Peers.meet` |
 | `forget`   | `slots`, `layouts`, `skeletons`           | no later job names these |
 | `close`    |                                           | finish everything, then exit |
 

@@ -38,6 +38,7 @@ class Session:
         self.ranks = ranks
         self.replicates = replicate
         self._mirror_bytes_per_second = mirror_bytes_per_second
+        self._others: dict[str, Any] | None = None
         self._session = ""
         self._next_seq = 0
         self._questions = self._meetings = 0
@@ -62,7 +63,10 @@ class Session:
             ConfigError: replication, and all ranks are on one machine.
         """
         if self._session:
-            return start(self._config(self._session, self._next_seq))
+            client = start(self._config(self._session, self._next_seq))
+            if self._others is not None:
+                client.meet({**self._others, "moved": True})
+            return client
         client = self._open_first(start)
         if self.replicates:
             self._introduce(client)
@@ -81,9 +85,9 @@ class Session:
                 hint="remove it, or start the job on more machines",
             )
         (guest,) = [rank for rank in range(ranks.size) if partner_of(rank, nodes) == ranks.rank]
-        other, lead = said[partner], said[0]
-        if other is not None and lead is not None and other[2] and lead[2]:
-            client.meet_partner(str(other[1]), int(other[2]), guest, (str(lead[1]), int(lead[2])))
+        addresses = [[str(one[1]), int(one[2])] if one is not None else ["", 0] for one in said]
+        self._others = {"addresses": addresses, "partner": partner, "guest": guest, "moved": False}
+        client.meet(self._others)
 
     def _open_first(self, start: Callable[[RankConfig], WriterClient]) -> WriterClient:
         if self.coordinates:

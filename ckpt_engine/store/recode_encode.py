@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +54,9 @@ class Encoder:
         self._bases = bases
         self._pick = pick
         self._rooms = threading.local()
-        self._groups = threading.BoundedSemaphore(GROUPS_AT_ONCE)
+        self._group_rooms: SimpleQueue[dict[int, bytearray]] = SimpleQueue()
+        for _ in range(GROUPS_AT_ONCE):
+            self._group_rooms.put({})
         self._steps: dict[str, float | None] = {}
         self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode")
 
@@ -73,8 +77,11 @@ class Encoder:
 
     def _encode(self, job: Job) -> list[Done]:
         if job.adam is not None and all(self._tried(one) == DELTA for one in job.work):
-            with self._groups:
-                found = self._encode_group(job.work, job.adam)
+            rooms = self._group_rooms.get()  # others give theirs back: what they do with it is bounded
+            try:
+                found = self._encode_group(job.work, job.adam, rooms)
+            finally:
+                self._group_rooms.put(rooms)
             if found is not None:
                 return found
         return [self._encode_one(one) for one in job.work]
@@ -103,7 +110,7 @@ class Encoder:
         over = work.over
         if over is None or not (over.alone or over.rows):
             return None
-        base = self._room(0, data.nbytes)
+        base = _room(self._rooms.__dict__, "base", data.nbytes)
         if not self._bases.read(work.name, work.start, over, base):
             return None
         rows = _in_rows(work.name, self._manifest.entries[work.name], work.piece)
@@ -117,7 +124,7 @@ class Encoder:
                 return (codec, stored) if digest(base) == content else None
         return None
 
-    def _encode_group(self, work: Sequence[Work], adam: AdamGroup) -> list[Done] | None:
+    def _encode_group(self, work: Sequence[Work], adam: AdamGroup, rooms: dict[int, bytearray]) -> list[Done] | None:
         """Moments and weights together; None: they are not one step of Adam later, or not worth it."""
         step = self._step(adam.step)
         if step is None:
@@ -126,7 +133,7 @@ class Encoder:
         codec = get_group_codec(ADAM)
         arrays = [self._read(one) for one in work]
         contents = [one.piece.content_digest or digest(data) for one, data in zip(work, arrays, strict=True)]
-        bases = [self._room(number, data.nbytes) for number, data in enumerate(arrays)]
+        bases = [_room(rooms, number, data.nbytes) for number, data in enumerate(arrays)]
         overs = [one.over for one in work if one.over is not None]
         for one, over, base in zip(work, overs, bases, strict=True):
             if not self._bases.read(one.name, one.start, over, base):
@@ -137,7 +144,7 @@ class Encoder:
             return None
         # Memory of the codec, which it uses again.
         stored = {role: memoryview(data) for role, data in made.items()}
-        outs = {role: self._room(3 + number, arrays[0].nbytes) for number, role in enumerate(codec.roles)}
+        outs = {role: _room(rooms, 3 + number, arrays[0].nbytes) for number, role in enumerate(codec.roles)}
         codec.decode(stored, outs, named[1])
         if [digest(outs[role]) for role in codec.roles] != contents:
             return None
@@ -185,12 +192,12 @@ class Encoder:
     def _tried(self, work: Work) -> str:
         return self._pick(self._kind(work))
 
-    def _room(self, number: int, nbytes: int) -> memoryview:
-        """Memory that this thread uses again."""
-        kept: dict[int, bytearray] = self._rooms.__dict__.setdefault("kept", {})
-        if len(kept.get(number, b"")) < nbytes:
-            kept[number] = bytearray(nbytes)
-        return memoryview(kept[number])[:nbytes]
+
+def _room(kept: dict[Any, bytearray], key: object, nbytes: int) -> memoryview:
+    """Memory that is used again."""
+    if len(kept.get(key, b"")) < nbytes:
+        kept[key] = bytearray(nbytes)
+    return memoryview(kept[key])[:nbytes]
 
 
 def chunk_of(name: str, entry: Entry, piece: Piece) -> Chunk:

@@ -88,7 +88,7 @@ def lived(root: Path, forms: dict[str, Form], seed: int, length: int, still: set
 @given(
     forms=_TREES, seed=st.integers(0, 10**6), length=st.integers(2, 14), still=st.sets(st.integers(0, 13), max_size=3)
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_a_base_and_deltas_are_what_was_saved(
     tmp_path_factory: pytest.TempPathFactory, forms: dict[str, Form], seed: int, length: int, still: set[int]
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_base_and_deltas_are_what_was_saved(
 
 
 @given(forms=_TREES, seed=st.integers(0, 10**6), where=st.tuples(st.integers(0, 99), st.integers(0, 10**6)) | st.none())
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_whatever_is_damaged_the_newest_snapshot_that_is_whole_is_loaded(
     tmp_path_factory: pytest.TempPathFactory, forms: dict[str, Form], seed: int, where: tuple[int, int] | None
 ) -> None:

@@ -56,7 +56,14 @@ _FORMS = st.builds(
     st.tuples(st.integers(0, 300), st.integers(1, 9)) | st.tuples(st.integers(1, 80), st.integers(1, 5), st.just(3)),
     st.sampled_from([0.0, 0.01, 0.1, 0.6]),
 )
-_TREES = st.dictionaries(st.text("abc", min_size=1, max_size=2), _FORMS, min_size=1, max_size=4)
+_TABLES = st.builds(
+    Form, st.sampled_from(DTYPES), st.tuples(st.integers(300, 900), st.integers(8, 24)), st.floats(0.0, 0.03)
+)
+_TREES = st.builds(
+    lambda table, others: {"table": table, **others},
+    _TABLES,
+    st.dictionaries(st.text("abc", min_size=1, max_size=2), _FORMS, max_size=3),
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -66,7 +73,7 @@ def everything_is_shared() -> Iterator[None]:
         patch.setattr(image, "LEAST_BYTES", 0)
         patch.setattr(deltas, "LEAST_ROWS", 2)
         patch.setattr(upkeep, "MOST_BASES", 5)
-        patch.setattr(cut, "__defaults__", (1000,))
+        patch.setattr(cut, "__defaults__", (4000,))
         yield
 
 

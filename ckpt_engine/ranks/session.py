@@ -235,11 +235,16 @@ def session_of(ranks: Ranks | None, config: Config) -> Session | None:
     """The session of a run with these options; None: there is one process.
 
     Raises:
-        ConfigError: replication, in one process.
+        ConfigError: replication, in one process; a codec of the nearest tier, in several.
     """
     memory = config.memory
     replicate = memory is not None and memory.replicate is not None
     if ranks is not None and ranks.size > 1:
+        if config.tiers[0].codec != "raw":
+            raise ConfigError(
+                "several ranks write their shares to the nearest tier as they are: remove its codec",
+                hint="give the codec to a further tier",
+            )
         limit = memory.bandwidth if memory is not None else None
         return Session(ranks, replicate=replicate, mirror_bytes_per_second=limit)
     if replicate:

@@ -78,19 +78,19 @@ def test_other_samplers(trainer: str, changes: dict[str, Any], launcher: Launche
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_the_same_ranks_go_on_exactly_in_an_epoch_of_others(trainer: str, launcher: Launcher, tmp_path: Path) -> None:
-    """2 -> 4 killed -> 4 is bitwise 2 -> 4: the seed of the script does not matter."""
-    lives = Lives(launcher, tmp_path / "killed", trainer)
-    lives.folder.mkdir()
-    generations(lives, [2, 4, 4], [5, 3])
-    again = Lives(launcher, tmp_path / "killed", trainer)
+    """1 -> 2 killed -> 2 is bitwise 1 -> 2: the seed of the script does not matter.
+
+    With two ranks, as with more of them DDP adds up gradients in another order in its first step than later.
+    """
+    lives = Lives(launcher, tmp_path, trainer)
+    generations(lives, [1, 2, 2], [5, 3])
     start, middle = lives.start(1), lives.start(2)
-    for info in (tmp_path / "killed" / "run" / "snapshots").glob("*.json"):
-        if step_of(info.name) != start:
-            info.unlink()
-    again.sizes = [2, 4, 4]
-    assert again.run(4) == [0] * 4, lives.logs()
-    for rank in range(4):
-        straight = [line for line in again.lines(3, rank) if line["step"] >= middle]
+    for path in (tmp_path / "run" / "snapshots").glob("*.json"):
+        if step_of(path.name) != start:
+            path.unlink()
+    assert lives.run(2) == [0] * 2, lives.logs()
+    for rank in range(2):
+        straight = [line for line in lives.lines(3, rank) if line["step"] >= middle]
         assert straight == lives.lines(2, rank)
 
 

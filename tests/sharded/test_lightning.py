@@ -47,3 +47,11 @@ def test_a_killed_run_ends_with_the_same_weights(
         assert found[-1] == wanted[-1]
         assert set(found) == set(wanted), "a batch came twice with other samples, draws or losses"
         assert len(found) > len(wanted) or found == wanted
+
+
+def test_another_layout_is_refused(launcher: Launcher, tmp_path: Path) -> None:
+    """Which ranks share their samples is part of a resume."""
+    assert train(launcher, tmp_path, "run", seed=1, tensor_parallel=1, die_at=[1, 3]) == [-9, -9]
+    assert 0 not in train(launcher, tmp_path, "run", seed=1, tensor_parallel=2)
+    log = (tmp_path / "log-run.0").read_text()
+    assert "was taken by 2 ranks with tensor_parallel_size=1, and this run has 2 with 2" in log, log[-2000:]

@@ -46,7 +46,8 @@ def require_layout(manifest: Manifest, trainer: pl.Trainer) -> None:
 
 def _tensor_parallel(trainer: pl.Trainer) -> int:
     strategy = trainer.strategy
-    return int(strategy.device_mesh["tensor_parallel"].size()) if isinstance(strategy, ModelParallelStrategy) else 1
+    # Its dimensions are data_parallel and tensor_parallel.
+    return int(strategy.device_mesh.shape[-1]) if isinstance(strategy, ModelParallelStrategy) else 1
 
 
 @contextmanager

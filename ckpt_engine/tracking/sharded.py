@@ -38,8 +38,8 @@ def require_whole_gradients(modules: Iterable[nn.Module], saved_size: int) -> No
     """
     if _any_sharded(modules):
         raise ResumeError(
-            f"the snapshot was taken by {saved_size} ranks in the middle of gradient accumulation, and the gradients of "
-            "a sharded model are stored as their parts",
+            f"the snapshot was taken by {saved_size} ranks in the middle of gradient accumulation, and the "
+            "gradients of a sharded model are stored as their parts",
             hint=f"start it with {saved_size} ranks, or load an older snapshot",
         )
 

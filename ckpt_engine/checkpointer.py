@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ckpt_engine.config import Config, Tier, load_config
+from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
 from ckpt_engine.errors import ConfigError, SnapshotFailedError
 from ckpt_engine.observe.aloud import announce
@@ -19,7 +19,7 @@ from ckpt_engine.observe.events import Event, EventSink, Notice, TierDegraded
 from ckpt_engine.observe.log import LOGGER_NAME, LogSink
 from ckpt_engine.observe.resume_report import resumed_from_memory
 from ckpt_engine.persist.client import WriterClient, open_client
-from ckpt_engine.persist.job import TierConfig, WriterConfig
+from ckpt_engine.persist.settings import writer_config
 from ckpt_engine.ranks.session import session_of
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import load as restore
@@ -35,7 +35,6 @@ from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.tracking.plain import track_objects
 from ckpt_engine.tracking.tracker import Tracker
 
-LEASE_WAIT_SECONDS = 60.0
 ATTACH_SECONDS = 60.0
 CLOSE_TIMEOUT_SECONDS = 600.0
 AGREE_SECONDS = 300.0
@@ -267,7 +266,14 @@ class Checkpointer:
             return together.choose(self._session, self._places, step, check)
         return restore.choose(self._places(), step, check)
 
-    def load(self, step: int | None = None, *, into: Any = None, check: Check | None = None) -> Any | None:
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        into: Any = None,
+        live: restore.Live | None = None,
+        check: Check | None = None,
+    ) -> Any | None:
         """The state of the newest valid snapshot (of `step`), or None if there are none at all.
 
         Every byte is checked against its digest. Of several tiers the nearest that has the snapshot whole serves it;
@@ -278,6 +284,7 @@ class Checkpointer:
         Args:
             into: live state whose tensors are overwritten in place, without a second copy of the state in memory. If an
                 error is raised after reading began, their content is undefined.
+            live: in the place of `into`: makes some of the live state once the snapshot is chosen. No match is needed.
             check: raises if a manifest does not fit; asked before data is read.
 
         Raises:
@@ -289,9 +296,11 @@ class Checkpointer:
             if self._session is not None:
                 self._attach()
                 places = self._places
-                found = together.load(self._session, places, step, into=into, check=check, pickle_paths=pickled)
+                found = together.load(
+                    self._session, places, step, into=into, live=live, check=check, pickle_paths=pickled
+                )
             else:
-                found = restore.load(self._places(), step, into=into, check=check, pickle_paths=pickled)
+                found = restore.load(self._places(), step, into=into, live=live, check=check, pickle_paths=pickled)
         finally:
             self._detach()
         # The state belongs to the caller: a second reference here would hold its memory for the whole run.
@@ -352,17 +361,7 @@ class Checkpointer:
         self.close()
 
     def _open_writer(self, memory: bool, emit: Callable[[Event], None]) -> WriterClient:
-        nearest, *further = self.config.tiers
-        config = WriterConfig(
-            url=nearest.url,
-            storage_options=nearest.for_storage(),
-            keep=self.config.root_keep_rules(),
-            lease_wait_seconds=LEASE_WAIT_SECONDS,
-            tiers=tuple(self._tier(tier) for tier in further),
-            fatal=nearest.on_failure == "fail",
-            memory=memory,
-            linger_seconds=self.config.linger,
-        )
+        config = writer_config(self.config, memory=memory)
         is_thread = self.config.writer == "thread"
         if self._session is None:
             return open_client(config, thread=is_thread, emit=emit)
@@ -373,18 +372,6 @@ class Checkpointer:
     @property
     def _has_memory(self) -> bool:
         return self.config.memory is not None
-
-    def _tier(self, tier: Tier) -> TierConfig:
-        return TierConfig(
-            url=tier.url,
-            storage_options=tier.for_storage(),
-            keep=self.config.keep_rules(tier),
-            every_seconds=tier.every,
-            every_n_steps=tier.every_n_steps,
-            bandwidth_bytes_per_second=tier.bandwidth,
-            fatal=tier.on_failure == "fail",
-            codec=tier.codec,
-        )
 
     def _places(self) -> list[Repository]:
         if self._session is None:  # of several ranks all attach at once, and one may look alone

@@ -230,6 +230,7 @@ class FitRun:
     # ---- the loops
 
     def _before_epoch(self) -> None:
+        self._internals.reset_epoch_length()
         if self.resume.pending:
             self.resume.before_epoch()
             self._report_due = True

@@ -144,6 +144,7 @@ class Writer:
                 self._aside(lane),
                 self._emit_event,
                 fleet.gone if fleet else lambda _: None,
+                config.codec,
                 ranks,
                 in_flight,
                 self._alone,

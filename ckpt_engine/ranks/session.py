@@ -173,6 +173,18 @@ class Session:
         store.set(key, json.dumps(answer))
         return answer
 
+    def settle(self, mine: Any, judge: Callable[[list[Any]], T], timeout: float) -> T:
+        """What `judge` makes on rank 0 of what all ranks say: JSON values by rank. Waits and raises as `agree`."""
+        key = f"said/{self._questions + 1}"
+        store, size = self.ranks.store, self.ranks.size
+        if not self.coordinates:
+            store.set(f"{key}/{self.ranks.rank}", json.dumps(mine))
+
+        def hear() -> T:
+            return judge([mine, *(json.loads(store.wait(f"{key}/{rank}", timeout)) for rank in range(1, size))])
+
+        return self.agree(hear, timeout)
+
     def arranged(self, components: dict[str, Any]) -> dict[str, Any]:
         """A state's components with this rank's own ones where a manifest has them.
 
@@ -223,11 +235,16 @@ def session_of(ranks: Ranks | None, config: Config) -> Session | None:
     """The session of a run with these options; None: there is one process.
 
     Raises:
-        ConfigError: replication, in one process.
+        ConfigError: replication, in one process; or a codec of the nearest tier, with several.
     """
     memory = config.memory
     replicate = memory is not None and memory.replicate is not None
     if ranks is not None and ranks.size > 1:
+        if config.tiers[0].codec != "raw":
+            raise ConfigError(
+                "several ranks write their shares to the nearest tier as they are: remove its codec",
+                hint="give the codec to a further tier",
+            )
         limit = memory.bandwidth if memory is not None else None
         return Session(ranks, replicate=replicate, mirror_bytes_per_second=limit)
     if replicate:

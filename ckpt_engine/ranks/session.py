@@ -235,7 +235,7 @@ def session_of(ranks: Ranks | None, config: Config) -> Session | None:
     """The session of a run with these options; None: there is one process.
 
     Raises:
-        ConfigError: replication, in one process; a codec of the nearest tier, in several.
+        ConfigError: replication, in one process; or a codec of the nearest tier, with several.
     """
     memory = config.memory
     replicate = memory is not None and memory.replicate is not None

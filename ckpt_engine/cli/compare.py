@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ckpt_engine.cli.tree import children
+from ckpt_engine.observe import units
 from ckpt_engine.restore.choose import Candidate
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
@@ -50,6 +51,10 @@ class Difference:
         differing, elements: of a tensor.
         index: of the first element that differs.
         max_abs: largest absolute difference of a tensor's numbers; None where they are no numbers, or not finite.
+        relative: norm of the difference against that of the first tensor; None as above, and where the first is zero.
+        nan, inf: how many elements are so in each snapshot; None where no number can be.
+        stored: bytes that the tensor takes in each snapshot's files, and in those that it refers to; bases left out.
+        nbytes: bytes of the tensor itself.
     """
 
     path: str
@@ -60,17 +65,29 @@ class Difference:
     elements: int | None = None
     index: tuple[int, ...] | None = None
     max_abs: float | None = None
+    relative: float | None = None
+    nan: tuple[int, int] | None = None
+    inf: tuple[int, int] | None = None
+    stored: tuple[int, int] | None = None
+    nbytes: int | None = None
 
     def __str__(self) -> str:
         if self.kind is Kind.TENSOR:
             most = "" if self.max_abs is None else f", largest difference {self.max_abs:.4g}"
+            most += "" if self.relative is None else f" ({self.relative:.2g} of its norm)"
             return (
                 f"{self.path}: {self.differing:,} of {self.elements:,} elements differ, "
                 f"the first at {list(self.index or ())}: {self.a} and {self.b}{most}"
+                f"{_not_finite('NaN', self.nan)}{_not_finite('Inf', self.inf)}{self._told_stored()}"
             )
         if self.kind is Kind.MISSING:
             return f"{self.path}: {self.b if self.a == _ABSENT else self.a}"
         return f"{self.path}: {self.a} and {self.b}"
+
+    def _told_stored(self) -> str:
+        if self.stored is None or not self.nbytes or self.stored[1] >= self.nbytes:
+            return ""
+        return f", stored as {units.size(self.stored[1])} of {units.size(self.nbytes)}"
 
 
 class Comparison:
@@ -110,7 +127,9 @@ class Comparison:
         if path == PACKED and isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
             yield from self._objects(unpack(one)[0], unpack(other)[0], path[:1])
         else:
-            yield from self._objects(one, other, path)
+            stored = self._sides[0].stored(a), self._sides[1].stored(b)
+            for found in self._objects(one, other, path):
+                yield replace(found, stored=stored) if found.kind is Kind.TENSOR else found
 
     def _same(self, a: Any, b: Any) -> bool:
         """Whether two leaf nodes are equal for sure, as far as manifests tell."""
@@ -156,6 +175,10 @@ class _Side:
     def entries(self, names: Sequence[str]) -> list[Entry]:
         """What the manifest says of these entries."""
         return [self._manifest.entries[name] for name in names]
+
+    def stored(self, node: Any) -> int:
+        """Bytes that the entries of a node take."""
+        return sum(piece.nbytes for entry in self.entries(list(set(entries_in(node)))) for piece in entry.pieces)
 
     def rebuilt(self, node: Any) -> Any:
         """The objects of one node."""
@@ -203,15 +226,52 @@ def _arrays(path: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
         return None
     first = int(unequal.nonzero()[0])
     index = tuple(int(i) for i in np.unravel_index(first, a.shape)) if a.dim() else ()
-    shown = (_element(flat_a[first]), _element(flat_b[first]))
-    return Difference(path, Kind.TENSOR, *shown, count, flat_a.numel(), index, _max_abs(flat_a, flat_b, unequal))
+    numbers = _Numbers.of(flat_a, flat_b, unequal)
+    return Difference(
+        path,
+        Kind.TENSOR,
+        _element(flat_a[first]),
+        _element(flat_b[first]),
+        count,
+        flat_a.numel(),
+        index,
+        numbers.max_abs,
+        numbers.relative,
+        numbers.nan,
+        numbers.inf,
+        nbytes=flat_a.nbytes,
+    )
 
 
-def _max_abs(a: torch.Tensor, b: torch.Tensor, unequal: torch.Tensor) -> float | None:
-    if a.dtype.is_complex or a.dtype is torch.bool:
-        return None
-    most = float((a[unequal].to(torch.float64) - b[unequal].to(torch.float64)).abs().max())
-    return most if math.isfinite(most) else None
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """What the numbers of two tensors of one form say, as in `Difference`."""
+
+    max_abs: float | None = None
+    relative: float | None = None
+    nan: tuple[int, int] | None = None
+    inf: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, a: torch.Tensor, b: torch.Tensor, unequal: torch.Tensor) -> _Numbers:
+        nan = inf = None
+        if a.dtype.is_floating_point or a.dtype.is_complex:
+            # Not every kernel knows the small floating-point types.
+            wide = [one if one.dtype.is_complex or one.element_size() > 1 else one.float() for one in (a, b)]
+            nan = int(wide[0].isnan().sum()), int(wide[1].isnan().sum())
+            inf = int(wide[0].isinf().sum()), int(wide[1].isinf().sum())
+        if a.dtype.is_complex or a.dtype is torch.bool:
+            return cls(None, None, nan, inf)
+        one, other = a[unequal].to(torch.float64), b[unequal].to(torch.float64)
+        most, apart = float((one - other).abs().max()), float(torch.linalg.vector_norm(one - other))
+        can_widen = a.dtype.is_floating_point and a.element_size() > 1  # without a copy of all of it
+        norm = float(torch.linalg.vector_norm(a if can_widen else a.to(torch.float64), dtype=torch.float64))
+        relative = apart / norm if norm else math.nan
+        return cls(most if math.isfinite(most) else None, relative if math.isfinite(relative) else None, nan, inf)
+
+
+def _not_finite(what: str, counts: tuple[int, int] | None) -> str:
+    return f", {counts[0]:,} and {counts[1]:,} {what}" if counts is not None and any(counts) else ""
 
 
 def _as_tensor(value: Any) -> torch.Tensor | None:

@@ -7,8 +7,10 @@ from dataclasses import asdict
 
 import click
 
+from ckpt_engine.cli.origins import Origins, shared_bytes
 from ckpt_engine.cli.output import count, json_option, print_json
 from ckpt_engine.cli.root import LATEST, open_run
+from ckpt_engine.observe import units
 from ckpt_engine.restore.choose import Candidate, assemble
 
 SHOWN = 20
@@ -23,17 +25,21 @@ def command(first: str, second: str, everything: bool, as_json: bool) -> None:
     """Compare two snapshots bit for bit: ROOT#SNAPSHOT each, or ROOT for its latest.
 
     Tensors, values, random streams and data positions are compared by their place in the state. Tensors whose digests
-    are equal are not read. The times that a run measured, which no two runs share, are left out. Ends with exit code 1
-    if there is a difference.
+    are equal are not read. The times that a run measured, which no two runs share, are left out. Says, too, which
+    snapshots' files each of them needs, and what they share. Ends with exit code 1 if there is a difference.
     """
     from ckpt_engine.cli.compare import MEASURED, Comparison  # torch
 
     a, b = _snapshot(first), _snapshot(second)
     comparison = Comparison(a, b)
     found = [one for one in comparison if not one.path.startswith(MEASURED)]
+    origins = Origins.of(a.manifest), Origins.of(b.manifest)
+    shared = shared_bytes(a.manifest, b.manifest)
     if as_json:
         rows = [asdict(one) for one in found]
-        print_json({"a": a.info.id, "b": b.info.id, "compared": comparison.compared, "differences": rows})
+        stored = {"a": asdict(origins[0]), "b": asdict(origins[1]), "shared_bytes": shared}
+        both = {"a": a.info.id, "b": b.info.id}
+        print_json({**both, "compared": comparison.compared, "differences": rows, "stored": stored})
     elif not found:
         click.echo(f"{a.info.id} and {b.info.id} are equal, bit for bit ({count(comparison.compared, 'value')})")
     else:
@@ -42,6 +48,8 @@ def command(first: str, second: str, everything: bool, as_json: bool) -> None:
         hidden = 0 if everything else max(len(found) - SHOWN, 0)
         more = f", {hidden:,} of them not shown (--all shows them)" if hidden else ""
         click.echo(f"{count(len(found), 'difference')} between {a.info.id} and {b.info.id}{more}")
+    if not as_json and (shared or any(len(one.written_by) > 1 for one in origins)):
+        click.echo(f"{origins[0]}\n{origins[1]}\n{units.size(shared)} of it is the same data")
     if found:
         sys.exit(1)
 

@@ -259,6 +259,12 @@ class Config(Section):
         "auto: on where a core is left that training does not use.",
     )
 
+    rng: Annotated[Literal["derive", "warn", "strict"], one_of("derive", "warn", "strict")] = Field(
+        default="derive",
+        description="Random streams when another number of ranks goes on: derive makes those of new ranks from the "
+        "saved ones; warn lets rank r go on with those of saved rank r mod their number, and says so; strict refuses.",
+    )
+
     pickle: Annotated[
         tuple[str, ...],
         checked(_patterns),

@@ -9,8 +9,9 @@ from ckpt_engine.errors import CorruptError, FormatError, StorageMissingError
 from ckpt_engine.persist.aside import Aside
 from ckpt_engine.persist.job import EntryLayout
 from ckpt_engine.persist.pieces import Extent
+from ckpt_engine.persist.upkeep import replaced
 from ckpt_engine.store.codecs.base import Chunk, get_codec
-from ckpt_engine.store.decode import Decoder
+from ckpt_engine.store.decode import Decoder, chain_of
 from ckpt_engine.store.digest import PIECE_BYTES, digest
 from ckpt_engine.store.manifest import Manifest, Piece
 from ckpt_engine.store.repository import Repository
@@ -20,11 +21,8 @@ LEAST_ROWS = 64
 """In a piece; with fewer of them most pieces change in most rows."""
 SAMPLES = 4
 """Rows of an entry that are looked at first."""
-MOST_BYTES = 0.5
-"""What the deltas of a chain may have together, as a share of the piece: reading them must not take much longer."""
-MOST_BASES = 4
-"""Bases behind each other. Each costs a restore about a third of the time that reading the piece itself takes; a longer
-chain is replaced by one delta against the piece at its end."""
+MOST_BYTES = 0.75
+"""What the deltas of one chain may have together, as a share of the piece; of all chains of an entry see `upkeep`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +54,9 @@ class RowDeltas:
         self._aside = aside
         self._before = before
         self._image = image
-        self._decoder = Decoder(before, self._fetch)
+        self._decoder = Decoder(before, self._fetch, self._glance)
         self._likely: dict[str, bool] = {}
+        self._replaced: dict[str, dict[int, int]] = {}
         self._base = memoryview(bytearray())
 
     def encode(self, entry: EntryLayout, extent: Extent, wanted: str, chain: tuple[Piece, ...]) -> Delta | None:
@@ -73,11 +72,12 @@ class RowDeltas:
         row_nbytes = _row_nbytes(entry, extent)
         if row_nbytes is None or not self.is_likely(entry, extent, chain):
             return None
-        base_id = self._before.info.id
-        if len(chain) > MOST_BASES:
-            base_id, chain = str(chain[-2].base), chain[-1:]
+        base_id, start = self._before.info.id, extent.offset - entry.offset
+        if count := self._upkeep(entry.name).get(start, 0):
+            if count == len(chain):
+                return None
+            base_id, chain = str(chain[count - 1].base), chain[count:]
         data = self._image[extent.offset : extent.offset + extent.nbytes]
-        start = extent.offset - entry.offset
         base = self._room(extent.nbytes)
         try:
             self._decoder.read(entry.name, start, chain[0], base)
@@ -119,11 +119,27 @@ class RowDeltas:
         here = (self._image[extent.offset + start :][:row_nbytes] for start in starts)
         return 2 * sum(a == b for a, b in zip(old, here, strict=True)) >= SAMPLES
 
+    def _upkeep(self, name: str) -> dict[int, int]:
+        """What of the chains of an entry is replaced, see `upkeep.replaced`."""
+        found = self._replaced.get(name)
+        if found is None:
+            chains: dict[int, list[int]] = {}
+            start = 0
+            for piece in self._before.entries[name].pieces:
+                chains[start] = [one.nbytes for one in chain_of(self._before, name, start, piece)]
+                start += piece.raw_nbytes
+            found = self._replaced[name] = replaced(chains)
+        return found
+
     def _fetch(self, entry: str, piece: Piece, out: memoryview) -> None:
+        self._glance(entry, piece, out)
+        if digest(out) != piece.digest:
+            name = self._before.files[piece.file].name
+            raise CorruptError(f"{entry!r}: bytes of {name} do not match their digest")
+
+    def _glance(self, _: str, piece: Piece, out: memoryview) -> None:
         name = self._before.files[piece.file].name
         self._aside.read(lambda repository: repository.storage.get_into(name, piece.offset, out), out.nbytes)
-        if digest(out) != piece.digest:
-            raise CorruptError(f"{entry!r}: bytes of {name} do not match their digest")
 
     def _room(self, nbytes: int) -> memoryview:
         if len(self._base) < nbytes:

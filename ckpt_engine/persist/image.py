@@ -1,12 +1,13 @@
 """Plans what a snapshot writes into one repository: its whole image as one file, or only what is not there yet.
 
 What is there is referred to in files of older snapshots. A file stays on the disk as long as one byte of it is needed,
-so a reference is only worth making to files that are mostly needed: what lies unchanged in others is written once
-more, apart from what changes, and referred to from then on.
+so what lies unchanged in files that are hardly needed is written once more, apart from what changes, and referred to
+from then on.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -22,11 +23,13 @@ from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece
 
 PAYS = 0.05
 """Less than this share of unchanged bytes is not looked for."""
-ALIVE = 0.5
-"""A file of which a smaller share is needed is not referred to any more, unless it is no more than a header."""
+LEAST_BYTES = 1 << 20
+"""Nor are fewer unchanged bytes: writing them takes a millisecond, and sharing costs another file and its sync."""
 HEADER_BYTES = 16 << 10
-MOST_FILES = 16
+MOST_FILES = 128
 """Older files that one snapshot refers to, at most."""
+MOST_SPACE = 2.5
+"""Bytes that older files may have, of those of the state."""
 CHANGED, SETTLED, DELTAS = 1, 2, 3
 """Parts of a snapshot: its data file of what changes, that of what stays, and that of what changes in few rows."""
 
@@ -125,7 +128,7 @@ def partial(
     """Only what an older snapshot does not have. None: writing the whole image is no worse."""
     paired = _paired(cut_layout, digests, before, encode)
     spared_bytes = _spared_bytes(paired)
-    if spared_bytes == 0 or spared_bytes < PAYS * cut_layout.nbytes:
+    if spared_bytes < max(LEAST_BYTES, PAYS * cut_layout.nbytes):
         return None
     composer = _Composer(snapshot, _worth_keeping(paired, before), before)
     for entry, parts in paired:
@@ -172,14 +175,31 @@ def old_pieces(before: Manifest, entry: EntryLayout) -> dict[int, Piece]:
 
 
 def _worth_keeping(paired: _Paired, before: Manifest) -> frozenset[int]:
-    """The files of the older snapshot that are referred to further."""
-    pieces = {piece for _, parts in paired for part in parts for piece in part.chain}
-    needed: dict[int, int] = {}
-    for piece in pieces:
-        needed[piece.file] = needed.get(piece.file, 0) + piece.nbytes
-    alive = [index for index, nbytes in needed.items() if nbytes >= ALIVE * (before.files[index].nbytes - HEADER_BYTES)]
-    alive.sort(key=lambda index: (-needed[index], index))
-    return frozenset(alive[:MOST_FILES])
+    """The files of the older snapshot that are referred to further.
+
+    To leave one means to write anew what needs it. That is done if it frees at least as many bytes, and is no more than
+    what changes: of a table of which few rows do, half a file is many times that. Such files are kept as long as all of
+    them take no more than a few times the bytes of the state.
+    """
+    all_parts = [part for _, parts in paired for part in parts]
+    needed: Counter[int] = Counter()
+    for piece in {piece for part in all_parts for piece in part.chain}:
+        needed[piece.file] += piece.nbytes
+    costs: Counter[int] = Counter()
+    for part in all_parts:
+        for file in {piece.file for piece in part.chain}:
+            costs[file] += part.extent.nbytes
+    freed = {file: max(1, before.files[file].nbytes - HEADER_BYTES - nbytes) for file, nbytes in needed.items()}
+    kept = set(sorted(needed, key=lambda file: (-needed[file], file))[:MOST_FILES])
+    room_bytes = sum(part.extent.nbytes - part.spared_bytes for part in all_parts if not part.is_slow)
+    over_bytes = sum(before.files[file].nbytes for file in kept)
+    over_bytes -= int(MOST_SPACE * sum(part.extent.nbytes for part in all_parts))
+    for file in sorted(kept, key=lambda file: (costs[file] / freed[file], file)):
+        if over_bytes > 0 or costs[file] <= min(room_bytes, freed[file]):
+            kept.remove(file)
+            room_bytes -= costs[file]
+            over_bytes -= before.files[file].nbytes
+    return frozenset(kept)
 
 
 @dataclass(slots=True)

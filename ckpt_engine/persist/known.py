@@ -51,6 +51,8 @@ class Known:
             WriterError: the image cannot be read.
             StorageError: what is there cannot be read, or that hangs; nothing has come of it.
         """
+        if staged.cut_layout.nbytes < drafts.LEAST_BYTES:
+            return None
         before = self._before()
         if before is None or not self._is_promising(staged, before):
             return None

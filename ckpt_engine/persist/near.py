@@ -9,7 +9,7 @@ from contextlib import suppress
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotsForgotten
 from ckpt_engine.persist.aside import Aside
-from ckpt_engine.persist.commit import Gathering, InFlight
+from ckpt_engine.persist.commit import ALONE_SECONDS, Gathering, InFlight
 from ckpt_engine.persist.encoded import most_bytes, write_encoded
 from ckpt_engine.persist.image import Draft
 from ckpt_engine.persist.job import ErrorRecord, RankConfig
@@ -40,7 +40,7 @@ class Near:
         emit: takes events.
         made_room: told the snapshots that had to go for the next one.
         codec: how snapshots are stored: a codec's name, or `delta`.
-        ranks, in_flight, alone: where this is the coordinator of several ranks, see `commit.Gathering`.
+        ranks, in_flight, alone, alone_seconds: where this is the coordinator of several ranks, see `commit.Gathering`.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class Near:
         ranks: RankConfig | None = None,
         in_flight: InFlight | None = None,
         alone: threading.Event | None = None,
+        alone_seconds: float = ALONE_SECONDS,
     ) -> None:
         self._url = url
         self._repository = repository
@@ -79,7 +80,11 @@ class Near:
         self._room = Room(repository, lease, policy, self._notice, self._in_flight)
         self._finish: Finish = ALONE
         if ranks is not None and in_flight is not None and alone is not None:
-            self._finish = Gathering(ranks, in_flight, progress, lambda: self._lease.check(), alone)
+            self._finish = Gathering(ranks, in_flight, progress, self.check_lease, alone, alone_seconds)
+
+    def check_lease(self) -> None:
+        """Raises `LeaseHeldError` if the tier is not ours any more."""
+        self._lease.check()
 
     def write(self, staged: Staged) -> SnapshotCommitted:
         """Make a snapshot durable, making room before.

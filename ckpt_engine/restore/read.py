@@ -17,7 +17,7 @@ from ckpt_engine.errors import CorruptError
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.restore.stream import READ_BYTES, stream_into
 from ckpt_engine.snapshot import pages
-from ckpt_engine.store.decode import is_plain
+from ckpt_engine.store.decode import chain_of, is_plain
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Entry, Manifest, Piece
 
@@ -49,7 +49,7 @@ def read_entries(sources: Sources, manifest: Manifest, names: Sequence[str] | No
     composed: dict[str, torch.Tensor] = {}
     for name, entry in entries.items():
         if not is_plain(entry):
-            composed[name] = _fresh(entry)
+            composed[name] = _fresh(manifest, name, entry)
             continue
         for piece in entry.pieces:
             by_file.setdefault(piece.file, []).append(_Wanted(name, piece))
@@ -119,14 +119,17 @@ def _blocks(piece: Piece) -> range:
     return range(piece.offset // READ_BYTES, -(-(piece.offset + piece.nbytes) // READ_BYTES))
 
 
-def _fresh(entry: Entry) -> torch.Tensor:
-    """A tensor for an entry, to be filled."""
-    memory = mmap.mmap(-1, sum(piece.raw_nbytes for piece in entry.pieces), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def _fresh(manifest: Manifest, name: str, entry: Entry) -> torch.Tensor:
+    """A tensor for an entry, to be filled; it begins in a page where its first bytes do in a file."""
+    nbytes = sum(piece.raw_nbytes for piece in entry.pieces)
+    dtype, count = getattr(torch, entry.dtype), math.prod(entry.shape)
+    if count * dtype.itemsize != nbytes:
+        raise CorruptError(f"the manifest has {nbytes} bytes for {entry.dtype} of shape {entry.shape}")
+    skew = chain_of(manifest, name, 0, entry.pieces[0])[-1].offset % mmap.PAGESIZE
+    skew -= skew % dtype.itemsize
+    memory = mmap.mmap(-1, skew + nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.advise(memory)
-    dtype = getattr(torch, entry.dtype)
-    if math.prod(entry.shape) * dtype.itemsize > len(memory):
-        raise CorruptError(f"the manifest has {len(memory)} bytes for {entry.dtype} of shape {entry.shape}")
-    return torch.frombuffer(memory, dtype=dtype, count=math.prod(entry.shape)).view(entry.shape)
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=skew).view(entry.shape)
 
 
 def _tensor(entry: Entry, images: Mapping[int, _Image]) -> torch.Tensor:

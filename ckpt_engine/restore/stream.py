@@ -10,11 +10,11 @@ import mmap
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import torch
 
 from ckpt_engine.errors import CorruptError
+from ckpt_engine.restore.chains import Batch, Memory, Move, batches
 from ckpt_engine.restore.memory import address_of
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.snapshot import pages
@@ -24,16 +24,6 @@ from ckpt_engine.store.manifest import RAW, Manifest, Piece
 
 READ_BYTES = 16 << 20
 """Bytes per request; of whole files requests start at multiples of it, so that the page cache can be bypassed."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """A piece, where it begins in its entry, and where its bytes go."""
-
-    entry: str
-    piece: Piece
-    start: int
-    address: int
 
 
 def stream_into(
@@ -60,18 +50,34 @@ def stream_into(
             raise CorruptError(f"{name!r} has {nbytes} bytes in the manifest, and needs {target.nbytes}")
         start = 0
         for piece in pieces:
-            moves.append(_Move(name, piece, start, target.data_ptr() + start))
+            moves.append(Move(name, piece, start, target.data_ptr() + start))
             start += piece.raw_nbytes
-    decoder = sources.decoder(manifest)
     buffers = threading.local()
 
-    def buffer(nbytes: int) -> memoryview:
-        if not hasattr(buffers, "memory") or len(buffers.memory) < nbytes:
-            buffers.memory = mmap.mmap(-1, max(nbytes, READ_BYTES + mmap.PAGESIZE))
+    def buffer(nbytes: int, use: str = "span") -> memoryview:
+        kept: mmap.mmap | None = getattr(buffers, use, None)
+        if kept is None or len(kept) < nbytes:
+            kept = mmap.mmap(-1, max(nbytes, READ_BYTES + 2 * mmap.PAGESIZE))
+            setattr(buffers, use, kept)
         # Views are never released by hand: frames of an error that was caught may still hold parts of them.
-        return memoryview(buffers.memory)[:nbytes]
+        return memoryview(kept)[:nbytes]
 
-    def run(span: Sequence[_Move]) -> None:
+    def base(_: str, piece: Piece, out: memoryview) -> None:
+        """Around the page cache, which takes whole pages of the file and of memory."""
+        name, skew = manifest.files[piece.file].name, piece.offset % mmap.PAGESIZE
+        if (address_of(out) - piece.offset) % mmap.PAGESIZE == 0:
+            head = min(-skew % mmap.PAGESIZE, piece.nbytes)
+            if head:
+                sources.read(name, piece.offset, out[:head])
+            sources.read(name, piece.offset + head, out[head:])
+            return
+        data = buffer(skew + piece.nbytes, "base")
+        sources.read(name, piece.offset - skew, data)
+        ctypes.memmove(address_of(out), address_of(data[skew:]), piece.nbytes)
+
+    decoder = sources.decoder(manifest)
+
+    def run(span: Sequence[Move]) -> None:
         first, last = span[0].piece, span[-1].piece
         start = first.offset // mmap.PAGESIZE * mmap.PAGESIZE  # whole pages may go around the page cache
         stop = last.offset + last.nbytes
@@ -91,29 +97,47 @@ def stream_into(
                 pages.populate(move.address, piece.raw_nbytes)
             _place(decoder, move, stored)
 
+    def put_together(move: Move, batch: Batch, decoder: Decoder) -> None:
+        batch.wait()
+        if fresh:
+            pages.populate(move.address, move.piece.raw_nbytes)
+        decoder.read(move.entry, move.start, move.piece, _memory_of(move))
+        batch.done(memory)
+
+    memory = Memory()
     pool = ThreadPoolExecutor(sources.threads, thread_name_prefix="ckpt-read")
     try:
-        for done in [pool.submit(run, span) for span in _spans(moves)]:
+        begun = [pool.submit(run, span) for span in _spans([move for move in moves if move.piece.base is None])]
+        for batch in batches(manifest, [move for move in moves if move.piece.base is not None]):
+            # Work begins in this order, so that nobody waits for what no thread has begun with.
+            for one in batch.ranges:
+                one.data = pool.submit(one.read, sources, manifest, memory)
+            ready = batch.decoder(sources, manifest, base)
+            begun += [pool.submit(put_together, move, batch, ready) for move in batch.moves]
+        for done in begun:
             done.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _place(decoder: Decoder, move: _Move, stored: memoryview) -> None:
+def _place(decoder: Decoder, move: Move, stored: memoryview) -> None:
     piece = move.piece
     if piece.codec == RAW:
         ctypes.memmove(move.address, address_of(stored), piece.nbytes)
         return
-    out = memoryview((ctypes.c_char * piece.raw_nbytes).from_address(move.address)).cast("B")
-    decoder.decode(move.entry, move.start, piece, stored, out)
+    decoder.decode(move.entry, move.start, piece, stored, _memory_of(move))
 
 
-def _spans(moves: Sequence[_Move]) -> list[list[_Move]]:
+def _memory_of(move: Move) -> memoryview:
+    return memoryview((ctypes.c_char * move.piece.raw_nbytes).from_address(move.address)).cast("B")
+
+
+def _spans(moves: Sequence[Move]) -> list[list[Move]]:
     """Neighbouring pieces joined to requests of at most `READ_BYTES`, for at most as many bytes of their entries.
 
     Many deltas fit into one request; put over their bases one after another, one thread would do all the work.
     """
-    spans: list[list[_Move]] = []
+    spans: list[list[Move]] = []
     raw_nbytes = 0
     for move in sorted(moves, key=lambda m: (m.piece.file, m.piece.offset)):
         if spans:

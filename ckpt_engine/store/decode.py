@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from ckpt_engine.errors import CorruptError
 from ckpt_engine.store.codecs.base import get_codec
@@ -12,7 +13,7 @@ from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
 from ckpt_engine.store.storage.base import Storage
 
-MAX_CHAIN = 8
+MAX_CHAIN = 64
 """Bases behind each other that a reader follows. A snapshot with a longer chain is damaged."""
 _IN_PLACE = frozenset({"rows", "delta-byteplane-zstd"})
 """Codecs that decode over their base where it lies: of a chain nothing is copied but what changed."""
@@ -95,12 +96,15 @@ class Decoder:
     """Decodes pieces of one snapshot. Thread safe.
 
     Args:
-        fetch: reads what has to be read on the way; called in the thread that asks.
+        fetch: reads what has to be read on the way, verified; called in the thread that asks.
+        glance: as `fetch`, but need not verify: what is made of it is held against its own digest, and if that differs
+            it is made again of what `fetch` reads. Digesting a base besides costs as much as reading it.
     """
 
-    def __init__(self, manifest: Manifest, fetch: Fetch) -> None:
+    def __init__(self, manifest: Manifest, fetch: Fetch, glance: Fetch | None = None) -> None:
         self._manifest = manifest
         self._fetch = fetch
+        self._glance = glance or fetch
         self._buffers = threading.local()
         self._groups = Groups(manifest, fetch, self._fill_base)
 
@@ -112,54 +116,78 @@ class Decoder:
             NewerFormatError: an encoding that this version does not know.
             CkptError: whatever `fetch` raises.
         """
-        self._fill(name, start, chain_of(self._manifest, name, start, piece), out)
-        _require_content(name, start, piece, out)
+        self._make(name, start, chain_of(self._manifest, name, start, piece), None, out)
 
     def decode(self, name: str, start: int, piece: Piece, stored: memoryview, out: memoryview) -> None:
         """As `read`, where the stored bytes of the piece are there, verified."""
-        self._decode(name, start, chain_of(self._manifest, name, start, piece), stored, out)
-        _require_content(name, start, piece, out)
+        self._make(name, start, chain_of(self._manifest, name, start, piece), stored, out)
 
-    def _fill(self, name: str, start: int, chain: list[Piece], out: memoryview, level: str | None = None) -> None:
-        """`level`: the snapshot among the bases that the first of the chain is of; None: it is one of an entry."""
-        piece = chain[0]
-        if piece.codec == RAW:
-            self._fetch(name, piece, out)
-            return
-        if piece.group:
-            self._groups.fill(level, name, start, piece, out)
-            return
-        stored = self._buffer(2 * len(chain), piece.nbytes)
-        self._fetch(name, piece, stored)
-        self._decode(name, start, chain, stored, out)
+    def _make(self, name: str, start: int, chain: list[Piece], stored: memoryview | None, out: memoryview) -> None:
+        wanted = chain[0].raw_digest
+        if _is_in_place(chain) and self._glance is not self._fetch:
+            with suppress(CorruptError):
+                self._fill(name, start, chain, stored, out, self._glance)
+                if digest(out) == wanted:
+                    return
+        self._fill(name, start, chain, stored, out, self._fetch)
+        # Once per chain: what is under it was verified as it was stored.
+        if wanted is not None and digest(out) != wanted:
+            raise CorruptError(f"{name!r}: bytes {start} to {start + out.nbytes} are not what was encoded")
 
-    def _decode(self, name: str, start: int, chain: list[Piece], stored: memoryview, out: memoryview) -> None:
+    def _fill(
+        self,
+        name: str,
+        start: int,
+        chain: list[Piece],
+        stored: memoryview | None,
+        out: memoryview,
+        end: Fetch,
+        level: str | None = None,
+    ) -> None:
+        """Fill `out` with the first piece of a chain.
+
+        Args:
+            stored: its stored bytes; None: they have to be read.
+            end: reads the last piece of the chain.
+            level: the snapshot among the bases that the first of the chain is of; None: it is one of an entry.
+        """
         piece = chain[0]
+        if piece.codec == RAW and stored is None:
+            (end if len(chain) == 1 else self._fetch)(name, piece, out)
+            return
         if piece.group:  # others of the group need what is stored, too: it is read again
-            self._groups.fill(None, name, start, piece, out)
+            self._groups.fill(level, name, start, piece, out)
             return
         codec = get_codec(piece.codec)
         base: memoryview | None = None
         if len(chain) > 1:
-            in_place = piece.codec in _IN_PLACE
-            base = out if in_place else self._buffer(2 * len(chain) + 1, piece.raw_nbytes)
-            self._fill(name, start, chain[1:], base, piece.base)
+            base = out if _is_in_place(chain) else self._buffer(len(chain), piece.raw_nbytes)
+            self._fill(name, start, chain[1:], None, base, end, piece.base)
         elif codec.needs_base:
             raise CorruptError(f"{name!r}: a piece encoded with {piece.codec!r} names no base")
+        if stored is None:
+            stored = self._buffer(0, piece.nbytes)
+            self._fetch(name, piece, stored)
         try:
             codec.decode(stored, out, base)
         except CorruptError as err:
             raise CorruptError(f"{name!r}: {err.message}") from err
 
     def _fill_base(self, name: str, start: int, piece: Piece, out: memoryview) -> None:
-        self._fill(name, start, chain_of(self._manifest, name, start, piece)[1:], out, piece.base)
+        under = chain_of(self._manifest, name, start, piece)[1:]
+        self._fill(name, start, under, None, out, self._fetch, piece.base)
 
     def _buffer(self, number: int, nbytes: int) -> memoryview:
-        """Memory that this thread reuses: two buffers per step of a chain."""
+        """Memory that this thread reuses: one buffer for stored bytes, and one for each base that needs one."""
         kept: dict[int, bytearray] = self._buffers.__dict__.setdefault("kept", {})
         if len(kept.get(number, b"")) < nbytes:
             kept[number] = bytearray(nbytes)
         return memoryview(kept[number])[:nbytes]
+
+
+def _is_in_place(chain: Sequence[Piece]) -> bool:
+    """Whether a piece is decoded over its base. Then nothing but its own digest tells that it was the right one."""
+    return len(chain) > 1 and chain[0].codec in _IN_PLACE and chain[0].raw_digest is not None
 
 
 def decoder_of(storage: Storage, manifest: Manifest) -> Decoder:
@@ -172,9 +200,3 @@ def decoder_of(storage: Storage, manifest: Manifest) -> Decoder:
             raise CorruptError(f"{entry!r}: bytes of {name} do not match their digest")
 
     return Decoder(manifest, fetch)
-
-
-def _require_content(name: str, start: int, piece: Piece, out: memoryview) -> None:
-    """Once per chain: what is under it was verified as it was stored."""
-    if piece.raw_digest is not None and digest(out) != piece.raw_digest:
-        raise CorruptError(f"{name!r}: bytes {start} to {start + out.nbytes} are not what was encoded")

@@ -103,6 +103,8 @@ def test_each_difference_has_its_place_count_first_index_and_size(ckpt: Ckpt, tm
     weight = found["model/0.weight"]
     assert (weight["kind"], weight["differing"], weight["elements"], weight["index"]) == ("tensor", 2, 32, [1, 2])
     assert weight["max_abs"] == 1.0
+    assert weight["relative"] == pytest.approx(math.hypot(0.5, 1.0) / (0.25 * math.sqrt(32)))
+    assert (weight["nan"], weight["inf"], weight["nbytes"], weight["stored"]) == ([0, 0], [0, 0], 128, [128, 128])
     assert (found["array"]["a"], found["array"]["b"], found["array"]["index"]) == ("9", "-1", [2, 1])
     assert (found["nested/0/a/1"]["a"], found["nested/0/a/1"]["b"]) == ("float32 [2]", "float32 [3]")
     assert found["nested/1"]["index"] == [99]
@@ -111,6 +113,43 @@ def test_each_difference_has_its_place_count_first_index_and_size(ckpt: Ckpt, tm
     text = ckpt("diff", f"{tmp_path / 'run'}#0", tmp_path / "run").out
     assert "model/0.weight: 2 of 32 elements differ, the first at [1, 2]: " in text
     assert text.splitlines()[-1].startswith("9 differences between 00000001-")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64", "complex64", "float8_e5m2"])
+def test_what_is_no_finite_number_is_counted(ckpt: Ckpt, tmp_path: Path, dtype: str) -> None:
+    """In both snapshots; the size of the difference is then left out."""
+    values = [[1.0, math.nan, 2.0, math.inf], [1.0, math.nan, math.nan, -math.inf]]
+    _save(tmp_path / "run", *({"w": torch.tensor(row).to(getattr(torch, dtype))} for row in values))
+    common = ("diff", f"{tmp_path / 'run'}#0", tmp_path / "run")
+    (found,) = ckpt(*common, "--json").json["differences"]
+    assert (found["nan"], found["inf"], found["max_abs"], found["relative"]) == ([1, 2], [1, 1], None, None)
+    assert ", 1 and 2 NaN, 1 and 1 Inf" in ckpt(*common).out
+
+
+def test_it_says_whose_data_each_snapshot_needs_and_what_they_share(ckpt: Ckpt, tmp_path: Path) -> None:
+    """A frozen tensor lies there once, of a table the changed rows, and another run shares nothing."""
+    table, frozen = torch.randn(20_000, 16), torch.randn(300_000)
+    later = table.clone()
+    later[7::100] += 1
+    states = [{"table": table, "frozen": frozen}, {"table": later, "frozen": frozen}]
+    _save(tmp_path / "run", *states)
+    _save(tmp_path / "other", states[1])
+    common = ("diff", f"{tmp_path / 'run'}#0", tmp_path / "run")
+    found = ckpt(*common, "--json").json
+    first, second = found["a"], found["b"]
+    stored = found["stored"]
+    assert stored["shared_bytes"] == stored["a"]["stored_bytes"] == table.nbytes + frozen.nbytes
+    assert stored["a"]["written_by"] == {first: table.nbytes + frozen.nbytes}
+    assert stored["b"]["written_by"][first] == table.nbytes + frozen.nbytes
+    assert stored["b"]["written_by"][second] < 0.02 * table.nbytes
+    (difference,) = found["differences"]
+    assert difference["stored"][1] == stored["b"]["written_by"][second] < difference["nbytes"] == table.nbytes
+    text = ckpt(*common).out
+    assert "of 1.3 MB" in text and f"2.5 MB by {first}, " in text and "2.5 MB of it is the same data" in text
+    other = ckpt("diff", tmp_path / "run", tmp_path / "other")
+    assert other.code == 0
+    apart = ckpt("diff", tmp_path / "run", tmp_path / "other", "--json").json
+    assert apart["stored"]["shared_bytes"] == 0
 
 
 def test_random_streams_and_positions_that_adapters_pack_are_compared_by_name(ckpt: Ckpt, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ class Table(Stage):
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Table]:
     monkeypatch.setattr("ckpt_engine.persist.deltas.LEAST_ROWS", 2)
+    monkeypatch.setattr("ckpt_engine.persist.image.LEAST_BYTES", 0)
     made = Table(ROWS << 10)
     yield made
     made.close()

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli.check import Checker
 from ckpt_engine.errors import CorruptError, NewerFormatError
-from ckpt_engine.restore import stream
+from ckpt_engine.restore import chains, stream
 from ckpt_engine.restore.load import load
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.sources import Sources
@@ -221,7 +221,7 @@ def test_deltas_of_many_pieces_are_decoded_by_many_threads() -> None:
 
     def spans(stored_nbytes: int, raw_nbytes: int, codec: str) -> list[int]:
         pieces = [Piece(0, n * stored_nbytes, stored_nbytes, "", raw_nbytes, codec) for n in range(6)]
-        moves = [stream._Move("t", piece, n * raw_nbytes, n * raw_nbytes) for n, piece in enumerate(pieces)]
+        moves = [chains.Move("t", piece, n * raw_nbytes, n * raw_nbytes) for n, piece in enumerate(pieces)]
         return [len(span) for span in stream._spans(moves)]
 
     assert spans(1000, raw, "rows") == [1] * 6

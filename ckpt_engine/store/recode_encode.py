@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
-
-import numpy as np
 
 from ckpt_engine.errors import CkptError
 from ckpt_engine.store.adam_groups import AdamGroup
@@ -31,6 +30,7 @@ FULL = "byteplane-zstd"
 ADAM = "adam"
 GROUPS_AT_ONCE = 2
 """Nine arrays of a piece each are in memory for one."""
+_NUMBERS = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}
 LEAST_ROWS = 64
 """In a piece; with fewer of them most pieces change in most rows."""
 
@@ -222,9 +222,10 @@ def _snug(stored: bytes | memoryview) -> bytes | memoryview:
 
 def _number(dtype: str, data: memoryview) -> float | None:
     """The one whole number in `data`."""
-    if dtype not in ("float32", "float64", "int32", "int64") or data.nbytes != np.dtype(dtype).itemsize:
+    form = _NUMBERS.get(dtype)
+    if form is None or data.nbytes != struct.calcsize(form):
         return None
-    found = float(np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))[0])
+    found = float(struct.unpack(form, data)[0])
     return found if found.is_integer() else None
 
 

@@ -14,23 +14,28 @@ from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.tracking.parts import OWN_KEY
 
 _DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_HINTS = {
+    "FSDP": "this is FSDP1; FullyShardedDataParallelPlugin(fsdp_version=2) is supported",
+    "DEEPSPEED": "it keeps its state to itself: use accelerator.save_state, or FSDP2",
+}
 
 
 def ranks_of(accelerator: Accelerator, internals: Internals) -> Ranks | None:
     """All ranks of `accelerator`, after `prepare`; None: it is one process.
 
-    Parameters and what optimizers know of them are the same on all ranks of DDP; everything else is that of rank 0, and
-    streams and positions are each rank's own.
+    Parameters and what optimizers know of them are the same on all ranks of DDP; DTensors tell themselves who has what.
+    Everything else is that of rank 0, and streams and positions are each rank's own.
 
     Raises:
         ConfigError: the processes divide the state in ways that are not supported.
     """
     if accelerator.num_processes == 1:
         return None
-    if accelerator.distributed_type not in _DDP:
+    if accelerator.distributed_type not in _DDP and not getattr(accelerator, "is_fsdp2", False):
+        kind = accelerator.distributed_type.value
         raise ConfigError(
-            f"several processes are supported with DDP only, and this run has {accelerator.distributed_type.value}",
-            hint="use accelerator.save_state for this run",
+            f"several processes are supported with DDP and FSDP2, and this run has {kind}",
+            hint=_HINTS.get(kind, "use accelerator.save_state for this run"),
         )
     names = {
         name

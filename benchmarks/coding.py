@@ -181,7 +181,7 @@ class AdamCoding:
     def __init__(
         self, new: Mapping[str, Mapping[str, Any]], old: Mapping[str, Mapping[str, Any]], told: Mapping[str, float]
     ) -> None:
-        self._codec, self._told = AdamCodec(), told
+        self._codec, self._told = AdamCodec(), [told]
         self._groups = [
             ({role: view(new[role][name]) for role in new}, {role: view(old[role][name]) for role in old})
             for name in new["p"]

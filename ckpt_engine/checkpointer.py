@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from ckpt_engine.config import Config, Tier, load_config
+from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
 from ckpt_engine.errors import ConfigError, SnapshotFailedError
 from ckpt_engine.observe.aloud import announce
@@ -19,11 +19,11 @@ from ckpt_engine.observe.events import Event, EventSink, Notice, TierDegraded
 from ckpt_engine.observe.log import LOGGER_NAME, LogSink
 from ckpt_engine.observe.resume_report import resumed_from_memory
 from ckpt_engine.persist.client import WriterClient, open_client
-from ckpt_engine.persist.job import TierConfig, WriterConfig
+from ckpt_engine.persist.settings import writer_config
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import load as restore
-from ckpt_engine.restore import places, together
+from ckpt_engine.restore import places, shares, together
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.memory import MemoryPlace, attach
 from ckpt_engine.snapshot.flatten import LazyPredicate
@@ -35,7 +35,6 @@ from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.tracking.plain import track_objects
 from ckpt_engine.tracking.tracker import Tracker
 
-LEASE_WAIT_SECONDS = 60.0
 ATTACH_SECONDS = 60.0
 CLOSE_TIMEOUT_SECONDS = 600.0
 AGREE_SECONDS = 300.0
@@ -72,12 +71,18 @@ class Checkpointer:
     ) -> None:
         self.config = load_config(root, **options)
         self._session = Session(ranks) if ranks is not None and ranks.size > 1 else None
+        if self._session is not None and self.config.tiers[0].codec != "raw":
+            raise ConfigError(
+                "several ranks write their shares to the nearest tier as they are: remove its codec",
+                hint="give the codec to a further tier",
+            )
         self.live = live_file(root, options)
         self.events: EventSink = LogSink()
         self.loaded: restore.Loaded | None = None
         self._pipeline = Pipeline(
             self._open_writer,
-            self.config.arena_slots,
+            # Of several ranks each keeps one more complete snapshot: they die at different ones.
+            self.config.arena_slots + (self._has_memory and self._session is not None),
             self._emit,
             memory=self._has_memory,
             session=self._session,
@@ -217,9 +222,9 @@ class Checkpointer:
             durable=durable,
         )
 
-    def miss(self, step: int, why: str) -> None:
-        """Of several ranks: this one takes no durable snapshot of `step` although the others do."""
-        self._pipeline.miss(step, why)
+    def miss(self, step: int, why: str, *, durable: bool = True) -> None:
+        """Of several ranks: this one takes no snapshot of `step` although the others do."""
+        self._pipeline.miss(step, why, durable=durable)
 
     def agree(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, a JSON value, on every rank; without ranks what it returns. See `Session`."""
@@ -262,10 +267,18 @@ class Checkpointer:
             ResumeError: no snapshot of `step`.
         """
         if self._session is not None:
+            self._attach()
             return together.choose(self._session, self._places, step, check)
         return restore.choose(self._places(), step, check)
 
-    def load(self, step: int | None = None, *, into: Any = None, check: Check | None = None) -> Any | None:
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        into: Any = None,
+        live: restore.Live | None = None,
+        check: Check | None = None,
+    ) -> Any | None:
         """The state of the newest valid snapshot (of `step`), or None if there are none at all.
 
         Every byte is checked against its digest. Of several tiers the nearest that has the snapshot whole serves it;
@@ -276,6 +289,7 @@ class Checkpointer:
         Args:
             into: live state whose tensors are overwritten in place, without a second copy of the state in memory. If an
                 error is raised after reading began, their content is undefined.
+            live: in the place of `into`: makes some of the live state once the snapshot is chosen. No match is needed.
             check: raises if a manifest does not fit; asked before data is read.
 
         Raises:
@@ -285,10 +299,13 @@ class Checkpointer:
         try:
             pickled = self.config.pickle
             if self._session is not None:
+                self._attach()
                 places = self._places
-                found = together.load(self._session, places, step, into=into, check=check, pickle_paths=pickled)
+                found = together.load(
+                    self._session, places, step, into=into, live=live, check=check, pickle_paths=pickled
+                )
             else:
-                found = restore.load(self._places(), step, into=into, check=check, pickle_paths=pickled)
+                found = restore.load(self._places(), step, into=into, live=live, check=check, pickle_paths=pickled)
         finally:
             self._detach()
         # The state belongs to the caller: a second reference here would hold its memory for the whole run.
@@ -296,7 +313,7 @@ class Checkpointer:
         if found is None:
             return None
         self._pipeline.parent = found.info.id
-        if found.from_memory:
+        if found.from_memory and (self._session is None or self._session.coordinates):
             self._tell(resumed_from_memory(found.lost_steps))
         return found.state
 
@@ -349,17 +366,7 @@ class Checkpointer:
         self.close()
 
     def _open_writer(self, memory: bool, emit: Callable[[Event], None]) -> WriterClient:
-        nearest, *further = self.config.tiers
-        config = WriterConfig(
-            url=nearest.url,
-            storage_options=nearest.for_storage(),
-            keep=self.config.root_keep_rules(),
-            lease_wait_seconds=LEASE_WAIT_SECONDS,
-            tiers=tuple(self._tier(tier) for tier in further),
-            fatal=nearest.on_failure == "fail",
-            memory=memory,
-            linger_seconds=self.config.linger,
-        )
+        config = writer_config(self.config, memory=memory)
         is_thread = self.config.writer == "thread"
         if self._session is None:
             return open_client(config, thread=is_thread, emit=emit)
@@ -369,29 +376,21 @@ class Checkpointer:
 
     @property
     def _has_memory(self) -> bool:
-        # Of several ranks each writer would hold its share only.
-        return self.config.memory is not None and self._session is None
-
-    def _tier(self, tier: Tier) -> TierConfig:
-        return TierConfig(
-            url=tier.url,
-            storage_options=tier.for_storage(),
-            keep=self.config.keep_rules(tier),
-            every_seconds=tier.every,
-            every_n_steps=tier.every_n_steps,
-            bandwidth_bytes_per_second=tier.bandwidth,
-            fatal=tier.on_failure == "fail",
-            codec=tier.codec,
-        )
+        return self.config.memory is not None
 
     def _places(self) -> list[Repository]:
-        self._attach()
+        if self._session is None:  # of several ranks all attach at once, and one may look alone
+            self._attach()
         memory = [self._attached.repository] if self._attached is not None else []
         return memory + [Repository(open_storage(tier.url, tier.for_storage())) for tier in self.config.tiers]
 
     def _attach(self) -> None:
         """Reach for the snapshot that the writer of a dead trainer offers, before a new writer takes its place."""
-        if self._attached is None and self._has_memory and not self._pipeline.started:
+        if self._attached is not None or not self._has_memory or self._pipeline.started:
+            return
+        if self._session is not None:
+            self._attached = shares.attach(self._session, self.root_url, ATTACH_SECONDS)
+        else:
             self._attached = attach(self.root_url, ATTACH_SECONDS)
             self._pipeline.behind |= self._attached is not None
 

@@ -13,12 +13,14 @@ from typing import Any
 import lightning.pytorch as pl
 
 from ckpt_engine.data import rng
+from ckpt_engine.snapshot import sharding
 from ckpt_engine.snapshot.flatten import Flattener, problems
 from ckpt_engine.tracking import flags
 from ckpt_engine.tracking.packed import Packer
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.compat import Internals
+from lightning_ckpt.sharded import live_states
 
 OWN_KEY = "ckpt_engine"
 OWN_VERSION = 1
@@ -70,7 +72,8 @@ class Capture:
     def state(self, instant: Instant) -> dict[str, Any]:
         """The whole state, with references to live tensors; draws nothing from any global random stream."""
         streams = rng.capture()
-        state = self._internals.dump_checkpoint()
+        with live_states(self._trainer):
+            state = self._internals.dump_checkpoint()
         if rng.capture() != streams:
             # Hooks such as on_save_checkpoint may draw; the run must not notice that it is captured.
             rng.restore(streams)
@@ -114,7 +117,7 @@ class Capture:
         """Addresses of the parameters that optimizers manage, as of the last `state`."""
         if self._managed is None:
             self._managed = frozenset(
-                parameter.data_ptr()
+                sharding.here(parameter).data_ptr()
                 for optimizer in self._trainer.optimizers
                 for group in optimizer.param_groups
                 for parameter in group["params"]
@@ -175,4 +178,4 @@ class LazyLeaves:
         if weights is None or len(path) != 2:
             return False
         tensor = weights[path[1]]
-        return tensor.numel() > 0 and tensor.data_ptr() in self._capture.managed()
+        return tensor.numel() > 0 and sharding.here(tensor).data_ptr() in self._capture.managed()

@@ -68,6 +68,7 @@ class Internals:
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer: Any = trainer
         self._wrapped: list[tuple[Any, str, Any]] = []
+        self._usual: tuple[Any, Any] | None = None
 
     # ---- probing
 
@@ -191,7 +192,8 @@ class Internals:
         self._wrap(strategy, "process_dataloader", process_dataloader)
 
     def unwrap(self) -> None:
-        """Puts back every method that was wrapped."""
+        """Puts back every method that was wrapped, and the length of epochs."""
+        self.reset_epoch_length()
         while self._wrapped:
             owner, name, before = self._wrapped.pop()
             if before is None:
@@ -350,6 +352,24 @@ class Internals:
         """Batches that Lightning holds without having trained on them (1 for loaders of unknown length, else 0)."""
         fetcher = self._trainer.fit_loop._data_fetcher
         return 0 if getattr(fetcher, "length", 0) is not None else int(getattr(fetcher, "prefetch_batches", 0))
+
+    def set_epoch_length(self, batches: int) -> None:
+        """The epoch that begins now has so many batches, those before the resume included.
+
+        As Lightning computes them where it makes its loaders; `reset_epoch_length` puts back what it has computed.
+        """
+        fit_loop = self._trainer.fit_loop
+        self._usual = (fit_loop.max_batches, self._trainer.val_check_batch)
+        fit_loop.max_batches = fit_loop._data_fetcher.length = batches
+        share = self._trainer.val_check_interval
+        if isinstance(share, float) and self._trainer.val_check_batch not in (None, float("inf")):
+            self._trainer.val_check_batch = max(1, int(batches * share))
+
+    def reset_epoch_length(self) -> None:
+        """All epochs from here on are of one length again."""
+        if self._usual is not None:
+            self._trainer.fit_loop.max_batches, self._trainer.val_check_batch = self._usual
+            self._usual = None
 
     @property
     def user_fetches(self) -> bool:

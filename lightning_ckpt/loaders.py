@@ -9,10 +9,12 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
 from ckpt_engine.data import streams
+from ckpt_engine.data.dealing import Dealing
 from ckpt_engine.data.exactness import Level
 from ckpt_engine.data.position import LoaderPosition, attach
-from ckpt_engine.errors import StateError
+from ckpt_engine.errors import ResumeError, StateError
 from ckpt_engine.observe.resume_report import NotRestored
+from ckpt_engine.tracking.elastic import Elastic
 from lightning_ckpt.compat import Internals
 
 
@@ -31,6 +33,7 @@ class TrainLoaders:
         self._types: list[str] = []
         self._workers: list[int] = []
         self._saved: Sequence[Any] | None = None
+        self._elastic: Elastic | None = None
         self._waiting = 0
         self._before: object = self
         self._others: list[DataLoader[Any]] = []
@@ -56,10 +59,24 @@ class TrainLoaders:
                 streams.restore_generators(loader, self._saved_generators[len(self._others) - 1])
         return loader
 
-    def expect(self, saved: Sequence[Any], generators: Sequence[Any]) -> None:
-        """Loaders made from now on continue at these positions, the others with these generators."""
+    def expect(self, saved: Sequence[Any], generators: Sequence[Any], elastic: Elastic | None) -> None:
+        """Loaders made from now on continue at these positions, the others with these generators.
+
+        Args:
+            elastic: where another number of ranks has saved them.
+
+        Raises:
+            ResumeError: another number of ranks has saved the positions of several loaders.
+        """
+        in_the_middle = any(one is not None and one["phase"] == "within" and one["batches"] for one in saved)
+        if elastic is not None and len(saved) > 1 and in_the_middle:
+            raise ResumeError(
+                f"another number of ranks cannot go on with {len(saved)} training loaders at once",
+                hint=f"start it with {elastic.saved_size} ranks",
+            )
         self._saved_generators = generators
         self._saved = saved
+        self._elastic = elastic
         self._waiting = len(self._positions)
 
     def settle(self) -> None:
@@ -75,6 +92,20 @@ class TrainLoaders:
         for position in filter(None, self._positions):
             position.lookahead = self._internals.fetches_ahead
 
+    def dealt(self) -> list[tuple[Dealing, int] | None]:
+        """Of each loader that is followed, see `LoaderPosition.dealt`."""
+        return [position.dealt for position in self._positions if position is not None]
+
+    def batches_in_epoch(self) -> int | None:
+        """Batches of the resumed epoch, if another number of ranks has begun it: not as many as in any other."""
+        for dealing, total in filter(None, self.dealt()):
+            limit = self._trainer.limit_train_batches
+            if isinstance(limit, float) and limit < 1.0:
+                left = limit * dealing.origin.samples - dealing.seen
+                limit = dealing.first + int(left / (dealing.size * dealing.batch_size))
+            return total if isinstance(limit, float) else min(total, max(limit, dealing.first + 1))
+        return None
+
     def load_again(self) -> None:
         """Before the first epoch of a resumed run starts anew: what iterators were made so far does not count."""
         if self._saved is not None:
@@ -83,7 +114,7 @@ class TrainLoaders:
 
     def resumed(self) -> None:
         """The run goes on; loaders made from now on start by themselves."""
-        self._saved = None
+        self._saved = self._elastic = None
 
     def states(self, *, epoch_is_over: bool) -> list[Any]:
         """One state per loader, for the snapshot instant; None for what is not a torch `DataLoader`."""
@@ -131,5 +162,7 @@ class TrainLoaders:
             )
         position, saved = self._positions[index], self._saved[index]
         if position is not None and saved is not None:
+            if self._elastic is not None:
+                saved = self._elastic.position(position, [own["loaders"][index] for own in self._elastic.own])
             # Iterators of a combination end one by one and are asked again then; a single one never stands at its end.
             position.load_state(saved, at_end="finish_epoch")

@@ -15,6 +15,7 @@ import torch
 from torchmetrics import Metric
 
 from ckpt_engine.observe.resume_report import NotRestored
+from ckpt_engine.snapshot import sharding
 from lightning_ckpt.compat import Internals, metric_progress, set_metric_progress
 
 _META_FIELDS = (
@@ -187,8 +188,8 @@ def numbers(internals: Internals, limit: int = 64) -> dict[str, float]:
 
 
 def dump_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The gradients accumulated so far, by parameter name."""
-    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    """The gradients accumulated so far, by parameter name; of DTensors what this rank has."""
+    return {name: sharding.here(p.grad) for name, p in module.named_parameters() if p.grad is not None}
 
 
 def restore_gradients(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> list[NotRestored]:
@@ -196,6 +197,7 @@ def restore_gradients(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]
     live = dict(module.named_parameters())
     for name, gradient in saved.items():
         if name in live:
-            live[name].grad = gradient.to(live[name].device, copy=True)
+            part = gradient.to(live[name].device, copy=True)
+            live[name].grad = sharding.divided_like(live[name], part)
     gone = [name for name in saved if name not in live]
     return [NotRestored(f"gradient of {name!r}", "the model has no such parameter now") for name in gone]

@@ -5,19 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
 from lightning_ckpt.capture import OWN_KEY
 
+_HINTS = {
+    "FSDPStrategy": "this is FSDP1; fully_shard (FSDP2) with ModelParallelStrategy is supported",
+    "DeepSpeedStrategy": "it keeps its state to itself: use its own checkpoints, or FSDP2 with ModelParallelStrategy",
+}
+
 
 def ranks_of(trainer: pl.Trainer, module: pl.LightningModule) -> Ranks | None:
     """All ranks of `trainer`; None: it is one process.
 
-    Parameters and what optimizers know of them are the same on all ranks of DDP. Buffers are those of rank 0, which DDP
-    hands to the others before the next forward. Streams, positions and metrics are each rank's own.
+    Parameters and what optimizers know of them are the same on all ranks of DDP; DTensors tell themselves who has what.
+    Buffers are those of rank 0, which DDP hands to the others before the next forward. Streams, positions and metrics
+    are each rank's own.
 
     Raises:
         ConfigError: a strategy whose state is divided in ways that are not supported.
@@ -25,10 +31,11 @@ def ranks_of(trainer: pl.Trainer, module: pl.LightningModule) -> Ranks | None:
     if trainer.world_size == 1:
         return None
     strategy = trainer.strategy
-    if type(strategy) is not DDPStrategy:  # kinds of it divide the optimizer's state
+    if type(strategy) not in (DDPStrategy, ModelParallelStrategy):  # kinds of DDP divide the optimizer's state
         raise ConfigError(
-            f"several processes are supported with DDP only, and this run has {type(strategy).__name__}",
-            hint="use strategy='ddp', 'ddp_spawn' or 'ddp_fork', or ModelCheckpoint for this run",
+            f"several processes are supported with DDP and ModelParallelStrategy, and this run has "
+            f"{type(strategy).__name__}",
+            hint=_HINTS.get(type(strategy).__name__, "use strategy='ddp', 'ddp_spawn' or 'ddp_fork'"),
         )
     parameters = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
 

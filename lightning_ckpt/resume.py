@@ -26,16 +26,16 @@ from ckpt_engine.errors import NewerFormatError, ResumeError
 from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.preempt.rollback import Rollback
-from ckpt_engine.restore.as_rank import require_size
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.tracking import flags
+from ckpt_engine.tracking.elastic import Elastic, elastic_of, require_ranks
 from ckpt_engine.tracking.packed import unpack
 from ckpt_engine.tracking.report import ReportDraft, publish
 from ckpt_engine.tracking.rollback import Rollbacks
 from ckpt_engine.tracking.weights import into_own_memory
-from lightning_ckpt import epoch_start, loop_state, weights
+from lightning_ckpt import epoch_start, loop_state, sharded, weights
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.capture import OWN_KEY, OWN_VERSION
 from lightning_ckpt.compat import Internals, callbacks_of
@@ -80,6 +80,7 @@ class Resume:
         self._rollbacks = rollbacks
         self._rollback: Rollback | None = None
         self._own: Mapping[str, Any] = {}
+        self._elastic: Elastic | None = None
         self._weights: Mapping[str, Any] = {}
         self._loaded_as: weights.Dtypes = {}
         self.report: ReportDraft | None = None
@@ -124,7 +125,8 @@ class Resume:
 
     def _load(self) -> None:
         back = self._rollback
-        state = self._checkpointer.load(None if back is None else back.step, check=self._fits)
+        live = sharded.live_of(self._trainer, self._module)
+        state = self._checkpointer.load(None if back is None else back.step, live=live, check=self._fits)
         loaded = self._checkpointer.loaded
         assert state is not None
         assert loaded is not None
@@ -133,6 +135,8 @@ class Resume:
             raise NewerFormatError(
                 f"snapshot {loaded.info.id} was written by a later version of lightning_ckpt", hint="update ckpt-engine"
             )
+        if live is not None:
+            sharded.restore_optimizers(self._trainer, state)
         self._internals.hand_over(state, f"{self._checkpointer.root_url}#{loaded.info.id}")
         if self._loaders is None:
             _log.info("loaded the weights of snapshot %s (step %d)", loaded.info.id, loaded.info.step)
@@ -142,8 +146,11 @@ class Resume:
             return
         self._weights = state.get("current_model_state", state["state_dict"])
         self._loaded_as = weights.dtypes_of(self._module)
-        packed, notes = unpack(own.pop("packed"))
+        packed, notes = unpack(own["packed"])
+        ranks = (self._trainer.global_rank, self._trainer.world_size)
+        self._elastic = elastic_of(loaded, own, OWN_KEY, ranks, self._checkpointer.config.rng)
         self._own = own = {**own, **packed}
+        del own["packed"]
         self.report = ReportDraft(self._checkpointer.root_url, loaded)
         self.report.notes += [_where(own), *notes]
         if back is not None:
@@ -155,7 +162,22 @@ class Resume:
         self._trainer.should_stop = self._should_stop()
         # A resumed run has been past its sanity check; its validation must not run at other places than it did.
         self._trainer.num_sanity_val_steps = 0
-        self._loaders.expect(own["loaders"], own["generators"])
+        self._loaders.expect(own["loaders"], own["generators"], self._elastic)
+        if self._elastic is not None:
+            self._own = self._for_other_ranks(own, self._elastic)
+
+    def _for_other_ranks(self, own: Mapping[str, Any], elastic: Elastic) -> Mapping[str, Any]:
+        """What the adapter keeps, for another number of ranks."""
+        assert self.report is not None
+        changed: dict[str, Any] = {"rng": elastic.streams}
+        if own["gradients"] is not None:
+            changed["gradients"] = elastic.gradients(("gradients",))
+        if elastic.rank == 0:
+            self.report.not_restored += elastic.not_restored()
+            if own["results"] or own["metrics"]:
+                why = f"each rank has those of saved rank r mod {elastic.saved_size}, not of all batches so far"
+                self.report.not_restored.append(NotRestored("running means", why))
+        return {**own, **changed}
 
     def _resume_imported(self, state: Mapping[str, Any], loaded: Loaded) -> None:
         """A file of Lightning's own: Lightning restores all that it has, and the report says what it has not."""
@@ -174,7 +196,7 @@ class Resume:
         """Raises where the weights of the snapshot are not those of this model."""
         module = self._module
         if self._loaders is not None:
-            require_size(manifest, self._trainer.world_size)
+            require_ranks(manifest, self._trainer.world_size, self._checkpointer.config.rng)
         if is_overridden("on_load_checkpoint", module):
             return  # the user's hook may well convert the old weights
         expected = {
@@ -276,6 +298,10 @@ class Resume:
         self._loaders.settle()
         self._restore_precisely()
         self._internals.reload_epoch = self._own["reload_epoch"]
+        if (batches := self._loaders.batches_in_epoch()) is not None:
+            self._internals.set_epoch_length(batches)
+        if self._elastic is not None and self.report is not None:
+            self.report.notes += self._elastic.notes(self._loaders.dealt())
         if self.finished:
             self._internals.clear_restart()
             self._internals.clear_resuming()
@@ -307,7 +333,7 @@ class Resume:
         self._let_go()
 
     def _let_go(self) -> None:
-        self._own = {}  # gradients and metric states can be large
+        self._own, self._elastic = {}, None  # gradients and metric states can be large
         self.pending = False
 
     def _put_back(self) -> None:
@@ -327,7 +353,7 @@ class Resume:
         if internals.validates_by_time:
             missing.append(NotRestored("time of the next validation", "val_check_interval counts from the restart"))
         report.not_restored += missing
-        report.restored += _parts(own, self._trainer)
+        report.restored += _parts(own, self._trainer, exact=self._elastic is None)
         report.notes += [f"{path} was not stored: {why}" for path, why in own["left_out"].items()]
 
     def publish(self) -> None:
@@ -350,15 +376,16 @@ def _where(own: Mapping[str, Any]) -> str:
     return f"continues in epoch {own['epoch']} after {own['batch']} batches"
 
 
-def _parts(own: Mapping[str, Any], trainer: pl.Trainer) -> list[Restored]:
+def _parts(own: Mapping[str, Any], trainer: pl.Trainer, *, exact: bool) -> list[Restored]:
     optimizers = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
     schedulers = ", ".join(type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs)
     parts = [Restored("weights"), Restored("optimizers", optimizers), Restored("loop counters")]
     if schedulers:
         parts.append(Restored("schedulers", schedulers))
-    parts.append(Restored("random streams", ", ".join(own["rng"])))
+    if exact:
+        parts.append(Restored("random streams", ", ".join(own["rng"])))
     parts.append(Restored("data position", f"{len(own['loaders'])} loaders"))
-    if own["results"] or own["metrics"]:
+    if exact and (own["results"] or own["metrics"]):
         detail = f"{len(own['results'])} logged values, {len(own['metrics'])} metric objects"
         parts.append(Restored("running means", detail))
     if own["gradients"]:

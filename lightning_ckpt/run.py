@@ -230,6 +230,7 @@ class FitRun:
     # ---- the loops
 
     def _before_epoch(self) -> None:
+        self._internals.reset_epoch_length()
         if self.resume.pending:
             self.resume.before_epoch()
             self._report_due = True
@@ -280,6 +281,7 @@ class FitRun:
             self.cadence.skipped(step, obstacle)
         if self.checkpointer.memory and self.cadence.memory_due(step):
             self._take_into_memory(step)
+            self.cadence.memory_over(step)
 
     def _stop_together(self, shared: SharedCadence, step: int, own: Stop | None) -> None:
         """All ranks stop after the same step."""

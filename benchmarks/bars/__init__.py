@@ -21,6 +21,7 @@ NAMES = (
     "memory-tier",
     "restore",
     "memory",
+    "ranks",
     "incremental",
     "listing",
     "cuda",

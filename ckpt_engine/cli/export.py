@@ -17,6 +17,7 @@ from ckpt_engine.cli.root import LATEST, Run, open_run
 from ckpt_engine.cli.tree import array_leaves, entry_nbytes
 from ckpt_engine.errors import FormatError, StorageMissingError
 from ckpt_engine.observe import units
+from ckpt_engine.restore.as_rank import as_rank, size_of
 from ckpt_engine.restore.choose import Candidate, assemble
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store.repository import Repository
@@ -46,6 +47,7 @@ class Exported:
 @click.option("--to", "form", type=click.Choice(FORMATS), required=True, help="What OUT becomes.")
 @click.option("--component", help=f"Top-level key of the state whose tensors are exported (default: {MODEL}).")
 @click.option("--all", "everything", is_flag=True, help="Export the tensors of all components.")
+@click.option("--rank", type=click.IntRange(0), default=0, help="Of several ranks: whose own components go along.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
 @json_option
@@ -55,6 +57,7 @@ def command(
     form: str,
     component: str | None,
     everything: bool,
+    rank: int,
     force: bool,
     dry_run: bool,
     as_json: bool,
@@ -69,7 +72,8 @@ def command(
     accelerate    the training state, for `accelerator.load_state(OUT)`
     transformers  of a transformers model: for `Trainer.train(resume_from_checkpoint=OUT)` and `from_pretrained`
 
-    Every byte is verified, and OUT appears whole or not at all. What only ckpt-engine could put back is left out.
+    Every byte is verified, and OUT appears whole or not at all. What only ckpt-engine could put back is left out. The
+    shares of several ranks are merged; what each had of its own is exported for one of them.
     """
     if len(names) > 2:
         raise click.UsageError(f"expected [SNAPSHOT] OUT, got {' '.join(names)}")
@@ -78,7 +82,7 @@ def command(
     if component is not None and everything:
         raise click.UsageError("give --component or --all")
     run, out = open_run(root), Path(names[-1])
-    chosen = _choose(*run.find(names[0] if len(names) == 2 else LATEST))
+    chosen = _of_rank(_choose(*run.find(names[0] if len(names) == 2 else LATEST)), rank)
     (check_free_folder if form in FOLDERS else check_free)(out, replace=force)
     if form == "safetensors":
         job = _safetensors(chosen, out, component, everything=everything)
@@ -110,6 +114,18 @@ def _choose(snapshot: str, holders: Sequence[Repository]) -> Candidate:
                 manifest = place.read(snapshot)
                 return Candidate(manifest.info, manifest, tuple(holders), (f"not whole: [{err.code}] {err.message}",))
         raise
+
+
+def _of_rank(snapshot: Candidate, rank: int) -> Candidate:
+    """The snapshot as `rank` has it."""
+    size = size_of(snapshot.manifest)
+    if rank >= size:
+        there = "one process" if size == 1 else f"ranks 0 to {size - 1}"
+        raise click.UsageError(f"--rank {rank}: {snapshot.info.id} was taken by {there}")
+    if size == 1:
+        return snapshot
+    note = f"of {size:,} ranks: what each of them had of its own is that of rank {rank}"
+    return replace(snapshot, manifest=as_rank(snapshot.manifest, rank), notes=(*snapshot.notes, note))
 
 
 def _about_copies(run: Run, chosen: Candidate) -> tuple[str, ...]:

@@ -14,14 +14,16 @@ from ckpt_engine.cli.root import LATEST, Run, open_run
 from ckpt_engine.cli.tree import Branch, entry_nbytes, outline
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
+from ckpt_engine.restore.as_rank import size_of
 from ckpt_engine.store import layout
 from ckpt_engine.store.decode import stored_pieces
-from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.manifest import RANKS, DataFile, Manifest
 from ckpt_engine.store.repository import Repository
 
 LARGEST = 10
 """Entries that are listed unless all are asked for."""
 SHOWN_IDS = 3
+SHOWN_FILES = 8
 
 
 @click.command("show", short_help="Show what is inside one snapshot.")
@@ -140,7 +142,7 @@ def _print(
         "needed by": _some(stored.needed_by),
     }
     rows = [(name, text) for name, text in facts.items() if text]
-    rows += [("file", f"{file.name} ({units.size(file.nbytes)})") for file in manifest.files]
+    rows += _files(manifest.files)
     if run.is_tiered:
         rows += [("copy", f"{url}, damaged: {why}" if why else url) for url, why in copies.items()]
     print_table(("", ""), rows)
@@ -155,11 +157,26 @@ def _print(
 def _print_components(manifest: Manifest) -> None:
     total = max(1, sum(manifest.info.components.values()))
     rows = [
-        (name or "(state)", units.size(nbytes), units.share(nbytes / total))
+        (_component(manifest, name), units.size(nbytes), units.share(nbytes / total))
         for name, nbytes in sorted(manifest.info.components.items(), key=lambda item: -item[1])
     ]
     click.echo()
     print_table(("component", "size", "share"), rows, numbers=("size", "share"))
+
+
+def _component(manifest: Manifest, name: str) -> str:
+    size = size_of(manifest)
+    return f"own of {size:,} ranks" if name == RANKS and size > 1 else name or "(state)"
+
+
+def _files(files: Sequence[DataFile]) -> list[tuple[str, str]]:
+    """A row for each, and for the shares of many ranks the first ones and what the others come to."""
+    rows = [("file", f"{file.name} ({units.size(file.nbytes)})") for file in files]
+    if len(rows) <= SHOWN_FILES:
+        return rows
+    rest = files[SHOWN_IDS:]
+    smallest, largest = min(file.nbytes for file in rest), max(file.nbytes for file in rest)
+    return [*rows[:SHOWN_IDS], ("", f"{len(rest):,} more of {units.size(smallest)} to {units.size(largest)}")]
 
 
 def _line(branch: Branch) -> str:

@@ -15,11 +15,12 @@ import numpy as np
 
 from ckpt_engine.cli.tree import ArrayLeaf, array_leaves, children
 from ckpt_engine.errors import CorruptError, MismatchError
+from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store import container
 from ckpt_engine.store.manifest import Entry, Manifest
 
-_ARRAY_KINDS = ("tensor", "ndarray")
+_ARRAY_KINDS = ("tensor", "sharded", "ndarray")
 _ITEM_BYTES = {"complex128": 16, "complex32": 4}
 """Of dtypes that the container has no code for; others of those have one byte."""
 
@@ -34,7 +35,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """One array to write: its name in the file and where its bytes come from."""
+    """One array to write: its name in the file and where its bytes come from; `boxes`: where it is not in C order."""
 
     name: str
     dtype: str
@@ -42,6 +43,7 @@ class Array:
     entry: Entry
     entry_name: str
     view: View | None
+    boxes: tuple[Box, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -120,7 +122,7 @@ def write(
     out.write(container.build_header(rows, metadata))
     for array in selection.arrays:
         blocks = _blocks(sources, manifest, array)
-        for block in blocks if array.view is None else [_cut_view(array, array.view, b"".join(blocks))]:
+        for block in _in_order(array, blocks):
             out.write(block)
             advance(len(block))
 
@@ -150,7 +152,8 @@ def _array(manifest: Manifest, leaf: ArrayLeaf, name: str) -> Array:
     entry = manifest.entries[leaf.entry]
     view = leaf.node.get("view")
     if view is None:
-        return Array(name, entry.dtype, entry.shape, entry, leaf.entry, None)
+        boxes = boxes_of(leaf.node, entry.shape)
+        return Array(name, entry.dtype, entry.shape, entry, leaf.entry, None, boxes if len(boxes) > 1 else ())
     part = View(view["byte_offset"], tuple(view["stride"]))
     return Array(name, view["dtype"], tuple(view["shape"]), entry, leaf.entry, part)
 
@@ -177,6 +180,28 @@ def _blocks(sources: Sources, manifest: Manifest, array: Array) -> Iterator[byte
             raise CorruptError(f"{array.entry_name!r} in {file} is not what was written", hint=hint) from err
         yield block
         start += piece.raw_nbytes
+
+
+def _in_order(array: Array, blocks: Iterator[bytearray]) -> Iterator[bytes | bytearray]:
+    """The bytes of an array in C order."""
+    if array.view is not None:
+        yield _cut_view(array, array.view, b"".join(blocks))
+    elif array.boxes:
+        yield _put_together(array, b"".join(blocks))
+    else:
+        yield from blocks
+
+
+def _put_together(array: Array, stored: bytes) -> bytes:
+    """The bytes of an array whose boxes lie one behind another."""
+    size = item_bytes(array.dtype)
+    out = np.empty((*array.shape, size), np.uint8)
+    whole, at = Box.whole(array.shape), 0
+    for box in array.boxes:
+        end = at + box.count * size
+        out[box.slices(whole)] = np.frombuffer(stored[at:end], np.uint8).reshape(*box.shape, size)
+        at = end
+    return out.tobytes()
 
 
 def _cut_view(array: Array, view: View, whole: bytes) -> bytes:

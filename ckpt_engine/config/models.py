@@ -46,6 +46,8 @@ from ckpt_engine.observe.secrets import LOGIN
 MEMORY = "memory"
 MEMORY_SLOTS = 3
 """With a memory tier: one snapshot that is complete, one being staged, one being written."""
+_LOSSY = r"lossy|quanti[sz]ed?|(int|uint|q)-?[2-8]|(fp|float)-?(4|8|16)|bf-?16|bfloat16|float8.*|downcast|half"
+"""What people call codecs that lose bits."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
@@ -86,10 +88,12 @@ def _patterns(value: object) -> list[str]:
     return [nonempty_text(item) for item in items]
 
 
-def _not_delta(value: object) -> object:
-    """Everything but the codec that tiers do not have yet."""
-    if value == "delta":
-        raise option_error("copies cannot be stored as deltas by this version; 'auto' takes the best of the others")
+def _not_lossy(value: object) -> object:
+    """Everything but codecs that lose bits, which resuming exactly does not allow."""
+    if isinstance(value, str) and re.fullmatch(_LOSSY, value.lower()):
+        raise option_error(
+            f"{value!r} would lose bits, and the run its exactness: all codecs are lossless; delta is the smallest"
+        )
     return value
 
 
@@ -128,22 +132,27 @@ class Tier(Section):
         description="degrade: report a failure, go on with the other tiers, catch up later; fail: stop training.",
     )
     codec: Annotated[
-        Literal["raw", "zstd", "byteplane-zstd", "auto"],
-        one_of("raw", "zstd", "byteplane-zstd", "auto"),
-        BeforeValidator(_not_delta),
+        Literal["raw", "zstd", "byteplane-zstd", "delta", "auto"],
+        one_of("raw", "zstd", "byteplane-zstd", "delta", "auto"),
+        BeforeValidator(_not_lossy),
     ] = Field(
         default="raw",
-        description="How a further tier stores its copies: as they are, compressed, or by whichever codec makes them "
-        "durable soonest (auto).",
+        description="How the tier stores snapshots: as they are, compressed, as differences to what it has "
+        "(delta), or, on a further tier, by whichever codec makes them durable soonest (auto).",
     )
     storage_options: Annotated[dict[str, Any], checked(_options), WithJsonSchema({"type": "object"})] = Field(
         default_factory=dict, repr=False, description="For the storage: endpoint_url, key, secret, and so on."
     )
 
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a folder of this machine, or one that looks so."""
+        scheme = _SCHEME.match(self.url)
+        return scheme is None or scheme[1].lower() == "file"
+
     def for_storage(self) -> dict[str, Any]:
         """`storage_options` with what else the storage has to know; a local folder takes none."""
-        scheme = _SCHEME.match(self.url)
-        if scheme is None or scheme[1].lower() == "file":
+        if self.is_folder:
             return self.storage_options
         return {"concurrency": self.concurrency, **self.storage_options}
 
@@ -250,6 +259,12 @@ class Config(Section):
         "auto: on where a core is left that training does not use.",
     )
 
+    rng: Annotated[Literal["derive", "warn", "strict"], one_of("derive", "warn", "strict")] = Field(
+        default="derive",
+        description="Random streams when another number of ranks goes on: derive makes those of new ranks from the "
+        "saved ones; warn lets rank r go on with those of saved rank r mod their number, and says so; strict refuses.",
+    )
+
     pickle: Annotated[
         tuple[str, ...],
         checked(_patterns),
@@ -276,8 +291,10 @@ class Config(Section):
         first = tiers[0]
         if given := [name for name in ("every", "every_n_steps", "bandwidth") if getattr(first, name) is not None]:
             raise option_error(f"the nearest tier takes every snapshot at full speed: remove its {' and '.join(given)}")
-        if first.codec != "raw":
-            raise option_error("the nearest tier is written as it is: remove its codec, or give it to a further tier")
+        if first.codec == "auto":
+            raise option_error("auto weighs the link of a further tier: give the nearest one a codec by name, or none")
+        if first.codec == "delta" and not first.is_folder:
+            raise option_error("delta reads back what is there: the nearest tier has to be a folder for it")
         if len({tier.url.rstrip("/") for tier in tiers}) < len(tiers):
             raise option_error("two tiers are the same place")
         return tiers

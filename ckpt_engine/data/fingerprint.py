@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ckpt_engine.data import streams
 from ckpt_engine.data.exactness import Difference, Effect
 
-__all__ = ["Fingerprint", "compare", "fingerprint", "known_length"]
+__all__ = ["Fingerprint", "compare", "fingerprint", "known_length", "length_of"]
 
 Fingerprint = dict[str, Any]
 
@@ -42,7 +42,7 @@ def fingerprint(loader: DataLoader[Any]) -> Fingerprint:
     return {
         "dataset_kind": "iterable" if iterable else "map",
         "dataset_type": _type_name(loader.dataset),
-        "dataset_length": None if iterable else _length(loader.dataset),
+        "dataset_length": None if iterable else length_of(loader.dataset),
         "batch_size": loader.batch_size,
         "batches": known_length(loader),
         "samplers": [] if iterable else streams.sampler_types(loader),
@@ -63,7 +63,7 @@ def known_length(loader: DataLoader[Any]) -> int | None:
     """Batches in one epoch where a sampler says so, else None."""
     if isinstance(loader.dataset, IterableDataset):
         return None
-    return _length(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
+    return length_of(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
 
 
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[Difference, ...]:
@@ -84,7 +84,8 @@ def _named(counters: Mapping[str, Any], name: str) -> Any:
     return next((value for path, value in counters.items() if path.rpartition(".")[2] == name), None)
 
 
-def _length(sized: Any) -> int | None:
+def length_of(sized: Any) -> int | None:
+    """How many it has, where it knows that."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from ckpt_engine.data import native, rng, streams
 from ckpt_engine.data import torch_private as private
+from ckpt_engine.data.dealing import Dealing
 from ckpt_engine.data.exactness import Exactness, Level
 from ckpt_engine.data.sampling import Order
 from ckpt_engine.data.shipping import Shipped, WorkerState, is_stateful
@@ -53,6 +54,10 @@ class Epoch:
     workers: list[WorkerState | None]
     """Each role after its last delivered batch."""
     order: Order | None = None
+    dealing: Dealing | None = None
+    """The rest of an epoch that another number of ranks has begun."""
+    total: int | None = None
+    """Then, batches of this epoch: those before it was dealt and those dealt."""
     first_fetch: rng.RngState | None = None
     """Global streams right before the first batch, where a replay needs them."""
     reused: bool = False

@@ -8,6 +8,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from ckpt_engine.data import streams
+from ckpt_engine.data.dealing import Dealing
 
 __all__ = ["Pending"]
 
@@ -33,6 +34,12 @@ class Pending:
     def batches(self) -> int:
         """Batches of the running epoch that are behind us."""
         return 0 if self.phase == "fresh" else int(self.state["batches"])
+
+    @property
+    def dealt(self) -> tuple[Dealing, int] | None:
+        """See `LoaderPosition.dealt`."""
+        found = self.state.get("order", {}).get("dealt") if self.phase == "within" else None
+        return None if found is None else (Dealing.of_state(found["dealing"]), int(found["total"]))
 
     def install(self, loader: DataLoader[Any]) -> None:
         """At load time: samplers of a fresh epoch get their counters now, so that a later `set_epoch` still counts."""

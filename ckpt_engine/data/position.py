@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_engine.data import fingerprint, streams, swap
+from ckpt_engine.data.dealing import Dealing
 from ckpt_engine.data.exactness import Difference, Effect, Exactness, Level, Restoration
 from ckpt_engine.data.iteration import Epoch, Fetch, FollowedIterator, Mode
 from ckpt_engine.data.pending import Pending
+from ckpt_engine.data.resplit import resplit
+from ckpt_engine.data.rng import RngState
 from ckpt_engine.data.sampling import deref
 from ckpt_engine.data.start import Starter
 from ckpt_engine.errors import MismatchError, NewerFormatError, StateError
 
 __all__ = ["LoaderPosition", "attach", "positions"]
 
-_VERSION = 1
+_VERSION = 2
+_ALONE = 1
+"""Version of a position in an epoch that no other number of ranks has begun: earlier versions know it."""
 State = dict[str, Any]
 
 
@@ -101,6 +106,15 @@ class LoaderPosition:
         return self._pending is None and self._epoch is not None and self._epoch.exhausted
 
     @property
+    def dealt(self) -> tuple[Dealing, int] | None:
+        """Of the current or loaded epoch, if another number of ranks has begun it: its rest, and how many batches the
+        whole epoch has for this rank."""
+        if self._pending is not None:
+            return self._pending.dealt
+        epoch = self._epoch
+        return (epoch.dealing, epoch.total) if epoch is not None and epoch.dealing and epoch.total else None
+
+    @property
     def exactness(self) -> Exactness:
         """How exactly a resume from a state taken now would repeat this run."""
         return self._epoch.level(self.loader) if self._epoch is not None else Exactness()
@@ -146,7 +160,7 @@ class LoaderPosition:
             )
         if epoch.exhausted and consumed == epoch.fetched:
             phase = "fresh"
-        elif consumed == self._starter.length() or (consumed == epoch.fetched and epoch.ended()):
+        elif consumed == (epoch.total or self._starter.length()) or (consumed == epoch.fetched and epoch.ended()):
             phase = "ended"
         else:
             phase = "within"
@@ -242,6 +256,20 @@ class LoaderPosition:
         )
         return self._restoration
 
+    def for_another_number(self, states: Sequence[Mapping[str, Any]], rank: int, size: int, rng: RngState) -> State:
+        """The state for `load_state` with which `size` ranks go on where others were; see `resplit.resplit`.
+
+        Args:
+            states: of this loader on each of the saved ranks, in order.
+            rank, size: which of how many ranks this is.
+            rng: streams of this rank, from which those of its workers are made.
+
+        Raises:
+            ResumeError: the rest of the epoch cannot be divided anew; says why.
+        """
+        fresh = self._assemble(None, None, 0, "fresh")
+        return resplit(self.loader, fresh, states, rank, size, rng)
+
     def forget(self) -> None:
         """What was loaded and not begun yet does not count any more: the next epoch starts by itself."""
         self._pending = self._restoration = None
@@ -276,11 +304,12 @@ class LoaderPosition:
     def _assemble(self, epoch: Epoch | None, fetch: Fetch | None, batches: int, phase: str) -> State:
         exactness = self.exactness
         state: State = {
-            "version": _VERSION,
+            "version": _ALONE,
             "phase": phase,
             "batches": batches,
             "mode": str(self.mode),
             "fingerprint": self._starter.fingerprint(),
+            "recipe": self._starter.recipe(),
             "exactness": {"level": str(exactness.level), "reasons": list(exactness.reasons)},
             "generators": streams.capture_generators(self.loader),
             "counters": streams.changed_counters(self.loader, self._starter.baseline),
@@ -313,6 +342,9 @@ class LoaderPosition:
                 "draws": order.draws,
                 "outstanding": order.outstanding(given) if order.draws and self.loader.num_workers else [],
             }
+        if order is not None and epoch.dealing is not None:
+            state["version"] = _VERSION
+            state["order"]["dealt"] = {"dealing": epoch.dealing.to_state(), "total": epoch.total}
         return state
 
 

@@ -35,15 +35,18 @@ class Order:
     """It drew from a global stream at a later index too."""
     digest: int | None = 0
     """Running checksum of every index given so far; None where indices are not integers."""
+    base: int = 0
+    """Number of the first entry: another number of ranks was dealt those before."""
     given: int = 0
+    """Number of the next entry."""
     recent: deque[tuple[int, Any, int | None]] = field(default_factory=deque)
     """(number, indices, digest after them) of those given and not yet forgotten."""
     verified: bool | None = None
     """After a resume: did the replayed indices equal those of the run that was saved? None where unknown."""
 
     def digest_after(self, count: int) -> int | None:
-        """The checksum of the first `count` entries, or None if it is no longer remembered or cannot be made."""
-        if count == 0:
+        """The checksum of the entries before number `count`, or None if it is not remembered or cannot be made."""
+        if count == self.base:
             return 0
         return next((digest for number, _, digest in self.recent if number == count - 1), None)
 
@@ -68,6 +71,8 @@ class ResumePlan:
     draws: bool
     outstanding: Sequence[Any]
     """Entries to give first as recorded, because the sampler cannot draw them again."""
+    dealt: Sequence[Any] | None = None
+    """Entries to give instead of those of the sampler; the streams are left alone."""
 
 
 class RecordingSampler(streams.StandIn):
@@ -115,6 +120,9 @@ class RecordingSampler(streams.StandIn):
     def __iter__(self) -> Iterator[Any]:
         self._calls += 1
         plan, order = self.plan, self.order
+        if plan is not None and plan.dealt is not None:
+            self._current = _RecordingIterator(self._reference, iter(plan.dealt), self._baseline, order, plan)
+            return self._current
         # With workers torch calls iter() twice and drops the first result; the first call must draw what it naturally
         # draws, so that the workers' base seed, drawn between the two, comes out as it did.
         loader = deref(self._reference)
@@ -140,7 +148,8 @@ class _RecordingIterator:
         self._reference, self.inner, self._baseline, self._order = reference, inner, baseline, order
         self._plan = plan
         self._primed = False
-        self._watched = not streams.draws_at_start_only(deref(reference))
+        self._dealt = plan is not None and plan.dealt is not None
+        self._watched = not self._dealt and not streams.draws_at_start_only(deref(reference))
         self._again: deque[Any] = deque()
 
     def __iter__(self) -> Iterator[Any]:
@@ -157,14 +166,15 @@ class _RecordingIterator:
             return
         self._primed = True
         order, plan, loader = self._order, self._plan, deref(self._reference)
-        if plan is None or plan.at_first is None:
+        if plan is None or (plan.at_first is None and not self._dealt):
             order.at_first = streams.capture(loader, self._baseline)
             return
-        streams.restore(loader, plan.at_first)
-        order.at_first = plan.at_first
+        if plan.at_first is not None:
+            streams.restore(loader, plan.at_first)
+            order.at_first = plan.at_first
         for done in range(plan.skip):
             self._record(self._draw(f"only {done} of {plan.skip} batches that were already trained"))
-            order.forget_before(done)
+            order.forget_before(order.base + done)
         if plan.digest is not None and order.digest is not None:
             order.verified = order.digest == plan.digest
             order.digest = plan.digest

@@ -16,8 +16,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from ckpt_engine.data import fingerprint as fingerprints
 from ckpt_engine.data import native, rng, streams
 from ckpt_engine.data import torch_private as private
+from ckpt_engine.data.dealing import Dealing
 from ckpt_engine.data.exactness import Exactness, Level
 from ckpt_engine.data.iteration import Epoch, Mode
+from ckpt_engine.data.recipe import Recipe, recipe_of
 from ckpt_engine.data.sampling import Order, RecordingSampler, ResumePlan, deref
 from ckpt_engine.data.shipping import RoleInit, ShippingCollate, from_earlier_epoch, is_stateful
 from ckpt_engine.errors import MismatchError
@@ -43,6 +45,7 @@ class Starter:
         self._rotation = 0
         self._late = False
         self._fingerprint: fingerprints.Fingerprint | None = None
+        self._recipe: Recipe | None = None
 
     @property
     def _loader(self) -> DataLoader[Any]:
@@ -69,6 +72,12 @@ class Starter:
             self._fingerprint = fingerprints.fingerprint(self._loader)
         return self._fingerprint
 
+    def recipe(self) -> Recipe:
+        """How its samplers make an epoch, read once per epoch."""
+        if self._recipe is None:
+            self._recipe = recipe_of(self._loader)
+        return self._recipe
+
     def length(self) -> int | None:
         """Batches per epoch where known."""
         length: int | None = self.fingerprint()["batches"]
@@ -82,7 +91,7 @@ class Starter:
         """A new epoch as the loader starts it by itself; `previous` is the one before it in this process."""
         loader = self._loader
         mode = Mode.NATIVE if native.starts_by_itself(loader) else self.mode()
-        self._fingerprint = None
+        self._fingerprint = self._recipe = None
         alive = private.live_iterator(loader)
         if alive is not None and previous is not None and self._rotation and self._iterable:
             return self._restart(make, previous)
@@ -155,14 +164,15 @@ class Starter:
         private.discard_iterator(loader)
         native.reset(loader)
         self._rotation, self._late = 0, False
-        self._fingerprint = None
+        self._fingerprint = self._recipe = None
         epoch = self._saved_epoch(state)
         streams.restore(loader, state["made"])
-        plan = self._plan(state) if "order" in state else None
+        plan = self._plan(epoch, state) if "order" in state else None
         self._begin_order(epoch, plan)
         init: RoleInit | None = None
         if epoch.mode is Mode.SHIP and same:
-            first = state["next_role"] if self._iterable else batches + state["lost"]
+            base = 0 if epoch.dealing is None else epoch.dealing.first
+            first = state["next_role"] if self._iterable else batches + state["lost"] - base
             epoch.next_role = self._rotation = first % loader.num_workers
             init = self._init(epoch, self._rotation)
         elif epoch.mode is Mode.NATIVE:
@@ -175,7 +185,7 @@ class Starter:
             self._replay(iterator, state)
         elif epoch.order is not None and loader.num_workers == 0:
             assert self._recorder is not None
-            if state["order"]["at_first"] is not None:
+            if state["order"]["at_first"] is not None or epoch.dealing is not None:
                 self._recorder.prime()
             if saved is not None:
                 native.restore(loader, saved)
@@ -206,7 +216,7 @@ class Starter:
         now = rng.capture()
         private.discard_iterator(self._loader)
         self._rotation, self._late = 0, False
-        self._fingerprint = None
+        self._fingerprint = self._recipe = None
         epoch = self._following(previous)
         try:
             streams.restore(self._loader, previous.made)
@@ -225,6 +235,7 @@ class Starter:
     def _saved_epoch(self, state: Mapping[str, Any]) -> Epoch:
         """What the state says about its epoch."""
         workers = list(state["workers"]) if self._same_workers(state) else [None] * self._loader.num_workers
+        dealt = state["order"].get("dealt") if "order" in state else None
         return Epoch(
             self._resume_mode(state),
             state["made"],
@@ -237,6 +248,8 @@ class Starter:
             refetch=list(state["held"]),
             fetched=int(state["batches"]),
             exhausted=state["exhausted"],
+            dealing=None if dealt is None else Dealing.of_state(dealt["dealing"]),
+            total=None if dealt is None else dealt["total"],
         )
 
     def _resume_mode(self, state: Mapping[str, Any]) -> Mode:
@@ -254,15 +267,16 @@ class Starter:
         loader = self._loader
         return RoleInit(loader.worker_init_fn, first, epoch.workers, loader.batch_size)
 
-    def _plan(self, state: Mapping[str, Any]) -> ResumePlan:
-        order = state["order"]
+    def _plan(self, epoch: Epoch, state: Mapping[str, Any]) -> ResumePlan:
+        order, dealing = state["order"], epoch.dealing
         return ResumePlan(
-            skip=int(state["batches"]) + int(state["lost"]),
+            skip=int(state["batches"]) + int(state["lost"]) - (0 if dealing is None else dealing.first),
             at_iter=order["at_iter"],
             at_first=order["at_first"],
             digest=order["digest"],
             draws=order["draws"],
             outstanding=order["outstanding"],
+            dealt=None if dealing is None else dealing.rest(dealing.origin.order()),
         )
 
     def _take_over(self, epoch: Epoch, previous: Epoch | None) -> None:
@@ -276,7 +290,7 @@ class Starter:
             epoch.unknown_roles.update(range(self._loader.num_workers))
         elif order is not None and epoch.mode is Mode.SHIP:
             ahead = range(previous.fetched + previous.lost, order.given)
-            epoch.unknown_roles.update(number % self._loader.num_workers for number in ahead)
+            epoch.unknown_roles.update((number - order.base) % self._loader.num_workers for number in ahead)
 
     def _begin_order(self, epoch: Epoch, plan: ResumePlan | None) -> RecordingSampler | None:
         if self._iterable or epoch.mode not in (Mode.SKIP, Mode.SHIP):
@@ -284,7 +298,8 @@ class Starter:
         inner = self._loader.__dict__[self._sampler_attribute()]
         if self._recorder is None or self._recorder.inner is not inner:
             self._recorder = RecordingSampler(self._loader, inner, self.baseline)
-        epoch.order = Order()
+        base = 0 if epoch.dealing is None else epoch.dealing.first
+        epoch.order = Order(base=base, given=base)
         self._recorder.begin(epoch.order, plan)
         return self._recorder
 
@@ -309,6 +324,11 @@ class Starter:
         """Fall back to replay where the built iterator turns out not to ask the loader's sampler."""
         if epoch.order is not None and self._recorder is not None and not self._recorder.asked:
             epoch.mode, epoch.order = Mode.REPLAY, None
+        if epoch.dealing is not None and epoch.order is None:
+            raise MismatchError(
+                f"a {type(self._loader).__name__} does not ask its sampler: no other number of ranks can go on with it",
+                hint="resume with the number of ranks that has begun the epoch",
+            )
 
     def _replay(self, iterator: Iterator[Any], state: Mapping[str, Any]) -> None:
         batches = int(state["batches"])

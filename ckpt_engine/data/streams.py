@@ -33,6 +33,8 @@ __all__ = [
     "changed_counters",
     "counters",
     "draws_at_start_only",
+    "holders",
+    "path_of",
     "restore",
     "restore_counters",
     "restore_generators",
@@ -86,12 +88,12 @@ def capture_generators(loader: DataLoader[Any]) -> dict[str, Any]:
 def restore_generators(loader: DataLoader[Any], states: Mapping[str, Any]) -> None:
     """Put generator states back by path; torch generators that a sampler creates on first use are created."""
     present = {path: generator for path, _, _, generator in _generators(loader)}
-    holders = dict(_holders(loader))
+    live = dict(holders(loader))
     for path, state in states.items():
         generator = present.get(path)
         if generator is None and state["kind"] == "torch":
             owner, _, name = path.rpartition(".")
-            holder = holders.get(owner)
+            holder = live.get(owner)
             if holder is None or getattr(holder, name, 0) is not None:
                 continue
             generator = torch.Generator()
@@ -103,7 +105,7 @@ def restore_generators(loader: DataLoader[Any], states: Mapping[str, Any]) -> No
 def counters(loader: DataLoader[Any]) -> Counters:
     """Every plain scalar attribute of the loader's samplers, by path."""
     found: Counters = {}
-    for path, holder in _holders(loader):
+    for path, holder in holders(loader):
         if holder is loader:
             continue
         for name, value in _attributes(holder):
@@ -124,25 +126,25 @@ def changed_counters(loader: DataLoader[Any], baseline: Mapping[str, Any]) -> Co
 
 def restore_counters(loader: DataLoader[Any], values: Mapping[str, Any]) -> None:
     """Set the recorded scalars on the samplers that still have them."""
-    holders = dict(_holders(loader))
+    live = dict(holders(loader))
     for path, value in values.items():
         owner, _, name = path.rpartition(".")
-        holder = holders.get(owner)
+        holder = live.get(owner)
         if holder is not None and hasattr(holder, name):
             setattr(holder, name, value)
 
 
 def sampler_types(loader: DataLoader[Any]) -> list[str]:
     """The qualified type names of the loader's samplers, outermost first."""
-    return [f"{type(h).__module__}.{type(h).__qualname__}" for _, h in _holders(loader) if h is not loader]
+    return [f"{type(h).__module__}.{type(h).__qualname__}" for _, h in holders(loader) if h is not loader]
 
 
 def draws_at_start_only(loader: DataLoader[Any]) -> bool:
     """True if the samplers are known to draw from the global streams at their first index at the latest."""
-    return all(type(holder) in _KNOWN for _, holder in _holders(loader) if holder is not loader)
+    return all(type(holder) in _KNOWN for _, holder in holders(loader) if holder is not loader)
 
 
-def _holders(loader: DataLoader[Any]) -> list[tuple[str, Any]]:
+def holders(loader: DataLoader[Any]) -> list[tuple[str, Any]]:
     """The loader and the samplers reachable from it, each once, with the path that leads there."""
     found: list[tuple[str, Any]] = [("loader", loader)]
     queue = [("batch_sampler", getattr(loader, "batch_sampler", None)), ("sampler", getattr(loader, "sampler", None))]
@@ -157,9 +159,14 @@ def _holders(loader: DataLoader[Any]) -> list[tuple[str, Any]]:
     return found
 
 
+def path_of(loader: DataLoader[Any], generator: object) -> str | None:
+    """Where `capture_generators` has the state of this generator, or None."""
+    return next((path for path, _, _, found in _generators(loader) if found is generator), None)
+
+
 def _generators(loader: DataLoader[Any]) -> Iterator[tuple[str, Any, str, Any]]:
     seen: set[int] = set()
-    for path, holder in _holders(loader):
+    for path, holder in holders(loader):
         named = [("generator", getattr(holder, "generator", None))] if holder is loader else _attributes(holder)
         for name, value in named:
             if _kind(value) is not None and id(value) not in seen:

@@ -43,7 +43,8 @@ class Cadence:
         if reason: save, then cadence.taken(step, stall) - or cadence.skipped(step, "busy") if no slot is free
         cadence.fence(seconds)                        after the fence, before the state is mutated
 
-    With a memory tier also, where none was taken: `if cadence.memory_due(step)`, save it into memory, then `held`.
+    With a memory tier also, where none was taken: `if cadence.memory_due(step)`, save it into memory and call `held`;
+    then, taken or not, `memory_over`.
 
     plus `exclude(seconds)` for time that is not training (validation) and `validation_ended()`. A due snapshot that
     is not taken stays due: `boundary` returns its reason again until `taken` is called.
@@ -143,6 +144,9 @@ class Cadence:
     def memory_due(self, step: int) -> bool:
         """Whether a snapshot that only stays in memory is due; ask after `boundary`, where no durable one was taken."""
         return self._memory is not None and self._memory.due(step, self._now(), self._account.training_seconds)
+
+    def memory_over(self, step: int) -> None:
+        """The snapshot that `memory_due` has asked for at `step` was taken, or cannot be."""
 
     def background(self, seconds: float) -> None:
         """Work for snapshots that no snapshot is charged for took `seconds` of training in all, until now."""
@@ -256,8 +260,6 @@ class Cadence:
         elif isinstance(event, SnapshotFailed):
             self.failed(event.step)
 
-    # ------------------------------------------------------------------ what is known
-
     def announce(self, nbytes: int) -> None:
         """The size of the state, so that the first snapshot waits until the budget has earned its likely stall."""
         if self._adaptive is not None:
@@ -318,8 +320,6 @@ class Cadence:
         self._meter = learned.meter
         self._steps = StepTimes(learned.step_seconds)
         self._add_clean = self._add_warm_up
-
-    # ------------------------------------------------------------------ inside
 
     def _begin(self, step: int, now: float) -> None:
         self._failures = self._failures.survived(now - self._failures_since)

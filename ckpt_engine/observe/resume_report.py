@@ -10,6 +10,7 @@ from typing import Any
 from ckpt_engine.observe.units import duration, size
 
 _FROM_MEMORY = "resumed from memory"
+_BY_OTHERS = "another number of ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,9 @@ class ResumeReport:
 
     def line(self) -> str:
         """The report in one line."""
-        return "; ".join([self._headline(), *(note for note in self.notes if note.startswith(_FROM_MEMORY))])
+        return "; ".join(
+            [self._headline(), *(note for note in self.notes if note.startswith((_FROM_MEMORY, _BY_OTHERS)))]
+        )
 
     def _headline(self) -> str:
         if self.snapshot is None:
@@ -132,3 +135,13 @@ def resumed_from_memory(lost_steps: int | None) -> str:
     if lost_steps is None:
         return _FROM_MEMORY
     return f"{_FROM_MEMORY}, {lost_steps} step{'' if lost_steps == 1 else 's'} lost"
+
+
+def resumed_by_others(saved: int, size: int) -> str:
+    """The sentence about a resume by another number of ranks.
+
+    Args:
+        saved: ranks that took the snapshot.
+        size: ranks that go on.
+    """
+    return f"{_BY_OTHERS}: {size} go{'es' if size == 1 else ''} on where {saved} {'was' if saved == 1 else 'were'}"

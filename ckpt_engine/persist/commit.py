@@ -72,7 +72,7 @@ class Gathering:
         progress: of the lane that it runs in; waiting for others is no hang of the storage.
         still_ours: raises `LeaseHeldError` if the lease is lost; asked right before the commit.
         alone: set when the trainer is gone. Whoever restarts it waits for the lease then, and can complete the snapshot
-            as well: it is left as it is after `ALONE_SECONDS`.
+            as well: it is left as it is after `alone_seconds`.
     """
 
     def __init__(
@@ -82,7 +82,9 @@ class Gathering:
         progress: Progress,
         still_ours: Callable[[], object],
         alone: threading.Event,
+        alone_seconds: float = ALONE_SECONDS,
     ) -> None:
+        self._alone_seconds = alone_seconds
         self._ranks = ranks
         self._in_flight = in_flight
         self._progress = progress
@@ -128,8 +130,8 @@ class Gathering:
                 break
             now = time.monotonic()
             if self._alone.is_set() and alone_until is None:
-                alone_until = now + ALONE_SECONDS
-            left = min(deadline, alone_until or deadline) - now
+                alone_until = now + self._alone_seconds
+            left = min(deadline, deadline if alone_until is None else alone_until) - now
             if left <= 0.0:
                 raise WaitTimeoutError(
                     f"no part of {snapshot} came from {_listed(wanted)} in time ({self._ranks.wait_seconds:.0f} s)",

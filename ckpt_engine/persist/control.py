@@ -1,12 +1,14 @@
 """The control socket of a writer: the same user's processes on the same machine ask it one thing per connection.
 
-It is an abstract Unix socket, whose name says the user and the root of the run; it leaves nothing behind. A request is
-a message of `wire` with `what`, and the reply is one, perhaps with file descriptors:
+It is an abstract Unix socket, whose name says the user, the root of the run and the rank; it leaves nothing behind. A
+request is a message of `wire` with `what`, and the reply is one, perhaps with file descriptors:
 
 | `what`         | reply                                                                                 |
 |---|---|
 | `snapshot`     | `snapshot`: its id, or None and `why`; `step`, `manifest`, `run`, `record`, `file`, `nbytes`, \
-`durable`, `beat`, and a descriptor of the memory |
+`durable`, `beat`, and a descriptor of the memory; of several ranks `manifest` is a part record. Takes the `snapshot` \
+that is wanted, else it is the newest |
+| `held`         | `held`: ids of the snapshots in memory, newest first; or none, and `why` |
 | `bye`          | `ok`: the writer gives up its name, and ends after what is in flight; not while its trainer lives, \
 nor if `snapshot` is given and it holds another one |
 | `save`, `stop` | `trainer`: whether there is one that was told; takes `who`, text for people |
@@ -37,6 +39,7 @@ from ckpt_engine.errors import WaitTimeoutError, WriterError
 from ckpt_engine.persist.wire import Body, Channel, Received
 
 SNAPSHOT = "snapshot"
+HELD = "held"
 BYE = "bye"
 SAVE = "save"
 STOP = "stop"
@@ -55,13 +58,15 @@ _UCRED = struct.Struct("3i")
 _TIMEVAL = struct.Struct("ll")
 
 
-def address(root_url: str) -> str:
-    """The name of the socket of whoever writes the run at `root_url` for this user. Touches no storage."""
+def address(root_url: str, rank: int = 0) -> str:
+    """The name of the socket of whoever writes the run at `root_url` for a rank and this user. Touches no storage."""
     place = root_url.rstrip("/")
     if "://" not in root_url:
         place = str(Path(root_url).expanduser().absolute())
     elif root_url.partition("://")[0].lower() == "file":
         place = str(Path(unquote(urlsplit(root_url).path)))
+    if rank:
+        place += f"#{rank}"
     return f"\0ckpt-engine-{os.geteuid()}-{hashlib.sha256(place.encode()).hexdigest()[:32]}"
 
 
@@ -70,12 +75,13 @@ def peer_uid(sock: socket.socket) -> int:
     return int(_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[1])
 
 
-def ask(root_url: str, request: Mapping[str, Any], timeout: float) -> Received | None:
+def ask(root_url: str, request: Mapping[str, Any], timeout: float, rank: int = 0) -> Received | None:
     """The reply of the writer of the run at `root_url`; None if this user has none there, on this machine.
 
     Args:
         request: see above.
         timeout: seconds.
+        rank: whose writer, where there are several.
 
     Returns:
         The reply; its descriptors are the caller's to close.
@@ -88,7 +94,7 @@ def ask(root_url: str, request: Mapping[str, Any], timeout: float) -> Received |
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
         try:
-            sock.connect(address(root_url))
+            sock.connect(address(root_url, rank))
         except ConnectionRefusedError:
             return None  # nobody has the name
         except BlockingIOError as err:
@@ -156,10 +162,12 @@ class Control:
     Args:
         root_url: of the run.
         answer: see `Answer`.
+        rank: whose writer this is.
     """
 
-    def __init__(self, root_url: str, answer: Answer) -> None:
+    def __init__(self, root_url: str, answer: Answer, rank: int = 0) -> None:
         self._root_url = root_url
+        self._rank = rank
         self._answer = answer
         self._listener: socket.socket | None = None
         self._clients: list[_Client] = []
@@ -177,7 +185,7 @@ class Control:
         try:
             listener = self._bind()
             if listener is None:
-                reply = ask(self._root_url, {"what": BYE}, timeout)
+                reply = ask(self._root_url, {"what": BYE}, timeout, self._rank)
                 if reply is not None and not reply.body.get("ok"):
                     raise WriterError("another writer of this run serves its trainer")
                 listener = self._bind()
@@ -214,7 +222,7 @@ class Control:
     def _bind(self) -> socket.socket | None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         try:
-            listener.bind(address(self._root_url))
+            listener.bind(address(self._root_url, self._rank))
             listener.listen(_CLIENTS)
         except OSError:
             listener.close()

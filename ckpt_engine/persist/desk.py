@@ -60,7 +60,9 @@ class Desk:
         """See `control.Answer`."""
         match request.get("what"):
             case control.SNAPSHOT:
-                return self._snapshot()
+                return self._snapshot(request.get("snapshot"))
+            case control.HELD:
+                return self._list()
             case control.BYE:
                 return self._take_leave(request.get("snapshot"))
             case control.SAVE | control.STOP as what:
@@ -73,15 +75,25 @@ class Desk:
             case what:
                 return Reply({"error": f"the writer does not know the request {what!r}"})
 
-    def _snapshot(self) -> Reply | None:
+    def _closed(self) -> str | None:
+        """Why nothing is served; "": that is not known yet, because what the trainer sent last is still to come."""
         if self._attended:
-            if self._trainer_lives():
-                return Reply({"snapshot": None, "why": "its trainer is alive"})
-            return None  # what it sent last has not been taken in yet
-        if not self._serves:
-            return Reply({"snapshot": None, "why": "the run was closed"})
+            return "its trainer is alive" if self._trainer_lives() else ""
+        return None if self._serves else "the run was closed"
+
+    def _list(self) -> Reply | None:
+        closed = self._closed()
+        if closed is not None:
+            return Reply({"held": [], "why": closed}) if closed else None
+        held = self._held.ids()
+        return None if held is None else Reply({"held": held})
+
+    def _snapshot(self, wanted: object) -> Reply | None:
+        closed = self._closed()
+        if closed is not None:
+            return Reply({"snapshot": None, "why": closed}) if closed else None
         try:
-            offer = self._held.offer()
+            offer = self._held.offer(None if wanted is None else str(wanted))
         except (CkptError, OSError, ValueError) as err:
             return Reply({"snapshot": None, "why": str(err)})
         if offer is None:

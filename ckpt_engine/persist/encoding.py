@@ -10,9 +10,12 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.store.codecs import choose
 from ckpt_engine.store.codecs.base import get_codec
 from ckpt_engine.store.codecs.choose import RAW, Knowledge, Limits, Speed, class_of
+from ckpt_engine.store.decode import decoder_of
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Manifest
-from ckpt_engine.store.recode import THREADS, Pick, Tally, chunk_of, decoder_of, placed
+from ckpt_engine.store.recode import Tally
+from ckpt_engine.store.recode_encode import DELTA, THREADS, Pick, chunk_of
+from ckpt_engine.store.recode_plan import placed
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.transfer import SourceError
 
@@ -47,6 +50,11 @@ class Encoding:
     def is_plain(self) -> bool:
         """Whether everything is copied as it is, always."""
         return self._codec == RAW
+
+    @property
+    def needs_bases(self) -> bool:
+        """Whether what the tier has is worth keeping near: the next snapshot is made against it."""
+        return self._codec == DELTA
 
     def pick(self, source: Repository, snapshot: str) -> Pick | None:
         """The codecs of the next snapshot; None: it is copied as it is.
@@ -89,7 +97,9 @@ class Encoding:
             self._learn(tally.speeds(decode))
         elif not self.is_plain:
             before, after = sum(tally.raw_bytes.values()), sum(tally.stored_bytes.values())
-            self.why = f"{self._codec}: {before / 1e6:.3g} MB → {after / 1e6:.3g} MB"
+            used = ", ".join(f"{codec} {nbytes / 1e6:.3g} MB" for codec, nbytes in tally.codecs.most_common())
+            more = f" ({used})" if self.needs_bases and used else ""
+            self.why = f"{self._codec}: {before / 1e6:.3g} MB → {after / 1e6:.3g} MB{more}"
 
     def _learn(self, measured: dict[tuple[str, str], Speed]) -> None:
         self._known = choose.learn(self._known, measured, self._number)

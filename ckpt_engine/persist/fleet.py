@@ -146,9 +146,17 @@ class Fleet:
         self._note()
 
     def protected(self) -> Mapping[str, str]:
-        """Snapshots that retention of the nearest tier leaves alone for a moment: they are being copied."""
-        copying = [(one.tier.copying, one.tier.url) for one in self._replicators]
-        return {info.id: f"being copied to {url}" for info, url in copying if info is not None}
+        """Snapshots that retention of the nearest tier leaves alone for a moment: they are being copied, or what is
+        copied next is stored as the difference to them.
+        """
+        tiers = [one.tier for one in self._replicators]
+        bases = {
+            tier.newest.id: f"the next copy to {tier.url} is made against it"
+            for tier in tiers
+            if tier.encoding.needs_bases and tier.newest is not None
+        }
+        copying = [(tier.copying, tier.url) for tier in tiers]
+        return bases | {info.id: f"being copied to {url}" for info, url in copying if info is not None}
 
     def gone(self, snapshots: Sequence[str]) -> None:
         """The nearest tier had to make room: copies from what was removed stop."""

@@ -1,20 +1,26 @@
-"""The newest complete snapshot that the trainer told of: kept in memory, and offered to who restarts the training."""
+"""The newest complete snapshots that the trainer told of: kept in memory, and offered to who restarts the training."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt_engine.errors import CkptError
+from ckpt_engine.persist import parts
 from ckpt_engine.persist.ids import Ids
 from ckpt_engine.persist.intake import Order
-from ckpt_engine.persist.job import ErrorRecord
-from ckpt_engine.persist.pulse import Beat, read_pulse
+from ckpt_engine.persist.job import ErrorRecord, RankConfig
+from ckpt_engine.persist.pulse import Beat, read_fill, read_pulse
+from ckpt_engine.persist.snapshots import Staged
 from ckpt_engine.store import manifest_codec
 from ckpt_engine.store.manifest import DataFile
 from ckpt_engine.store.transfer import RunText
+
+SHARES = 3
+"""Orders that one of several ranks keeps; see `held_share`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +28,7 @@ class Offer:
     """A snapshot in memory.
 
     Args:
-        manifest: its bytes, the same as on every other tier.
+        manifest: its bytes, the same as on every other tier; of several ranks those of the part record.
         fd: a descriptor of the memory of `file`, for reading; the receiver of the offer closes it.
         durable: whether a tier has it too.
     """
@@ -36,31 +42,62 @@ class Offer:
     durable: bool
 
 
+def as_manifest(staged: Staged, run: str) -> bytes:
+    """The manifest of a snapshot that one writer holds whole."""
+    return manifest_codec.encode(staged.manifest(run, staged.whole(staged.digest())))
+
+
+def held_share(ids: Ids, changed: Callable[[], object], ranks: RankConfig) -> Held:
+    """For one of several ranks: all of them die with a snapshot in common, though they are at different ones.
+
+    Whoever begins snapshot m has met all ranks in the step before it, so that each has snapshot m - 2 complete; m - 1
+    may still be copied there. So this writer keeps m - 2, and m - 1, and perhaps m.
+    """
+
+    def describe(staged: Staged, run: str) -> bytes:
+        manifest = staged.manifest(run, staged.whole(staged.digest()))
+        return parts.encode(parts.part_of(manifest, staged.cut_layout.layout, ranks))
+
+    return Held(ids, changed, SHARES, describe)
+
+
 class Held:
-    """Keeps the newest order. Thread safe.
+    """Keeps the newest orders. Thread safe.
 
     While the trainer lives its memory changes whenever a newer order has been sent, which may not have arrived here:
     nothing is offered before `seal`.
 
     Args:
         changed: called, on any thread, when `offer` may have another answer.
+        keep: so many orders. One is what a trainer alone loses nothing with; several ranks may be at different ones.
+        describe: what is said of an order whose digests are known, given the run's id.
     """
 
-    def __init__(self, ids: Ids, changed: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        ids: Ids,
+        changed: Callable[[], object],
+        keep: int = 1,
+        describe: Callable[[Staged, str], bytes] = as_manifest,
+    ) -> None:
         self._ids = ids
         self._tell = changed
+        self._keep = keep
+        self._describe = describe
         self._lock = threading.Lock()
-        self._newest: Order | None = None
+        self._orders: deque[Order] = deque()
         self._pulse = -1
         self._run: RunText | None = None
         self._sealed = threading.Event()
-        self._error: ErrorRecord | None = None
+        self._errors: dict[Order, ErrorRecord] = {}
+        self._digesting: set[Order] = set()
         self._unwanted = self._settled = False
 
     @property
     def newest(self) -> Order | None:
         """The newest order; only to look at."""
-        return self._newest
+        with self._lock:
+            return self._orders[-1] if self._orders else None
 
     @property
     def beat(self) -> Beat | None:
@@ -74,12 +111,16 @@ class Held:
         return self._unwanted
 
     def hold(self, order: Order) -> None:
-        """Keep `order` instead of what was kept."""
+        """Keep `order`, and let go of what is too much, or was in its slot."""
         order.retain()
         with self._lock:
-            before, self._newest = self._newest, order
-        if before is not None:
-            before.release()
+            before = list(self._orders)
+            kept = [one for one in before if one.job.slot != order.job.slot]
+            kept = kept[max(0, len(kept) + 1 - self._keep) :]
+            self._orders = deque([*kept, order])
+        for one in before:
+            if one not in kept:
+                one.release()
 
     def take_pulse(self, fd: int) -> None:
         """Read the trainer's pulse there; the descriptor is owned from now on."""
@@ -90,51 +131,87 @@ class Held:
 
     def at_risk(self) -> Order | None:
         """The newest order if it is not durable; the caller releases it."""
+        found = self.all_held()
+        for order in found[1:]:
+            order.release()
+        if not found or not found[0].durable:
+            return found[0] if found else None
+        found[0].release()
+        return None
+
+    def all_held(self) -> list[Order]:
+        """All orders, newest first; the caller releases them."""
         with self._lock:
-            order = self._newest
-            if order is None or order.durable:
-                return None
-            order.retain()
-            return order
+            found = list(reversed(self._orders))
+            for order in found:
+                order.retain()
+            return found
 
     def seal(self, run: RunText) -> None:
         """The trainer is gone and everything it sent has arrived: what is held is final.
 
-        Its digests are worked out now, on another thread; whatever changed it afterwards would be noticed by them.
+        The digests of the newest are worked out now, on another thread; whatever changed it afterwards would be noticed
+        by them.
         """
-        with self._lock:
-            self._run = run
-            order = self._newest
-            if order is not None:
-                order.retain()
-        if order is None:
+        self._run = run
+        self.drop_torn()
+        newest = self.newest
+        if newest is None:
             self._sealed.set()
             self._tell()
             return
-        threading.Thread(target=self._digest, args=(order,), name="ckpt-seal", daemon=True).start()
+        self._digest_soon(newest)
+
+    def drop_torn(self) -> None:
+        """Let go of what was in the slot that the trainer filled last. The newest is never in it."""
+        with self._lock:
+            fill = read_fill(self._pulse) if self._keep > 1 and self._pulse >= 0 else None
+            torn = [one for one in self._orders if fill and one.job.slot == fill.slot and one.job.job < fill.job]
+            for order in torn:
+                self._orders.remove(order)
+        for order in torn:
+            order.release()
 
     def wait_sealed(self, timeout: float) -> bool:
         """Wait at most `timeout` seconds until the digests are known, or cannot be; whether that is so."""
         return self._sealed.wait(timeout)
 
-    def offer(self) -> Offer | str | None:
+    def ids(self) -> list[str] | None:
+        """The ids of what is held, newest first; None: not known yet."""
+        if not self._sealed.is_set() or not self._ids.begun:
+            return None
+        with self._lock:
+            orders = list(reversed(self._orders))
+        return [self._ids.of(order) for order in orders]
+
+    def offer(self, wanted: str | None = None) -> Offer | str | None:
         """What there is to restore from; a text: nothing, and why; None: not known yet.
+
+        Args:
+            wanted: the snapshot; None: the newest, which must be a whole one.
 
         Raises:
             OSError: the system gives no descriptor.
         """
+        if wanted is None and self._keep > 1:
+            return "it is the share of one of several ranks"
         if not self._sealed.is_set() or not self._ids.begun:
             return None
         with self._lock:
-            order, run, error = self._newest, self._run, self._error
+            run = self._run
+            order = next((one for one in reversed(self._orders) if wanted in (None, one.snapshot)), None)
             if order is None or run is None:
-                return "no snapshot is held in memory"
+                return "no snapshot is held in memory" if wanted is None else f"{wanted} is not held in memory"
+            error = self._errors.get(order)
             if error is not None:
                 return f"the snapshot in memory cannot be used: {error.message}"
             order.retain()
         try:
+            if not order.digested:
+                self._digest_soon(order)
+                return None
             staged = order.staged(self._ids.of(order))
-            manifest = manifest_codec.encode(staged.manifest(run.run, staged.whole(staged.digest())))
+            manifest = self._describe(staged, run.run)
             fd = staged.slot.reading_fd()
             return Offer(staged.snapshot, order.job.step, manifest, run, staged.data, fd, order.durable)
         finally:
@@ -151,28 +228,39 @@ class Held:
         self._drop_unwanted()
 
     def _drop_unwanted(self) -> None:
-        with self._lock:
-            order = self._newest
-            if not self._unwanted or order is None or not (order.durable or self._settled):
-                return
-            self._newest = None
-        order.release()
+        newest = self.newest
+        # Of several ranks nobody knows alone which one becomes durable.
+        over = self._settled or (self._keep == 1 and newest is not None and newest.durable)
+        if self._unwanted and over:
+            self._drop()
 
     def close(self) -> None:
         """Let go of everything."""
+        self._drop()
         with self._lock:
-            order, self._newest = self._newest, None
             pulse, self._pulse = self._pulse, -1
-        if order is not None:
-            order.release()
         if pulse >= 0:
             os.close(pulse)
+
+    def _drop(self) -> None:
+        with self._lock:
+            orders, self._orders = self._orders, deque()
+        for order in orders:
+            order.release()
+
+    def _digest_soon(self, order: Order) -> None:
+        with self._lock:
+            if order in self._digesting:
+                return
+            self._digesting.add(order)
+            order.retain()
+        threading.Thread(target=self._digest, args=(order,), name="ckpt-seal", daemon=True).start()
 
     def _digest(self, order: Order) -> None:
         try:
             order.staged("").digest()
         except (CkptError, ValueError, OSError) as err:
-            self._error = ErrorRecord.of(err)
+            self._errors[order] = ErrorRecord.of(err)
         finally:
             order.release()
             self._sealed.set()

@@ -73,6 +73,11 @@ class Order:
         """Whether everything that the job names was sent."""
         return self._unknown is None
 
+    @property
+    def digested(self) -> bool:
+        """Whether the digests of its bytes are known."""
+        return self._digests.known is not None
+
     def staged(self, snapshot: str) -> Staged:
         """What is to be written as `snapshot`.
 

@@ -218,6 +218,7 @@ class WriterConfig:
             gone, and serves it from memory.
         linger_seconds: how long it goes on serving that once it is durable.
         ranks: where several ranks write the run together; None: one rank.
+        codec: how snapshots are stored at `url`: a codec's name, or `delta`.
     """
 
     url: str
@@ -232,6 +233,7 @@ class WriterConfig:
     memory: bool = False
     linger_seconds: float = 0.0
     ranks: RankConfig | None = None
+    codec: str = "raw"
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from contextlib import suppress
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotsForgotten
 from ckpt_engine.persist.aside import Aside
-from ckpt_engine.persist.commit import Gathering, InFlight
+from ckpt_engine.persist.commit import ALONE_SECONDS, Gathering, InFlight
+from ckpt_engine.persist.encoded import most_bytes, write_encoded
 from ckpt_engine.persist.image import Draft
 from ckpt_engine.persist.job import ErrorRecord, RankConfig
 from ckpt_engine.persist.known import Known
@@ -18,6 +19,7 @@ from ckpt_engine.persist.snapshots import ALONE, Finish, Staged, share_of, write
 from ckpt_engine.persist.stall import AbandonedError, Progress
 from ckpt_engine.store.collect import Collected, Pruned, collect, prune
 from ckpt_engine.store.lease import Lease
+from ckpt_engine.store.manifest import RAW
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import KeepAll, RetentionPolicy
 from ckpt_engine.store.transfer import RunText, adopt_run
@@ -37,7 +39,8 @@ class Near:
         aside: reads what is there where a read that hangs must not be in the way.
         emit: takes events.
         made_room: told the snapshots that had to go for the next one.
-        ranks, in_flight, alone: where this is the coordinator of several ranks, see `commit.Gathering`.
+        codec: how snapshots are stored: a codec's name, or `delta`.
+        ranks, in_flight, alone, alone_seconds: where this is the coordinator of several ranks, see `commit.Gathering`.
     """
 
     def __init__(
@@ -52,9 +55,11 @@ class Near:
         aside: Aside,
         emit: Callable[[Event], object],
         made_room: Callable[[Sequence[str]], object],
+        codec: str = RAW,
         ranks: RankConfig | None = None,
         in_flight: InFlight | None = None,
         alone: threading.Event | None = None,
+        alone_seconds: float = ALONE_SECONDS,
     ) -> None:
         self._url = url
         self._repository = repository
@@ -65,6 +70,7 @@ class Near:
         self._progress = progress
         self._emit = emit
         self._made_room = made_room
+        self._codec = codec
         self._aside = aside
         self._known = Known(repository, aside if ranks is None else None)
         self._drafts_fail = False
@@ -74,7 +80,11 @@ class Near:
         self._room = Room(repository, lease, policy, self._notice, self._in_flight)
         self._finish: Finish = ALONE
         if ranks is not None and in_flight is not None and alone is not None:
-            self._finish = Gathering(ranks, in_flight, progress, lambda: self._lease.check(), alone)
+            self._finish = Gathering(ranks, in_flight, progress, self.check_lease, alone, alone_seconds)
+
+    def check_lease(self) -> None:
+        """Raises `LeaseHeldError` if the tier is not ours any more."""
+        self._lease.check()
 
     def write(self, staged: Staged) -> SnapshotCommitted:
         """Make a snapshot durable, making room before.
@@ -88,6 +98,8 @@ class Near:
         if isinstance(self._policy, KeepAll):  # else it comes with retention
             self._repository.write_catalog_if_due()
         self._progress.check()
+        if self._codec != RAW:
+            return self._write_encoded(staged)
         known = self._known
         draft = self._draft(staged)
         self._make_room(staged, draft)
@@ -105,6 +117,20 @@ class Near:
             self._finish,
         )
         known.committed(manifest if self._ranks is None else share_of(staged, self._repository, draft))
+        self._room.committed(staged.snapshot)
+        return committed
+
+    def _write_encoded(self, staged: Staged) -> SnapshotCommitted:
+        removed = True
+        while removed:  # what was to be referred to may have gone for room: then more has to be written
+            nbytes = most_bytes(staged, self._repository, self._codec)
+            room = self._room.before(nbytes, lambda: staged.foresee(self._repository.run_id, None))
+            removed = room is not None and bool(room.plan.remove)
+            if room is not None:
+                self._made_room(room.plan.remove)
+            self._told(room)
+        undo_failed = self._not_undone(staged)
+        committed = write_encoded(staged, self._repository, self._url, self._codec, self._progress, undo_failed)
         self._room.committed(staged.snapshot)
         return committed
 

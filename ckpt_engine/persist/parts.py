@@ -61,6 +61,15 @@ def no_part(snapshot: str, why: str, run: str, ranks: RankConfig) -> Part:
     return Part(ranks.rank, ranks.size, "", {}, empty, cancelled=why)
 
 
+def encode(part: Part) -> bytes:
+    """The bytes of a part record."""
+    world: dict[str, Any] = {"size": part.size, "rank": part.rank, "structure": part.structure}
+    world["slices"] = {name: [start, list(whole)] for name, (start, whole) in part.slices.items()}
+    if part.cancelled is not None:
+        world["cancelled"] = part.cancelled
+    return manifest_codec.encode(replace(part.manifest, world=world))
+
+
 def put(storage: Storage, part: Part) -> None:
     """Write a part record. Its data MUST be durable already.
 
@@ -68,12 +77,7 @@ def put(storage: Storage, part: Part) -> None:
         StorageExistsError: this rank has one already.
         StorageError: there may be one nevertheless.
     """
-    world: dict[str, Any] = {"size": part.size, "rank": part.rank, "structure": part.structure}
-    world["slices"] = {name: [start, list(whole)] for name, (start, whole) in part.slices.items()}
-    if part.cancelled is not None:
-        world["cancelled"] = part.cancelled
-    data = manifest_codec.encode(replace(part.manifest, world=world))
-    storage.put(names.part_name(part.manifest.info.id, part.rank), [memoryview(data)])
+    storage.put(names.part_name(part.manifest.info.id, part.rank), [memoryview(encode(part))])
 
 
 def read(storage: Storage, snapshot: str, rank: int) -> Part:
@@ -84,16 +88,28 @@ def read(storage: Storage, snapshot: str, rank: int) -> Part:
         FormatError: it cannot be used.
     """
     name = names.part_name(snapshot, rank)
-    manifest = manifest_codec.decode(storage.get(name))
+    part = decode(storage.get(name), f"{storage.url}/{name}")
+    if part.rank != rank or part.manifest.info.id != snapshot:
+        raise CorruptError(f"{storage.url}/{name} is of rank {part.rank} and of {part.manifest.info.id}")
+    return part
+
+
+def decode(data: bytes, where: str) -> Part:
+    """The inverse of `encode`.
+
+    Args:
+        where: they come from, for messages.
+
+    Raises:
+        FormatError: it cannot be used.
+    """
+    manifest = manifest_codec.decode(data)
     world = manifest.world
     try:
         slices = {entry: (int(start), tuple(whole)) for entry, (start, whole) in world["slices"].items()}
-        part = Part(world["rank"], world["size"], world["structure"], slices, manifest, world.get("cancelled"))
+        return Part(world["rank"], world["size"], world["structure"], slices, manifest, world.get("cancelled"))
     except (KeyError, TypeError, ValueError) as err:
-        raise CorruptError(f"{storage.url}/{name} is no part record: {err}") from err
-    if part.rank != rank or manifest.info.id != snapshot:
-        raise CorruptError(f"{storage.url}/{name} is of rank {part.rank} and of {manifest.info.id}")
-    return part
+        raise CorruptError(f"{where} is no part record: {err}") from err
 
 
 def read_all(storage: Storage, snapshot: str, ranks: Collection[int]) -> dict[int, Part]:

@@ -100,6 +100,7 @@ class Serving:
         self._desk: Desk | None = None
         self._url = ""
         self._listens = True
+        self._rank = 0
         self._control: Control | None = None
         self._drain_seconds = self._linger_seconds = 0.0
         self._closing = False
@@ -195,7 +196,8 @@ class Serving:
             # Linux keeps this per thread: threads started from here on inherit it. The I/O priority follows from it.
             os.nice(_NICE)
         self._url = config.url
-        self._listens = config.ranks is None or config.ranks.rank == 0
+        self._rank = 0 if config.ranks is None else config.ranks.rank
+        self._listens = self._rank == 0 or config.memory
         self._worker = Worker(config, self._channel.send, self._worker_ended, self._listen, self._poke, self._caught_up)
         self._desk = Desk(
             self._worker.held, self._forward, lambda: not self._peer.ended(), self._worker.flush, self._take_leave
@@ -209,7 +211,7 @@ class Serving:
         assert self._desk is not None
         if not self._listens:
             return
-        control = Control(self._url, self._desk.answer)
+        control = Control(self._url, self._desk.answer, self._rank)
         try:
             control.open(_NAME_SECONDS)
         except WriterError as err:
@@ -246,6 +248,7 @@ class Serving:
         _silence()
         if self._closing:
             worker.finish()
+            worker.leave_alone()
         elif self._peer.fd is None or self._peer.ended(_END_SECONDS):
             worker.abandon()
         else:

@@ -28,7 +28,8 @@ from ckpt_engine.store import layout
 from ckpt_engine.store.collect import collect, make_room, prune
 from ckpt_engine.store.lease import Holder, Lease, acquire
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.recode import Tally, copy_encoded, plan
+from ckpt_engine.store.recode import Tally, copy_encoded
+from ckpt_engine.store.recode_plan import plan
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import KeepAll, policy_from
 from ckpt_engine.store.storage.base import Storage

@@ -15,7 +15,7 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import Notice
 from ckpt_engine.persist import protocol
 from ckpt_engine.persist.commit import Cancelled
-from ckpt_engine.persist.held import Held
+from ckpt_engine.persist.held import Held, held_share
 from ckpt_engine.persist.ids import Ids
 from ckpt_engine.persist.intake import Intake, Order
 from ckpt_engine.persist.job import ErrorRecord, WriterConfig
@@ -65,13 +65,14 @@ class Worker:
         caught_up: Callable[[], bool] = lambda: False,
     ) -> None:
         self._memory = config.memory
+        self._ranks = config.ranks
         self._emit = emit
         self._on_exit = on_exit
         self._on_open = on_open
         self._ids = Ids()
         self._intake = Intake()
         self._writer = Writer(config, emit, self._ids)
-        self.held = Held(self._ids, on_news)
+        self.held = Held(self._ids, on_news) if self._ranks is None else held_share(self._ids, on_news, self._ranks)
         self._on_news = on_news
         self._caught_up = caught_up
         self._todo: deque[_Turn] = deque()
@@ -132,8 +133,8 @@ class Worker:
         """
         with self._changed:
             newest = self.held.newest
-            if newest is None:
-                return None
+            if newest is None or self._ranks is not None:
+                return None  # of several ranks one alone cannot
             coming = newest is self._at_hand or any(turn.order is newest for turn in self._todo)
             if not newest.durable and not coming and not self._finishing:
                 newest.retain()
@@ -146,6 +147,10 @@ class Worker:
         with self._changed:
             self._finishing = True
             self._changed.notify()
+
+    def leave_alone(self) -> None:
+        """The trainer is gone: other ranks are not waited for long any more."""
+        self._writer.leave_alone()
 
     def abandon(self) -> None:
         """The trainer is gone, and everything it sent was put: exit after what is needed to lose nothing.
@@ -272,8 +277,30 @@ class Worker:
                 self._ids.of(turn.order)
             return turn
 
+    def _reunite(self) -> None:
+        """See `Writer.reunite`. What is there when trainers close is durable already, most of the time."""
+        if self._abandoned:
+            self.held.wait_sealed(_SEAL_SECONDS)
+        else:
+            self.held.drop_torn()
+        orders = self.held.all_held()
+        deadline = time.monotonic() + RESCUE_SECONDS
+
+        def retry() -> bool:
+            with self._changed:
+                return self._abandoned and not self._hurried and time.monotonic() < deadline
+
+        try:
+            if orders and (self._abandoned or not orders[0].durable):
+                self._writer.reunite(orders, retry)
+        finally:
+            for order in orders:
+                order.release()
+
     def _rescue(self) -> None:
-        order = self.held.at_risk()
+        if self._memory and self._ranks is not None:
+            self._reunite()
+        order = self.held.at_risk() if self._ranks is None else None
         if order is not None:
             try:
                 if self._abandoned:

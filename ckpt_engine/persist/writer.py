@@ -30,13 +30,14 @@ from ckpt_engine.observe.units import duration
 from ckpt_engine.persist import job as values
 from ckpt_engine.persist import parts, protocol
 from ckpt_engine.persist.aside import Aside
-from ckpt_engine.persist.commit import Cancelled, InFlight
+from ckpt_engine.persist.commit import ALONE_SECONDS, Cancelled, InFlight
 from ckpt_engine.persist.fleet import Fleet
 from ckpt_engine.persist.holds import Holds
 from ckpt_engine.persist.ids import Ids
 from ckpt_engine.persist.intake import Order
 from ckpt_engine.persist.job import ErrorRecord, JobDone, PersistJob, RankConfig, WriterConfig
 from ckpt_engine.persist.near import Near
+from ckpt_engine.persist.reunion import NearestTier, Reunion
 from ckpt_engine.persist.share import Share
 from ckpt_engine.persist.snapshots import Staged, SupersededError
 from ckpt_engine.persist.stall import AbandonedError, Lane
@@ -83,6 +84,7 @@ class Writer:
         """The newest snapshot when retention had to spare one that was being copied."""
         self._opened = False
         self._alone = threading.Event()
+        self._reunion: Reunion | None = None
 
     def open(self) -> None:
         """Take the lease and make the run's folder ready.
@@ -103,7 +105,11 @@ class Writer:
         storage = watched(open_storage(config.url, config.storage_options), lane.progress)
         ranks = config.ranks
         if ranks is not None and ranks.rank:
-            self._near = Share(config.url, Repository(storage), ranks, lane.progress, self._emit_event)
+            repository = Repository(storage)
+            self._near = Share(config.url, repository, ranks, lane.progress, self._emit_event)
+            if config.memory:
+                self.run = RunText.of(repository)
+                self._reunion = self._meet(ranks, repository, lambda: None, None)
             self._keeps_all = self._opened = True
             self._ids.begin(0)
             return
@@ -138,10 +144,14 @@ class Writer:
                 self._aside(lane),
                 self._emit_event,
                 fleet.gone if fleet else lambda _: None,
+                config.codec,
                 ranks,
                 in_flight,
                 self._alone,
+                0.0 if config.memory else ALONE_SECONDS,  # the reunion waits
             )
+            if ranks is not None and config.memory:
+                self._reunion = self._meet(ranks, repository, self._near.check_lease, in_flight)
             self._opened = True
             undo.pop_all()
 
@@ -272,6 +282,40 @@ class Writer:
             self._emit_event(event)
             if near:
                 self._committed(snapshot)
+
+    def reunite(self, orders: Sequence[Order], retry: Callable[[], bool]) -> None:
+        """Make durable the newest of these, newest first, that the writers of all ranks hold.
+
+        Args:
+            retry: whether to try again where the tier fails.
+        """
+
+        def again(error: CkptError) -> bool:
+            self._notice(f"what is in memory is not durable at {self._config.url} yet: {error.message}")
+            return retry()
+
+        assert self._reunion is not None
+        self._reunion.run(orders, again)
+
+    def _meet(
+        self, ranks: RankConfig, repository: Repository, still_ours: Callable[[], None], in_flight: InFlight | None
+    ) -> Reunion:
+        def lane(work: Callable[[], object], staged: Staged | None) -> object:
+            return self._lane.call(work) if staged is None else self._in_lane(self._lane, staged, work)
+
+        def done(event: SnapshotCommitted) -> None:
+            self._emit_event(event)
+            if ranks.rank == 0:
+                self._committed(event.snapshot)
+
+        def not_undone(err: CkptError) -> None:
+            self._notice(f"cannot take back a share that was not made durable: {err}")
+
+        tier = self._config.url if ranks.rank == 0 else f"{self._config.url}, the share of rank {ranks.rank}"
+        progress = self._lane.progress
+        return Reunion(
+            ranks, NearestTier(ranks, repository, tier, progress, lane, still_ours, in_flight, done, not_undone)
+        )
 
     def _failed(self, order: Order, snapshot: str, error: Exception) -> ErrorRecord:
         order.failed = True

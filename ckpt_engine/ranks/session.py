@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ckpt_engine.errors import CkptError, ConfigError
+from ckpt_engine.errors import CkptError, ConfigError, WaitTimeoutError
 from ckpt_engine.persist.client import WriterClient
 from ckpt_engine.persist.job import ErrorRecord, RankConfig
 from ckpt_engine.ranks.world import Ranks
@@ -20,6 +21,7 @@ LOAD_SECONDS = 3600.0
 """How long they wait for rank 0 to have loaded a snapshot."""
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Session:
@@ -33,7 +35,7 @@ class Session:
         self.ranks = ranks
         self._session = ""
         self._next_seq = 0
-        self._questions = 0
+        self._questions = self._meetings = 0
         self.count = 0
         """Snapshots that were given an id."""
 
@@ -108,6 +110,47 @@ class Session:
             raise
         store.set(key, json.dumps({"value": value}))
         return value
+
+    def meet(self, make: Callable[[], T], combine: Callable[[list[T | None]], U]) -> U:
+        """What `combine` makes on rank 0 of what `make` returns on each rank, JSON values; the same on every rank.
+
+        Only for the start: it waits for the slowest rank. One that does not come counts as None.
+
+        Args:
+            make: MUST not raise, so that nobody waits for a rank in vain.
+
+        Raises:
+            WaitTimeoutError: rank 0 does not answer.
+        """
+        self._meetings += 1
+        key, store = f"met/{self._meetings}", self.ranks.store
+        mine = make()
+        if not self.coordinates:
+            store.set(f"{key}/{self.ranks.rank}", json.dumps(mine))
+            found: U = json.loads(store.wait(key, 2 * START_SECONDS))
+            return found
+        deadline = time.monotonic() + START_SECONDS
+        said: list[T | None] = [mine]
+        for rank in range(1, self.ranks.size):
+            try:
+                said.append(json.loads(store.wait(f"{key}/{rank}", max(0.1, deadline - time.monotonic()))))
+            except WaitTimeoutError:
+                said.append(None)
+        answer = combine(said)
+        store.set(key, json.dumps(answer))
+        return answer
+
+    def settle(self, mine: Any, judge: Callable[[list[Any]], T], timeout: float) -> T:
+        """What `judge` makes on rank 0 of what all ranks say: JSON values by rank. Waits and raises as `agree`."""
+        key = f"said/{self._questions + 1}"
+        store, size = self.ranks.store, self.ranks.size
+        if not self.coordinates:
+            store.set(f"{key}/{self.ranks.rank}", json.dumps(mine))
+
+        def hear() -> T:
+            return judge([mine, *(json.loads(store.wait(f"{key}/{rank}", timeout)) for rank in range(1, size))])
+
+        return self.agree(hear, timeout)
 
     def arranged(self, components: dict[str, Any]) -> dict[str, Any]:
         """A state's components with this rank's own ones where a manifest has them.

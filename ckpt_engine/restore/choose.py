@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from ckpt_engine.errors import (
     CkptError,
@@ -16,6 +17,7 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.restore import places
 from ckpt_engine.restore.memory import URL
+from ckpt_engine.restore.node_storage import NodeStorage
 from ckpt_engine.store import layout, slim
 from ckpt_engine.store.layout import ParsedId
 from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo
@@ -78,6 +80,7 @@ def candidates(
     step: int | None = None,
     check: Check | None = None,
     only: str | None = None,
+    refused: Mapping[str, CkptError] = MappingProxyType({}),
 ) -> Iterator[Candidate]:
     """Usable snapshots, newest first; what is skipped is noted in `search`.
 
@@ -90,6 +93,7 @@ def candidates(
         where: all places of the run, nearest first.
         step: only snapshots of this step.
         only: no other snapshot than this one.
+        refused: snapshots that are known to be unusable, and why.
 
     Raises:
         CkptError: whatever `check` raises, and the storage's if no place can be read at all.
@@ -105,6 +109,9 @@ def candidates(
     slimmed: list[Candidate] = []
     for parsed in sorted(holders, key=lambda parsed: (parsed.seq, parsed.id), reverse=True):
         if (step is not None and parsed.step != step) or only not in (None, parsed.id):
+            continue
+        if parsed.id in refused:
+            search.reject(parsed.id, refused[parsed.id])
             continue
         try:
             copies = _assemble(parsed.id, holders[parsed], sizes)
@@ -123,11 +130,20 @@ def candidates(
         for candidate in copies:
             if check is not None:
                 check(candidate.manifest)
+            _announce(candidate)
             yield candidate
     for candidate in slimmed:
         if check is not None:
             check(candidate.manifest)
+        _announce(candidate)
         yield candidate
+
+
+def _announce(candidate: Candidate) -> None:
+    """Tell the ranks of this node what is read next, where they share it."""
+    nearest = candidate.sources[0].storage
+    if isinstance(nearest, NodeStorage):
+        nearest.announce(candidate.manifest)
 
 
 def assemble(snapshot: str, holders: Sequence[Repository]) -> Candidate:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ckpt_engine.errors import MismatchError
+from ckpt_engine.errors import MismatchError, StateError
+from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.restore.match import Path
+from ckpt_engine.restore.regions import Region
+from ckpt_engine.snapshot.sharding import is_sharded, local, shard_of
+from ckpt_engine.snapshot.sharding import problem as sharding_problem
 from ckpt_engine.store.manifest import Entry
 
 
@@ -28,44 +33,94 @@ def live_shapes(node: Any, path: Path = ()) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def live_targets(tree: Mapping[str, Any], into: Any, entries: Mapping[str, Entry]) -> dict[str, torch.Tensor]:
-    """The live tensor that can take the bytes of an entry as they are, by entry name.
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The live tensors that take what is read without a second copy.
 
-    Left out: entries of tensors that are shared, views, of another dtype, on other devices than GPUs, or not
-    C-contiguous.
+    Args:
+        plain: by entry name those that take the bytes of an entry as they are.
+        regions: parts of arrays: of DTensors, and of what DTensors were stored as.
+        stored: of the entries of `regions` the boxes that they have one behind another.
+        filled: what those entries are in the state.
     """
-    found: dict[str, torch.Tensor] = {}
-    uses: dict[str, int] = {}
 
-    def visit(node: Any, live: Any) -> None:
-        children: Iterable[tuple[Any, Any]]
-        if isinstance(node, list):
-            children = enumerate(node)
-        elif not isinstance(node, dict):
-            return
-        elif node.get("$") is None:
-            children = node.items()
-        elif node["$"] == "tensor":
-            name = node["entry"]
-            uses[name] = uses.get(name, 0) + 1
-            if "view" not in node and "stride" not in node and _takes_bytes(live, entries[name]):
-                found[name] = live
-            return
-        elif node["$"] in ("dict", "odict"):
-            children = ((key, child) for key, child in node["items"] if not isinstance(key, dict | list))
-        elif node["$"] == "tuple":
-            children = enumerate(node["items"])
-        else:
-            return
-        for key, child in children:
-            if isinstance(live, Mapping):
-                if key in live:
-                    visit(child, live[key])
-            elif isinstance(live, list | tuple) and isinstance(key, int) and key < len(live):
-                visit(child, live[key])
+    plain: dict[str, torch.Tensor]
+    regions: list[Region]
+    stored: dict[str, tuple[Box, ...]]
+    filled: dict[str, torch.Tensor]
 
-    visit(tree[""] if list(tree) == [""] else dict(tree), into)
-    return {name: live for name, live in found.items() if uses[name] == 1}
+    @property
+    def live(self) -> dict[str, torch.Tensor]:
+        """All of them by entry name."""
+        return {**self.plain, **self.filled}
+
+
+def live_targets(tree: Mapping[str, Any], into: Any, entries: Mapping[str, Entry]) -> Targets:
+    """The live tensors for the entries of a tree.
+
+    Left out: entries of tensors that are views, not C-contiguous when saved, or not in `into`; of plain tensors also
+    those that are shared, of another dtype, on other devices than GPUs, or not C-contiguous.
+
+    Raises:
+        StateError: a live DTensor cannot be filled; names the entry.
+    """
+    uses: dict[str, list[tuple[Mapping[str, Any], Any]]] = {}
+    if into is not None:
+        _visit(tree[""] if list(tree) == [""] else dict(tree), into, uses)
+    found = Targets({}, [], {}, {})
+    for name, pairs in uses.items():
+        node, live = pairs[0]
+        if any(one["$"] == "sharded" or is_sharded(it) for one, it in pairs):
+            regions = [_region(name, entries[name], *pair) for pair in pairs]
+            if all(region is not None for region in regions):
+                found.regions.extend(region for region in regions if region is not None)
+                found.stored[name] = boxes_of(node, entries[name].shape)
+                found.filled[name] = live
+        elif len(pairs) == 1 and "view" not in node and "stride" not in node and _takes_bytes(live, entries[name]):
+            found.plain[name] = live
+    return found
+
+
+def _visit(node: Any, live: Any, uses: dict[str, list[tuple[Mapping[str, Any], Any]]]) -> None:
+    """Collect by entry the nodes of tensors, each with what is at its place in the live state; None: nothing is."""
+    children: Iterable[tuple[Any, Any]]
+    if isinstance(node, list):
+        children = enumerate(node)
+    elif not isinstance(node, dict):
+        return
+    elif node.get("$") is None:
+        children = node.items()
+    elif node["$"] in ("tensor", "sharded"):
+        uses.setdefault(node["entry"], []).append((node, live))
+        return
+    elif node["$"] in ("dict", "odict"):
+        children = ((key, child) for key, child in node["items"] if not isinstance(key, dict | list))
+    elif node["$"] == "tuple":
+        children = enumerate(node["items"])
+    else:
+        return
+    for key, child in children:
+        if isinstance(live, Mapping):
+            if key in live:
+                _visit(child, live[key], uses)
+        elif isinstance(live, list | tuple) and isinstance(key, int) and key < len(live):
+            _visit(child, live[key], uses)
+
+
+def _region(name: str, entry: Entry, node: Mapping[str, Any], live: Any) -> Region | None:
+    """What of an entry a live tensor takes; None: it has to be read as it is first."""
+    if "view" in node or "stride" in node or not isinstance(live, torch.Tensor) or tuple(live.shape) != entry.shape:
+        return None
+    if not is_sharded(live):
+        return Region(name, Box.whole(entry.shape), live.detach())
+    return Region(name, _box(name, live), local(live).detach())
+
+
+def _box(name: str, live: torch.Tensor) -> Box:
+    problem = sharding_problem(live)
+    if problem:
+        raise StateError(f"cannot fill the DTensor for {name!r}: {problem}", hint="load without `into`")
+    return shard_of(live).box
 
 
 def _takes_bytes(live: Any, entry: Entry) -> bool:
@@ -90,6 +145,13 @@ def copy_into(loaded: Any, into: Any, path: Path = ()) -> Any:
     if isinstance(loaded, torch.Tensor):
         if not isinstance(into, torch.Tensor) or into.shape != loaded.shape:
             raise MismatchError(f"{where} is a tensor of shape {list(loaded.shape)} in the snapshot, not so in `into`")
+        if is_sharded(into):
+            if not is_sharded(loaded):  # else all live DTensors of that entry are filled
+                with torch.no_grad():
+                    local(into).copy_(loaded[_box(where, into).slices(Box.whole(loaded.shape))])
+            return into
+        if is_sharded(loaded):
+            return into
         if into.data_ptr() != loaded.data_ptr() or into.stride() != loaded.stride():
             with torch.no_grad():
                 into.copy_(loaded)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_engine.errors import ForeignError, FormatError, StorageError, StorageMissingError
+from ckpt_engine.observe import units
 from ckpt_engine.restore import memory
 from ckpt_engine.restore.as_rank import as_rank, entries_of, own_trees, size_of
 from ckpt_engine.restore.choose import Away, Candidate, Check, Rejected, Search, candidates, none_usable
@@ -16,10 +17,14 @@ from ckpt_engine.restore.landing import fill
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
+from ckpt_engine.restore.regions import Read, read_regions
 from ckpt_engine.restore.sources import Repair, Sources
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
+
+Live = Callable[[Manifest], Any]
+"""Some of the live state, for a manifest: its tensors are filled in place, and all else is read as without it."""
 
 MAX_TOLD = 20
 """Repaired tensors that the notes name; `Loaded.repairs` has all."""
@@ -39,6 +44,7 @@ class Loaded:
         repairs: what another place had to serve.
         away: places that did not answer: there may be something newer.
         own: where another number of ranks wrote it: what each of them had of its own, by component.
+        unverified_bytes: read for DTensors from pieces of which little was needed: no digest is of these bytes.
         lost_steps: steps that had begun after this snapshot when the trainer died; None where nobody knows.
     """
 
@@ -54,6 +60,7 @@ class Loaded:
     away: tuple[Away, ...] = ()
     lost_steps: int | None = None
     own: Mapping[int, Any] = field(default_factory=dict)
+    unverified_bytes: int = 0
 
     @property
     def from_memory(self) -> bool:
@@ -88,6 +95,7 @@ def load(
     step: int | None = None,
     *,
     into: Any = None,
+    live: Live | None = None,
     check: Check | None = None,
     pickle_paths: Sequence[str] = (),
     only: str | None = None,
@@ -103,6 +111,7 @@ def load(
         where: all places of the run, nearest first.
         into: live state of the same structure; its tensors are overwritten in place and returned in the state. If
             an error is raised after reading began, their content is undefined.
+        live: in the place of `into`: makes, for the snapshot that is read, some of the live state.
         check: see `choose.Check`.
         only: no other snapshot than this one.
         rank, size: as which of how many ranks.
@@ -126,12 +135,14 @@ def load(
         others = own_trees(candidate.manifest) if size_of(candidate.manifest) != size else {}
         sources = Sources([place.storage for place in candidate.sources])
         try:
-            targets = live_targets(manifest.tree, into, manifest.entries) if into is not None else {}
-            fill(sources, manifest, targets)
+            takes = into if live is None else live(manifest)
+            targets = live_targets(manifest.tree, takes, manifest.entries)
+            fill(sources, manifest, targets.plain)
+            read = read_regions(sources, manifest, targets.regions, targets.stored)
             wanted = entries_of([manifest.tree, *others.values()]) if size_of(manifest) > 1 else set(manifest.entries)
-            rest = [name for name in manifest.entries if name in wanted and name not in targets]
-            entries = {**targets, **read_entries(sources, manifest, rest)}
-            rebuilder = Rebuilder(entries, pickle_paths)
+            rest = [name for name in manifest.entries if name in wanted and name not in targets.live]
+            entries = {**targets.live, **read_entries(sources, manifest, rest)}
+            rebuilder = Rebuilder(entries, pickle_paths, finished=targets.filled)
             state = rebuilder.state(manifest.tree)
             own = {number: rebuilder.state(tree) for number, tree in others.items()}
         except (FormatError, StorageError) as err:
@@ -139,13 +150,13 @@ def load(
                 raise
             search.reject(candidate.info.id, err)
             continue
-        if into is not None:
-            state = copy_into(state, into)
+        if takes is not None:
+            state = copy_into(state, takes)
         return Loaded(
             state=state,
             info=candidate.info,
             manifest=manifest,
-            notes=(*rebuilder.notes, *_told(where, candidate, sources.repairs, search)),
+            notes=(*rebuilder.notes, *_unverified(read), *_told(where, candidate, sources.repairs, search)),
             rejected=tuple(one for one in search.rejected if one.snapshot != candidate.info.id),
             read_bytes=sum(piece.nbytes for _, piece in stored_pieces(manifest)),
             seconds=time.perf_counter() - began,
@@ -154,11 +165,20 @@ def load(
             away=tuple(search.away),
             lost_steps=_lost_steps(where, candidate.info.step),
             own=own,
+            unverified_bytes=read.unverified_bytes,
         )
     error = none_usable(where, search, step)
     if error is not None:
         raise error
     return None
+
+
+def _unverified(read: Read) -> Iterator[str]:
+    if read.unverified_bytes:
+        yield (
+            f"{units.size(read.unverified_bytes)} were read out of pieces of which less than half was needed: "
+            "no digest is of these bytes alone (`ckpt verify` checks the pieces)"
+        )
 
 
 def _lost_steps(where: Sequence[Repository], step: int) -> int | None:

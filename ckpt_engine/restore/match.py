@@ -78,7 +78,7 @@ def _walk(node: Any, path: Path, manifest: Manifest) -> Iterator[tuple[Path, tup
             if isinstance(children, dict):
                 for key, child in children.items():
                     yield from _walk(child, (*path, key), manifest)
-        elif kind == "tensor":
+        elif kind in ("tensor", "sharded"):
             view = node.get("view")
             yield path, tuple(view["shape"]) if view else manifest.entries[node["entry"]].shape
         elif kind in ("tuple", "namedtuple", "deque"):

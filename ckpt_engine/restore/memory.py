@@ -25,43 +25,75 @@ URL = "memory"
 BYE_SECONDS = 2.0
 
 
-class MemoryStorage:
-    """One snapshot in the memory of another process, read-only; see `Storage`. Nothing is copied before it is read.
+class SharedFile:
+    """A data file in the memory of another process. Thread safe.
 
     Args:
-        texts: the run's record and the manifest, by name.
-        file: name of the data file.
+        name: of the data file.
         fd: a descriptor of the memory, owned by this object from now on.
         nbytes: bytes of the data file, from the start of the memory on.
-        beat: how far the trainer was when it died, as far as it said.
 
     Raises:
         CorruptError: the memory is smaller.
     """
 
-    url = URL
-
-    def __init__(self, texts: Mapping[str, bytes], file: str, fd: int, nbytes: int, beat: Beat | None = None) -> None:
-        self.beat = beat
-        self._texts = texts
-        self._file = file
+    def __init__(self, name: str, fd: int, nbytes: int) -> None:
+        self.name = name
+        self.nbytes = nbytes
         self._fd = fd
-        self._nbytes = nbytes
         self._memory: Any = None
         self._lock = threading.Lock()
         # Reading beyond the end of a shared file kills the process (SIGBUS), so trust the file, not the message.
         if os.fstat(fd).st_size < nbytes:
-            raise CorruptError(f"the memory of {file} has {os.fstat(fd).st_size} bytes instead of {nbytes}")
+            raise CorruptError(f"the memory of {name} has {os.fstat(fd).st_size} bytes instead of {nbytes}")
+
+    def mapped(self) -> Any:
+        """Its memory. It stays mapped as long as anything refers to the result."""
+        with self._lock:
+            if self._memory is None:
+                if self._fd < 0:
+                    raise StorageError(f"{URL} was released")
+                try:
+                    self._memory = map_shared(self._fd, self.nbytes, writable=False)
+                except OSError as err:
+                    raise StorageError(f"cannot map {self.nbytes} bytes of {URL}: {err}") from err
+            return self._memory
+
+    def close(self) -> None:
+        """Unmap it, and give up the memory. Idempotent."""
+        with self._lock:
+            self._memory = None
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+
+class MemoryStorage:
+    """One snapshot in the memory of other processes, read-only; see `Storage`. Nothing is copied before it is read.
+
+    Args:
+        texts: the run's record and the manifest, by name.
+        files: its data files, owned by this object from now on.
+        beat: how far the trainer was when it died, as far as it said.
+    """
+
+    url = URL
+
+    def __init__(self, texts: Mapping[str, bytes], files: Sequence[SharedFile], beat: Beat | None = None) -> None:
+        self.beat = beat
+        self._texts = texts
+        self._files = {file.name: file for file in files}
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        if name == self._file:
-            stop = self._nbytes if nbytes is None else min(self._nbytes, start + nbytes)
+        file = self._files.get(name)
+        if file is not None:
+            stop = file.nbytes if nbytes is None else min(file.nbytes, start + nbytes)
             return bytes(self.view(name, start, stop - start)) if start < stop else b""
         text = self._text(name)
         return text[start:] if nbytes is None else text[start : start + nbytes]
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
-        if name == self._file:
+        if name in self._files:
             view = self.view(name, start, out.nbytes)
             if not out.nbytes:
                 return
@@ -80,15 +112,16 @@ class MemoryStorage:
             StorageMissingError
             CorruptError: the file ends too early.
         """
-        if name != self._file:
+        file = self._files.get(name)
+        if file is None:
             raise StorageMissingError(f"{URL} does not have {name} as memory")
-        if start + nbytes > self._nbytes:
+        if start + nbytes > file.nbytes:
             raise CorruptError(f"{URL}/{name} ends before byte {start + nbytes}")
-        return memoryview(self._mapped()).cast("B")[start : start + nbytes].toreadonly()
+        return memoryview(file.mapped()).cast("B")[start : start + nbytes].toreadonly()
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         found = [ObjectInfo(name, len(text)) for name, text in self._texts.items()]
-        found.append(ObjectInfo(self._file, self._nbytes))
+        found += [ObjectInfo(file.name, file.nbytes) for file in self._files.values()]
         return iter([item for item in found if item.name.startswith(prefix)])
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:  # noqa: ARG002
@@ -105,11 +138,8 @@ class MemoryStorage:
 
     def close(self) -> None:
         """Unmap it, and give up the memory. Idempotent."""
-        with self._lock:
-            self._memory = None
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+        for file in self._files.values():
+            file.close()
 
     def _text(self, name: str) -> bytes:
         try:
@@ -117,47 +147,28 @@ class MemoryStorage:
         except KeyError as err:
             raise StorageMissingError(f"{URL} does not have {name}") from err
 
-    def _mapped(self) -> Any:
-        with self._lock:
-            if self._memory is None:
-                if self._fd < 0:
-                    raise StorageError(f"{URL} was released")
-                try:
-                    self._memory = map_shared(self._fd, self._nbytes, writable=False)
-                except OSError as err:
-                    raise StorageError(f"cannot map {self._nbytes} bytes of {URL}: {err}") from err
-            return self._memory
-
 
 class MemoryPlace:
     """A snapshot in memory, to be restored from.
 
     Args:
         root_url: of the run.
-        reply: of its writer to `control.SNAPSHOT`; its descriptor is owned from now on.
+        snapshot, step: its id and its step.
+        storage: where it is.
+        ranks: how many writers hold it.
 
     Attributes:
         repository: for `restore.load`, as the nearest place.
-        snapshot, step: its id and its step.
-
-    Raises:
-        CorruptError: the memory is smaller than the snapshot.
     """
 
-    def __init__(self, root_url: str, reply: Received) -> None:
-        body = reply.body
+    def __init__(self, root_url: str, snapshot: str, step: int, storage: MemoryStorage, ranks: int = 1) -> None:
         self._root_url = root_url
+        self._ranks = ranks
         self._released = False
-        self.snapshot = str(body["snapshot"])
-        self.step = int(body["step"])
-        said = body["beat"]
-        beat = None if said is None else Beat(int(said["step"]), float(said["instant_monotonic"]))
-        texts = {
-            layout.RECORD: str(body["record"]).encode(),
-            layout.manifest_name(self.snapshot): str(body["manifest"]).encode(),
-        }
-        self._storage = MemoryStorage(texts, str(body["file"]), reply.fds[0], int(body["nbytes"]), beat)
-        self.repository = Repository(self._storage)
+        self.snapshot = snapshot
+        self.step = step
+        self._storage = storage
+        self.repository = Repository(storage)
 
     def release(self, *, bye: bool = True) -> None:
         """Give up the memory. Idempotent; never raises.
@@ -171,10 +182,12 @@ class MemoryPlace:
         self._storage.close()
         if not bye:
             return
-        with suppress(WriterError, OSError):  # it lingers a little longer then
-            reply = control.ask(self._root_url, {"what": control.BYE, "snapshot": self.snapshot}, BYE_SECONDS)
-            for fd in reply.fds if reply is not None else ():
-                os.close(fd)
+        for rank in range(self._ranks):
+            with suppress(WriterError, OSError):  # it lingers a little longer then
+                request = {"what": control.BYE, "snapshot": self.snapshot}
+                reply = control.ask(self._root_url, request, BYE_SECONDS, rank)
+                for fd in reply.fds if reply is not None else ():
+                    os.close(fd)
 
 
 def attach(root_url: str, timeout: float) -> MemoryPlace | None:
@@ -193,13 +206,31 @@ def attach(root_url: str, timeout: float) -> MemoryPlace | None:
     if reply is None:
         return None
     try:
-        if reply.body.get("snapshot") is None or not reply.fds:
-            raise LookupError
-        return MemoryPlace(root_url, reply)
+        body, file = reply.body, shared_file(reply)
+        manifest = {layout.manifest_name(str(body["snapshot"])): str(body["manifest"]).encode()}
+        storage = MemoryStorage({layout.RECORD: str(body["record"]).encode(), **manifest}, [file], beat_of(reply))
+        return MemoryPlace(root_url, str(body["snapshot"]), int(body["step"]), storage)
     except (LookupError, TypeError, ValueError, AttributeError, OSError, CorruptError):
         for fd in reply.fds:
             os.close(fd)
         return None
+
+
+def shared_file(reply: Received) -> SharedFile:
+    """What a writer offers with its reply to `control.SNAPSHOT`; owns its descriptor.
+
+    Raises:
+        LookupError, ValueError, TypeError, CorruptError: it offers nothing that is of use.
+    """
+    if reply.body.get("snapshot") is None or not reply.fds:
+        raise LookupError("nothing is offered")
+    return SharedFile(str(reply.body["file"]), reply.fds[0], int(reply.body["nbytes"]))
+
+
+def beat_of(reply: Received) -> Beat | None:
+    """How far the trainer was that the writer worked for."""
+    said = reply.body["beat"]
+    return None if said is None else Beat(int(said["step"]), float(said["instant_monotonic"]))
 
 
 def address_of(view: memoryview) -> int:

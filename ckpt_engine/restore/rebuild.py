@@ -21,13 +21,15 @@ import random
 import sys
 import types
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ckpt_engine.errors import FormatError, NewerFormatError
+from ckpt_engine.ranks.boxes import boxes_of
+from ckpt_engine.restore.blocks import put_together
 from ckpt_engine.snapshot.kinds import FACTORIES
 
 Path = tuple[Any, ...]
@@ -39,10 +41,17 @@ class Rebuilder:
     Args:
         entries: contiguous tensors by container name, as read.
         pickle_paths: glob patterns of paths that may be unpickled; anything else pickled is refused.
+        finished: entries that are the very tensors that the tree shall have.
     """
 
-    def __init__(self, entries: Mapping[str, torch.Tensor], pickle_paths: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        entries: Mapping[str, torch.Tensor],
+        pickle_paths: Sequence[str] = (),
+        finished: Collection[str] = (),
+    ) -> None:
         self._entries = entries
+        self._finished = frozenset(finished)
         self._pickle_paths = tuple(pickle_paths)
         self._tied: dict[tuple[Any, ...], torch.Tensor] = {}
         self.notes: list[str] = []
@@ -106,6 +115,8 @@ class Rebuilder:
 
     def tensor(self, node: Mapping[str, Any], path: Path) -> torch.Tensor:
         """Leaves that shared memory when saved share it again."""
+        if node["entry"] in self._finished:
+            return self.entry(node, path)
         view, stride = node.get("view"), node.get("stride")
         key = (
             node["entry"],
@@ -114,7 +125,10 @@ class Rebuilder:
             repr(node.get("parameter")),
         )
         if key not in self._tied:
-            self._tied[key] = self._new_tensor(self.entry(node, path), view, stride, node.get("parameter"))
+            raw = self.entry(node, path)
+            if "blocks" in node:
+                raw = put_together(raw, boxes_of(node, raw.shape))
+            self._tied[key] = self._new_tensor(raw, view, stride, node.get("parameter"))
         return self._tied[key]
 
     def _new_tensor(
@@ -257,6 +271,7 @@ def _torch_name(_: Rebuilder, node: Mapping[str, Any], __: Path) -> Any:
 
 _KINDS: dict[str, Callable[[Rebuilder, Mapping[str, Any], Path], Any]] = {
     "tensor": Rebuilder.tensor,
+    "sharded": Rebuilder.tensor,
     "ndarray": _ndarray,
     "bytes": _bytes,
     "bytearray": _bytes,

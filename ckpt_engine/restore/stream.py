@@ -158,7 +158,9 @@ def _spans(moves: Sequence[Move]) -> list[list[Move]]:
             joined = move.piece.offset + move.piece.nbytes - first.offset
             raw_nbytes += move.piece.raw_nbytes
             is_next = move.piece.file == last.file and move.piece.offset == last.offset + last.nbytes
-            if is_next and joined <= READ_BYTES and raw_nbytes <= READ_BYTES:
+            # Pieces of a group come out together: other threads would only wait for the one that decodes them.
+            together = move.piece.group == last.group != () and move.start == spans[-1][-1].start
+            if is_next and joined <= READ_BYTES and (raw_nbytes <= READ_BYTES or together):
                 spans[-1].append(move)
                 continue
         spans.append([move])

@@ -1,18 +1,24 @@
-"""Several ranks load the same snapshot: rank 0 finds it, the others take no other one."""
+"""Several ranks load the same snapshot: rank 0 chooses it, and all take it if each of them can read what it needs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
-from ckpt_engine.errors import RanksError
+from ckpt_engine.errors import CkptError, CorruptError, NoUsableSnapshotError, RanksError
+from ckpt_engine.persist.job import ErrorRecord
 from ckpt_engine.ranks.session import LOAD_SECONDS, Session
+from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore.as_rank import as_rank
-from ckpt_engine.restore.choose import Candidate, Check
+from ckpt_engine.restore.choose import Candidate, Check, Search, candidates, none_usable
+from ckpt_engine.restore.node import Sharing
 from ckpt_engine.store.repository import Repository
 
 Places = Callable[[], Sequence[Repository]]
+Read = Callable[..., restore.Loaded | None]
+"""`restore.load` with all that does not depend on the snapshot."""
 
 
 def choose(session: Session, where: Places, step: int | None, check: Check | None) -> Candidate | None:
@@ -31,36 +37,75 @@ def choose(session: Session, where: Places, step: int | None, check: Check | Non
 
 
 def load(
-    session: Session, where: Places, step: int | None, *, into: Any, check: Check | None, pickle_paths: Sequence[str]
+    session: Session,
+    where: Places,
+    step: int | None,
+    *,
+    into: Any,
+    live: restore.Live | None,
+    check: Check | None,
+    pickle_paths: Sequence[str],
 ) -> restore.Loaded | None:
-    """As `load.load`, on all ranks: rank 0 first, which has then seen that every byte is there.
+    """As `load.load`, on all ranks at once: what one of them cannot read none of them takes.
 
     Raises:
-        RanksError: this rank does not find what rank 0 has loaded.
+        RanksError: a rank does not find what rank 0 has chosen.
     """
+    # What is filled in place by `live` is divided, too.
+    with Sharing(session, where, into, alike=live is None) as sharing:
+
+        def read(**which: Any) -> restore.Loaded | None:
+            return restore.load(sharing.places(), into=into, live=live, check=check, pickle_paths=pickle_paths, **which)
+
+        return _load(session, sharing.places, step, check, read)
+
+
+def _load(session: Session, where: Places, step: int | None, check: Check | None, read: Read) -> restore.Loaded | None:
     ranks = session.ranks
-    found: list[restore.Loaded] = []
+    seen = None if check is None else lambda manifest: check(as_rank(manifest, 0))
+    refused: dict[str, CkptError] = {}
+    while True:
+        search = Search()
 
-    def read(only: str | None) -> str | None:
-        one = restore.load(
-            where(),
-            step,
-            into=into,
-            check=check,
-            pickle_paths=pickle_paths,
-            only=only,
-            rank=ranks.rank,
-            size=ranks.size,
-        )
-        found.extend([one] if one is not None else [])
-        return one.info.id if one is not None else None
+        def look() -> str | None:
+            found = candidates(where(), search, step=step, check=seen, refused=refused)  # noqa: B023
+            one = next(found, None)
+            if one is None and (error := none_usable(where(), search, step)) is not None:  # noqa: B023
+                raise error
+            return one.info.id if one is not None else None
 
-    agreed = session.agree(lambda: read(None), LOAD_SECONDS)
-    if agreed is None:
-        return None
-    if not session.coordinates and read(agreed) is None:
-        raise RanksError(
-            f"rank 0 has loaded snapshot {agreed}, and rank {ranks.rank} does not find it",
+        chosen = session.agree(look, LOAD_SECONDS)
+        if chosen is None:
+            return None
+        found, failure = _attempt(ranks, read, chosen)
+        mine = None if failure is None else asdict(ErrorRecord.of(failure))
+        verdict = session.settle(mine, _verdict, LOAD_SECONDS)
+        if verdict is None:
+            assert found is not None
+            return replace(found, rejected=(*search.rejected, *found.rejected))
+        error = ErrorRecord(**verdict).exception()
+        if not isinstance(error, NoUsableSnapshotError):
+            raise failure or error
+        refused[chosen] = CorruptError(error.message)
+
+
+def _attempt(ranks: Ranks, read: Read, snapshot: str) -> tuple[restore.Loaded | None, CkptError | None]:
+    try:
+        found = read(only=snapshot, rank=ranks.rank, size=ranks.size)
+    except CkptError as err:
+        return None, err
+    if found is None:
+        return None, RanksError(
+            f"rank 0 has chosen snapshot {snapshot}, and rank {ranks.rank} does not find it",
             hint="all ranks need the same folder: a shared file system, or an object store",
         )
-    return found[0]
+    return found, None
+
+
+def _verdict(said: list[Any]) -> Any:
+    """What went wrong on the first rank that has something to say; first of all what another snapshot does not mend."""
+    wrong = [(rank, one) for rank, one in enumerate(said) if one is not None]
+    if not wrong:
+        return None
+    rank, first = min(wrong, key=lambda item: item[1]["code"] == NoUsableSnapshotError.code)
+    return {**first, "message": f"on rank {rank}: {first['message']}"}

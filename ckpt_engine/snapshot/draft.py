@@ -1,12 +1,20 @@
-"""An array of a state on its way into the container: named and measured, without a place yet."""
+"""Arrays of a state on their way into the container: which there are, named and measured, without a place yet."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ckpt_engine.snapshot.flatten import ArrayLeaf
+from ckpt_engine.errors import StateError
+from ckpt_engine.ranks.boxes import Grid
+from ckpt_engine.snapshot.flatten import ArrayLeaf, LazyPredicate, Path, show_path, tensor_problem
+from ckpt_engine.snapshot.sharding import Shard
+
+_LAZY_ON = ("cpu", "cuda")
+"""Kinds of devices whose tensors may be copied behind training."""
 
 
 @dataclass(slots=True)
@@ -17,6 +25,7 @@ class Draft:
         array: index into the arrays of a snapshot.
         storage_bytes: see `plan.Source`, as `rows`.
         whole, start_bytes: where only some rows are written: shape of the array, and where they start in it.
+        grid: of a DTensor: how it is divided over the ranks. `shape` and `nbytes` are of what this rank has.
     """
 
     name: str
@@ -31,3 +40,160 @@ class Draft:
     rows: tuple[int, int, int] | None = None
     whole: tuple[int, ...] | None = None
     start_bytes: int = 0
+    grid: Grid | None = None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As manifests name it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def device_of(array: torch.Tensor) -> torch.device:
+    """Where it is. Tests put others in its place."""
+    return array.device
+
+
+def drafts_of(leaves: Sequence[ArrayLeaf], arrays: Sequence[torch.Tensor], lazy: LazyPredicate | None) -> list[Draft]:
+    """One draft per distinct array; leaves that share memory share a draft."""
+    names = _Names()
+    drafts: list[Draft] = []
+    groups: dict[int | str, list[int]] = defaultdict(list)
+    for index, (leaf, array) in enumerate(zip(leaves, arrays, strict=True)):
+        if leaf.node["$"] == "tensor" and array.numel():
+            groups[array.untyped_storage().data_ptr()].append(index)
+        elif leaf.shard is not None:
+            # Tied DTensors of which this rank has nothing are tied all the same: names are those of all ranks.
+            groups[f"{array.untyped_storage()._cdata} {leaf.shard.grid.signature}"].append(index)
+        else:
+            groups[-1 - index].append(index)  # never an address: nothing to share
+    for members in sorted(groups.values()):
+        for cluster in _overlapping(members, arrays):
+            drafts.append(_draft(cluster, leaves, arrays, names, lazy))  # noqa: PERF401 - `names` sees them in turn
+    return drafts
+
+
+def _overlapping(members: Sequence[int], arrays: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Split the members of one storage into runs whose byte ranges overlap."""
+    if len(members) == 1:
+        return [list(members)]
+    clusters: list[list[int]] = []
+    begin = end = -1
+    for index in sorted(members, key=lambda i: (_extent(arrays[i])[0], i)):
+        start, stop = _extent(arrays[index])
+        if start < end or begin == end == start == stop:
+            clusters[-1].append(index)
+            end = max(end, stop)
+        else:
+            clusters.append([index])
+            begin, end = start, stop
+    return [sorted(c) for c in clusters]
+
+
+def _extent(array: torch.Tensor) -> tuple[int, int]:
+    """Byte range of a view in its storage."""
+    size = array.element_size()
+    start = int(array.storage_offset()) * size
+    if not array.numel():
+        return start, start
+    reach = sum((n - 1) * s for n, s in zip(array.shape, array.stride(), strict=True))
+    return start, start + (reach + 1) * size
+
+
+def _draft(
+    cluster: Sequence[int],
+    leaves: Sequence[ArrayLeaf],
+    arrays: Sequence[torch.Tensor],
+    names: _Names,
+    lazy: LazyPredicate | None,
+) -> Draft:
+    first = arrays[cluster[0]]
+    used = [leaves[i] for i in cluster]
+    for i in cluster:
+        problem = tensor_problem(arrays[i])
+        if problem:
+            raise StateError(f"cannot store {'/'.join(map(str, leaves[i].path))}: {problem}")
+    name = names.unique(used[0].path)
+    device = device_of(first)
+    is_lazy = lazy is not None and device.type in _LAZY_ON and all(lazy(leaf.path) for leaf in used)
+    view = (first.dtype, first.shape, first.stride(), first.storage_offset())
+    if all((a.dtype, a.shape, a.stride(), a.storage_offset()) == view for a in (arrays[i] for i in cluster)) and all(
+        leaf.shard == used[0].shard for leaf in used
+    ):
+        if used[0].shard is not None:
+            return _sharded(name, first, cluster[0], is_lazy, used, used[0].shard)
+        for leaf in used:
+            leaf.node["entry"] = name
+            if leaf.node["$"] == "tensor" and not first.is_contiguous() and _dense(first):
+                leaf.node["stride"] = list(first.stride())
+        nbytes = first.numel() * first.element_size()
+        return Draft(name, first.dtype, tuple(first.shape), nbytes, cluster[0], None, is_lazy, used, device)
+    start = min(_extent(arrays[i])[0] for i in cluster)
+    stop = max(_extent(arrays[i])[1] for i in cluster)
+    for i in cluster:
+        array = arrays[i]
+        leaves[i].node["entry"] = name
+        leaves[i].node["view"] = {
+            "dtype": dtype_name(array.dtype),
+            "shape": list(array.shape),
+            "stride": list(array.stride()),
+            "byte_offset": int(array.storage_offset()) * array.element_size() - start,
+        }
+    if any(leaf.shard is not None for leaf in used):
+        raise StateError(
+            f"cannot store {' and '.join(show_path(leaf.path) for leaf in used)}: DTensors that overlap in memory",
+            hint="save one of them, or copies",
+        )
+    nbytes, at = stop - start, (start, stop - start)
+    return Draft(name, torch.uint8, (nbytes,), nbytes, cluster[0], at, is_lazy, used, device)
+
+
+def _sharded(name: str, array: torch.Tensor, index: int, is_lazy: bool, used: list[ArrayLeaf], shard: Shard) -> Draft:
+    """What this rank has of a DTensor. The boxes of all ranks lie one behind another; a leaf tells how if that is not
+    the array in C order."""
+    grid = shard.grid
+    for leaf in used:
+        leaf.node["entry"] = name
+        if not grid.is_rows:
+            leaf.node["$"] = "sharded"
+            leaf.node["blocks"] = [[list(box.offsets), list(box.shape)] for box in grid.boxes]
+    number = grid.boxes.index(shard.box) if shard.box.count else 0
+    size = array.element_size()
+    return Draft(
+        name,
+        array.dtype,
+        shard.box.shape,
+        shard.box.count * size,
+        index,
+        None,
+        is_lazy,
+        used,
+        device_of(array),
+        whole=grid.shape if len(grid.boxes) > 1 else None,
+        start_bytes=grid.starts[number] * size,
+        grid=grid,
+    )
+
+
+def _dense(array: torch.Tensor) -> bool:
+    """Whether the strides are a permutation of contiguous ones (channels_last and the like)."""
+    expected = 1
+    for stride, size in sorted((s, n) for n, s in zip(array.shape, array.stride(), strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class _Names:
+    """Container names of leaf paths: keys joined by "/", "~" and "/" inside keys written as ~0 and ~1, unique."""
+
+    def __init__(self) -> None:
+        self._taken = {"__metadata__"}
+
+    def unique(self, path: Path) -> str:
+        base = "/".join(str(p).replace("~", "~0").replace("/", "~1") for p in path) or "value"
+        name, n = base, 2
+        while name in self._taken:
+            name, n = f"{base}~{n}", n + 1
+        self._taken.add(name)
+        return name

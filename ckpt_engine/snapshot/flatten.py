@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ckpt_engine.errors import StateError, UnstorableLeafError
+from ckpt_engine.snapshot import sharding
 from ckpt_engine.snapshot.kinds import encode_bytes, encode_float, encode_scalar, open_container
 
 Path = tuple[Any, ...]
@@ -37,7 +38,8 @@ class Scan:
 
     Args:
         signature: equal for equal structure (types, keys, lengths; not tensor shapes).
-        arrays: live tensors in traversal order (numpy arrays and bytes as tensors over the same memory).
+        arrays: live tensors in traversal order (numpy arrays and bytes as tensors over the same memory; of a DTensor
+            what this rank has).
         values: JSON nodes of the other leaves in traversal order.
         copied: indices of arrays that are private copies, made by this scan.
     """
@@ -50,10 +52,14 @@ class Scan:
 
 @dataclass(frozen=True, slots=True)
 class ArrayLeaf:
-    """Where an array of a `Scan` sits in the tree, and its skeleton node (filled with `entry` by the planner)."""
+    """Where an array of a `Scan` sits in the tree, and its skeleton node (filled with `entry` by the planner).
+
+    `shard` tells of a DTensor how it is divided over the ranks.
+    """
 
     path: Path
     node: dict[str, Any]
+    shard: sharding.Shard | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +146,10 @@ class Flattener:
             self._scan_other(node, out)
 
     def _scan_other(self, node: Any, out: Scan) -> None:
+        if sharding.is_sharded(node):
+            out.signature.extend(sharding.signature(node))
+            out.arrays.append(sharding.local(node))
+            return
         array = _as_array(node)
         if array is not None:
             out.signature.extend((type(node), getattr(node, "dtype", None), len(node) if array.ndim else 0))
@@ -180,7 +190,9 @@ class Flattener:
                 )
             kind = type(item)
             if kind in _TENSOR_TYPES:
-                return self._tensor_leaf(item, path, leaves)
+                return _tensor_leaf(item, path, leaves)
+            if sharding.is_sharded(item):
+                return _sharded_leaf(item, path, leaves)
             if kind is dict and "$" not in item and all(type(k) is str for k in item):
                 return {k: visit(v, (*path, k)) for k, v in item.items()}
             if kind is dict:
@@ -209,21 +221,6 @@ class Flattener:
 
         return Skeleton(visit(node, root), tuple(leaves))
 
-    def _tensor_leaf(self, tensor: torch.Tensor, path: Path, leaves: list[ArrayLeaf]) -> dict[str, Any]:
-        problem = tensor_problem(tensor)
-        if problem:
-            raise UnstorableLeafError(
-                f"cannot store tensor at {show_path(path)}: {problem}",
-                hint="convert it to a dense tensor in the state you save",
-            )
-        node: dict[str, Any] = {"$": "tensor"}
-        if type(tensor) is torch.nn.Parameter:
-            node["parameter"] = {"requires_grad": tensor.requires_grad}
-        if tensor.device.type != "cpu":
-            node["device"] = str(tensor.device)
-        leaves.append(ArrayLeaf(path, node))
-        return node
-
     def _may_pickle(self, path: Path) -> bool:
         joined = show_path(path)
         return any(fnmatch.fnmatchcase(joined, pattern) for pattern in self._pickle_paths)
@@ -239,6 +236,33 @@ def _as_array(node: Any) -> torch.Tensor | None:
     if isinstance(node, bytes | bytearray) and len(node) > INLINE_BYTES:
         return bytes_tensor(node)
     return None
+
+
+def _tensor_leaf(
+    tensor: torch.Tensor, path: Path, leaves: list[ArrayLeaf], shard: sharding.Shard | None = None
+) -> dict[str, Any]:
+    problem = tensor_problem(tensor)
+    if problem:
+        raise UnstorableLeafError(
+            f"cannot store tensor at {show_path(path)}: {problem}",
+            hint="convert it to a dense tensor in the state you save",
+        )
+    node: dict[str, Any] = {"$": "tensor"}
+    if isinstance(tensor, torch.nn.Parameter):
+        node["parameter"] = {"requires_grad": tensor.requires_grad}
+    if tensor.device.type != "cpu":
+        node["device"] = str(tensor.device)
+    leaves.append(ArrayLeaf(path, node, shard))
+    return node
+
+
+def _sharded_leaf(tensor: torch.Tensor, path: Path, leaves: list[ArrayLeaf]) -> dict[str, Any]:
+    problem = sharding.problem(tensor)
+    if problem:
+        raise UnstorableLeafError(
+            f"cannot store DTensor at {show_path(path)}: {problem}", hint="save tensor.full_tensor() in its place"
+        )
+    return _tensor_leaf(tensor, path, leaves, sharding.shard_of(tensor))
 
 
 def _array_leaf(item: Any, path: Path, leaves: list[ArrayLeaf]) -> dict[str, Any]:

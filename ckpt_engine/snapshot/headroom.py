@@ -18,8 +18,6 @@ RESERVE = 0.05
 _MEMINFO = Path("/proc/meminfo")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
-MEMORY_TIER_SLOTS = 2
-"""With fewer there is not always a complete snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,9 @@ def look(meminfo: Path = _MEMINFO, membership: Path = _MEMBERSHIP, cgroups: Path
     return min(rooms, key=lambda room: room.nbytes, default=None)
 
 
-def plan_arena(slot_bytes: int, slots: int, *, memory: bool, room: Room | None, held_bytes: int = 0) -> Fit:
+def plan_arena(
+    slot_bytes: int, slots: int, *, memory: bool, room: Room | None, held_bytes: int = 0, kept: int = 1
+) -> Fit:
     """How many of the wanted slots have room: first fewer slots, then no memory tier, and always one slot.
 
     Args:
@@ -64,6 +64,7 @@ def plan_arena(slot_bytes: int, slots: int, *, memory: bool, room: Room | None, 
         memory: whether a memory tier is wanted.
         room: None if unknown; then everything has room.
         held_bytes: what the arena occupies already and would reuse.
+        kept: slots with complete snapshots while one more is filled, with a memory tier.
     """
     if room is None:
         return Fit(slots, memory)
@@ -71,7 +72,7 @@ def plan_arena(slot_bytes: int, slots: int, *, memory: bool, room: Room | None, 
     found = min(slots, free // max(1, slot_bytes))
     if found >= slots:
         return Fit(slots, memory)
-    still = memory and found >= MEMORY_TIER_SLOTS
+    still = memory and found > kept
     found = max(1, found)
     what = f"{found} slot{'s' if found > 1 else ''}" + (" and without the memory tier" if memory and not still else "")
     return Fit(

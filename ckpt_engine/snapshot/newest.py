@@ -1,8 +1,9 @@
-"""Which arena slots the writer may still need to rescue: the newest complete snapshot, until it surely has a newer one.
+"""Which arena slots the writer may still need to rescue: the newest complete snapshots, until it surely has newer ones.
 
 With a memory tier the writer makes the newest snapshot it was told of durable when the trainer is gone. Its slot must
 not change before a newer one was told *and* that message is with the kernel: a trainer killed in between would leave a
-slot half overwritten, and a writer that knows of no other.
+slot half overwritten, and a writer that knows of no other. Of several ranks each keeps two while it fills a third
+slot: see `persist.held`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from dataclasses import dataclass
 
 from ckpt_engine.errors import CkptError
 from ckpt_engine.snapshot.handle import SaveHandle
+
+KEPT = 1
+KEPT_OF_RANKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +30,12 @@ class Newest:
 
     Args:
         release: takes the slots that may change; called on the training thread.
+        keep: so many of the newest may not.
     """
 
-    def __init__(self, release: Callable[[int], None]) -> None:
+    def __init__(self, release: Callable[[int], None], keep: int = 1) -> None:
         self._release = release
+        self.keep = keep
         self._told: deque[_Told] = deque()
 
     def tell(self, slot: int, handle: SaveHandle | None) -> None:
@@ -53,7 +59,7 @@ class Newest:
         for told in list(self._told)[:count]:
             if told.handle is not None:
                 told.handle.held = True
-        for _ in range(count - 1):
+        for _ in range(count - self.keep):
             self._release(self._told.popleft().slot)
 
     def lose(self, why: CkptError) -> None:
@@ -65,4 +71,6 @@ class Newest:
             self._release(told.slot)
 
     def _open(self, count: int) -> bool:
-        return count > 1 or (count == 1 and (handle := self._told[0].handle) is not None and not handle.held)
+        if count > self.keep:
+            return True
+        return any((handle := told.handle) is not None and not handle.held for told in list(self._told)[:count])

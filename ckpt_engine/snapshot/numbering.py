@@ -32,7 +32,7 @@ class Numbering:
 
     def take(self, wanted: Request, parent: str | None, save: Callable[[str | None], SaveHandle]) -> SaveHandle:
         """Let `save` take the snapshot of that id. Whatever fails in it: all ranks go on counting alike."""
-        if self._session is None or not wanted.durable:
+        if self._session is None:
             return save(None)
         snapshot = self._session.number(wanted.step, parent)
         why = "it failed there"
@@ -40,11 +40,13 @@ class Numbering:
             handle = save(snapshot)
             why = handle.skipped or ""
         finally:
-            if why:
+            if why and wanted.durable:  # nobody waits for what only stays in memory
                 self._cancel(snapshot, why)
         return handle
 
-    def miss(self, step: int, parent: str | None, why: str) -> None:
+    def miss(self, step: int, parent: str | None, why: str, *, durable: bool = True) -> None:
         """This rank takes no snapshot of `step` though all ranks do: it is counted, and nobody waits for this rank."""
         if self._session is not None and self._session.is_open:
-            self._cancel(self._session.number(step, parent), why)
+            snapshot = self._session.number(step, parent)
+            if durable:
+                self._cancel(snapshot, why)

@@ -8,7 +8,6 @@ from typing import Any
 
 from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, SnapshotStaged, WriterLost
-from ckpt_engine.persist.client import WriterClient
 from ckpt_engine.persist.job import JobDone, PersistJob, SlotFreed
 from ckpt_engine.persist.pulse import Pulse
 from ckpt_engine.ranks.session import Session
@@ -19,14 +18,14 @@ from ckpt_engine.snapshot.flatten import Flattener, LazyPredicate
 from ckpt_engine.snapshot.guard import Guard
 from ckpt_engine.snapshot.handle import SaveHandle, wait_seconds
 from ckpt_engine.snapshot.handover import Handover
-from ckpt_engine.snapshot.newest import Newest
+from ckpt_engine.snapshot.newest import KEPT, KEPT_OF_RANKS, Newest
 from ckpt_engine.snapshot.numbering import Numbering
 from ckpt_engine.snapshot.plan import Plan, Planner
 from ckpt_engine.snapshot.request import Request
 from ckpt_engine.snapshot.slots import Slots
 from ckpt_engine.snapshot.software import software
 from ckpt_engine.snapshot.stage import FENCE_TIMEOUT_SECONDS, Copier, Staging
-from ckpt_engine.snapshot.starting import OpenWriter, Starting
+from ckpt_engine.snapshot.starting import OpenWriter, Starting, outlives_the_trainer
 from ckpt_engine.snapshot.unchanged import Claims, Unchanged
 
 BEHIND_SECONDS = 0.5
@@ -76,7 +75,7 @@ class Pipeline:
         self._tell_of_pinning = teller(emit)
         self._fitted_bytes = 0
         self.memory = memory
-        self._newest = Newest(self._slots.release)
+        self._newest = Newest(self._slots.release, KEPT if session is None else KEPT_OF_RANKS)
         self._pulse: Pulse | None = None
         self._copier = Copier()
         self._unchanged = Unchanged()
@@ -120,17 +119,10 @@ class Pipeline:
                 self._emit(event)
         self._writer = Handover(client)
         if self.memory:
-            self._begin_memory(client)
-
-    def _begin_memory(self, client: WriterClient) -> None:
-        from ckpt_engine.persist.thread import ThreadWriter
-
-        if isinstance(client, ThreadWriter):
-            self.memory = False
-            self._emit(Notice("WARNING", "there is no memory tier: a writer thread ends with the trainer"))
-            return
-        self._pulse = self._pulse or Pulse()
-        client.attach_pulse(self._pulse.fd)
+            self.memory = outlives_the_trainer(client, self._emit)
+        if self.memory:
+            self._pulse = self._pulse or Pulse()
+            client.attach_pulse(self._pulse.fd)
 
     @property
     def started(self) -> bool:
@@ -169,7 +161,7 @@ class Pipeline:
 
     def _writer_has_time(self) -> bool:
         """Whether one more durable snapshot leaves slots for those that only stay in memory: one kept, one filled."""
-        return not self.memory or len(self._pending) < max(1, self._slots.count - 2)
+        return not self.memory or len(self._pending) < max(1, self._slots.count - 1 - self._newest.keep)
 
     def save(
         self,
@@ -185,13 +177,13 @@ class Pipeline:
     ) -> SaveHandle:
         """Take a snapshot of this instant; see `Checkpointer.save`."""
         wanted = Request(step, metrics, epoch, reason, lazy, notes, durable)
-        if durable and self._numbering.lacks_session:
+        if self._numbering.lacks_session:
             self.start()
         return self._numbering.take(wanted, self.parent, lambda snapshot: self._save(state, wanted, snapshot))
 
-    def miss(self, step: int, why: str) -> None:
+    def miss(self, step: int, why: str, *, durable: bool = True) -> None:
         """See `Numbering.miss`."""
-        self._numbering.miss(step, self.parent, why)
+        self._numbering.miss(step, self.parent, why, durable=durable)
 
     def _cancel(self, snapshot: str, why: str) -> None:
         if self._writer is not None:
@@ -221,6 +213,8 @@ class Pipeline:
             return SaveHandle(self, step, durable=durable, skipped="busy: earlier snapshots are still being written")
         self._writer.announce(slot, self._slots.known(), capture.plan)
         self._jobs += 1
+        if self._pulse is not None:
+            self._pulse.fill(slot.index, self._jobs)
         job = PersistJob(
             job=self._jobs,
             slot=slot.index,
@@ -314,7 +308,12 @@ class Pipeline:
             return
         self._fitted_bytes = nbytes
         fit = headroom.plan_arena(
-            nbytes, self._slots.count, memory=self.memory, room=self._room(), held_bytes=self._slots.nbytes()
+            nbytes,
+            self._slots.count,
+            memory=self.memory,
+            room=self._room(),
+            held_bytes=self._slots.nbytes(),
+            kept=self._newest.keep,
         )
         if fit.warning is None:
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +11,10 @@ import torch
 from ckpt_engine.errors import StateError
 from ckpt_engine.persist.job import EntryLayout, Layout
 from ckpt_engine.ranks.session import Session
+from ckpt_engine.snapshot import draft as drafting
 from ckpt_engine.snapshot import shares
 from ckpt_engine.snapshot.draft import Draft
-from ckpt_engine.snapshot.flatten import ArrayLeaf, Flattener, LazyPredicate, Path, Scan, tensor_problem
+from ckpt_engine.snapshot.flatten import ArrayLeaf, Flattener, LazyPredicate, Path, Scan
 from ckpt_engine.store.container import build_header, container_form
 
 ROOT_KEY = ""
@@ -24,9 +24,6 @@ WITHOUT_COPY = frozenset(
     getattr(torch, f"{sign}{bits}") for sign in ("int", "uint") for bits in range(1, 8) if hasattr(torch, f"int{bits}")
 )
 """Dtypes torch has no copy kernel for; they are copied as bytes."""
-
-_LAZY_ON = ("cpu", "cuda")
-"""Kinds of devices whose tensors may be copied behind training."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +149,8 @@ class Planner:
             trees[key] = skeleton.tree
             copied.update(len(leaves) + i for i in scans[key].copied)
             leaves.extend(skeleton.leaves)
-        drafts = _drafts(leaves, arrays, lazy)
+        drafts = drafting.drafts_of(leaves, arrays, lazy)
+        shares.require_all(drafts, self._session.ranks if self._session is not None else None)
         layout, header, sources = self._lay_out(drafts)
         old = {s.key: s for s in self._known.plan.skeletons} if self._known else {}
         refs = []
@@ -172,7 +170,7 @@ class Planner:
             for i, a in enumerate(arrays)
         ]
         shared = _shared([meta[0] for meta in metas])
-        devices = [_device_of(a) for a in arrays]
+        devices = [drafting.device_of(a) for a in arrays]
         return _Known(plan, {k: s.signature for k, s in scans.items()}, metas, lazy, shared, views, devices)
 
     def _lay_out(self, drafts: Sequence[Draft]) -> tuple[Layout, bytes, tuple[Source, ...]]:
@@ -187,7 +185,7 @@ class Planner:
         ordered.sort(key=lambda d: (-d.dtype.itemsize, *_crossing(d)))
         rows = []
         for draft in ordered:
-            name = _dtype_name(draft.dtype)
+            name = drafting.dtype_name(draft.dtype)
             code, shape = container_form(name, draft.shape, draft.nbytes)
             rows.append((draft.name, name, code, shape, draft.nbytes))
         header = build_header([(n, code, shape, nbytes) for n, _, code, shape, nbytes in rows], {"format": "pt"})
@@ -247,7 +245,7 @@ class _Known:
                 moved = True
         if not moved:
             return True
-        if any(_device_of(array) != device for array, device in zip(arrays, self.devices, strict=True)):
+        if any(drafting.device_of(array) != device for array, device in zip(arrays, self.devices, strict=True)):
             return False
         # Gradients, metrics and logged values are new objects at every step: what matters is who shares with whom.
         addresses = [a.data_ptr() if meta[0] else 0 for a, meta in zip(arrays, self.metas, strict=True)]
@@ -260,118 +258,5 @@ def _shared(addresses: Sequence[int]) -> list[int]:
     return [first.setdefault(address, i) if address else i for i, address in enumerate(addresses)]
 
 
-def _device_of(array: torch.Tensor) -> torch.device:
-    return array.device
-
-
 def _crossing(draft: Draft) -> tuple[str, bool]:
     return ("", False) if draft.device.type == "cpu" else (str(draft.device), draft.lazy)
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _drafts(leaves: Sequence[ArrayLeaf], arrays: Sequence[torch.Tensor], lazy: LazyPredicate | None) -> list[Draft]:
-    """One draft per distinct array; leaves that share memory share a draft."""
-    names = _Names()
-    drafts: list[Draft] = []
-    groups: dict[int, list[int]] = defaultdict(list)
-    for index, (leaf, array) in enumerate(zip(leaves, arrays, strict=True)):
-        if leaf.node["$"] == "tensor" and array.numel():
-            groups[array.untyped_storage().data_ptr()].append(index)
-        else:
-            groups[-1 - index].append(index)  # never an address: nothing to share
-    for members in sorted(groups.values()):
-        for cluster in _overlapping(members, arrays):
-            drafts.append(_draft(cluster, leaves, arrays, names, lazy))  # noqa: PERF401 - `names` sees them in turn
-    return drafts
-
-
-def _overlapping(members: Sequence[int], arrays: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Split the members of one storage into runs whose byte ranges overlap."""
-    if len(members) == 1:
-        return [list(members)]
-    clusters: list[list[int]] = []
-    end = -1
-    for index in sorted(members, key=lambda i: (_extent(arrays[i])[0], i)):
-        start, stop = _extent(arrays[index])
-        if clusters and start < end:
-            clusters[-1].append(index)
-            end = max(end, stop)
-        else:
-            clusters.append([index])
-            end = stop
-    return [sorted(c) for c in clusters]
-
-
-def _extent(array: torch.Tensor) -> tuple[int, int]:
-    """Byte range of a view in its storage."""
-    size = array.element_size()
-    start = int(array.storage_offset()) * size
-    reach = sum((n - 1) * s for n, s in zip(array.shape, array.stride(), strict=True))
-    return start, start + (reach + 1) * size
-
-
-def _draft(
-    cluster: Sequence[int],
-    leaves: Sequence[ArrayLeaf],
-    arrays: Sequence[torch.Tensor],
-    names: _Names,
-    lazy: LazyPredicate | None,
-) -> Draft:
-    first = arrays[cluster[0]]
-    used = [leaves[i] for i in cluster]
-    for i in cluster:
-        problem = tensor_problem(arrays[i])
-        if problem:
-            raise StateError(f"cannot store {'/'.join(map(str, leaves[i].path))}: {problem}")
-    name = names.unique(used[0].path)
-    device = _device_of(first)
-    is_lazy = lazy is not None and device.type in _LAZY_ON and all(lazy(leaf.path) for leaf in used)
-    view = (first.dtype, first.shape, first.stride(), first.storage_offset())
-    if all((a.dtype, a.shape, a.stride(), a.storage_offset()) == view for a in (arrays[i] for i in cluster)):
-        for leaf in used:
-            leaf.node["entry"] = name
-            if leaf.node["$"] == "tensor" and not first.is_contiguous() and _dense(first):
-                leaf.node["stride"] = list(first.stride())
-        nbytes = first.numel() * first.element_size()
-        return Draft(name, first.dtype, tuple(first.shape), nbytes, cluster[0], None, is_lazy, used, device)
-    start = min(_extent(arrays[i])[0] for i in cluster)
-    stop = max(_extent(arrays[i])[1] for i in cluster)
-    for i in cluster:
-        array = arrays[i]
-        leaves[i].node["entry"] = name
-        leaves[i].node["view"] = {
-            "dtype": _dtype_name(array.dtype),
-            "shape": list(array.shape),
-            "stride": list(array.stride()),
-            "byte_offset": int(array.storage_offset()) * array.element_size() - start,
-        }
-    nbytes, at = stop - start, (start, stop - start)
-    return Draft(name, torch.uint8, (nbytes,), nbytes, cluster[0], at, is_lazy, used, device)
-
-
-def _dense(array: torch.Tensor) -> bool:
-    """Whether the strides are a permutation of contiguous ones (channels_last and the like)."""
-    expected = 1
-    for stride, size in sorted((s, n) for n, s in zip(array.shape, array.stride(), strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-class _Names:
-    """Container names of leaf paths: keys joined by "/", "~" and "/" inside keys written as ~0 and ~1, unique."""
-
-    def __init__(self) -> None:
-        self._taken = {"__metadata__"}
-
-    def unique(self, path: Path) -> str:
-        base = "/".join(str(p).replace("~", "~0").replace("/", "~1") for p in path) or "value"
-        name, n = base, 2
-        while name in self._taken:
-            name, n = f"{base}~{n}", n + 1
-        self._taken.add(name)
-        return name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from ckpt_engine.observe.events import Event
+from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.persist.client import WriterClient
 
 OpenWriter = Callable[[bool, Callable[[Event], None]], WriterClient]
@@ -52,3 +52,13 @@ class Starting:
             self._client = open_writer(memory, self.events.append)
         except Exception as err:  # noqa: BLE001 - raised on the training thread
             self._error = err
+
+
+def outlives_the_trainer(client: WriterClient, emit: Callable[[Event], None]) -> bool:
+    """Whether a writer can be a memory tier; else `emit` says why not."""
+    from ckpt_engine.persist.thread import ThreadWriter
+
+    if isinstance(client, ThreadWriter):
+        emit(Notice("WARNING", "there is no memory tier: a writer thread ends with the trainer"))
+        return False
+    return True

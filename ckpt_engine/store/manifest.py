@@ -67,6 +67,8 @@ class Piece:
         nbytes: stored bytes.
         raw_nbytes: decoded bytes (equal to `nbytes` for "raw").
         raw_digest: of the decoded bytes; None for "raw".
+        group: of a codec that encodes several arrays at once: the entries whose pieces at the same place belong
+            together, in the order of the codec's roles; else empty.
     """
 
     file: int
@@ -77,6 +79,7 @@ class Piece:
     codec: str = RAW
     base: str | None = None
     raw_digest: str | None = None
+    group: tuple[str, ...] = ()
 
     @property
     def content_digest(self) -> str | None:

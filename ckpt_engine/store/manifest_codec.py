@@ -225,6 +225,8 @@ def _piece_to_json(piece: Piece) -> dict[str, Any]:
         row["base"] = piece.base
     if piece.raw_digest is not None:
         row["raw_digest"] = piece.raw_digest
+    if piece.group:
+        row["group"] = list(piece.group)
     return row
 
 
@@ -260,6 +262,7 @@ def _piece_from_json(row: Mapping[str, Any]) -> Piece:
         row.get("codec", RAW),
         row.get("base"),
         row.get("raw_digest"),
+        tuple(row.get("group", ())),
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ckpt_engine.data import rng
+from ckpt_engine.snapshot.sharding import here
 from ckpt_engine.tracking.packed import Packer
 from ckpt_engine.tracking.parts import OWN_KEY, Parts, managed
 
@@ -60,7 +61,11 @@ class Capture:
         return {
             name: found
             for name, module in self._parts.modules.items()
-            if (found := {key: p.grad for key, p in module.named_parameters() if id(p) in ids and p.grad is not None})
+            if (
+                found := {
+                    key: here(p.grad) for key, p in module.named_parameters() if id(p) in ids and p.grad is not None
+                }
+            )
         }
 
     def is_lazy(self, path: tuple[Any, ...]) -> bool:
@@ -77,5 +82,5 @@ class Capture:
             return False
         tensor = self._state[path[0]][path[1]]
         if self._managed is None:
-            self._managed = frozenset(p.data_ptr() for p in managed(self._parts.optimizers.values()))
-        return isinstance(tensor, torch.Tensor) and tensor.numel() > 0 and tensor.data_ptr() in self._managed
+            self._managed = frozenset(here(p).data_ptr() for p in managed(self._parts.optimizers.values()))
+        return isinstance(tensor, torch.Tensor) and tensor.numel() > 0 and here(tensor).data_ptr() in self._managed

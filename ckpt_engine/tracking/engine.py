@@ -10,7 +10,7 @@ from ckpt_engine.config.live import LiveFile
 from ckpt_engine.observe.events import EventSink
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore.choose import Candidate, Check
-from ckpt_engine.restore.load import Loaded
+from ckpt_engine.restore.load import Live, Loaded
 from ckpt_engine.snapshot.flatten import LazyPredicate
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.store.manifest import SnapshotInfo
@@ -41,7 +41,7 @@ class Engine(Protocol):
     @property
     def count(self) -> int: ...
 
-    def miss(self, step: int, why: str) -> None: ...
+    def miss(self, step: int, why: str, *, durable: bool = True) -> None: ...
 
     def agree(self, make: Callable[[], T]) -> T: ...
 
@@ -72,7 +72,14 @@ class Engine(Protocol):
 
     def choose(self, step: int | None = None, *, check: Check | None = None) -> Candidate | None: ...
 
-    def load(self, step: int | None = None, *, into: Any = None, check: Check | None = None) -> Any | None: ...
+    def load(
+        self,
+        step: int | None = None,
+        *,
+        into: Any = None,
+        live: Live | None = None,
+        check: Check | None = None,
+    ) -> Any | None: ...
 
     def snapshots(self) -> list[SnapshotInfo]: ...
 

@@ -105,7 +105,9 @@ class Feed:
     @property
     def at_end(self) -> bool:
         """Every batch of the pass was given, as far as that is known."""
-        return self.delivered > 0 and (self.delivered == self._length or self.position.exhausted)
+        dealt = self.position.dealt
+        length = self._length if dealt is None else dealt[1]
+        return self.delivered > 0 and (self.delivered == length or self.position.exhausted)
 
     @property
     def resuming(self) -> bool:

@@ -12,12 +12,13 @@ from ckpt_engine.data.exactness import Level
 from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
 from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.resume_report import NotRestored, Restored
-from ckpt_engine.restore.as_rank import require_size
+from ckpt_engine.restore.as_rank import as_rank
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.tracking import flags
 from ckpt_engine.tracking.capture import OWN_VERSION
+from ckpt_engine.tracking.elastic import Elastic, elastic_of, numbers_of, require_ranks
 from ckpt_engine.tracking.engine import Engine
 from ckpt_engine.tracking.feed import Feed
 from ckpt_engine.tracking.packed import unpack
@@ -94,14 +95,22 @@ class Resume:
                 f"snapshot {loaded.info.id} was written by a later version of ckpt-engine", hint="update ckpt-engine"
             )
         packed, notes = unpack(own["packed"])
-        self._own = own = {**packed, "gradients": own["gradients"]}
+        elastic = elastic_of(loaded, own, OWN_KEY, numbers_of(self._engine.ranks), self._engine.config.rng)
+        self._own = {**packed, "gradients": own["gradients"]}
+        if elastic is not None:
+            self._own = self._resplit(self._own, elastic)  # before anything is put back: this may be impossible
+        own = self._own
         self._draft = draft = ReportDraft(url, loaded)
         draft.restored, draft.not_restored = self._parts.load(state)
         draft.notes += [_where(own), *notes]
         self._load_feeds()
         # A loop that asks no loader has no later moment.
         draft.not_restored += [NotRestored("random streams", problem) for problem in rng.restore(own["rng"])]
-        draft.restored.append(Restored("random streams", ", ".join(own["rng"])))
+        if elastic is None:
+            draft.restored.append(Restored("random streams", ", ".join(own["rng"])))
+        else:
+            draft.notes += elastic.notes(feed.position.dealt for feed in self._feeds)
+            draft.not_restored += elastic.not_restored() if self._rank == 0 else []
         self._surroundings.restore(own["surroundings"])
         if own["training"] is None:
             draft.not_restored += self._put_back_gradients()
@@ -161,6 +170,16 @@ class Resume:
     def _rank(self) -> int:
         return 0 if self._engine.ranks is None else self._engine.ranks.rank
 
+    def _resplit(self, own: Mapping[str, Any], elastic: Elastic) -> Mapping[str, Any]:
+        """What the loop saved about itself, for another number of ranks."""
+        streams, feeds = elastic.streams, dict(own["feeds"])
+        for feed in self._feeds:
+            positions = [one["feeds"][feed.name]["position"] for one in elastic.own if feed.name in one["feeds"]]
+            if len(positions) == elastic.saved_size:
+                feeds[feed.name] = {**feeds[feed.name], "position": elastic.position(feed.position, positions)}
+        gradients = {component: elastic.gradients(("gradients", component)) for component in own["gradients"]}
+        return {**own, "rng": streams, "feeds": feeds, "gradients": gradients}
+
     def _load_feeds(self) -> None:
         saved, training, draft = self._own["feeds"], self._own["training"], self._draft
         assert draft is not None
@@ -205,9 +224,11 @@ class Resume:
     def _flags_now(self) -> dict[str, dict[str, list[str]]]:
         return {name: flags.dump_flags(module) for name, module in self._parts.modules.items()}
 
-    def _fits(self, manifest: Manifest) -> None:
+    def _fits(self, written: Manifest) -> None:
         """Raises where the weights of the snapshot are not those of these models."""
-        require_size(manifest, self._engine.ranks.size if self._engine.ranks is not None else 1)
+        rank, size = numbers_of(self._engine.ranks)
+        manifest = as_rank(written, rank)
+        require_ranks(manifest, size, self._engine.config.rng)
         tracked = OWN_KEY in manifest.tree or IMPORTED in manifest.notes
         if not tracked or "state_dict" in manifest.tree:
             raise ResumeError(

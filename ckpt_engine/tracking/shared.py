@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.frequency.settings import FrequencySettings
+from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import Clock
 from ckpt_engine.observe.events import EventSink
 from ckpt_engine.preempt.notice import Stop
@@ -18,12 +19,14 @@ class SharedCadence(Cadence):
         super().__init__(settings, clock, sink)
         assert engine.ranks is not None
         self._engine = engine
-        self._together = Together(engine.ranks, super().boundary, engine)
+        self._together = Together(engine.ranks, super().boundary, engine, self._memory_is_due)
         self._decision: Decision | None = None
         self._halting: Decision | None = None
         self._own_stop: Stop | None = None
         self._asked = self._fits = False
         self._counted: int | None = None
+        self._in_memory: int | None = None
+        """The step after which all ranks take a snapshot into memory."""
 
     def start(self, step: int) -> None:
         super().start(step)
@@ -37,6 +40,7 @@ class SharedCadence(Cadence):
             asked: somebody has asked it for a snapshot.
             fits: a last snapshot fits into the time that is left.
         """
+        self._settle_memory()
         self._own_stop, self._asked, self._fits = own, asked, fits
         self._decision = self._together.decided(step)
         if self._decision is not None and self._decision.stop is not None:
@@ -54,7 +58,17 @@ class SharedCadence(Cadence):
             self._lead(step)
             return None
         self._counted = self._engine.count
+        if decision.reason == MEMORY:
+            self._in_memory = step
+            return None
         return decision.reason
+
+    def memory_due(self, step: int) -> bool:
+        return self._in_memory == step
+
+    def memory_over(self, step: int) -> None:
+        self._settle_memory()
+        self._lead(step)
 
     def taken(self, step: int, stall_seconds: float, wait_seconds: float = 0.0) -> None:
         super().taken(step, stall_seconds, wait_seconds)
@@ -67,7 +81,20 @@ class SharedCadence(Cadence):
         self._done(step)
 
     def ended(self, step: int) -> str | None:
+        self._settle_memory()
         return self._engine.agree(lambda: super(SharedCadence, self).ended(step))
+
+    def _memory_is_due(self, step: int) -> bool:
+        return self._engine.memory and super().memory_due(step)
+
+    def _settle_memory(self) -> None:
+        """The ranks count a snapshot into memory also where this one did not take it."""
+        step, self._in_memory = self._in_memory, None
+        if step is None:
+            return
+        if self._counted == self._engine.count:
+            self._engine.miss(step, "it was not taken", durable=False)
+        self._counted = None
 
     def _done(self, step: int) -> None:
         if self._counted is not None:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.preempt.notice import Stop, StopNotice
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.snapshot.handle import SaveHandle
@@ -32,7 +33,7 @@ class SharedEngine(Protocol):
 
     def ready(self, *, durable: bool = True) -> bool: ...
 
-    def miss(self, step: int, why: str) -> None: ...
+    def miss(self, step: int, why: str, *, durable: bool = True) -> None: ...
 
     def wait(self, timeout: float | None = None) -> bool: ...
 
@@ -45,7 +46,7 @@ class Decision:
         number: counts decisions.
         boundary: counts such boundaries since the start.
         step: of the run there, as far as rank 0 could foresee it.
-        reason: of the snapshot that is taken; None: none is.
+        reason: of the snapshot that is taken (`MEMORY`: into memory only); None: none is.
         stop: who stops the run; None: nobody.
         left_seconds: then, how long it has from when this was published.
         exit_code, interrupts: see `StopNotice`.
@@ -74,10 +75,18 @@ class Together:
         ranks: all of them.
         due: the reason of the snapshot that is due after a step, or None; asked on rank 0, one step ahead.
         engine: takes them.
+        memory_due: whether one into memory is, where no other one is taken; asked as `due`.
     """
 
-    def __init__(self, ranks: Ranks, due: Callable[[int], str | None], engine: SharedEngine) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        due: Callable[[int], str | None],
+        engine: SharedEngine,
+        memory_due: Callable[[int], bool] = lambda _: False,
+    ) -> None:
         self._ranks = ranks
+        self._memory_due = memory_due
         self._leads = ranks.rank == 0
         self._due = due
         self._engine = engine
@@ -109,7 +118,7 @@ class Together:
             if one.boundary == self._boundaries:
                 found = one
             elif one.reason is not None:
-                self._engine.miss(one.step, "it was past that step already")
+                self._engine.miss(one.step, "it was past that step already", durable=one.reason != MEMORY)
         return found
 
     def lead(self, step: int, stop: Stop | None, *, asked: bool, snapshot_on_stop: bool) -> None:
@@ -135,6 +144,8 @@ class Together:
             self._publish(step + self._stride, "signal" if snapshot_on_stop or stop is None else None, **found)
         elif reason is not None and self._engine.ready():
             self._publish(step + self._stride, reason)
+        elif self._memory_due(step + self._stride) and self._engine.ready(durable=False):
+            self._publish(step + self._stride, MEMORY)
 
     def halt(self, decision: Decision, take: Take) -> Stop:
         """The run stops here: take the last snapshot if that was decided, and wait as long as there is time."""

@@ -315,6 +315,7 @@ class Tracker:
         taken = reason is not None and self._take_unless(obstacle, reason, feed)
         if not taken and obstacle is None and self._engine.memory and self._cadence.memory_due(self._steps):
             self._take_unless(None, MEMORY, feed, durable=False)
+            self._cadence.memory_over(self._steps)
         self._dirty = False
         self._stepped.clear()
         self._due.clear()

@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ckpt_engine.snapshot.sharding import here
+
 _T = TypeVar("_T")
 
 
@@ -15,7 +17,7 @@ def with_tied(module: torch.nn.Module, values: Mapping[str, _T]) -> dict[str, _T
     names: dict[tuple[int, torch.Size], list[str]] = {}
     for name, tensor in module.state_dict().items():
         if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor) and tensor.numel():
-            names.setdefault((tensor.data_ptr(), tensor.shape), []).append(name)
+            names.setdefault((here(tensor).data_ptr(), tensor.shape), []).append(name)
     found = dict(values)
     for tied in names.values():
         stored = next((name for name in tied if name in values), None)

@@ -20,7 +20,7 @@ CODEC = AdamCodec()
 
 
 def _encode(new: State, old: State, told: Mapping[str, float]) -> dict[str, bytes] | None:
-    stored = CODEC.encode(views(new), views(old), told)
+    stored = CODEC.encode(views(new), views(old), [told])
     return None if stored is None else {role: bytes(data) for role, data in stored.items()}
 
 

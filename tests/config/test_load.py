@@ -83,6 +83,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "linger",
         "slots",
         "lazy",
+        "rng",
         "pickle",
         "debug",
     )

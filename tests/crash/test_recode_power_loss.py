@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from ckpt_engine.store import container, layout, recode
+from ckpt_engine.store import container, layout, recode, recode_plan
 from ckpt_engine.store.collect import collect, prune
+from ckpt_engine.store.decode import decoder_of
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
-from ckpt_engine.store.recode import Tally, copy_encoded, decoder_of, placed
+from ckpt_engine.store.recode import Tally, copy_encoded
+from ckpt_engine.store.recode_plan import placed
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import policy_from
 from ckpt_engine.store.storage.local import LocalStorage
@@ -28,8 +31,10 @@ SIZES = {"frozen": 9000, "model": 5000}
 
 
 def _bytes(step: int, name: str) -> bytes:
-    text = "frozen " if name == "frozen" else f"{name} {step:08d} "
-    return (text.encode() * 2000)[: SIZES[name]]
+    """Four letters by chance, which are half as many bytes in full and fewer as a difference."""
+    letters = bytearray(random.Random(name).choices(b"acgt", k=SIZES[name]))
+    letters[::500] = bytes([0 if name == "frozen" else step]) * len(letters[::500])
+    return bytes(letters)
 
 
 def _near(root: Path) -> Repository:
@@ -54,6 +59,10 @@ def _near(root: Path) -> Repository:
 
 def _encoded(near: Repository, far: Repository, snapshot: str) -> object:
     return copy_encoded(near, far, snapshot, lambda _: "zstd", Tally())
+
+
+def _differences(near: Repository, far: Repository, snapshot: str) -> object:
+    return copy_encoded(near, far, snapshot, lambda _: "delta", Tally())
 
 
 def _live(near: Repository, storage: LocalStorage, mark: Callable[[str], None], upto: int, copy: _Copy) -> None:
@@ -103,7 +112,7 @@ class _World:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _World:
     """The near place. Every piece is a part of its own."""
-    monkeypatch.setattr(recode, "PART_BYTES", 1)
+    monkeypatch.setattr(recode_plan, "PART_BYTES", 1)
     return _World(_near(tmp_path / "near"))
 
 
@@ -126,6 +135,22 @@ def test_power_loss_at_any_point_of_encoded_copies_leaves_a_sound_store(
     explorer.explore(_lived(world, tmp_path / "disk", 3))
     assert explorer.bad == []
     assert explorer.checked > 50
+
+
+def test_power_loss_at_any_point_of_differences_leaves_a_sound_store(
+    world: _World, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for differences, while retention takes what they are made against; the third one is in full again."""
+    monkeypatch.setattr(recode_plan, "MOST_BASES", 1)
+    world.copy = _differences
+    explorer = Explorer(scratch, world.check)
+    disk = _lived(world, tmp_path / "disk", 3)
+    explorer.explore(disk)
+    assert explorer.bad == []
+    assert explorer.checked > 50
+    far = Repository(LocalStorage(tmp_path / "disk/run", disk=QuietDisk()))
+    chains = [bool(far.read(parsed.id).entries["model"].pieces[0].base) for parsed in far.ids()]
+    assert chains == [True, False]
 
 
 def _killed(world: _World, tmp_path: Path, scratch: Path, step: int) -> list[str]:
@@ -159,6 +184,16 @@ def test_a_kill_during_a_plain_copy_and_then_a_power_loss_leave_a_sound_store(
 
 
 @pytest.mark.slow
+def test_a_kill_at_every_point_of_a_copy_of_differences_leaves_a_sound_store(
+    world: _World, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same, for every point at which the process can be killed."""
+    monkeypatch.setattr(recode_plan, "MOST_BASES", 1)
+    world.copy = _differences
+    assert _killed(world, tmp_path, scratch, 1) == []
+
+
+@pytest.mark.slow
 def test_a_kill_at_every_point_of_an_encoded_copy_leaves_a_sound_store(
     world: _World, tmp_path: Path, scratch: Path
 ) -> None:
@@ -185,7 +220,7 @@ def test_the_check_notices_a_manifest_that_comes_first(
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "put", late)
-        patch.setattr(recode, "_require_old", lambda *_: None)
+        patch.setattr(recode, "require_old", lambda *_: None)
         disk = _lived(world, tmp_path / "disk", 2)
     explorer = Explorer(scratch, world.check)
     explorer.explore(disk, stop_at_bad=True)

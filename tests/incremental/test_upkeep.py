@@ -13,7 +13,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.persist import upkeep
 from ckpt_engine.persist.upkeep import MOST_BASES, MOST_SHARE, replaced
 from ckpt_engine.store.decode import MAX_CHAIN, chain_of
-from ckpt_engine.store.recode import placed
+from ckpt_engine.store.recode_plan import placed
 from tests.incremental.test_writing import Life, Table
 
 PIECE = 1 << 20

@@ -26,6 +26,7 @@ from ckpt_engine.errors import (
     ResumeError,
     UnstorableLeafError,
 )
+from ckpt_engine.persist import settings
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import (
     BATCH,
@@ -207,7 +208,7 @@ def test_another_model_is_named_before_data_is_read(tmp_path: Path) -> None:
 
 def test_a_second_process_on_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease names its holder."""
-    monkeypatch.setattr(checkpointer, "LEASE_WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(settings, "LEASE_WAIT_SECONDS", 0.05)
 
     class Second(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -362,7 +363,7 @@ def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     """Strategies that divide the state in other ways than DDP; nobody pretends otherwise."""
     monkeypatch.setattr("lightning.pytorch.trainer.trainer.Trainer.world_size", 2)
     callback = resumer(tmp_path)
-    with pytest.raises(ConfigError, match="with DDP only"):
+    with pytest.raises(ConfigError, match="with DDP and ModelParallelStrategy"):
         callback.setup(make_trainer(Case(), [callback], False), Model(Case(), []), "fit")
 
 

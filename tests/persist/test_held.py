@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,18 @@ import pytest
 
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import Requested
-from ckpt_engine.persist import control, protocol
+from ckpt_engine.persist import control, parts, protocol
 from ckpt_engine.persist.desk import Desk
-from ckpt_engine.persist.held import Held, Offer
+from ckpt_engine.persist.held import Held, Offer, held_share
 from ckpt_engine.persist.ids import Ids
 from ckpt_engine.persist.intake import Intake, Order, Told
-from ckpt_engine.persist.job import WriterConfig, job_to_json, layout_to_json
+from ckpt_engine.persist.job import RankConfig, WriterConfig, job_to_json, layout_to_json
 from ckpt_engine.persist.mailbox import Mailbox
 from ckpt_engine.persist.pulse import Pulse, read_pulse
 from ckpt_engine.persist.worker import Worker
 from ckpt_engine.persist.writer import Writer
 from ckpt_engine.store import manifest_codec
-from ckpt_engine.store.layout import parse_id
+from ckpt_engine.store.layout import parse_id, session_id
 from ckpt_engine.store.transfer import RunText
 from tests.persist.staged import NONE, WAIT_SECONDS, Stage, check_all, weight_bytes
 
@@ -373,3 +374,60 @@ def test_the_newest_has_the_highest_number_though_it_overtakes(
     infos = check_all(tmp_path / "run")
     assert [(info.step, info.seq) for info in infos] == [(1, 1), (2, 2)]
     assert infos[-1].id == offer.snapshot
+
+
+@pytest.fixture
+def share(ids: Ids) -> Iterator[Held]:
+    made = held_share(ids, lambda: None, RankConfig(1, 2, "session", None, 1.0))
+    yield made
+    made.close()
+
+
+def hold_in(sending: Trainer, share: Held, slot: int, step: int) -> str:
+    """Hold a snapshot of `step` in a slot; its id, which the ranks have given it."""
+    snapshot = session_id("session", step, step)
+    sending.take(protocol.SLOT, [os.dup(sending.stage.fd)], slot=slot, nbytes=sending.stage.nbytes)
+    share.hold(sending.hold(step, slot=slot, job=step, snapshot=snapshot))
+    return snapshot
+
+
+def test_one_of_several_ranks_keeps_three(sending: Trainer, share: Held) -> None:
+    """Newest first; what was in the slot of a newer one is gone."""
+    found = [hold_in(sending, share, slot, step) for step, slot in ((1, 0), (2, 1), (3, 2), (4, 3))]
+    share.seal(RUN)
+    assert share.wait_sealed(WAIT_SECONDS)
+    assert share.ids() == [found[3], found[2], found[1]]
+    again = hold_in(sending, share, 2, 5)
+    assert share.ids() == [again, found[3], found[1]]
+
+
+def test_what_was_being_overwritten_is_not_held(sending: Trainer, share: Held) -> None:
+    """The trainer has said whose slot it fills before it did; one that is complete there again is whole."""
+    found = [hold_in(sending, share, slot, step) for step, slot in ((1, 0), (2, 1), (3, 2))]
+    pulse = Pulse()
+    pulse.fill(2, 3)
+    share.take_pulse(os.dup(pulse.fd))
+    share.drop_torn()
+    share.seal(RUN)
+    assert share.wait_sealed(WAIT_SECONDS)
+    assert share.ids() == found[::-1]
+    pulse.fill(0, 4)
+    share.drop_torn()
+    assert share.ids() == found[:0:-1]
+    pulse.close()
+
+
+def test_a_share_is_offered_by_its_name_with_its_part_record(sending: Trainer, share: Held) -> None:
+    """Its digests are worked out when somebody asks; without a name there is no whole snapshot to offer."""
+    found = [hold_in(sending, share, slot, step) for step, slot in ((1, 0), (2, 1))]
+    share.seal(RUN)
+    assert share.wait_sealed(WAIT_SECONDS)
+    assert isinstance(share.offer(), str)
+    assert isinstance(share.offer("other"), str)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while (offer := share.offer(found[0])) is None:
+        assert time.monotonic() < deadline
+    assert isinstance(offer, Offer)
+    part = parts.decode(offer.manifest, "here")
+    assert (part.rank, part.size, part.manifest.info.id) == (1, 2, found[0])
+    os.close(offer.fd)

@@ -219,7 +219,8 @@ def test_memory_that_changes_afterwards_is_noticed_and_mended(tmp_path: Path) ->
     storage = place.repository.storage
     assert isinstance(storage, MemoryStorage)
     until_durable(root, 2)
-    fd = os.open(f"/proc/self/fd/{storage._fd}", os.O_RDWR)
+    (file,) = storage._files.values()
+    fd = os.open(f"/proc/self/fd/{file._fd}", os.O_RDWR)
     os.pwrite(fd, b"\xee" * 8, 500_000)
     os.close(fd)
     with pytest.raises(NoUsableSnapshotError, match="do not match their digest"):

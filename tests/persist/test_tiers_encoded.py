@@ -15,9 +15,11 @@ from ckpt_engine.persist.status import read_status
 from ckpt_engine.store import layout
 from ckpt_engine.store.codecs.base import get_codec
 from ckpt_engine.store.container import build_header
+from ckpt_engine.store.decode import decoder_of
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import RAW, DataFile, Entry, Manifest, Piece, SnapshotInfo
-from ckpt_engine.store.recode import Tally, copy_encoded, decoder_of, placed
+from ckpt_engine.store.recode import Tally, copy_encoded
+from ckpt_engine.store.recode_plan import placed
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.transfer import RunText, adopt_run

@@ -43,10 +43,10 @@ class Launcher:
             cwd=REPOSITORY,
         )
 
-    def start(self, job: dict[str, Any], size: int, log: Path) -> list[int]:
+    def start(self, job: dict[str, Any], size: int, log: Path, patience: float = PATIENCE_SECONDS) -> list[int]:
         """The process ids of the ranks."""
         assert self._server.stdin is not None
-        run = {"job": job, "size": size, "port": free_port(), "log": str(log)}
+        run = {"job": job, "size": size, "port": free_port(), "log": str(log), "patience": patience}
         self._server.stdin.write(json.dumps(run) + "\n")
         self._server.stdin.flush()
         pids: list[int] = self._answer()
@@ -86,12 +86,12 @@ def serve(module: str) -> None:
         run = json.loads(line)
         pids = [_fork(main, run, rank) for rank in range(run["size"])]
         print(json.dumps(pids), flush=True)
-        print(json.dumps(_wait(pids)), flush=True)
+        print(json.dumps(_wait(pids, run["patience"])), flush=True)
 
 
-def _wait(pids: list[int]) -> list[int]:
+def _wait(pids: list[int], patience: float) -> list[int]:
     statuses: dict[int, int] = {}
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + patience
     while len(statuses) < len(pids):
         for pid in pids:
             if pid not in statuses:

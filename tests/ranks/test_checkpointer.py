@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ckpt_engine import checkpointer
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import ConfigError, LeaseHeldError, ResumeError, SnapshotFailedError
-from ckpt_engine.persist import parts
+from ckpt_engine.persist import parts, settings
 from ckpt_engine.persist.job import RankConfig
 from ckpt_engine.restore.as_rank import require_size
 from ckpt_engine.store import layout
@@ -192,7 +191,7 @@ def test_no_rank_starts_where_the_coordinator_cannot(tmp_path: Path, monkeypatch
             with pytest.raises(LeaseHeldError, match="is being written by"):
                 ranks[rank].start()
 
-        monkeypatch.setattr(checkpointer, "LEASE_WAIT_SECONDS", 0.1)
+        monkeypatch.setattr(settings, "LEASE_WAIT_SECONDS", 0.1)
         on_all(start, 2)
 
 

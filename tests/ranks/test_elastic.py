@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from ckpt_engine.errors import ConfigError
-from ckpt_engine.ranks.elastic import deal, remaining
+from ckpt_engine.ranks.elastic import Tail, deal, deal_to, remaining
+from ckpt_engine.ranks.elastic import given as dealt
 
 
 @given(
@@ -45,3 +46,29 @@ def test_it_is_the_order_of_torchs_sampler() -> None:
     first, second = deal(left, 2, 4)
     assert first[0] == left[0:8:2]
     assert second[0] == left[1:8:2]
+
+
+@given(st.integers(1, 100), st.sampled_from([1, 2, 3, 4, 8]), st.integers(1, 9), st.sampled_from(Tail), st.booleans())
+def test_the_tail_is_as_the_loader_wants_it(
+    count: int, size: int, batch_size: int, tail: Tail, drop_last: bool
+) -> None:
+    """Padded and trimmed rows give all ranks batches of one size; without small batches at the end only where asked."""
+    samples = list(range(count))
+    if count < size and tail is not Tail.PADDED:
+        with pytest.raises(ConfigError, match="fewer than"):
+            deal(samples, size, batch_size, tail, drop_last=drop_last)
+        return
+    found = deal(samples, size, batch_size, tail, drop_last=drop_last)
+    everything = [sample for batches in found for batch in batches for sample in batch]
+    assert len(everything) == dealt(count, size, batch_size, tail, drop_last=drop_last)
+    assert all(deal_to(r, samples, size, batch_size, tail, drop_last=drop_last) == found[r] for r in range(size))
+    if tail is Tail.PADDED and not drop_last:
+        assert set(everything) == set(samples)
+        assert len(everything) - count < size
+    else:
+        assert len(everything) == len(set(everything)) or tail is Tail.PADDED
+    if tail is not Tail.UNEVEN:
+        assert all(len({len(batch) for batch in step}) == 1 for step in zip(*found, strict=True))
+    if drop_last and count >= size * batch_size:
+        assert {len(batch) for batches in found for batch in batches} == {batch_size}
+    assert all(batch for batches in found for batch in batches)

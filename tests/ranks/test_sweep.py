@@ -28,7 +28,7 @@ def launcher() -> Iterator[Launcher]:
     made.close()
 
 
-def sweep(launcher: Launcher, folder: Path, lives: int, seed: int) -> None:
+def sweep(launcher: Launcher, folder: Path, lives: int, seed: int, size: int = SIZE) -> None:
     """Lives that end by force, each of which must begin no earlier than where the one before was durable."""
     draw = random.Random(seed)
     root = folder / "run"
@@ -37,7 +37,7 @@ def sweep(launcher: Launcher, folder: Path, lives: int, seed: int) -> None:
         last = life == lives - 1
         trace = folder / f"trace{life}"
         job = {"root": str(root), "trace": str(trace), "steps": 3 if last else 10_000, "wait_seconds": 8.0}
-        pids = launcher.start(job, SIZE, folder / "log")
+        pids = launcher.start(job, size, folder / "log")
         if not last:
             wanted, deadline = draw.randint(1, 6), time.monotonic() + PATIENCE_SECONDS
             while said(trace, "durable") < wanted and time.monotonic() < deadline:
@@ -47,7 +47,7 @@ def sweep(launcher: Launcher, folder: Path, lives: int, seed: int) -> None:
         statuses = launcher.join()
         text = "".join(path.read_text()[-3000:] for path in sorted(folder.glob("log.*")))
         if last:
-            assert statuses == [0] * SIZE, text
+            assert statuses == [0] * size, text
         lines = Path(f"{trace}.0").read_text().split("\n")[:-1] if Path(f"{trace}.0").exists() else []
         if lines:
             resumed = int(lines[0].split()[1])
@@ -99,3 +99,11 @@ def test_a_run_of_two_ranks_survives_kills(launcher: Launcher, tmp_path: Path) -
 def test_many_kills(launcher: Launcher, tmp_path: Path, seed: int) -> None:
     """Ten lives each."""
     sweep(launcher, tmp_path, 10, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(20, 23))
+def test_many_kills_of_four_ranks(launcher: Launcher, tmp_path: Path, seed: int) -> None:
+    """Eight lives each."""
+    sweep(launcher, tmp_path, 8, seed, 4)

@@ -23,7 +23,7 @@ class Engine:
     def ready(self, *, durable: bool = True) -> bool:
         return self.is_ready
 
-    def miss(self, step: int, why: str) -> None:
+    def miss(self, step: int, why: str, *, durable: bool = True) -> None:
         self.missed.append(step)
 
     def wait(self, timeout: float | None = None) -> bool:

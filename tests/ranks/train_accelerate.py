@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate_ckpt import AdaptiveCheckpoint
-from tests.ranks.train_lightning import Samples
+from tests.ranks.train_lightning import Samples, wait_for_the_arena
 
 
 def main(job: dict[str, Any]) -> None:
@@ -33,7 +33,8 @@ def main(job: dict[str, Any]) -> None:
     loader = DataLoader(Samples(job.get("samples", 64)), batch_size=4, shuffle=True)
     net, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
     set_seed(job["seed"] + accelerator.process_index)
-    ckpt = AdaptiveCheckpoint(accelerator, tiers=job["root"], every_n_steps=2, keep={"last": 3})
+    options = {"tiers": job["root"], "every_n_steps": 2, "keep": {"last": 3}, **job.get("options", {})}
+    ckpt = AdaptiveCheckpoint(accelerator, **options)
     rank = accelerator.process_index
     fd = os.open(f"{job['trace']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for epoch in range(ckpt.epoch, job["epochs"]):
@@ -41,6 +42,8 @@ def main(job: dict[str, Any]) -> None:
             loss = net(x).square().mean()
             os.write(fd, f"{epoch} {ids.tolist()} {torch.rand(()).item()!r} {loss.item()!r}\n".encode())
             time.sleep(job["pace"])
+            if job.get("patient"):
+                wait_for_the_arena(ckpt._engine)
             accelerator.backward(loss)
             optimizer.step()
             scheduler.step()

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from ckpt_engine.checkpointer import Checkpointer
 from lightning_ckpt import AdaptiveCheckpoint
 
 
@@ -32,6 +33,27 @@ class Samples(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return index, self.data[index] + 0.1 * torch.rand(())
+
+
+class Patience(pl.Callback):
+    """Ends no batch before the arena is ready: on a busy machine that takes several."""
+
+    def __init__(self, ckpt: AdaptiveCheckpoint) -> None:
+        self._ckpt = ckpt
+
+    def on_before_backward(self, *args: Any) -> None:
+        if self._ckpt._run is not None:
+            wait_for_the_arena(self._ckpt._run.checkpointer)
+
+
+def wait_for_the_arena(checkpointer: Checkpointer) -> None:
+    """If it is being made ready: until all of its slots are."""
+    deadline = time.monotonic() + 60.0
+    slots = checkpointer._pipeline._slots
+    while slots._warm_up is not None:
+        slots.ready()
+        assert time.monotonic() < deadline, "the arena does not become ready"
+        time.sleep(0.001)
 
 
 class Model(pl.LightningModule):
@@ -75,7 +97,7 @@ def main(job: dict[str, Any]) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[ckpt],
+        callbacks=[*([Patience(ckpt)] if job.get("patient") else []), ckpt],
         default_root_dir=job["root"] + "-lightning",
         **job.get("trainer", {}),
     )

@@ -238,7 +238,7 @@ def test_a_damaged_piece_is_noticed_when_streaming_into_live_tensors(tmp_path: P
 
 def test_a_second_process_is_refused_naming_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two jobs cannot write one run."""
-    monkeypatch.setattr("ckpt_engine.checkpointer.LEASE_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("ckpt_engine.persist.settings.LEASE_WAIT_SECONDS", 0.2)
     with Checkpointer(tmp_path / "run") as first:
         first.save(state(1), step=1).wait(30)
         second = Checkpointer(tmp_path / "run")

@@ -14,7 +14,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.errors import CorruptError, StorageError, StorageMissingError
 from ckpt_engine.persist.pulse import Beat
 from ckpt_engine.restore import load as restore
-from ckpt_engine.restore.memory import MemoryStorage
+from ckpt_engine.restore.memory import MemoryStorage, SharedFile
 from ckpt_engine.store import layout
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
@@ -47,7 +47,7 @@ class Memory:
         os.ftruncate(self.fd, -(-file.nbytes // 4096) * 4096)
         os.pwrite(self.fd, disk.storage.get(file.name), 0)
         self.texts = {name: disk.storage.get(name) for name in (layout.RECORD, layout.manifest_name(newest))}
-        self.storage = MemoryStorage(self.texts, file.name, os.dup(self.fd), file.nbytes, beat)
+        self.storage = MemoryStorage(self.texts, [SharedFile(file.name, os.dup(self.fd), file.nbytes)], beat)
         self.place = Repository(self.storage)
         self.pieces = disk.read(newest).entries["model/big"].pieces
 
@@ -209,5 +209,5 @@ def test_memory_that_is_too_short_is_refused(memory: Memory) -> None:
     fd = os.memfd_create("short")
     os.ftruncate(fd, memory.nbytes - 1)
     with pytest.raises(CorruptError, match="bytes instead of"):
-        MemoryStorage(memory.texts, memory.file, fd, memory.nbytes)
+        SharedFile(memory.file, fd, memory.nbytes)
     os.close(fd)

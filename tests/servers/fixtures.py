@@ -36,6 +36,7 @@ def proxy(moto: S3Server) -> Iterator[Wire]:
 def wire(proxy: Wire) -> Iterator[Wire]:
     """A network before it that is good until a rule is given."""
     proxy.log.clear()
+    proxy.answers.clear()
     yield proxy
     proxy.clear()
     proxy.mend()

@@ -62,7 +62,7 @@ class _Head:
 
 
 class Wire:
-    """A proxy in a thread of its own. `log` has (method, path, action) of each request."""
+    """A proxy in a thread of its own. `log` has (method, path, action) of each request, `answers` its bytes."""
 
     def __init__(self, host: str, port: int, *, seed: int = 0) -> None:
         self._target = (host, port)
@@ -74,6 +74,7 @@ class Wire:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="wire", daemon=True)
         self.log: list[tuple[str, str, str]] = []
+        self.answers: list[tuple[str, str, int]] = []
         self.port = 0
 
     @property
@@ -242,6 +243,8 @@ class Wire:
             await client[1].drain()
             passed += len(piece)
         await client[1].drain()
+        method, path, _ = request.line.split(" ", 2)
+        self.answers.append((method, path, passed))
         return answer.fields.get("connection", "").lower() != "close"
 
 

@@ -15,8 +15,9 @@ rest     the bytes, or blocks of planes
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
+from operator import itemgetter
 
 import numpy as np
 
@@ -47,6 +48,7 @@ _SAMPLE_WORDS = 1 << 14
 _MOST_WRONG = 0.5
 """A prediction that fails for more than this share of a sample is not that of this optimizer."""
 
+_first = itemgetter(0)
 _Prediction = Callable[[int, int], Words]
 
 
@@ -57,25 +59,33 @@ class AdamCodec:
     roles = _ROLES
 
     def encode(
-        self, arrays: Mapping[str, memoryview], bases: Mapping[str, memoryview], told: Mapping[str, float]
+        self,
+        arrays: Mapping[str, memoryview],
+        bases: Mapping[str, memoryview],
+        told: Sequence[Mapping[str, float]],
     ) -> Mapping[str, Stored] | None:
         """Stored bytes of `m`, `v` and `p`, or None if the state is not one step of AdamW after the base.
 
         Args:
-            told: the numbers named by `TOLD`.
+            told: the numbers named by `TOLD`, one or several guesses.
         """
         sizes = {data.nbytes for group in (arrays, bases) for data in group.values()}
-        if set(arrays) != set(_ROLES) or set(bases) != set(_ROLES) or len(sizes) != 1 or set(told) != set(TOLD):
+        if set(arrays) != set(_ROLES) or set(bases) != set(_ROLES) or len(sizes) != 1:
             return None
-        step = AdamStep(**{**told, "step": int(told["step"])})  # type: ignore[arg-type]
+        steps = [AdamStep(**{**one, "step": int(one["step"])}) for one in told if set(one) == set(TOLD)]  # type: ignore[arg-type]
+        steps = [one for one in steps if one.sensible()]
         [nbytes] = sizes
-        if not step.sensible() or not nbytes or nbytes % 4 or flushes_subnormals():
+        if not steps or not nbytes or nbytes % 4 or flushes_subnormals():
             return None
         arrays, bases = ({role: group[role].cast("B") for role in _ROLES} for group in (arrays, bases))
         new = {role: words_in(arrays[role], 4) for role in _ROLES}
         old = {role: words_in(bases[role], 4) for role in _ROLES}
         with np.errstate(all="ignore"):
-            kinds = {SECOND: self._best_kind(SECOND, new, old, step), WEIGHTS: self._best_kind(WEIGHTS, new, old, step)}
+            wrong, step = min(((self._wrong(WEIGHTS, _PREDICTED, new, old, one), one) for one in steps), key=_first)
+            kinds = {
+                SECOND: self._kind_of_second(new, old, step),
+                WEIGHTS: _PREDICTED if wrong <= _MOST_WRONG else _DIFFERENCE,
+            }
             if kinds[SECOND] == kinds[WEIGHTS] == _DIFFERENCE:
                 return None
             return {
@@ -102,17 +112,19 @@ class AdamCodec:
             for role in _ROLES:
                 self._decode(role, stored[role].cast("B"), outs[role].cast("B"), bases[role].cast("B"), new, old)
 
-    def _best_kind(self, role: str, new: Mapping[str, Words], old: Mapping[str, Words], step: AdamStep) -> int:
+    def _kind_of_second(self, new: Mapping[str, Words], old: Mapping[str, Words], step: AdamStep) -> int:
         """The kind of prediction with the fewest errors in a sample, or `_DIFFERENCE` if all are wrong."""
+        wrong = {kind: self._wrong(SECOND, kind, new, old, step) for kind in (_PREDICTED, _CONTRACTED)}
+        best = min(wrong, key=lambda kind: wrong[kind])
+        return best if wrong[best] <= _MOST_WRONG else _DIFFERENCE
+
+    def _wrong(self, role: str, kind: int, new: Mapping[str, Words], old: Mapping[str, Words], step: AdamStep) -> float:
+        """The share of errors of a prediction in a sample."""
         size = new[role].size
         start = max(0, (size - _SAMPLE_WORDS) // 2)
         stop = min(size, start + _SAMPLE_WORDS)
-        wrong = {}
-        for kind in (_PREDICTED, _CONTRACTED) if role == SECOND else (_PREDICTED,):
-            predicted = _prediction(role, kind, new, old, step)(start, stop)
-            wrong[kind] = int(np.count_nonzero(predicted != new[role][start:stop]))
-        best = min(wrong, key=lambda kind: wrong[kind])
-        return best if wrong[best] <= _MOST_WRONG * (stop - start) else _DIFFERENCE
+        predicted = _prediction(role, kind, new, old, step)(start, stop)
+        return int(np.count_nonzero(predicted != new[role][start:stop])) / (stop - start)
 
     def _encode(
         self,

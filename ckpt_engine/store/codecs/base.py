@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from ckpt_engine.errors import CorruptError, NewerFormatError
+from ckpt_engine.store.codecs.group import GroupCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,21 @@ def get_codec(name: str) -> Codec:
         found = importlib.import_module(f"ckpt_engine.store.codecs.{module}")
         codec = _known.setdefault(name, cast(Codec, getattr(found, attribute)()))
     return codec
+
+
+def get_group_codec(name: str) -> GroupCodec:
+    """The codec that `Piece.codec` names where the piece has a `Piece.group`.
+
+    Raises:
+        NewerFormatError: this version has no codec of that name.
+    """
+    if name != "adam":
+        raise NewerFormatError(
+            f"pieces are encoded together with {name!r}; this version knows adam",
+            hint="read it with the version of ckpt-engine that wrote it, or a later one",
+        )
+    adam = importlib.import_module("ckpt_engine.store.codecs.adam")
+    return cast(GroupCodec, adam.AdamCodec())
 
 
 def damaged(codec: str, what: str) -> CorruptError:

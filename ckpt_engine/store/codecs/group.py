@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 Stored = bytes | memoryview
@@ -26,12 +26,16 @@ class GroupCodec(Protocol):
         ...
 
     def encode(
-        self, arrays: Mapping[str, memoryview], bases: Mapping[str, memoryview], told: Mapping[str, float]
+        self,
+        arrays: Mapping[str, memoryview],
+        bases: Mapping[str, memoryview],
+        told: Sequence[Mapping[str, float]],
     ) -> Mapping[str, Stored] | None:
         """Stored bytes by role, or None where prediction fails: then each array is encoded by itself.
 
         Args:
-            told: numbers that the prediction needs; a codec says which.
+            told: numbers that the prediction needs; a codec says which. Where it is not sure which numbers were used,
+                several: the ones that fit are taken.
         """
         ...
 

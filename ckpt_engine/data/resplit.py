@@ -1,0 +1,158 @@
+"""Turns the positions of a loader on several ranks into the one with which another number of ranks goes on.
+
+A pure function of the saved states and the loader. In the middle of an epoch the samples that no rank has seen are
+dealt anew; where an epoch begins there is nothing to divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ckpt_engine.data.dealing import Dealing
+from ckpt_engine.data.recipe import dealing_of
+from ckpt_engine.data.rng import RngState
+from ckpt_engine.errors import ResumeError
+from ckpt_engine.ranks.elastic import Tail
+
+__all__ = ["resplit"]
+
+State = dict[str, Any]
+
+
+def resplit(
+    loader: DataLoader[Any],
+    fresh: State,
+    states: Sequence[Mapping[str, Any]],
+    rank: int,
+    size: int,
+    rng: RngState,
+) -> State:
+    """The state with which `rank` of `size` goes on; the rest of an epoch is dealt so that each sample comes once.
+
+    What decides the order of the following epochs (generators, counters of samplers) is that of the first saved rank.
+
+    Args:
+        loader: of this rank.
+        fresh: the state of this loader before its first epoch.
+        states: of the loader on each of the saved ranks, in order.
+        rng: streams of this rank, from which those of its workers are made.
+
+    Raises:
+        ResumeError: the epoch is not one that can be divided; says why.
+    """
+    first, recipe = states[0], fresh["recipe"]
+    paths = {first.get("recipe", {}).get("path"): recipe.get("path")}
+    begin = {
+        **fresh,
+        "exactness": first["exactness"],
+        "generators": _moved(first["generators"], paths),
+        "counters": _moved(first["counters"], paths),
+    }
+    if all(state["phase"] != "within" or not state["batches"] for state in states):
+        return begin
+    saved = _dealings(states)
+    order = saved[0].origin.order()
+    for state, one in zip(states[rank::size], saved[rank::size], strict=True):
+        _require_same_samples(state, one, order)
+    dealing = _dealing(recipe, saved[0], int(first["batches"]), rank, size)
+    return begin | {
+        "version": 2,
+        "phase": "within",
+        "batches": dealing.first,
+        "lost": 0,
+        "held": [],
+        "workers": [None] * loader.num_workers,
+        "next_role": 0,
+        "native": first["native"],
+        "made": {"rng": rng, "generators": begin["generators"], "counters": {}},
+        "reused": False,
+        "alive": False,
+        "first_fetch": None,
+        "draws": False,
+        "ended": False,
+        "exhausted": False,
+        "unknown_roles": [],
+        "order": {
+            "at_iter": None,
+            "at_first": None,
+            "digest": None,
+            "draws": False,
+            "outstanding": [],
+            "dealt": {"dealing": dealing.to_state(), "total": dealing.first + len(dealing.rest(order))},
+        },
+    }
+
+
+def _dealings(states: Sequence[Mapping[str, Any]]) -> list[Dealing]:
+    """How the epoch was dealt to each of the saved ranks."""
+    size = len(states)
+    if len({(state["phase"], state["batches"]) for state in states}) > 1 or any(state["lost"] for state in states):
+        raise _refused(size, "the ranks were not at the same place in their epoch, or could not fetch a batch of it")
+    dealings = []
+    for state in states:
+        recipe = state.get("recipe", {"unreadable": "an earlier version has saved it"})
+        dealt = state.get("order", {}).get("dealt")
+        if dealt is not None:
+            dealings.append(Dealing.of_state(dealt["dealing"]))
+        elif "unreadable" in recipe:
+            raise _refused(size, recipe["unreadable"])
+        elif "order" not in state or state["order"]["at_first"] is None:
+            raise _refused(size, "the position does not tell which samples were seen")
+        else:
+            dealings.append(dealing_of(recipe, state["order"]["at_first"]))
+    if any(one.origin != dealings[0].origin for one in dealings):
+        raise _refused(size, "the ranks have shuffled it in different ways: the seed of their samplers must be one")
+    if any(one.size != size for one in dealings):
+        raise _refused(size, f"its samples were divided by {dealings[0].size}, not among all ranks")
+    return dealings
+
+
+def _dealing(recipe: Mapping[str, Any], saved: Dealing, batch: int, rank: int, size: int) -> Dealing:
+    """How the rest goes to this rank: in batches as its loader makes them."""
+    if "unreadable" in recipe:
+        raise _refused(saved.size, f"in this run {recipe['unreadable']}")
+    if (recipe["rank"], recipe["size"]) != (rank, size):
+        raise _refused(saved.size, f"in this run its samples are divided by {recipe['size']}, not by {size}")
+    if recipe["length"] != saved.origin.length:
+        raise _refused(saved.size, f"its dataset had {saved.origin.length} samples, and has {recipe['length']} now")
+    return replace(
+        saved,
+        rank=rank,
+        size=size,
+        batch_size=recipe["batch_size"],
+        batched=recipe["batched"],
+        seen=saved.seen_before(batch),
+        first=batch,
+        interleaved=True,
+        tail=Tail(recipe["tail"]),
+        drop_last=recipe["drop_last"],
+    )
+
+
+def _require_same_samples(state: Mapping[str, Any], dealing: Dealing, order: Sequence[int]) -> None:
+    """Raises where a rank was not given what the order says: samples would be left out or come twice."""
+    digest = state["order"]["digest"]
+    if digest is not None and digest != dealing.digest(order, int(state["batches"])):
+        raise _refused(dealing.size, "its sampler gave other samples than its seed says")
+
+
+def _refused(size: int, why: str) -> ResumeError:
+    return ResumeError(
+        f"the rest of the epoch cannot be divided among another number of ranks: {why}",
+        hint=f"resume with {size} rank{'s' if size > 1 else ''} to the end of the epoch; a snapshot between two epochs "
+        "goes on with any number",
+    )
+
+
+def _moved(found: Mapping[str, Any], paths: Mapping[str | None, str | None]) -> dict[str, Any]:
+    """Values of samplers under the paths that these have now."""
+    moved = {}
+    for path, value in found.items():
+        owner, _, name = path.rpartition(".")
+        new = paths.get(owner, owner)
+        moved[f"{new or owner}.{name}"] = value
+    return moved

@@ -1,0 +1,257 @@
+"""What the writers of several ranks do when their trainers are gone: they make durable what all of them hold.
+
+Ranks may be at different snapshots when they die, so each writer holds several. Nobody is asked what he holds: each
+writer *leaves* its newest share, which is its data and its part record, and looks at the part records of the others.
+Where another rank has left only something older, that is left too. So all arrive at the newest snapshot that everybody
+holds, and the coordinator commits it. Whoever is late or gone is waited for shortly; then everything that is held is
+left, so that the next start can commit what is complete by then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+
+from ckpt_engine.errors import CkptError, FormatError, SnapshotFailedError, SnapshotSkippedError
+from ckpt_engine.observe.events import SnapshotCommitted
+from ckpt_engine.persist import parts
+from ckpt_engine.persist.commit import FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS, InFlight
+from ckpt_engine.persist.intake import Order
+from ckpt_engine.persist.job import RankConfig
+from ckpt_engine.persist.snapshots import Staged, write_snapshot
+from ckpt_engine.persist.stall import Progress
+from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.repository import Repository
+
+PATIENCE_SECONDS = 5.0
+"""How long the others are waited for. The coordinator holds the lease meanwhile, for which a restart waits."""
+_AGAIN_SECONDS = 2.0
+_LOOKS_GROW = 1.5
+
+There = Mapping[str, Collection[int]]
+"""The ranks that have left their share, by snapshot."""
+
+
+def follow(mine: Sequence[str], there: There, rank: int, size: int) -> str | None:
+    """The snapshot whose share is to be left next, or None: no other rank needs one.
+
+    Args:
+        mine: what this rank holds, newest first.
+    """
+    left = [snapshot for snapshot in mine if rank in there.get(snapshot, ())]
+    for snapshot in mine:
+        if snapshot in left:
+            continue
+        for other in range(size):
+            # One that has left something in common with us is not further behind.
+            behind = other in there.get(snapshot, ()) and not any(other in there.get(one, ()) for one in left)
+            if other != rank and behind:
+                return snapshot
+    return None
+
+
+class Place(Protocol):
+    """Where the shares are left."""
+
+    def look(self) -> There:
+        """Who has left what. Raises `CkptError`."""
+        ...
+
+    def leave(self, order: Order) -> None:
+        """Make a share durable, and say so. Raises `CkptError`."""
+        ...
+
+    def commit(self, order: Order) -> bool:
+        """All shares of a snapshot are there: make it exist; False: it is none. Raises `CkptError`."""
+        ...
+
+
+class Reunion:
+    """One writer's side.
+
+    Args:
+        ranks: whose writer it is.
+        place: where the writers meet.
+        patience_seconds: see above.
+    """
+
+    def __init__(self, ranks: RankConfig, place: Place, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        self._ranks = ranks
+        self._place = place
+        self._patience_seconds = patience_seconds
+        self._bad: set[str] = set()
+        self._pause = threading.Event()
+
+    def run(self, orders: Sequence[Order], again: Callable[[CkptError], bool]) -> None:
+        """Make durable the newest of these orders that all ranks hold, as far as it depends on this writer.
+
+        Args:
+            orders: newest first, numbered by the ranks.
+            again: told why something failed; whether to try again in a while.
+        """
+        while True:
+            try:
+                self._attempt(orders)
+            except CkptError as err:
+                if not again(err):
+                    return
+                self._pause.wait(_AGAIN_SECONDS)
+            else:
+                return
+
+    def _attempt(self, orders: Sequence[Order]) -> None:
+        rank, size = self._ranks.rank, self._ranks.size
+        there = self._place.look()
+        mine: dict[str, Order] = {}
+        for order in orders:
+            snapshot = order.snapshot or ""
+            if order.durable and (rank == 0 or rank not in there.get(snapshot, ())):
+                break  # it is committed: nothing older matters
+            mine[snapshot] = order
+        if not mine:
+            return
+        newest = next(iter(mine))
+        if rank not in there.get(newest, ()):
+            self._place.leave(mine[newest])
+        deadline, pause = time.monotonic() + self._patience_seconds, FIRST_LOOK_SECONDS
+        left = {newest, *(snapshot for snapshot in mine if rank in there.get(snapshot, ()))}
+        while True:
+            there = self._place.look()
+            if self._complete(mine, there) or any(rank not in there.get(snapshot, ()) for snapshot in left):
+                return  # what is not there any more is committed, or was dropped by a new start
+            wanted = follow(list(mine), there, rank, size)
+            if wanted is not None:
+                self._place.leave(mine[wanted])
+                left.add(wanted)
+                deadline, pause = time.monotonic() + self._patience_seconds, FIRST_LOOK_SECONDS
+                continue
+            remaining = deadline - time.monotonic()
+            if remaining <= 0.0:
+                break
+            self._pause.wait(min(pause, remaining))
+            pause = min(pause * _LOOKS_GROW, LAST_LOOK_SECONDS)
+        for snapshot in [one for one in mine if one not in left]:
+            self._place.leave(mine[snapshot])
+        self._complete(mine, self._place.look())
+
+    def _complete(self, mine: Mapping[str, Order], there: There) -> bool:
+        """Whether all shares of a snapshot are there; it is committed then, if this is the coordinator."""
+        for snapshot, order in mine.items():
+            if len(there.get(snapshot, ())) < self._ranks.size or snapshot in self._bad:
+                continue
+            if self._ranks.rank or self._place.commit(order):
+                return True
+            self._bad.add(snapshot)
+        return False
+
+
+class Leaving:
+    """Ends a write with a part record. What fails is taken back, unless the record may be there."""
+
+    def __init__(self, ranks: RankConfig) -> None:
+        self._ranks = ranks
+        self._said = False
+
+    def commit(self, staged: Staged, repository: Repository, manifest: Manifest) -> Manifest:
+        """Raises `StorageError` if the record could not be written; it may be there nevertheless."""
+        self._said = True
+        parts.put(repository.storage, parts.part_of(manifest, staged.cut_layout.layout, self._ranks))
+        return manifest
+
+    def undo(self, staged: Staged, repository: Repository, new: Sequence[str]) -> None:  # noqa: ARG002
+        if not self._said:
+            repository.storage.delete(*new)
+
+
+class NearestTier:
+    """The nearest tier as the place where the writers meet.
+
+    Args:
+        ranks: whose writer this is.
+        repository: of the run.
+        tier: how it is called in events.
+        progress: of the lane that the calls run in.
+        lane: runs a call in it; one that reads the arena comes with what it reads.
+        still_ours: raises `LeaseHeldError` if the lease is lost; asked right before the commit.
+        in_flight: told what is settled; None where this is not the coordinator.
+        done: told of each share that is durable, or of each snapshot on the coordinator.
+        not_undone: told if data of a share stays that could not be left.
+    """
+
+    def __init__(
+        self,
+        ranks: RankConfig,
+        repository: Repository,
+        tier: str,
+        progress: Progress,
+        lane: Callable[[Callable[[], object], Staged | None], object],
+        still_ours: Callable[[], object],
+        in_flight: InFlight | None,
+        done: Callable[[SnapshotCommitted], object],
+        not_undone: Callable[[CkptError], object],
+    ) -> None:
+        self._ranks = ranks
+        self._repository = repository
+        self._tier = tier
+        self._progress = progress
+        self._lane = lane
+        self._still_ours = still_ours
+        self._in_flight = in_flight
+        self._done = done
+        self._not_undone = not_undone
+        self._written: dict[str, SnapshotCommitted] = {}
+
+    def look(self) -> There:
+        found: dict[str, set[int]] = {}
+        self._lane(lambda: found.update(parts.there(self._repository.storage)), None)
+        return found
+
+    def leave(self, order: Order) -> None:
+        staged = order.staged(order.snapshot or "")
+
+        def write() -> None:
+            event, _ = write_snapshot(
+                staged,
+                self._repository,
+                self._tier,
+                self._progress,
+                self._not_undone,
+                finish=Leaving(self._ranks),
+            )
+            self._written[staged.snapshot] = event
+
+        self._lane(write, staged)
+        if self._ranks.rank:
+            order.durable = True
+            self._done(self._written[staged.snapshot])
+
+    def commit(self, order: Order) -> bool:
+        storage, size, snapshot = self._repository.storage, self._ranks.size, order.snapshot or ""
+        whole: list[Manifest] = []
+
+        def commit() -> None:
+            with suppress(FormatError, SnapshotSkippedError, SnapshotFailedError):
+                whole.append(parts.merge(list(parts.read_all(storage, snapshot, range(size)).values())))
+            if not whole:
+                return
+            self._still_ours()
+            self._progress.check()
+            self._repository.commit(whole[0])
+            if self._in_flight is not None:
+                for one, ranks in parts.there(storage).items():
+                    if one == snapshot or one in self._in_flight:
+                        parts.remove(storage, one, ranks)  # what is newer is not complete, and never will be
+                self._in_flight.settle(snapshot)
+
+        self._lane(commit, None)
+        if not whole:
+            return False
+        order.durable = True
+        event = self._written.get(snapshot)
+        if event is not None:
+            self._done(replace(event, nbytes=whole[0].info.nbytes))
+        return True

@@ -1,0 +1,142 @@
+"""Boxes: the parts of an array that ranks have, where they overlap, and how they lie behind each other. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+from ckpt_engine.errors import FormatError
+from ckpt_engine.store.digest import digest
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of an array: its first element in every dimension, and how many from there."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All of an array."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+    def overlap(self, other: Box) -> Box | None:
+        """What both have; None: nothing."""
+        offsets, shape = [], []
+        for a, n, b, m in zip(self.offsets, self.shape, other.offsets, other.shape, strict=True):
+            start, stop = max(a, b), min(a + n, b + m)
+            if stop <= start:
+                return None
+            offsets.append(start)
+            shape.append(stop - start)
+        return Box(tuple(offsets), tuple(shape))
+
+    def slices(self, inside: Box) -> tuple[slice, ...]:
+        """The indices of this box in an array that is `inside`."""
+        starts = (a - b for a, b in zip(self.offsets, inside.offsets, strict=True))
+        return tuple(slice(start, start + n) for start, n in zip(starts, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How an array is divided over ranks.
+
+    Args:
+        shape: of the array.
+        boxes: they tile it, in the order of their offsets; no empty one, unless the array is empty.
+        holders: the ranks that have each box, in order. No rank has two.
+    """
+
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+    holders: tuple[tuple[int, ...], ...]
+    starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Elements that lie before each box where the boxes are stored one behind another."""
+    signature: str = field(init=False, repr=False, compare=False)
+    _index: Mapping[int, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        index = {rank: number for number, ranks in enumerate(self.holders) for rank in ranks}
+        object.__setattr__(self, "_index", index)
+        object.__setattr__(self, "starts", tuple(accumulate((box.count for box in self.boxes), initial=0))[:-1])
+        object.__setattr__(self, "signature", digest(repr((self.shape, self.boxes, self.holders)).encode()))
+
+    def of(self, rank: int) -> int | None:
+        """The number of the box that a rank has; None: it has nothing."""
+        return self._index.get(rank)
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether the boxes, one behind another, are the array in C order."""
+        lead = leading(self.shape)
+        return all(box.shape[lead + 1 :] == self.shape[lead + 1 :] for box in self.boxes)
+
+
+def leading(shape: Sequence[int]) -> int:
+    """The first dimension that can be cut; slices of it are runs of consecutive elements."""
+    return next((dimension for dimension, n in enumerate(shape) if n != 1), 0)
+
+
+def tiles(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether boxes that are the product of a division of every dimension cover an array without overlapping."""
+    count = 1
+    for dimension, n in enumerate(shape):
+        spans = sorted({(box.offsets[dimension], box.shape[dimension]) for box in boxes})
+        at = 0
+        for start, length in spans:
+            if start != at:
+                return False
+            at += length
+        if at != n:
+            return False
+        count *= len(spans)
+    return count == len(set(boxes)) == len(boxes)
+
+
+def boxes_of(node: Mapping[str, Any], shape: Sequence[int]) -> tuple[Box, ...]:
+    """The boxes of the array of a leaf, in the order in which they are stored; one if it is in C order.
+
+    Raises:
+        FormatError: they do not make the array.
+    """
+    if "blocks" not in node:
+        return (Box.whole(shape),)
+    try:
+        boxes = tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in node["blocks"])
+        fits = all(len(box.offsets) == len(box.shape) == len(shape) for box in boxes) and tiles(shape, boxes)
+    except (TypeError, ValueError) as err:
+        raise FormatError(f"the blocks of {node.get('entry')!r} are malformed: {err}") from err
+    if not fits:
+        raise FormatError(f"the blocks of {node.get('entry')!r} do not make an array of shape {list(shape)}")
+    return boxes
+
+
+def runs(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that elements `start` to `stop` of an array in C order are, in that order: at most 2 per dimension."""
+    if stop <= start:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    row = prod(shape[1:])
+    first, last = start // row, stop // row
+    if first * row == start and last * row == stop:
+        yield Box((first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:]))
+        return
+    if first == (stop - 1) // row:
+        for box in runs(shape[1:], start - first * row, stop - first * row):
+            yield Box((first, *box.offsets), (1, *box.shape))
+        return
+    middle = first if first * row == start else first + 1
+    yield from runs(shape, start, middle * row)
+    yield from runs(shape, middle * row, last * row)
+    yield from runs(shape, last * row, stop)

@@ -1,0 +1,168 @@
+"""The ranks of one node meet before they load, so that each byte of a remote snapshot is read by one of them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ckpt_engine.errors import WaitTimeoutError
+from ckpt_engine.ranks.session import LOAD_SECONDS, Session
+from ckpt_engine.restore.memory import MemoryStorage
+from ckpt_engine.restore.node_file import SHARED_MEMORY, open_shared, remove_shared
+from ckpt_engine.restore.node_storage import NodeStorage
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.local import LocalStorage
+
+MEET_SECONDS = 30.0
+"""How long rank 0 waits for the others before it loads; who comes later reads alone."""
+
+Places = Callable[[], Sequence[Repository]]
+
+
+def node_name() -> str:
+    """Equal for processes that can share memory, and for no others: same boot, same shared memory, same user.
+
+    Raises:
+        OSError: there is no shared memory.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    text = f"{boot}/{os.stat(SHARED_MEMORY).st_dev}/{os.getuid()}"  # noqa: PTH116
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A rank's place among those of its node: `index` of `count`, and the file that they share."""
+
+    fd: int
+    index: int
+    count: int
+
+
+def meet(session: Session, timeout: float = MEET_SECONDS) -> Seat | None:
+    """Find the ranks of this node. Every rank calls it; what they say goes through the ranks' store, not a collective.
+
+    Returns:
+        This rank's seat; None: it is alone on its node, or came too late.
+
+    Raises:
+        WaitTimeoutError, RanksError: rank 0 is not there.
+    """
+    meeting = session.agree(lambda: os.urandom(16).hex(), LOAD_SECONDS)
+    try:
+        node = node_name()
+        name = f"ckpt-node-{hashlib.sha256(f'{meeting}/{node}'.encode()).hexdigest()[:32]}"
+        fd, made = open_shared(name)
+    except OSError:
+        node, name, fd, made = "", "", -1, False
+    try:
+        members = _members(session, meeting, node, timeout)
+    finally:
+        if made:
+            remove_shared(name)  # all who are members have it open by now
+    rank = session.ranks.rank
+    if fd >= 0 and rank in members and len(members) > 1:
+        return Seat(fd, members.index(rank), len(members))
+    if fd >= 0:
+        os.close(fd)
+    return None
+
+
+def _members(session: Session, meeting: str, node: str, timeout: float) -> list[int]:
+    """The ranks of this node."""
+    ranks, store = session.ranks, session.ranks.store
+    deadline = time.monotonic() + timeout
+    if not session.coordinates:
+        store.set(f"node/{meeting}/{ranks.rank}", node)
+        try:
+            store.wait(f"node/{meeting}/closed", 2 * timeout)
+        except WaitTimeoutError:
+            return []
+        found = store.get(f"node/{meeting}/of/{node}") if node else None
+        return list(json.loads(found)) if found is not None else []
+    nodes: dict[str, list[int]] = {node: [0]}
+    for rank in range(1, ranks.size):
+        try:
+            where = store.wait(f"node/{meeting}/{rank}", max(0.001, deadline - time.monotonic()))
+        except WaitTimeoutError:
+            continue
+        nodes.setdefault(where, []).append(rank)
+    for where, members in nodes.items():
+        if where:
+            store.set(f"node/{meeting}/of/{where}", json.dumps(members))
+    store.set(f"node/{meeting}/closed", "")
+    return nodes[node] if node else []
+
+
+class Sharing:
+    """While ranks load together: the places of the run, those far away read once per node. A context manager.
+
+    The state must be the same on all ranks: where each needs a part of its own there is nothing to share.
+
+    Args:
+        where: the places as one rank alone would read them.
+        into: as given to `load`.
+        alike: False: each rank needs a part of its own, whatever `into` is.
+
+    Raises:
+        WaitTimeoutError, RanksError: as `meet`.
+    """
+
+    def __init__(self, session: Session, where: Places, into: Any, *, alike: bool = True) -> None:
+        self._session = session
+        self._where = where
+        self._seat: Seat | None = None
+        self._shared: dict[str, NodeStorage] = {}
+        self._wanted = alike and not is_divided(into)
+
+    def __enter__(self) -> Self:
+        if self._wanted and any(_is_far(place.storage) for place in self._where()):
+            self._seat = meet(self._session)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        idle = [storage.stop() for storage in self._shared.values()]
+        if self._seat is not None and all(idle):
+            os.close(self._seat.fd)  # a request that hangs would write into whatever gets this number next
+
+    def places(self) -> Sequence[Repository]:
+        """All places of the run, nearest first."""
+        seat, places = self._seat, self._where()
+        if seat is None:
+            return places
+        found = []
+        for place in places:
+            if not _is_far(place.storage):
+                found.append(place)
+                continue
+            url = place.storage.url
+            if url not in self._shared:
+                self._shared[url] = NodeStorage(place.storage, seat.fd, seat.index, seat.count)
+            found.append(Repository(self._shared[url]))
+        return found
+
+
+def is_divided(state: Any) -> bool:
+    """Whether there is a DTensor in a state."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or state is None:
+        return False
+    if isinstance(state, module.DTensor):
+        return True
+    children = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
+    return any(is_divided(child) for child in children)
+
+
+def _is_far(storage: Storage) -> bool:
+    return not isinstance(storage, LocalStorage | MemoryStorage)

@@ -1,0 +1,39 @@
+"""Several ranks of a run without a trainer, as threads of one process that is to be killed: `ROOT SIZE DURABLE_EVERY`.
+
+Every rank saves a state that tells its step in every byte, into memory or for good. Prints the steps that all began.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+from ckpt_engine.checkpointer import Checkpointer
+from tests.ranks.runs import SharedStore, ThreadRanks, on_all
+from tests.ranks.train_plain import check, state_of
+
+
+def main(root: str, size: int, durable_every: int) -> None:
+    """Save until it is killed."""
+    store = SharedStore()
+    meeting = threading.Barrier(size)
+
+    def rank(number: int) -> None:
+        ckpt = Checkpointer(tiers=["memory", root], ranks=ThreadRanks(number, size, store), linger=60)
+        state = ckpt.load()
+        step = check(state, number) if state is not None else 0
+        if not number:
+            place = ckpt.loaded.place if ckpt.loaded is not None else "nowhere"
+            print("resumed", step, place, flush=True)
+        while True:
+            step += 1
+            meeting.wait(60)  # as the all-reduce of a step
+            if not number:
+                print("begin", step, flush=True)
+            ckpt.save(state_of(step, number), step=step, durable=step % durable_every == 0).wait(60)
+
+    on_all(rank, size)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

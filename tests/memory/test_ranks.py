@@ -1,0 +1,153 @@
+"""Several ranks that die together resume from the memory of their writers: the newest snapshot that all hold."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ckpt_engine import Checkpointer
+from ckpt_engine.persist import control
+from ckpt_engine.persist.reunion import follow
+from ckpt_engine.store import layout
+from tests.memory.lives import ENTRY, until
+from tests.ranks.runs import SharedStore, ThreadRanks, on_all
+from tests.ranks.train_plain import check
+
+REPOSITORY = Path(__file__).parents[2]
+MOST_LOST = 2
+
+
+class Host:
+    """A process with several ranks."""
+
+    def __init__(self, root: Path, size: int, durable_every: int = 10**6) -> None:
+        command = [sys.executable, "-m", "tests.memory.rank_host", str(root), str(size), str(durable_every)]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+        self.resumed = self._line()
+
+    def _line(self) -> list[str]:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().split()
+
+    def until_step(self, step: int) -> None:
+        while int(self._line()[1]) < step:
+            pass
+
+    def writers(self) -> list[psutil.Process]:
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if any(word.endswith(ENTRY) for word in child.cmdline())]
+
+    def kill(self) -> int:
+        """The last step that it had begun."""
+        self.process.kill()
+        assert self.process.stdout is not None
+        rest = [line.split() for line in self.process.stdout.read().splitlines()]
+        self.process.wait(60)
+        self.process.stdout.close()
+        return int(rest[-1][1]) if rest else -1
+
+
+def opened(root: Path, size: int) -> list[Checkpointer]:
+    store = SharedStore()
+    return [Checkpointer(tiers=["memory", str(root)], ranks=ThreadRanks(rank, size, store)) for rank in range(size)]
+
+
+def resumed(root: Path, size: int) -> tuple[int, str]:
+    """Where all ranks resume, and from which place; then everything is closed."""
+    made = opened(root, size)
+    states = on_all(lambda rank: made[rank].load(), size)
+    steps = {check(state, rank) for rank, state in enumerate(states)}
+    loaded = [one.loaded for one in made]
+    on_all(lambda rank: made[rank].start(), size)
+    on_all(lambda rank: made[rank].close(), size)
+    (step,) = steps
+    (place,) = {one.place for one in loaded if one is not None}
+    return step, place
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_that_die_resume_from_memory(tmp_path: Path, size: int) -> None:
+    """Every rank has all shares, bit for bit, and its own component; the snapshot is durable as well by then."""
+    root = tmp_path / "run"
+    host = Host(root, size)
+    host.until_step(12)
+    begun = host.kill()
+    step, place = resumed(root, size)
+    assert place == "memory"
+    assert begun - step <= MOST_LOST
+    with Checkpointer(str(root)) as alone:
+        assert [info.step for info in alone.snapshots()] == [step]
+    assert not list((root / layout.PARTS).glob("*"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(6))
+def test_lives_that_end_at_random_moments(tmp_path: Path, number: int) -> None:
+    """Snapshots in memory and durable ones in turn; no life loses more than two steps."""
+    root = tmp_path / "run"
+    begun = 0
+    for life in range(4):
+        host = Host(root, 3, durable_every=3 + number)
+        assert begun - int(host.resumed[1]) <= MOST_LOST, (life, host.resumed, begun)
+        assert life == 0 or host.resumed[2] == "memory"
+        host.until_step(int(host.resumed[1]) + 5 + 3 * life)
+        begun = host.kill()
+    step, place = resumed(root, 3)
+    assert begun - step <= MOST_LOST
+    assert place == "memory"
+
+
+@pytest.mark.slow
+def test_a_share_that_is_gone_with_its_writer_makes_the_durable_tier_serve(tmp_path: Path) -> None:
+    """Nobody restores a part of a snapshot: without one of the shares the last durable snapshot counts."""
+    root = tmp_path / "run"
+    host = Host(root, 2, durable_every=4)
+    host.until_step(12)
+    until(lambda: list((root / layout.MANIFESTS).glob("*-s0000000004-*")), lambda: "step 4 is not durable")
+    host.writers()[1].kill()
+    host.kill()
+    step, place = resumed(root, 2)
+    assert place == f"file://{root}"
+    assert step >= 4
+    assert step % 4 == 0
+
+
+@pytest.mark.slow
+def test_one_process_is_not_given_the_share_of_a_rank(tmp_path: Path) -> None:
+    """A checkpointer alone waits for the durable tier; it must not take the share of rank 0 for the snapshot."""
+    root = tmp_path / "run"
+    host = Host(root, 2)
+    host.until_step(5)
+    host.kill()
+    reply = control.ask(str(root), {"what": control.SNAPSHOT}, 60.0)
+    assert reply is not None
+    assert reply.body["snapshot"] is None
+    assert "share" in reply.body["why"]
+    for fd in reply.fds:
+        os.close(fd)
+    until(lambda: list((root / layout.MANIFESTS).glob("*")), lambda: "nothing becomes durable")
+    with Checkpointer(tiers=["memory", str(root)]) as alone:
+        state = alone.load()
+        assert state is not None
+        check(state, 0)
+        assert alone.loaded is not None
+        assert not alone.loaded.from_memory
+
+
+def test_the_writers_meet_at_the_newest_snapshot_that_all_hold() -> None:
+    """Whoever is ahead leaves what the others have left; in whatever order they look, all arrive at the same one."""
+    held = {0: ["9", "8", "7"], 1: ["8", "7", "6"], 2: ["7", "6", "5"]}
+    for order in ([0, 1, 2], [2, 1, 0], [1, 0, 2], [2, 0, 1]):
+        there: dict[str, set[int]] = {}
+        for rank in order:
+            there.setdefault(held[rank][0], set()).add(rank)
+            for other in order:  # everybody who is there looks again
+                if any(other in ranks for ranks in there.values()):
+                    while (wanted := follow(held[other], there, other, 3)) is not None:
+                        there.setdefault(wanted, set()).add(other)
+        assert [snapshot for snapshot, ranks in there.items() if len(ranks) == 3] == ["7"]

@@ -1,0 +1,94 @@
+"""Two ranks, one, four, two: whoever goes on has the weights that were saved, and each sample comes once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks.elastic_runs import Lives, step_of
+from tests.ranks.launch import Launcher
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+TRAINERS = ["lightning", "accelerate", "plain"]
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    """Starts runs of any trainer."""
+    made = Launcher("tests.ranks.train_elastic")
+    yield made
+    made.close()
+
+
+def generations(lives: Lives, sizes: list[int], steps: list[int]) -> None:
+    """Kill each life but the last after so many steps; every one that resumes has what was saved."""
+    for size, after in zip(sizes[:-1], steps, strict=True):
+        lives.run(size, kill_after=after, pace=0.03)
+    assert lives.run(sizes[-1]) == [0] * sizes[-1], lives.logs()
+    for life in range(1, len(sizes)):
+        lives.require_saved_state(life)
+    assert len({lives.start(life) for life in range(len(sizes))}) == len(sizes), "a life has saved nothing"
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_generations_with_kills(trainer: str, launcher: Launcher, tmp_path: Path) -> None:
+    """2 -> 1 -> 4 -> 2, all processes and writers killed each time."""
+    lives = Lives(launcher, tmp_path, trainer, options={"writer": "process"})
+    generations(lives, [2, 1, 4, 2], [5, 6, 3])
+    lives.require_whole_epochs()
+    report = lives.report()
+    assert any("another number of ranks: 2 go on where 4 were" in note for note in report["notes"]), report
+    assert any(note.startswith("rng: derive") for note in report["notes"])
+    assert lives.logs().count("another number of ranks: 2 go on") == 1, "not said once"
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("sizes", [[1, 2], [4, 1], [1, 4], [2, 4]])
+def test_one_change(trainer: str, sizes: list[int], launcher: Launcher, tmp_path: Path) -> None:
+    """From one process and to one; the samples do not fill whole rows, and only that is made up for."""
+    lives = Lives(launcher, tmp_path, trainer, samples=181)
+    generations(lives, sizes, [4])
+    padding = 4 * max(sizes) if trainer == "accelerate" else max(sizes)
+    lives.require_whole_epochs(padding - 1)
+    assert max(sum(line["epoch"] == 0 for line in lives.lines(1, rank)) for rank in range(sizes[1])) == min(
+        sum(line["epoch"] == 0 for line in lives.lines(1, rank)) for rank in range(sizes[1])
+    )
+
+
+@pytest.mark.parametrize(
+    ("trainer", "changes"),
+    [
+        ("accelerate", {"arguments": {"split_batches": True}}),
+        ("accelerate", {"arguments": {"use_seedable_sampler": True}}),
+        ("accelerate", {"arguments": {"even_batches": False}}),
+        ("plain", {"shuffle": False}),
+        ("lightning", {"workers": 2}),
+    ],
+)
+def test_other_samplers(trainer: str, changes: dict[str, Any], launcher: Launcher, tmp_path: Path) -> None:
+    """Every way in which these divide an epoch."""
+    lives = Lives(launcher, tmp_path, trainer, **changes)
+    generations(lives, [2, 4, 1], [5, 3])
+    lives.require_whole_epochs()
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_same_ranks_go_on_exactly_in_an_epoch_of_others(trainer: str, launcher: Launcher, tmp_path: Path) -> None:
+    """2 -> 4 killed -> 4 is bitwise 2 -> 4: the seed of the script does not matter."""
+    lives = Lives(launcher, tmp_path / "killed", trainer)
+    lives.folder.mkdir()
+    generations(lives, [2, 4, 4], [5, 3])
+    again = Lives(launcher, tmp_path / "killed", trainer)
+    start, middle = lives.start(1), lives.start(2)
+    for info in (tmp_path / "killed" / "run" / "snapshots").glob("*.json"):
+        if step_of(info.name) != start:
+            info.unlink()
+    again.sizes = [2, 4, 4]
+    assert again.run(4) == [0] * 4, lives.logs()
+    for rank in range(4):
+        straight = [line for line in again.lines(3, rank) if line["step"] >= middle]
+        assert straight == lives.lines(2, rank)

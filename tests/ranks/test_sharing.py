@@ -55,10 +55,9 @@ def check(root: Path, size: int) -> None:
     on_all(lambda rank: again[rank].close(), size)
 
 
-@pytest.mark.parametrize("keep", [1, 9])
-def test_frozen_weights_are_written_once_by_all_ranks_together(tmp_path: Path, keep: int) -> None:
-    """From the second snapshot on each rank refers to its own file of the first one, however many are kept."""
-    ranks = open_ranks(tmp_path / "run", 2, keep={"last": keep})
+def test_frozen_weights_are_written_once_by_all_ranks_together(tmp_path: Path) -> None:
+    """From the second snapshot on each rank refers to its own file of the first one, which need not be kept itself."""
+    ranks = open_ranks(tmp_path / "run", 2, keep={"last": 1})
     sizes = []
     for step in (1, 2, 3):
         save(ranks, step)

@@ -15,6 +15,7 @@ from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.as_rank import as_rank
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match, tensor_shapes
+from ckpt_engine.snapshot.sharding import divided_like
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.tracking import flags
 from ckpt_engine.tracking.capture import OWN_VERSION
@@ -24,6 +25,7 @@ from ckpt_engine.tracking.feed import Feed
 from ckpt_engine.tracking.packed import unpack
 from ckpt_engine.tracking.parts import OWN_KEY, Parts
 from ckpt_engine.tracking.report import ReportDraft, publish
+from ckpt_engine.tracking.sharded import live_of, require_whole_gradients
 from ckpt_engine.tracking.surroundings import Surroundings
 from ckpt_engine.tracking.weights import with_tied
 
@@ -83,7 +85,7 @@ class Resume:
             if self._rank == 0:
                 announce(self._log, f"no snapshot in {url} yet, starting fresh")
             return None
-        state = self._engine.load(check=self._fits)
+        state = self._engine.load(live=live_of(self._parts), check=self._fits)
         loaded = self._engine.loaded
         assert state is not None
         assert loaded is not None
@@ -179,6 +181,8 @@ class Resume:
             positions = [one["feeds"][feed.name]["position"] for one in elastic.own if feed.name in one["feeds"]]
             if len(positions) == elastic.saved_size:
                 feeds[feed.name] = {**feeds[feed.name], "position": elastic.position(feed.position, positions)}
+        if own["gradients"]:
+            require_whole_gradients(self._parts.modules.values(), elastic.saved_size)
         gradients, missing = {}, []
         for name, module in self._parts.modules.items():
             if name in own["gradients"]:
@@ -211,7 +215,7 @@ class Resume:
             live = {} if module is None else dict(module.named_parameters())
             for name, gradient in gradients.items():
                 if name in live:
-                    live[name].grad = gradient.to(live[name].device, copy=True)
+                    live[name].grad = divided_like(live[name], gradient.to(live[name].device, copy=True))
                 else:
                     missing.append(NotRestored(f"gradient of {name!r}", "the model has no such parameter now"))
         return missing

@@ -173,7 +173,9 @@ class Resume:
         changed: dict[str, Any] = {"rng": elastic.streams}
         if own["gradients"] is not None:
             require_whole_gradients([self._module], elastic.saved_size)
-            changed["gradients"] = elastic.gradients(("gradients",))
+            saved = [one["gradients"] or {} for one in elastic.own]
+            changed["gradients"], missing = elastic.gradients(saved, self._module)
+            self.report.not_restored += missing if elastic.rank == 0 else []
         if elastic.rank == 0:
             self.report.not_restored += elastic.not_restored()
             if own["results"] or own["metrics"]:

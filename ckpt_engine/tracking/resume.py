@@ -99,11 +99,13 @@ class Resume:
         packed, notes = unpack(own["packed"])
         elastic = elastic_of(loaded, own, OWN_KEY, numbers_of(self._engine.ranks), self._engine.config.rng)
         self._own = {**packed, "gradients": own["gradients"]}
+        missing: list[NotRestored] = []
         if elastic is not None:
-            self._own = self._resplit(self._own, elastic)  # before anything is put back: this may be impossible
+            self._own, missing = self._resplit(self._own, elastic)  # first of all: this may be impossible
         own = self._own
         self._draft = draft = ReportDraft(url, loaded)
         draft.restored, draft.not_restored = self._parts.load(state)
+        draft.not_restored += missing if self._rank == 0 else []
         draft.notes += [_where(own), *notes]
         self._load_feeds()
         # A loop that asks no loader has no later moment.
@@ -172,7 +174,7 @@ class Resume:
     def _rank(self) -> int:
         return 0 if self._engine.ranks is None else self._engine.ranks.rank
 
-    def _resplit(self, own: Mapping[str, Any], elastic: Elastic) -> Mapping[str, Any]:
+    def _resplit(self, own: Mapping[str, Any], elastic: Elastic) -> tuple[Mapping[str, Any], list[NotRestored]]:
         """What the loop saved about itself, for another number of ranks."""
         streams, feeds = elastic.streams, dict(own["feeds"])
         for feed in self._feeds:
@@ -181,8 +183,13 @@ class Resume:
                 feeds[feed.name] = {**feeds[feed.name], "position": elastic.position(feed.position, positions)}
         if own["gradients"]:
             require_whole_gradients(self._parts.modules.values(), elastic.saved_size)
-        gradients = {component: elastic.gradients(("gradients", component)) for component in own["gradients"]}
-        return {**own, "rng": streams, "feeds": feeds, "gradients": gradients}
+        gradients, missing = {}, []
+        for name, module in self._parts.modules.items():
+            if name in own["gradients"]:
+                saved = [one["gradients"].get(name, {}) for one in elastic.own]
+                gradients[name], left_out = elastic.gradients(saved, module)
+                missing += left_out
+        return {**own, "rng": streams, "feeds": feeds, "gradients": gradients}, missing
 
     def _load_feeds(self) -> None:
         saved, training, draft = self._own["feeds"], self._own["training"], self._draft

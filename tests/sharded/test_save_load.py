@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[Any, list[Any]]] = {
 }
 QUICK = {"strided", "hybrid columns"}
 ALL = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-"""Those that have all that others have too come first."""
+SOME = [name if name == "strided" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 SHAPES = {"even": (8, 6), "uneven": (7, 5), "few": (2, 3), "deep": (1, 9, 4), "large": (900, 700)}
 
 
@@ -85,7 +85,7 @@ def test_one_process_reads_whole_plain_tensors(tmp_path: Path, layout: str) -> N
         assert info.components["model"] == sum(whole.nbytes for whole in expected.values())
 
 
-@pytest.mark.parametrize("layout", ALL)
+@pytest.mark.parametrize("layout", SOME)
 def test_any_layout_reads_what_another_has_written(tmp_path: Path, layout: str) -> None:
     """Live DTensors are filled in place with what overlaps, also plain ones of one process."""
     save(tmp_path / "run", [divided(rank, layout) for rank in range(4)])
@@ -142,8 +142,8 @@ def test_only_what_overlaps_is_read_of_large_pieces(tmp_path: Path, shape: tuple
     assert torch.equal(live.to_local(), part(whole, mesh, [Shard(dimension)]).to_local())
 
 
-def test_a_damaged_piece_is_noticed_by_a_rank_that_needs_most_of_it(tmp_path: Path) -> None:
-    """Pieces that are read whole are verified: the snapshot before is taken."""
+def test_what_one_rank_finds_damaged_no_rank_takes(tmp_path: Path) -> None:
+    """Pieces that are read whole are verified: all ranks take the snapshot before, whether they need such a piece."""
     states = [divided(rank, "rows") for rank in range(4)]
     ranks = open_ranks(tmp_path, 4)
     for step in (1, 2):
@@ -154,7 +154,7 @@ def test_a_damaged_piece_is_noticed_by_a_rank_that_needs_most_of_it(tmp_path: Pa
     data = bytearray(newest.read_bytes())
     data[-100] ^= 1
     newest.write_bytes(data)
-    live = [divided(rank, "columns", seed=1) for rank in range(4)]
+    live = [divided(rank, "rows", seed=1) for rank in range(4)]
     ranks = open_ranks(tmp_path, 4)
     on_all(lambda rank: ranks[rank].load(into=live[rank]), 4)
     on_all(lambda rank: ranks[rank].close(), 4)
@@ -162,7 +162,7 @@ def test_a_damaged_piece_is_noticed_by_a_rank_that_needs_most_of_it(tmp_path: Pa
         loaded = ranks[rank].loaded
         assert loaded is not None
         assert loaded.info.step == 1
-        wanted = divided(rank, "columns")["model"]
+        wanted = divided(rank, "rows")["model"]
         assert all(torch.equal(live[rank]["model"][n].to_local(), w.to_local()) for n, w in wanted.items())
 
 

@@ -122,8 +122,8 @@ def run(bench: Bench) -> BarResult:
         {
             "adapter": f"{size.frozen_bytes / 1e6:.0f} MB frozen, {size.adapter_bytes / 1e6:.2f} MB change",
             "table": f"{size.table_bytes / 1e6:.0f} MB, rows of {4 * WIDTH} bytes, one of {SHARE} changes, by chance",
-            "snapshots": f"adapter {size.adapter_snapshots + 1}, table {size.table_snapshots + 1}; "
-            "the first writes everything; two are kept",
+            "snapshots": f"adapter {size.adapter_snapshots + 1}, table {size.table_snapshots + 1}; the first writes "
+            "everything; two are kept",
         },
         checks,
         tuple(series),

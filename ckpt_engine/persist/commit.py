@@ -96,6 +96,8 @@ class Gathering:
         mine = parts.part_of(manifest, staged.cut_layout.layout, self._ranks)
         parts.put(repository.storage, mine)
         whole = parts.merge([mine, *self._gather(repository, staged.snapshot)])
+        # Nobody but the holder of the lease removes anything: what is there now is there when it is committed.
+        parts.require_files(repository.storage, [file for file in whole.files if staged.snapshot not in file.name])
         self._still_ours()
         self._progress.check()
         repository.commit(whole)

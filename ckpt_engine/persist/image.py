@@ -123,14 +123,14 @@ def whole(name: str, cut_layout: CutLayout, digests: Sequence[str]) -> Draft:
 
 
 def partial(
-    snapshot: str, cut_layout: CutLayout, digests: Sequence[str], before: Manifest, encode: Encode
+    snapshot: str, rank: int, cut_layout: CutLayout, digests: Sequence[str], before: Manifest, encode: Encode
 ) -> Draft | None:
-    """Only what an older snapshot does not have. None: writing the whole image is no worse."""
+    """Only what an older snapshot (of this rank) does not have. None: writing the whole image is no worse."""
     paired = _paired(cut_layout, digests, before, encode)
     spared_bytes = _spared_bytes(paired)
     if spared_bytes < max(LEAST_BYTES, PAYS * cut_layout.nbytes):
         return None
-    composer = _Composer(snapshot, _worth_keeping(paired, before), before)
+    composer = _Composer(snapshot, rank, _worth_keeping(paired, before), before)
     for entry, parts in paired:
         composer.add(entry, parts)
     return composer.draft()
@@ -224,8 +224,9 @@ class _Growing:
 class _Composer:
     """Puts together the files and the entries of a draft."""
 
-    def __init__(self, snapshot: str, kept: frozenset[int], before: Manifest) -> None:
+    def __init__(self, snapshot: str, rank: int, kept: frozenset[int], before: Manifest) -> None:
         self._snapshot = snapshot
+        self._rank = rank
         self._kept = kept
         self._before = before
         self._new = {CHANGED: _Growing(), SETTLED: _Growing(), DELTAS: _Growing()}
@@ -285,7 +286,7 @@ class _Composer:
         """What has been added."""
         new = {
             target: NewFile(
-                names.data_name(self._snapshot, part=target),
+                names.data_name(self._snapshot, self._rank, target),
                 build_header(growing.arrays, {"format": "pt"}),
                 tuple(growing.content),
             )

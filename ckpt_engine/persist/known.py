@@ -13,10 +13,10 @@ from ckpt_engine.persist.aside import Aside
 from ckpt_engine.persist.deltas import RowDeltas
 from ckpt_engine.persist.image import Draft
 from ckpt_engine.persist.snapshots import Staged
-from ckpt_engine.store import layout
 from ckpt_engine.store.decode import chain_of
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.presence import lacking
 from ckpt_engine.store.repository import Repository
 
 SMALL_BYTES = 64 << 20
@@ -32,15 +32,15 @@ class Known:
 
     Args:
         repository: that is written to.
-        aside: reads what is there.
+        aside: reads what is there. None: this is one of several ranks. It knows what it has written itself and not what
+            the others have, so nothing is read: whole pieces of its own share are spared from its second snapshot on.
     """
 
-    def __init__(self, repository: Repository, aside: Aside) -> None:
+    def __init__(self, repository: Repository, aside: Aside | None) -> None:
         self._repository = repository
         self._aside = aside
-        self._is_near = repository.storage.url.startswith("file:")
-        """Whether reading older data back costs little; else only whole pieces are spared."""
-        self._asked = False
+        self._deltas_from = aside if repository.storage.url.startswith("file:") else None
+        """Where reading older data back costs little; else only whole pieces are spared."""
         self._newest: Manifest | None = None
         self._expects = False
 
@@ -59,8 +59,8 @@ class Known:
         began = time.thread_time()
         digests, digest_seconds = staged.timed_digest()
         with staged.slot.image(staged.data.nbytes) as image:
-            encode = RowDeltas(self._aside, before, image).encode if self._is_near else _nothing
-            made = drafts.partial(staged.snapshot, staged.cut_layout, digests, before, encode)
+            encode = RowDeltas(self._deltas_from, before, image).encode if self._deltas_from is not None else _nothing
+            made = drafts.partial(staged.snapshot, staged.job.rank, staged.cut_layout, digests, before, encode)
         self._expects = made is not None
         if made is None or not self.stands(made):
             return None
@@ -76,18 +76,17 @@ class Known:
             return True
         if all(parsed.id != draft.source for parsed in self._repository.ids()):
             return False
-        sizes = {item.name: item.nbytes for item in self._repository.storage.list(layout.DATA)}
-        return all(sizes.get(file.name) == file.nbytes for file in draft.old_files)
+        return not lacking(self._repository.storage, draft.old_files)
 
     def committed(self, manifest: Manifest) -> None:
-        """Note the snapshot that is the newest now."""
-        self._asked, self._newest = True, manifest
+        """Note the newest snapshot; of several ranks, this one's share of it, which may yet come to nothing."""
+        self._aside, self._newest = None, manifest
 
     def _before(self) -> Manifest | None:
-        if not self._asked:
-            self._asked = True
+        if self._aside is not None:
+            aside, self._aside = self._aside, None  # asked once
             try:
-                self._newest = self._aside.read(_newest)
+                self._newest = aside.read(_newest)
             except (FormatError, StorageMissingError):
                 self._newest = None  # damaged or gone: then all is written
         return self._newest
@@ -99,7 +98,7 @@ class Known:
         cuts = zip(cut_layout.layout.entries, cut_layout.extents, strict=True)
         pieces = [(extent.offset, extent, entry) for entry, extents in cuts for extent in extents]
         with staged.slot.image(staged.data.nbytes) as image:
-            deltas = RowDeltas(self._aside, before, image)
+            deltas = RowDeltas(self._deltas_from, before, image) if self._deltas_from is not None else None
             for number in range(SAMPLES):
                 # Evenly over the bytes: it is bytes that are to be spared.
                 middle = staged.data.nbytes * (2 * number + 1) // (2 * SAMPLES)
@@ -111,7 +110,7 @@ class Known:
                     if digest(part) == old.content_digest:
                         return True
                 chain = chain_of(before, entry.name, extent.offset - entry.offset, old)
-                if self._is_near and deltas.is_likely(entry, extent, chain):
+                if deltas is not None and deltas.is_likely(entry, extent, chain):
                     return True
         return False
 

@@ -15,7 +15,7 @@ from ckpt_engine.persist.image import Draft
 from ckpt_engine.persist.job import ErrorRecord, RankConfig
 from ckpt_engine.persist.known import Known
 from ckpt_engine.persist.room import Room
-from ckpt_engine.persist.snapshots import ALONE, Finish, Staged, write_snapshot
+from ckpt_engine.persist.snapshots import ALONE, Finish, Staged, share_of, write_snapshot
 from ckpt_engine.persist.stall import AbandonedError, Progress
 from ckpt_engine.store.collect import Collected, Pruned, collect, prune
 from ckpt_engine.store.lease import Lease
@@ -72,7 +72,7 @@ class Near:
         self._made_room = made_room
         self._codec = codec
         self._aside = aside
-        self._known = Known(repository, aside)
+        self._known = Known(repository, aside if ranks is None else None)
         self._drafts_fail = False
         self._swept = False
         self._ranks = ranks
@@ -101,8 +101,7 @@ class Near:
         if self._codec != RAW:
             return self._write_encoded(staged)
         known = self._known
-        # What a share does not write again would have to be known to all ranks.
-        draft = self._draft(staged) if self._ranks is None else None
+        draft = self._draft(staged)
         self._make_room(staged, draft)
         if draft is not None and not known.stands(draft):
             draft = None
@@ -117,8 +116,7 @@ class Near:
             known.stands,
             self._finish,
         )
-        if self._ranks is None:
-            known.committed(manifest)
+        known.committed(manifest if self._ranks is None else share_of(staged, self._repository, draft))
         self._room.committed(staged.snapshot)
         return committed
 
@@ -150,7 +148,8 @@ class Near:
 
     def _make_room(self, staged: Staged, draft: Draft | None) -> None:
         nbytes = staged.data.nbytes if draft is None else draft.new_bytes
-        nbytes *= self._ranks.size if self._ranks is not None else 1  # shares are equal
+        if self._ranks is not None:
+            nbytes = staged.data.nbytes * self._ranks.size  # shares are equal, and what others spare is not known
         # Digests may not be known yet; any will do to see how much will be written.
         room = self._room.before(nbytes, lambda: staged.foresee(self._repository.run_id, draft))
         if room is not None:
@@ -221,7 +220,7 @@ class Near:
                     f"{self._url} was removed while it was written: it is made again, and the snapshots it had are gone"
                 )
             self._room = Room(self._repository, self._lease, self._policy, self._notice, self._in_flight)
-            self._known = Known(self._repository, self._aside)
+            self._known = Known(self._repository, self._aside if self._ranks is None else None)
 
     def _not_undone(self, staged: Staged) -> Callable[[CkptError], None]:
         def told(err: CkptError) -> None:

@@ -17,7 +17,7 @@ from ckpt_engine.errors import CorruptError, FormatError, SnapshotFailedError, S
 from ckpt_engine.persist.job import Layout, RankConfig
 from ckpt_engine.persist.skeleton import Skeleton
 from ckpt_engine.store import layout as names
-from ckpt_engine.store import manifest_codec
+from ckpt_engine.store import manifest_codec, presence
 from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
@@ -245,7 +245,7 @@ def recover(repository: Repository, in_flight: Container[str]) -> Recovered:
         if snapshot not in existing:
             try:
                 manifest = merge(list(read_all(storage, snapshot, ranks).values()))
-                _require_files(storage, manifest)
+                require_files(storage, manifest.files)
             except (FormatError, SnapshotSkippedError, SnapshotFailedError, StorageMissingError):
                 discarded.append(snapshot)
             else:
@@ -255,10 +255,7 @@ def recover(repository: Repository, in_flight: Container[str]) -> Recovered:
     return Recovered(tuple(completed), tuple(discarded))
 
 
-def _require_files(storage: Storage, manifest: Manifest) -> None:
-    sizes: dict[str, int] = {}
-    for file in manifest.files:
-        sizes.update((item.name, item.nbytes) for item in storage.list(file.name))
-    lacking = [file.name for file in manifest.files if sizes.get(file.name) != file.nbytes]
-    if lacking:
-        raise StorageMissingError(f"{', '.join(lacking)} is not there whole")
+def require_files(storage: Storage, files: Sequence[DataFile]) -> None:
+    """Raises `StorageMissingError` unless these data files are there as they were written."""
+    if lost := presence.lacking(storage, files):
+        raise StorageMissingError(f"{', '.join(lost)} is not there whole")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from ckpt_engine.errors import CkptError, ForeignError
+from ckpt_engine.errors import CkptError, ForeignError, StorageError
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
 from ckpt_engine.persist import parts
 from ckpt_engine.persist.commit import Contributing
+from ckpt_engine.persist.image import Draft
 from ckpt_engine.persist.job import RankConfig
-from ckpt_engine.persist.snapshots import Staged, write_snapshot
+from ckpt_engine.persist.known import Known
+from ckpt_engine.persist.snapshots import Staged, share_of, write_snapshot
 from ckpt_engine.persist.stall import Progress
 from ckpt_engine.store.repository import Repository
 
@@ -47,6 +49,7 @@ class Share:
         self._ranks = ranks
         self._progress = progress
         self._emit = emit
+        self._known = Known(repository, None)
 
     def write(self, staged: Staged) -> SnapshotCommitted:
         """Make the share durable, and say so to the coordinator.
@@ -58,8 +61,20 @@ class Share:
         def not_undone(err: CkptError) -> None:
             self._notice(f"cannot take back the share of the failed snapshot {staged.snapshot}: {err}")
 
-        finish = Contributing(self._ranks)
-        return write_snapshot(staged, self._repository, self._tier, self._progress, not_undone, finish=finish)[0]
+        known, finish = self._known, Contributing(self._ranks)
+        draft = self._draft(staged)
+        written = write_snapshot(
+            staged, self._repository, self._tier, self._progress, not_undone, draft, known.stands, finish
+        )[0]
+        known.committed(share_of(staged, self._repository, draft))
+        return written
+
+    def _draft(self, staged: Staged) -> Draft | None:
+        """What it has in snapshots that the coordinator has committed need not be written again."""
+        try:
+            return self._known.draft(staged)
+        except StorageError:
+            return None  # nothing is worth failing for; if it goes on, writing says it
 
     def cancel(self, snapshot: str, why: str) -> None:
         """Tell the coordinator that there is no share of a snapshot. If that fails its patience will have to do."""

@@ -228,6 +228,11 @@ def write_snapshot(
     return committed, manifest
 
 
+def share_of(staged: Staged, repository: Repository, draft: Draft | None) -> Manifest:
+    """The manifest of what one of several ranks has written, as `write_snapshot` did."""
+    return staged.manifest(repository.run_id, draft or staged.whole(staged.digest()))
+
+
 def _to_write(staged: Staged, draft: Draft | None) -> tuple[NewFile, ...]:
     return draft.new if draft is not None else staged.whole(staged.cut_layout.blank_digests()).new
 

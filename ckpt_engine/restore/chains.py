@@ -16,8 +16,8 @@ from ckpt_engine.store.decode import Decoder, Fetch, chain_of
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Manifest, Piece
 
-BATCH_BYTES = 16 << 20
-"""Of deltas that are in memory at once; two or three times as many while the next ones are read."""
+BATCH_BYTES = 32 << 20
+"""Of deltas that are in memory at once; twice as many while the next ones are read."""
 GAP_BYTES = 128 << 10
 """What is not needed is read, too, if it is no more: a request takes as long."""
 _ROUND_BYTES = 1 << 18

@@ -21,6 +21,7 @@ from ckpt_engine.snapshot import pages
 from ckpt_engine.store.decode import Decoder
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import RAW, Manifest, Piece
+from ckpt_engine.store.storage.blockio import DIRECT_MIN_BYTES
 
 READ_BYTES = 16 << 20
 """Bytes per request; of whole files requests start at multiples of it, so that the page cache can be bypassed."""
@@ -31,8 +32,8 @@ def stream_into(
 ) -> None:
     """Fill `targets` (contiguous CPU tensors by entry name) with their entries.
 
-    Every piece is verified before its bytes are copied; encoded ones are decoded in place. If an error is raised, other
-    pieces may have been copied, and those of damaged encoded ones are undefined.
+    Every piece is verified before its bytes are copied; encoded ones are decoded in place, and fresh memory is read
+    into. If an error is raised, other pieces may have been copied, and what damaged ones were read into is undefined.
 
     Args:
         fresh: the memory of the targets has never been touched.
@@ -97,6 +98,16 @@ def stream_into(
                 pages.populate(move.address, piece.raw_nbytes)
             _place(decoder, move, stored)
 
+    def is_direct(move: Move) -> bool:
+        return fresh and move.piece.codec == RAW and move.piece.nbytes >= DIRECT_MIN_BYTES
+
+    def put_raw(move: Move) -> None:
+        piece, out = move.piece, _memory_of(move)
+        pages.populate(move.address, piece.nbytes)
+        base(move.entry, piece, out)
+        if digest(out) != piece.digest:
+            sources.repair(move.entry, manifest.files[piece.file].name, piece, out)
+
     def put_together(move: Move, batch: Batch, decoder: Decoder) -> None:
         batch.wait()
         if fresh:
@@ -107,7 +118,9 @@ def stream_into(
     memory = Memory()
     pool = ThreadPoolExecutor(sources.threads, thread_name_prefix="ckpt-read")
     try:
-        begun = [pool.submit(run, span) for span in _spans([move for move in moves if move.piece.base is None])]
+        plain = [move for move in moves if move.piece.base is None]
+        begun = [pool.submit(put_raw, move) for move in plain if is_direct(move)]
+        begun += [pool.submit(run, span) for span in _spans([move for move in plain if not is_direct(move)])]
         for batch in batches(manifest, [move for move in moves if move.piece.base is not None]):
             # Work begins in this order, so that nobody waits for what no thread has begun with.
             for one in batch.ranges:

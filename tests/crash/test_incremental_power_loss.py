@@ -92,6 +92,23 @@ def test_a_power_loss_while_snapshots_share_data_is_survived(
 
 
 @pytest.mark.slow
+def test_a_power_loss_while_chains_are_shortened_is_survived(
+    tmp_path: Path, scratch: Path, stage: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Deltas that replace several, and pieces that are written anew, under retention: no bad state."""
+    monkeypatch.setattr("ckpt_engine.persist.upkeep.MOST_BASES", 2)
+    monkeypatch.setattr("ckpt_engine.persist.upkeep.MOST_SHARE", 0.5)
+    disk = _recorded(tmp_path)
+    session = _Session(tmp_path / "disk" / "run", disk, stage, monkeypatch)
+    assert session.run(range(14))
+    assert session.failed == []
+    explorer = _explorer(scratch)
+    explorer.explore(disk)
+    assert explorer.bad == []
+    assert explorer.checked > 200
+
+
+@pytest.mark.slow
 def test_a_writer_that_continues_after_a_killed_one_shares_its_data(
     tmp_path: Path, scratch: Path, stage: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:

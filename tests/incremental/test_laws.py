@@ -56,7 +56,14 @@ _FORMS = st.builds(
     st.tuples(st.integers(0, 300), st.integers(1, 9)) | st.tuples(st.integers(1, 80), st.integers(1, 5), st.just(3)),
     st.sampled_from([0.0, 0.01, 0.1, 0.6]),
 )
-_TREES = st.dictionaries(st.text("abc", min_size=1, max_size=2), _FORMS, min_size=1, max_size=4)
+_TABLES = st.builds(
+    Form, st.sampled_from(DTYPES), st.tuples(st.integers(300, 900), st.integers(8, 24)), st.floats(0.0, 0.03)
+)
+_TREES = st.builds(
+    lambda table, others: {"table": table, **others},
+    _TABLES,
+    st.dictionaries(st.text("abc", min_size=1, max_size=2), _FORMS, max_size=3),
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -66,7 +73,7 @@ def everything_is_shared() -> Iterator[None]:
         patch.setattr(image, "LEAST_BYTES", 0)
         patch.setattr(deltas, "LEAST_ROWS", 2)
         patch.setattr(upkeep, "MOST_BASES", 5)
-        patch.setattr(cut, "__defaults__", (1000,))
+        patch.setattr(cut, "__defaults__", (4000,))
         yield
 
 
@@ -88,7 +95,7 @@ def lived(root: Path, forms: dict[str, Form], seed: int, length: int, still: set
 @given(
     forms=_TREES, seed=st.integers(0, 10**6), length=st.integers(2, 14), still=st.sets(st.integers(0, 13), max_size=3)
 )
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_a_base_and_deltas_are_what_was_saved(
     tmp_path_factory: pytest.TempPathFactory, forms: dict[str, Form], seed: int, length: int, still: set[int]
 ) -> None:
@@ -103,7 +110,7 @@ def test_a_base_and_deltas_are_what_was_saved(
 
 
 @given(forms=_TREES, seed=st.integers(0, 10**6), where=st.tuples(st.integers(0, 99), st.integers(0, 10**6)) | st.none())
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_whatever_is_damaged_the_newest_snapshot_that_is_whole_is_loaded(
     tmp_path_factory: pytest.TempPathFactory, forms: dict[str, Form], seed: int, where: tuple[int, int] | None
 ) -> None:

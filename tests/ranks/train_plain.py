@@ -1,4 +1,6 @@
-"""One rank of a run without a trainer: saves states that tell their step in every byte, until it is killed or done.
+"""One rank of a run without a trainer: saves states until it is killed or done.
+
+Every byte tells its step, but for what is frozen: that is large enough that each rank's snapshots refer to older ones.
 
 Its launcher has set the environment and calls `main(job)`. What was acknowledged is in `<trace>.<rank>`.
 """
@@ -19,6 +21,7 @@ from ckpt_engine.ranks.process_group import ProcessGroupRanks
 def state_of(step: int, rank: int) -> dict[str, Any]:
     return {
         "model": {"weight": torch.full((700, 64), float(step)), "bias": torch.full((64,), float(step))},
+        "frozen": {"weight": torch.arange(1_400_000)},
         "own": {"rank": torch.full((50,), 1000 * step + rank)},
     }
 

@@ -20,7 +20,7 @@ from ckpt_engine.observe.log import LOGGER_NAME, LogSink
 from ckpt_engine.observe.resume_report import resumed_from_memory
 from ckpt_engine.persist.client import WriterClient, open_client
 from ckpt_engine.persist.settings import writer_config
-from ckpt_engine.ranks.session import Session
+from ckpt_engine.ranks.session import session_of
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore import places, shares, together
@@ -70,12 +70,7 @@ class Checkpointer:
         **options: Any,
     ) -> None:
         self.config = load_config(root, **options)
-        self._session = Session(ranks) if ranks is not None and ranks.size > 1 else None
-        if self._session is not None and self.config.tiers[0].codec != "raw":
-            raise ConfigError(
-                "several ranks write their shares to the nearest tier as they are: remove its codec",
-                hint="give the codec to a further tier",
-            )
+        self._session = session_of(ranks, self.config)
         self.live = live_file(root, options)
         self.events: EventSink = LogSink()
         self.loaded: restore.Loaded | None = None

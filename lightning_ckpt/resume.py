@@ -34,6 +34,7 @@ from ckpt_engine.tracking.elastic import Elastic, elastic_of, require_ranks
 from ckpt_engine.tracking.packed import unpack
 from ckpt_engine.tracking.report import ReportDraft, publish
 from ckpt_engine.tracking.rollback import Rollbacks
+from ckpt_engine.tracking.sharded import require_whole_gradients
 from ckpt_engine.tracking.weights import into_own_memory
 from lightning_ckpt import epoch_start, loop_state, sharded, weights
 from lightning_ckpt.boundary import Kind
@@ -171,7 +172,10 @@ class Resume:
         assert self.report is not None
         changed: dict[str, Any] = {"rng": elastic.streams}
         if own["gradients"] is not None:
-            changed["gradients"] = elastic.gradients(("gradients",))
+            require_whole_gradients([self._module], elastic.saved_size)
+            saved = [one["gradients"] or {} for one in elastic.own]
+            changed["gradients"], missing = elastic.gradients(saved, self._module)
+            self.report.not_restored += missing if elastic.rank == 0 else []
         if elastic.rank == 0:
             self.report.not_restored += elastic.not_restored()
             if own["results"] or own["metrics"]:
@@ -197,6 +201,7 @@ class Resume:
         module = self._module
         if self._loaders is not None:
             require_ranks(manifest, self._trainer.world_size, self._checkpointer.config.rng)
+            sharded.require_layout(manifest, self._trainer)
         if is_overridden("on_load_checkpoint", module):
             return  # the user's hook may well convert the old weights
         expected = {

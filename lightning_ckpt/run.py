@@ -30,7 +30,7 @@ from ckpt_engine.tracking.halt import Halt
 from ckpt_engine.tracking.rollback import Rollbacks
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
 from ckpt_engine.tracking.shared import SharedCadence, cadence_of
-from lightning_ckpt import loop_state
+from lightning_ckpt import loop_state, sharded
 from lightning_ckpt.boundary import Kind, Position, kind_of, postponed
 from lightning_ckpt.capture import Capture, Instant
 from lightning_ckpt.compat import Internals, callbacks_of
@@ -377,7 +377,12 @@ class FitRun:
                 reason=reason,
                 metrics=loop_state.numbers(self._internals),
                 lazy=self._lazy,
-                notes={"trainer": "lightning", "kind": kind.value, "batch": self._internals.batches_in_epoch},
+                notes={
+                    "trainer": "lightning",
+                    "kind": kind.value,
+                    "batch": self._internals.batches_in_epoch,
+                    **sharded.notes(self._trainer),
+                },
                 durable=durable,
             )
         except (StorageError, WriterError) as err:

@@ -10,13 +10,44 @@ import lightning.pytorch as pl
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
 
+from ckpt_engine.errors import ResumeError
+from ckpt_engine.restore.as_rank import size_of
 from ckpt_engine.restore.shells import optimizer_shell
 from ckpt_engine.store.manifest import Manifest
+
+_LAYOUT = "tensor_parallel_size"
 
 
 def is_sharded(trainer: pl.Trainer) -> bool:
     """Whether the strategy leaves saving and restoring of weights to itself."""
     return isinstance(trainer.strategy, ModelParallelStrategy)
+
+
+def notes(trainer: pl.Trainer) -> dict[str, Any]:
+    """What a manifest keeps of the layout: nothing where each rank has samples of its own."""
+    size = _tensor_parallel(trainer)
+    return {_LAYOUT: size} if size > 1 else {}
+
+
+def require_layout(manifest: Manifest, trainer: pl.Trainer) -> None:
+    """Raise where a resume is impossible because other ranks share their samples and streams.
+
+    Raises:
+        ResumeError: says both layouts.
+    """
+    before, now = int(manifest.notes.get(_LAYOUT, 1)), _tensor_parallel(trainer)
+    if before != now or (now > 1 and size_of(manifest) != trainer.world_size):
+        raise ResumeError(
+            f"snapshot {manifest.info.id} was taken by {size_of(manifest)} ranks with tensor_parallel_size={before}, "
+            f"and this run has {trainer.world_size} with {now}",
+            hint="start it with the same numbers; Checkpointer.load takes the weights to any layout",
+        )
+
+
+def _tensor_parallel(trainer: pl.Trainer) -> int:
+    strategy = trainer.strategy
+    # Its dimensions are data_parallel and tensor_parallel.
+    return int(strategy.device_mesh.shape[-1]) if isinstance(strategy, ModelParallelStrategy) else 1
 
 
 @contextmanager

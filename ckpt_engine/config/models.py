@@ -124,6 +124,10 @@ class Tier(Section):
         default=None, description="Time between snapshots on this tier; without it as often as the tier keeps up."
     )
     every_n_steps: Count | None = Field(default=None, description="Steps between snapshots on this tier.")
+    replicate: Count | None = Field(
+        default=None,
+        description="Of the memory tier of several machines: so many further machines have each rank's share (1).",
+    )
     keep: Keep | None = Field(default=None, description="Retention of this tier, instead of the general one.")
     bandwidth: Rate | None = Field(default=None, description="Bytes per second that copying to this tier may take.")
     concurrency: Count = Field(default=4, description="Requests to the storage at once.")
@@ -163,8 +167,11 @@ class Tier(Section):
     def _fits_together(self) -> Self:
         if self.every is not None and self.every_n_steps is not None:
             raise option_error("give either every or every_n_steps")
-        if self.url == MEMORY and (more := self.model_fields_set - {"url", "every", "every_n_steps"}):
+        mirror = {"replicate", "bandwidth"} if self.replicate is not None else {"replicate"}
+        if self.url == MEMORY and (more := self.model_fields_set - {"url", "every", "every_n_steps", *mirror}):
             raise option_error(f"the memory tier takes every or every_n_steps: remove its {' and '.join(sorted(more))}")
+        if self.replicate is not None and (self.url != MEMORY or self.replicate > 1):
+            raise option_error("replicate is 1, and for the memory tier only")
         return self
 
 

@@ -57,8 +57,8 @@ def resplit(
     saved = _dealings(states)
     order = saved[0].origin.order()
     for state, one in zip(states[rank::size], saved[rank::size], strict=True):
-        _require_same_samples(state, one, order)
-    dealing = _dealing(recipe, saved[0], int(first["batches"]), rank, size)
+        _require_same_samples(state, one, order, len(states))
+    dealing = _dealing(recipe, saved[0], int(first["batches"]), len(states))
     return begin | {
         "version": 2,
         "phase": "within",
@@ -106,23 +106,25 @@ def _dealings(states: Sequence[Mapping[str, Any]]) -> list[Dealing]:
             dealings.append(dealing_of(recipe, state["order"]["at_first"]))
     if any(one.origin != dealings[0].origin for one in dealings):
         raise _refused(size, "the ranks have shuffled it in different ways: the seed of their samplers must be one")
-    if any(one.size != size for one in dealings):
-        raise _refused(size, f"its samples were divided by {dealings[0].size}, not among all ranks")
+    if {(one.rank, one.size) for one in dealings} != {(rank, dealings[0].size) for rank in range(dealings[0].size)}:
+        raise _refused(size, "the ranks did not divide its samples in one way")
     return dealings
 
 
-def _dealing(recipe: Mapping[str, Any], saved: Dealing, batch: int, rank: int, size: int) -> Dealing:
-    """How the rest goes to this rank: in batches as its loader makes them."""
+def _dealing(recipe: Mapping[str, Any], saved: Dealing, batch: int, saved_size: int) -> Dealing:
+    """How the rest goes to this rank: divided and in batches as its loader does it.
+
+    Where several ranks share a model (tensor parallelism) they have the same samples, and the loader divides by less
+    than the number of ranks.
+    """
     if "unreadable" in recipe:
-        raise _refused(saved.size, f"in this run {recipe['unreadable']}")
-    if (recipe["rank"], recipe["size"]) != (rank, size):
-        raise _refused(saved.size, f"in this run its samples are divided by {recipe['size']}, not by {size}")
+        raise _refused(saved_size, f"in this run {recipe['unreadable']}")
     if recipe["length"] != saved.origin.length:
-        raise _refused(saved.size, f"its dataset had {saved.origin.length} samples, and has {recipe['length']} now")
+        raise _refused(saved_size, f"its dataset had {saved.origin.length} samples, and has {recipe['length']} now")
     return replace(
         saved,
-        rank=rank,
-        size=size,
+        rank=recipe["rank"],
+        size=recipe["size"],
         batch_size=recipe["batch_size"],
         batched=recipe["batched"],
         seen=saved.seen_before(batch),
@@ -133,11 +135,11 @@ def _dealing(recipe: Mapping[str, Any], saved: Dealing, batch: int, rank: int, s
     )
 
 
-def _require_same_samples(state: Mapping[str, Any], dealing: Dealing, order: Sequence[int]) -> None:
+def _require_same_samples(state: Mapping[str, Any], dealing: Dealing, order: Sequence[int], saved_size: int) -> None:
     """Raises where a rank was not given what the order says: samples would be left out or come twice."""
     digest = state["order"]["digest"]
     if digest is not None and digest != dealing.digest(order, int(state["batches"])):
-        raise _refused(dealing.size, "its sampler gave other samples than its seed says")
+        raise _refused(saved_size, "its sampler gave other samples than its seed says")
 
 
 def _refused(size: int, why: str) -> ResumeError:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_engine.errors import FormatError
+from ckpt_engine.ranks.boxes import Box
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
 from ckpt_engine.restore.sources import Sources
@@ -28,23 +29,17 @@ _OPEN = frozenset({"dict", "odict", "mapping", "defaultdict", "counter"})
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """A part of an array: its first element in every dimension, and how many from there."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor in a snapshot.
 
     Args:
         entry: its entry, in which the boxes lie one behind another, each in C order.
+        shape: of the tensor.
     """
 
     entry: str
     dtype: torch.dtype
+    shape: tuple[int, ...]
     boxes: tuple[Box, ...]
 
 
@@ -129,7 +124,7 @@ class _Drawer(Rebuilder):
         boxes = tuple(Box(tuple(offsets), tuple(shape)) for offsets, shape in blocks)
         outline = torch.empty(entry.shape, dtype=dtype, device="meta")
         self._kept.append(outline)  # addresses must not be used again
-        self.drawn[id(outline)] = Stored(node["entry"], dtype, boxes)
+        self.drawn[id(outline)] = Stored(node["entry"], dtype, entry.shape, boxes)
         return outline
 
     def _require(self, name: str, path: Path) -> None:

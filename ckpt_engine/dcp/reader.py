@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckpt_engine.dcp.boxes import BoxReader, Wanted
 from ckpt_engine.dcp.naming import Root, config_of, names_step, step_of
-from ckpt_engine.dcp.outline import Box, Outline, outline_of
+from ckpt_engine.dcp.outline import Outline, Stored, outline_of
 from ckpt_engine.errors import RanksError, StorageMissingError
+from ckpt_engine.ranks.boxes import Box
 from ckpt_engine.restore.landing import fill
 from ckpt_engine.restore.load import choose
+from ckpt_engine.restore.regions import Region, read_regions
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
@@ -110,8 +112,9 @@ class CkptReader(StorageReader):
         assert outline is not None
         assert manifest is not None
         assert sources is not None
-        whole: dict[str, Wanted] = {}
-        parts: list[Wanted] = []
+        whole: dict[str, torch.Tensor] = {}
+        parts: list[Region] = []
+        boxes: dict[str, Sequence[Box]] = {}
         tensors: list[tuple[ReadItem, torch.Tensor]] = []
         for item in plan.items:
             name = item.storage_index.fqn
@@ -120,15 +123,15 @@ class CkptReader(StorageReader):
                 continue
             target = planner.resolve_tensor(item)
             tensors.append((item, target))
-            one = _wanted(outline, item, target.detach())
-            if one.is_whole_entry and one.stored.entry not in whole:
-                whole[one.stored.entry] = one
+            stored = outline.tensors[name]
+            one = Region(stored.entry, _box(stored, item), target.detach())
+            if _fits(stored, one) and stored.entry not in whole:
+                whole[stored.entry] = one.tensor
             else:
                 parts.append(one)
-        fill(sources, manifest, {entry: one.target for entry, one in whole.items()})
-        reader = BoxReader(sources, manifest)
-        reader.read(parts)
-        self.unverified_bytes = reader.unverified_bytes
+                boxes[stored.entry] = stored.boxes
+        fill(sources, manifest, whole)
+        self.unverified_bytes = read_regions(sources, manifest, parts, boxes).unverified_bytes
         for item, target in tensors:
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
@@ -141,11 +144,22 @@ class CkptReader(StorageReader):
         return names_step(checkpoint_id)
 
 
-def _wanted(outline: Outline, item: ReadItem, target: torch.Tensor) -> Wanted:
-    stored = outline.tensors[item.storage_index.fqn]
+def _box(stored: Stored, item: ReadItem) -> Box:
+    """What an item of a plan wants of a tensor: its offsets are in one of the stored boxes."""
     at = item.storage_index.offset
-    number = next(n for n, box in enumerate(stored.boxes) if at is None or box.offsets == tuple(at))
-    return Wanted(stored, number, Box(tuple(item.storage_offsets), tuple(item.lengths)), target)
+    inside = next(box for box in stored.boxes if at is None or box.offsets == tuple(at))
+    offsets = tuple(a + b for a, b in zip(inside.offsets, item.storage_offsets, strict=True))
+    return Box(offsets, tuple(item.lengths))
+
+
+def _fits(stored: Stored, one: Region) -> bool:
+    """Whether it is all of a tensor, and its bytes can be taken as they are."""
+    return (
+        len(stored.boxes) == 1
+        and one.box == Box.whole(stored.shape)
+        and one.tensor.dtype == stored.dtype
+        and one.tensor.is_contiguous()
+    )
 
 
 def _saved(value: Any) -> io.BytesIO:

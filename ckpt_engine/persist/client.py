@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,9 +32,16 @@ class WriterClient(Protocol):
     first_seq: int
     """The lowest number that a snapshot may get, as the writer saw it when it started."""
 
+    peer_port: int
+    """Where the writers of other machines reach this one; 0: nowhere."""
+
     @property
     def alive(self) -> bool:
         """Whether jobs are still taken."""
+        ...
+
+    def meet(self, others: Mapping[str, Any]) -> None:
+        """Say where the writers of other machines are, see `peers.Peers.meet`."""
         ...
 
     def attach_slot(self, slot: int, fd: int, nbytes: int) -> None:
@@ -117,7 +124,7 @@ class Client(abc.ABC):
     def __init__(self, config: WriterConfig) -> None:
         self._mailbox = Mailbox(config.url)
         self._owner = os.getpid()
-        self.first_seq = 0
+        self.first_seq = self.peer_port = 0
         self._answered = threading.Event()
         self._news = threading.Event()
         """Set whenever the writer says something before it has answered."""
@@ -176,6 +183,9 @@ class Client(abc.ABC):
 
     def cancel(self, snapshot: str, why: str) -> None:
         self._tell({"kind": protocol.CANCEL, "snapshot": snapshot, "why": why})
+
+    def meet(self, others: Mapping[str, Any]) -> None:
+        self._tell({"kind": protocol.PARTNER, **others})
 
     def hold(self, job: PersistJob) -> None:
         self._require_own()

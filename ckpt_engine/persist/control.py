@@ -7,8 +7,9 @@ request is a message of `wire` with `what`, and the reply is one, perhaps with f
 |---|---|
 | `snapshot`     | `snapshot`: its id, or None and `why`; `step`, `manifest`, `run`, `record`, `file`, `nbytes`, \
 `durable`, `beat`, and a descriptor of the memory; of several ranks `manifest` is a part record. Takes the `snapshot` \
-that is wanted, else it is the newest |
-| `held`         | `held`: ids of the snapshots in memory, newest first; or none, and `why` |
+that is wanted, else it is the newest, and the `rank` whose share it is, else it is its own |
+| `held`         | `held`: ids of the snapshots in memory, newest first; or none, and `why`; of several ranks `node`, \
+and with replication `guests` (ids by rank), `port` and `secret`, see `peer` |
 | `bye`          | `ok`: the writer gives up its name, and ends after what is in flight; not while its trainer lives, \
 nor if `snapshot` is given and it holds another one |
 | `save`, `stop` | `trainer`: whether there is one that was told; takes `who`, text for people |

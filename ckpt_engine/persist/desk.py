@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ckpt_engine.errors import CkptError
 from ckpt_engine.persist import control
 from ckpt_engine.persist.control import Reply
 from ckpt_engine.persist.held import Held
+from ckpt_engine.persist.job import RankConfig
 from ckpt_engine.persist.wire import Body
+
+if TYPE_CHECKING:
+    from ckpt_engine.persist.peers import Peers
 
 _WHO_LETTERS = 200
 
@@ -24,6 +29,8 @@ class Desk:
         trainer_lives: asks the system, in case its end has not been noticed yet.
         flush: makes what is held durable although the trainer lives; tells its step, or None.
         bye: called when whoever restarted the training needs this writer no more; gives up the name.
+        ranks: whose writer this is; None: there is one rank.
+        peers: what it keeps for ranks of other machines.
     """
 
     def __init__(
@@ -33,7 +40,11 @@ class Desk:
         trainer_lives: Callable[[], bool],
         flush: Callable[[], int | None],
         bye: Callable[[], object],
+        ranks: RankConfig | None = None,
+        peers: Peers | None = None,
     ) -> None:
+        self._ranks = ranks
+        self._peers = peers
         self._held = held
         self._forward = forward
         self._trainer_lives = trainer_lives
@@ -60,7 +71,7 @@ class Desk:
         """See `control.Answer`."""
         match request.get("what"):
             case control.SNAPSHOT:
-                return self._snapshot(request.get("snapshot"))
+                return self._snapshot(request.get("snapshot"), request.get("rank"))
             case control.HELD:
                 return self._list()
             case control.BYE:
@@ -86,12 +97,22 @@ class Desk:
         if closed is not None:
             return Reply({"held": [], "why": closed}) if closed else None
         held = self._held.ids()
-        return None if held is None else Reply({"held": held})
+        if held is None:
+            return None
+        body: Body = {"held": held}
+        if self._ranks is not None:
+            body["node"] = self._ranks.node
+        if self._ranks is not None and self._peers is not None:
+            guests = {str(rank): ids for rank, ids in self._peers.guests.ids().items()}
+            body |= {"guests": guests, "port": self._peers.port, "secret": self._ranks.session}
+        return Reply(body)
 
-    def _snapshot(self, wanted: object) -> Reply | None:
+    def _snapshot(self, wanted: object, rank: object) -> Reply | None:
         closed = self._closed()
         if closed is not None:
             return Reply({"snapshot": None, "why": closed}) if closed else None
+        if self._ranks is not None and rank not in (None, self._ranks.rank):
+            return self._guest(str(wanted), rank)
         try:
             offer = self._held.offer(None if wanted is None else str(wanted))
         except (CkptError, OSError, ValueError) as err:
@@ -112,6 +133,14 @@ class Desk:
             "beat": self._beat(),
         }
         return Reply(body, (offer.fd,))
+
+    def _guest(self, wanted: str, rank: object) -> Reply:
+        share = self._peers.guests.get(rank, wanted) if self._peers is not None and isinstance(rank, int) else None
+        if share is None:
+            return Reply({"snapshot": None, "why": f"the share of rank {rank} is not kept here"})
+        described = {**share.described(), "manifest": share.part, "beat": None, "durable": False}
+        del described["part"]
+        return Reply(described, (share.fd,))
 
     def _flushed(self) -> Body:
         if not (self._attended and self._trainer_lives()):

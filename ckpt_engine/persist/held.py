@@ -162,6 +162,11 @@ class Held:
             return
         self._digest_soon(newest)
 
+    def intact(self, order: Order) -> bool:
+        """Whether the trainer cannot have filled the slot of `order` anew, as far as what it sent has arrived here."""
+        with self._lock:
+            return order in list(self._orders)[-max(1, self._keep - 1) :]
+
     def drop_torn(self) -> None:
         """Let go of what was in the slot that the trainer filled last. The newest is never in it."""
         with self._lock:

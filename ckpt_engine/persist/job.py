@@ -158,6 +158,13 @@ class SlotFreed:
 
 
 @dataclass(frozen=True, slots=True)
+class Mirrored:
+    """The partners of all ranks have their shares of a snapshot."""
+
+    snapshot: str
+
+
+@dataclass(frozen=True, slots=True)
 class TierConfig:
     """A further tier: a place that snapshots are copied to.
 
@@ -190,6 +197,9 @@ class RankConfig:
         session: unique text that the ranks have agreed on.
         first_seq: snapshots of this session with lower numbers are settled; None: there are none yet.
         wait_seconds: how long the coordinator waits for the part of a rank that does not get on.
+        node: name of the rank's machine.
+        replicate: the writer keeps its newest shares at a partner on another machine too.
+        mirror_bytes_per_second: at most so fast; None: as fast as the link takes it.
     """
 
     rank: int
@@ -197,6 +207,9 @@ class RankConfig:
     session: str
     first_seq: int | None
     wait_seconds: float
+    node: str = ""
+    replicate: bool = False
+    mirror_bytes_per_second: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

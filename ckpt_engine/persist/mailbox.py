@@ -9,10 +9,10 @@ from collections import deque
 from ckpt_engine.observe import events
 from ckpt_engine.observe.events import Event, Requested, SnapshotFailed, WriterLost
 from ckpt_engine.persist import protocol
-from ckpt_engine.persist.job import ErrorRecord, JobDone, PersistJob, SlotFreed, done_from_json
+from ckpt_engine.persist.job import ErrorRecord, JobDone, Mirrored, PersistJob, SlotFreed, done_from_json
 from ckpt_engine.persist.wire import Body
 
-Message = JobDone | SlotFreed | Event
+Message = JobDone | SlotFreed | Mirrored | Event
 
 
 class Mailbox:
@@ -52,7 +52,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def hear(self, body: Body) -> None:
-        """Take in an `event`, `done`, `freed`, `settled` or `request` message."""
+        """Take in an `event`, `done`, `freed`, `mirrored`, `settled` or `request` message."""
         with self._changed:
             match body["kind"]:
                 case protocol.EVENT:
@@ -63,6 +63,8 @@ class Mailbox:
                     self._messages.append(done)
                 case protocol.FREED:
                     self._messages.append(SlotFreed(body["slot"]))
+                case protocol.MIRRORED:
+                    self._messages.append(Mirrored(body["snapshot"]))
                 case protocol.SETTLED:
                     self._unsettled.discard(body["job"])
                 case protocol.REQUEST:

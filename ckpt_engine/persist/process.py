@@ -200,8 +200,16 @@ class Serving:
         self._listens = self._rank == 0 or config.memory
         self._worker = Worker(config, self._channel.send, self._worker_ended, self._listen, self._poke, self._caught_up)
         self._desk = Desk(
-            self._worker.held, self._forward, lambda: not self._peer.ended(), self._worker.flush, self._take_leave
+            self._worker.held,
+            self._forward,
+            lambda: not self._peer.ended(),
+            self._worker.flush,
+            self._take_leave,
+            config.ranks,
+            self._worker.peers,
         )
+        if self._worker.peers is not None:
+            self._worker.peers.answer = self._desk.answer
         self._worker.start()
 
     def _listen(self) -> None:
@@ -224,6 +232,8 @@ class Serving:
     def _poke(self) -> None:
         if self._control is not None:
             self._control.poke()
+        if self._worker is not None and self._worker.peers is not None:
+            self._worker.peers.poke()
 
     def _forward(self, what: str, who: str) -> bool:
         if self._channel.backlog:

@@ -12,6 +12,7 @@ To the writer, in this order:
 | `hold`     | `job`                                     | the same, to be kept in memory until a newer job comes |
 | `pulse`    | one file descriptor                       | where the trainer says how far it is, see `pulse` |
 | `cancel`   | `snapshot`, `why`                         | this rank has no part in that snapshot of all ranks |
+| `partner`  | `addresses`, `partner`, `guest`, `moved`  | the writers of other machines, see `peers.Peers.meet` |
 | `forget`   | `slots`, `layouts`, `skeletons`           | no later job names these |
 | `close`    |                                           | finish everything, then exit |
 
@@ -23,6 +24,8 @@ its slot is held by a call that hangs: then a `freed` with the `slot` follows, p
 Else nothing but answers to jobs is sent after `started` with one tier that does not hang. Otherwise events come at any
 time, and after `close` one `closed` with the `unfinished` tiers, each a text, as soon as nothing is left to wait for:
 the writer then goes on by itself.
+
+With replication `started` has a `port`, and rank 0 is told by `mirrored` which `snapshot` all partners have.
 
 What a job names is settled when the writer receives it, not when it does it. A `hold` is never answered.
 """
@@ -40,6 +43,7 @@ PERSIST = "persist"
 HOLD = "hold"
 CANCEL = "cancel"
 PULSE = "pulse"
+PARTNER = "partner"
 FORGET = "forget"
 CLOSE = "close"
 
@@ -49,6 +53,7 @@ EVENT = "event"
 DONE = "done"
 SETTLED = "settled"
 FREED = "freed"
+MIRRORED = "mirrored"
 CLOSED = "closed"
 REQUEST = "request"
 

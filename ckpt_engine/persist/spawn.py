@@ -176,7 +176,7 @@ class ProcessWriter(Client):
     def _hear(self, body: Body) -> None:
         match body["kind"]:
             case protocol.STARTED:
-                self.first_seq = body["first_seq"]
+                self.first_seq, self.peer_port = body["first_seq"], body["port"]
                 self._answered.set()
             case protocol.REFUSED:
                 self._closing = True

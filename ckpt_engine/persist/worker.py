@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import Notice
@@ -18,9 +19,12 @@ from ckpt_engine.persist.commit import Cancelled
 from ckpt_engine.persist.held import Held, held_share
 from ckpt_engine.persist.ids import Ids
 from ckpt_engine.persist.intake import Intake, Order
-from ckpt_engine.persist.job import ErrorRecord, WriterConfig
+from ckpt_engine.persist.job import ErrorRecord, RankConfig, WriterConfig
 from ckpt_engine.persist.wire import Body
 from ckpt_engine.persist.writer import Emit, Writer
+
+if TYPE_CHECKING:
+    from ckpt_engine.persist.peers import Peers
 
 RESCUE_SECONDS = 30.0
 """How long a rescue that fails is tried again. Less than the next writer waits for the lease."""
@@ -81,9 +85,22 @@ class Worker:
         self._broken: str | None = None
         self._changed = threading.Condition()
         self.opened = False
+        self.peers = self._open_peers(config.ranks)
         self.ended = False
         self.rescued_at: float | None = None
         self._thread = threading.Thread(target=self._run, name="ckpt-writer", daemon=True)
+
+    def _open_peers(self, ranks: RankConfig | None) -> Peers | None:
+        if ranks is None or not (ranks.replicate and self._memory):
+            return None
+        from ckpt_engine.persist.peers import Peers
+
+        return Peers(
+            ranks,
+            lambda: self._writer.run if self.opened else None,
+            lambda order: self._caught_up() and self.held.intact(order),
+            self._emit,
+        )
 
     def start(self) -> None:
         """Start the thread."""
@@ -108,6 +125,10 @@ class Worker:
         if body["kind"] == protocol.PULSE:
             self.held.take_pulse(fds[0])
             return
+        if body["kind"] == protocol.PARTNER:
+            if self.peers is not None:
+                self.peers.meet(body)
+            return
         if body["kind"] == protocol.CANCEL:
             self._todo.append(_Turn(Cancelled(body["snapshot"], body["why"])))
             return
@@ -117,6 +138,8 @@ class Worker:
         # At once, not in the queue: the trainer fills the slot that was held before as soon as this was sent.
         if self._memory and order.known:
             self.held.hold(order)
+            if self.peers is not None:
+                self.peers.offer(order)
         if body["kind"] == protocol.PERSIST:
             self._todo.append(_Turn(order))
             return
@@ -239,7 +262,8 @@ class Worker:
             return False
         self._on_open()
         self.opened = True
-        self._emit({"kind": protocol.STARTED, "first_seq": self._writer.first_seq})
+        port = self.peers.port if self.peers is not None else 0
+        self._emit({"kind": protocol.STARTED, "first_seq": self._writer.first_seq, "port": port})
         return True
 
     def _serve(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import socket
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
@@ -81,6 +83,20 @@ class ProcessGroupRanks:
         self.wait_seconds = wait_seconds
         self._divides = divides
         self.store = GroupStore(distributed_c10d._get_default_store(), f"ckpt_engine/{next(_worlds)}")
+
+    @property
+    def node(self) -> str:
+        return socket.gethostname()
+
+    @property
+    def address(self) -> str:
+        """Of the interface through which this machine reaches the one of rank 0."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            try:
+                sock.connect((os.environ.get("MASTER_ADDR", self.node), 9))  # sends nothing
+                return str(sock.getsockname()[0])
+            except OSError:
+                return self.node
 
     def divides(self, path: tuple[Any, ...]) -> bool:
         return self._divides(path)

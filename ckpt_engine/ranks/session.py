@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from ckpt_engine.config import Config
 from ckpt_engine.errors import CkptError, ConfigError, WaitTimeoutError
 from ckpt_engine.persist.client import WriterClient
 from ckpt_engine.persist.job import ErrorRecord, RankConfig
@@ -29,10 +30,15 @@ class Session:
 
     Args:
         ranks: who takes part.
+        replicate: each rank's writer keeps its newest shares at a partner on another machine too.
+        mirror_bytes_per_second: at most so fast; None: as fast as the link takes it.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Ranks, *, replicate: bool = False, mirror_bytes_per_second: float | None = None) -> None:
         self.ranks = ranks
+        self.replicates = replicate
+        self._mirror_bytes_per_second = mirror_bytes_per_second
+        self._others: dict[str, Any] | None = None
         self._session = ""
         self._next_seq = 0
         self._questions = self._meetings = 0
@@ -54,9 +60,36 @@ class Session:
 
         Raises:
             CkptError: what rank 0 could not start for, on every rank; or what this rank cannot.
+            ConfigError: replication, and all ranks are on one machine.
         """
         if self._session:
-            return start(self._config(self._session, self._next_seq))
+            client = start(self._config(self._session, self._next_seq))
+            if self._others is not None:
+                client.meet({**self._others, "moved": True})
+            return client
+        client = self._open_first(start)
+        if self.replicates:
+            self._introduce(client)
+        return client
+
+    def _introduce(self, client: WriterClient) -> None:
+        """Tell the writer where the others are."""
+        ranks = self.ranks
+        mine: list[Any] = [ranks.node, ranks.address, client.peer_port]
+        said = self.meet(lambda: mine, _as_they_are)
+        nodes = [str(one[0]) if one is not None else "" for one in said]
+        partner = partner_of(ranks.rank, nodes)
+        if partner is None:
+            raise ConfigError(
+                f"replicate needs ranks on several machines in equal numbers, they are on {sorted(set(nodes))}",
+                hint="remove it, or start the job on more machines",
+            )
+        (guest,) = [rank for rank in range(ranks.size) if partner_of(rank, nodes) == ranks.rank]
+        addresses = [[str(one[1]), int(one[2])] if one is not None else ["", 0] for one in said]
+        self._others = {"addresses": addresses, "partner": partner, "guest": guest, "moved": False}
+        client.meet(self._others)
+
+    def _open_first(self, start: Callable[[RankConfig], WriterClient]) -> WriterClient:
         if self.coordinates:
             clients: list[WriterClient] = []
 
@@ -170,4 +203,50 @@ class Session:
         self._session, self._next_seq = agreed["session"], agreed["first_seq"]
 
     def _config(self, session: str, first_seq: int | None) -> RankConfig:
-        return RankConfig(self.ranks.rank, self.ranks.size, session, first_seq, self.ranks.wait_seconds)
+        return RankConfig(
+            self.ranks.rank,
+            self.ranks.size,
+            session,
+            first_seq,
+            self.ranks.wait_seconds,
+            self.ranks.node,
+            self.replicates,
+            self._mirror_bytes_per_second,
+        )
+
+
+def partner_of(rank: int, nodes: Sequence[str]) -> int | None:
+    """Who keeps the shares of a rank, so that a lost machine's shares are on another one; None: that cannot be.
+
+    Args:
+        nodes: name of each rank's machine; ranks of one machine follow each other, as many on each.
+    """
+    each = nodes.count(nodes[rank])
+    partner = (rank + each) % len(nodes)
+    equal = all(nodes.count(node) == each for node in nodes)
+    return partner if equal and nodes[partner] != nodes[rank] else None
+
+
+def _as_they_are(said: list[list[Any] | None]) -> list[list[Any] | None]:
+    return said
+
+
+def session_of(ranks: Ranks | None, config: Config) -> Session | None:
+    """The session of a run with these options; None: there is one process.
+
+    Raises:
+        ConfigError: replication, in one process; or a codec of the nearest tier, with several.
+    """
+    memory = config.memory
+    replicate = memory is not None and memory.replicate is not None
+    if ranks is not None and ranks.size > 1:
+        if config.tiers[0].codec != "raw":
+            raise ConfigError(
+                "several ranks write their shares to the nearest tier as they are: remove its codec",
+                hint="give the codec to a further tier",
+            )
+        limit = memory.bandwidth if memory is not None else None
+        return Session(ranks, replicate=replicate, mirror_bytes_per_second=limit)
+    if replicate:
+        raise ConfigError("replicate needs several ranks on several machines", hint="remove it from the memory tier")
+    return None

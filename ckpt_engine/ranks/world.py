@@ -41,6 +41,8 @@ class Ranks(Protocol):
         own: components of the state that differ between ranks: each rank saves its own and gets it back.
         store: where they meet.
         wait_seconds: how long the coordinator waits for the part of a rank.
+        node: name of this rank's machine.
+        address: where other machines reach this one.
     """
 
     @property
@@ -57,6 +59,12 @@ class Ranks(Protocol):
 
     @property
     def wait_seconds(self) -> float: ...
+
+    @property
+    def node(self) -> str: ...
+
+    @property
+    def address(self) -> str: ...
 
     def divides(self, path: tuple[Any, ...]) -> bool:
         """Whether the array at `path` is bit for bit the same on all ranks; if not, that of rank 0 counts."""

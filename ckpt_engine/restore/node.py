@@ -8,12 +8,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from ckpt_engine.errors import WaitTimeoutError
+from ckpt_engine.errors import CkptError, WaitTimeoutError
 from ckpt_engine.ranks.session import LOAD_SECONDS, Session
 from ckpt_engine.restore.memory import MemoryStorage
 from ckpt_engine.restore.node_file import SHARED_MEMORY, open_shared, remove_shared
@@ -48,37 +49,39 @@ class Seat:
     count: int
 
 
-def meet(session: Session, timeout: float = MEET_SECONDS) -> Seat | None:
+def meet(session: Session, timeout: float = MEET_SECONDS, *, wanted: bool = True) -> Seat | None:
     """Find the ranks of this node. Every rank calls it; what they say goes through the ranks' store, not a collective.
 
+    Args:
+        wanted: whether this rank has something to share.
+
     Returns:
-        This rank's seat; None: it is alone on its node, or came too late.
+        This rank's seat; None: it is alone on its node, came too late, or has nothing to share.
 
     Raises:
         WaitTimeoutError, RanksError: rank 0 is not there.
     """
     meeting = session.agree(lambda: os.urandom(16).hex(), LOAD_SECONDS)
-    try:
-        node = node_name()
-        name = f"ckpt-node-{hashlib.sha256(f'{meeting}/{node}'.encode()).hexdigest()[:32]}"
-        fd, made = open_shared(name)
-    except OSError:
-        node, name, fd, made = "", "", -1, False
+    node, name, fd, made = "", "", -1, False
+    if wanted:
+        with suppress(OSError):
+            found = node_name()
+            name = f"ckpt-node-{hashlib.sha256(f'{meeting}/{found}'.encode()).hexdigest()[:32]}"
+            fd, made = open_shared(name)
+            node = found
+    members: list[int] = []
     try:
         members = _members(session, meeting, node, timeout)
     finally:
         if made:
             remove_shared(name)  # all who are members have it open by now
-    rank = session.ranks.rank
-    if fd >= 0 and rank in members and len(members) > 1:
-        return Seat(fd, members.index(rank), len(members))
-    if fd >= 0:
-        os.close(fd)
-    return None
+        if fd >= 0 and len(members) < 2:
+            os.close(fd)
+    return Seat(fd, members.index(session.ranks.rank), len(members)) if len(members) > 1 else None
 
 
 def _members(session: Session, meeting: str, node: str, timeout: float) -> list[int]:
-    """The ranks of this node."""
+    """The ranks of this node; none if this one is not among them."""
     ranks, store = session.ranks, session.ranks.store
     deadline = time.monotonic() + timeout
     if not session.coordinates:
@@ -88,7 +91,8 @@ def _members(session: Session, meeting: str, node: str, timeout: float) -> list[
         except WaitTimeoutError:
             return []
         found = store.get(f"node/{meeting}/of/{node}") if node else None
-        return list(json.loads(found)) if found is not None else []
+        members = list(json.loads(found)) if found is not None else []
+        return members if ranks.rank in members else []
     nodes: dict[str, list[int]] = {node: [0]}
     for rank in range(1, ranks.size):
         try:
@@ -125,8 +129,12 @@ class Sharing:
         self._wanted = alike and not is_divided(into)
 
     def __enter__(self) -> Self:
-        if self._wanted and any(_is_far(place.storage) for place in self._where()):
-            self._seat = meet(self._session)
+        try:
+            far = any(_is_far(place.storage) for place in self._where())
+        except CkptError:
+            far, self._wanted = True, False  # loading will say what is wrong; the others must not wait for this rank
+        if far:
+            self._seat = meet(self._session, wanted=self._wanted)
         return self
 
     def __exit__(

@@ -1,29 +1,60 @@
 """Several ranks restore from memory: the shares that the writers of dead ranks hold are one snapshot, the nearest one.
 
-All ranks attach to the same snapshot, or none does, and nobody goes on before all have: the next writers end those that
-serve it.
+What is on the same machine is mapped; with replication what is on others is fetched from there. All ranks attach to the
+same snapshot, or none does, and nobody goes on before all have: the next writers end those that serve it.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from ckpt_engine.errors import CkptError
 from ckpt_engine.persist import control, parts
+from ckpt_engine.persist.mapping import map_shared
+from ckpt_engine.persist.peer import connect, memory_file
 from ckpt_engine.persist.pulse import Beat
 from ckpt_engine.persist.wire import Received
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.restore.memory import MemoryPlace, MemoryStorage, SharedFile, beat_of, shared_file
 from ckpt_engine.store import layout, manifest_codec
 
-Held = Sequence[Sequence[str]]
-"""Ids of the snapshots whose share of each rank is in memory."""
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A writer that a rank has found on its machine.
+
+    Args:
+        writer: whose writer it was.
+        shares: the snapshots of which it has a share, by rank.
+        host, port, secret: where it serves other machines; port 0: it does not.
+    """
+
+    writer: int
+    shares: Mapping[str, Sequence[str]]
+    host: str = ""
+    port: int = 0
+    secret: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all ranks attach to.
+
+    Args:
+        snapshot: its id.
+        remote: for each rank's share, where it is to be had over the network, if it is.
+    """
+
+    snapshot: str
+    remote: Mapping[str, Source] = field(default_factory=dict)
 
 
 def attach(session: Session, root_url: str, timeout: float) -> MemoryPlace | None:
-    """The newest snapshot whose shares of all ranks are in the memory of this machine. On all ranks, in the same order.
+    """The newest snapshot whose shares of all ranks are in memory. On all ranks, in the same order.
 
     Args:
         timeout: seconds to wait for the writers; they answer at once, but for the digests of the snapshot.
@@ -34,12 +65,21 @@ def attach(session: Session, root_url: str, timeout: float) -> MemoryPlace | Non
     Raises:
         WaitTimeoutError, RanksError: the other ranks do not answer.
     """
-    size = session.ranks.size
-    deadline = time.monotonic() + timeout
-    agreed = session.meet(lambda: [_held(root_url, rank, deadline) for rank in range(size)], newest_of_all)
+    ranks, deadline = session.ranks, time.monotonic() + timeout
+    found: list[Source] = []
+
+    def look() -> list[dict[str, Any]]:
+        address = ranks.address if session.replicates else ""
+        for writer in range(ranks.size):
+            source = _source(root_url, writer, ranks.node, address, deadline)
+            found.extend([source] if source is not None else [])
+        return [asdict(source) for source in found]
+
+    agreed = session.meet(look, lambda said: _as_json(plan(ranks.size, [_sources(one) for one in said])))
     if agreed is None:
         return None
-    place = _assemble(root_url, agreed, size, deadline)
+    remote = {rank: Source(**source) for rank, source in agreed["remote"].items()}
+    place = _assemble(root_url, Plan(agreed["snapshot"], remote), found, ranks.size, deadline)
     if not session.meet(lambda: place is not None, all):
         if place is not None:
             place.release(bye=False)
@@ -47,53 +87,102 @@ def attach(session: Session, root_url: str, timeout: float) -> MemoryPlace | Non
     return place
 
 
-def newest_of_all(found: Sequence[Held | None]) -> str | None:
-    """The newest snapshot that every rank has found with the shares of all ranks."""
-    common: set[str] | None = None
-    for held in found:
-        for share in held or [[]]:
-            common = set(share) if common is None else common & set(share)
-    known = [parsed for one in common or () if (parsed := layout.parse_id(one)) is not None]
-    return max(known, key=lambda parsed: parsed.seq).id if known else None
+def plan(size: int, found: Sequence[Sequence[Source]]) -> Plan | None:
+    """The newest snapshot of which every rank gets all shares: from its own machine, or from one that serves others.
+
+    Args:
+        found: what each rank has found on its machine.
+    """
+    served: dict[str, dict[str, Source]] = {}
+    for source in (source for one in found for source in one if source.port):
+        for rank, snapshots in source.shares.items():
+            for snapshot in snapshots:
+                served.setdefault(snapshot, {}).setdefault(rank, source)
+    known = [parsed for one in _snapshots(found) if (parsed := layout.parse_id(one)) is not None]
+    for parsed in sorted(known, key=lambda parsed: parsed.seq, reverse=True):
+        remote = served.get(parsed.id, {})
+        local = [{rank for source in one for rank, ids in source.shares.items() if parsed.id in ids} for one in found]
+        if all(str(rank) in remote or str(rank) in here for here in local for rank in range(size)):
+            return Plan(parsed.id, remote)
+    return None
 
 
-def _held(root_url: str, rank: int, deadline: float) -> list[str]:
-    reply = _ask(root_url, {"what": control.HELD}, rank, deadline)
-    held = reply.body.get("held") if reply is not None else None
-    return [str(one) for one in held] if isinstance(held, list) else []
+def _snapshots(found: Sequence[Sequence[Source]]) -> set[str]:
+    return {one for sources in found for source in sources for ids in source.shares.values() for one in ids}
 
 
-def _ask(root_url: str, request: dict[str, str], rank: int, deadline: float) -> Received | None:
+def _sources(said: list[dict[str, Any]] | None) -> list[Source]:
+    return [Source(**one) for one in said or ()]
+
+
+def _as_json(found: Plan | None) -> dict[str, Any] | None:
+    return None if found is None else asdict(found)
+
+
+def _source(root_url: str, writer: int, node: str, address: str, deadline: float) -> Source | None:
+    reply = _ask(root_url, {"what": control.HELD}, writer, deadline)
+    if reply is None or reply.body.get("node") != node:
+        return None
     try:
-        return control.ask(root_url, request, max(0.1, deadline - time.monotonic()), rank)
+        body = reply.body
+        shares = {str(writer): [str(one) for one in body["held"]]}
+        shares |= {str(rank): list(ids) for rank, ids in body.get("guests", {}).items()}
+        port = int(body.get("port", 0)) if address else 0
+        return Source(writer, shares, address, port, str(body.get("secret", "")) if port else "")
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def _ask(root_url: str, request: dict[str, Any], writer: int, deadline: float) -> Received | None:
+    try:
+        return control.ask(root_url, request, max(0.1, deadline - time.monotonic()), writer)
     except (CkptError, OSError):
         return None
 
 
-def _assemble(root_url: str, snapshot: str, size: int, deadline: float) -> MemoryPlace | None:
+def _assemble(root_url: str, wanted: Plan, here: Sequence[Source], size: int, deadline: float) -> MemoryPlace | None:
     replies: list[Received] = []
-    files: list[SharedFile] = []
     try:
-        found = []
-        beats: list[Beat] = []
         for rank in range(size):
-            reply = _ask(root_url, {"what": control.SNAPSHOT, "snapshot": snapshot}, rank, deadline)
-            if reply is None:
-                raise LookupError(f"the writer of rank {rank} is gone")
-            replies.append(reply)
-            files.append(shared_file(reply))
-            found.append(parts.decode(str(reply.body["manifest"]).encode(), f"the memory of rank {rank}"))
-            beat = beat_of(reply)
-            beats += [beat] if beat is not None else []
-        manifest = parts.merge(found)
+            request = {"what": control.SNAPSHOT, "snapshot": wanted.snapshot, "rank": rank}
+            local = next((one for one in here if wanted.snapshot in one.shares.get(str(rank), ())), None)
+            reply = _ask(root_url, request, local.writer, deadline) if local is not None else None
+            replies.append(reply if reply is not None else _fetch(wanted.remote[str(rank)], rank, wanted.snapshot))
+        manifest = parts.merge(
+            [parts.decode(str(one.body["manifest"]).encode(), "a share in memory") for one in replies]
+        )
+        beats: list[Beat] = [beat for one in replies if (beat := beat_of(one)) is not None]
         texts = {
             layout.RECORD: str(replies[0].body["record"]).encode(),
-            layout.manifest_name(snapshot): manifest_codec.encode(manifest),
+            layout.manifest_name(wanted.snapshot): manifest_codec.encode(manifest),
         }
+        files: list[SharedFile] = [shared_file(reply) for reply in replies]
         storage = MemoryStorage(texts, files, max(beats, key=lambda beat: beat.step, default=None))
-        return MemoryPlace(root_url, snapshot, manifest.info.step, storage, size)
+        return MemoryPlace(root_url, wanted.snapshot, manifest.info.step, storage, size)
     except (LookupError, TypeError, ValueError, AttributeError, OSError, CkptError):
         for reply in replies:
             for fd in reply.fds:
                 os.close(fd)
         return None
+
+
+def _fetch(source: Source, rank: int, snapshot: str) -> Received:
+    """A share from another machine, in memory of this process. Whoever reads it compares its digests.
+
+    Raises:
+        OSError, CkptError, LookupError: it is not to be had.
+    """
+    line = connect(source.host, source.port, source.secret)
+    try:
+        line.send({"what": "give", "rank": rank, "snapshot": snapshot})
+        body = line.receive()
+        nbytes = int(body["nbytes"])
+        fd = memory_file(nbytes)
+        try:
+            line.fill(memoryview(map_shared(fd, max(1, nbytes), writable=True)).cast("B")[:nbytes])
+        except BaseException:
+            os.close(fd)
+            raise
+        return Received(body, (fd,))
+    finally:
+        line.close()

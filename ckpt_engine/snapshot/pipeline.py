@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, SnapshotStaged, WriterLost
-from ckpt_engine.persist.job import JobDone, PersistJob, SlotFreed
+from ckpt_engine.persist.job import JobDone, Mirrored, PersistJob, SlotFreed
 from ckpt_engine.persist.pulse import Pulse
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot import headroom
@@ -18,6 +18,7 @@ from ckpt_engine.snapshot.flatten import Flattener, LazyPredicate
 from ckpt_engine.snapshot.guard import Guard
 from ckpt_engine.snapshot.handle import SaveHandle, wait_seconds
 from ckpt_engine.snapshot.handover import Handover
+from ckpt_engine.snapshot.mirroring import Mirroring
 from ckpt_engine.snapshot.newest import KEPT, KEPT_OF_RANKS, Newest
 from ckpt_engine.snapshot.numbering import Numbering
 from ckpt_engine.snapshot.plan import Plan, Planner
@@ -75,6 +76,7 @@ class Pipeline:
         self._tell_of_pinning = teller(emit)
         self._fitted_bytes = 0
         self.memory = memory
+        self._mirroring = Mirroring(session)
         self._newest = Newest(self._slots.release, KEPT if session is None else KEPT_OF_RANKS)
         self._pulse: Pulse | None = None
         self._copier = Copier()
@@ -157,6 +159,8 @@ class Pipeline:
             return False
         if self._staging is not None and not self._staging.over:
             return False
+        if not durable and not self._mirroring.keeps_up:
+            return False
         return self._slots.ready() and (not durable or self._writer_has_time())
 
     def _writer_has_time(self) -> bool:
@@ -213,6 +217,7 @@ class Pipeline:
             return SaveHandle(self, step, durable=durable, skipped="busy: earlier snapshots are still being written")
         self._writer.announce(slot, self._slots.known(), capture.plan)
         self._jobs += 1
+        self._mirroring.took(snapshot)
         if self._pulse is not None:
             self._pulse.fill(slot.index, self._jobs)
         job = PersistJob(
@@ -288,6 +293,8 @@ class Pipeline:
             elif isinstance(message, SlotFreed):
                 self._slots.release(message.slot)
                 self._held.discard(message.slot)
+            elif isinstance(message, Mirrored):
+                self._mirroring.mirrored(message.snapshot)
             else:
                 self._emit(message)
                 if isinstance(message, WriterLost):
@@ -307,13 +314,9 @@ class Pipeline:
         if nbytes <= self._fitted_bytes:
             return
         self._fitted_bytes = nbytes
+        held, kept = self._slots.nbytes(), self._newest.keep
         fit = headroom.plan_arena(
-            nbytes,
-            self._slots.count,
-            memory=self.memory,
-            room=self._room(),
-            held_bytes=self._slots.nbytes(),
-            kept=self._newest.keep,
+            nbytes, self._slots.count, memory=self.memory, room=self._room(), held_bytes=held, kept=kept
         )
         if fit.warning is None:
             return

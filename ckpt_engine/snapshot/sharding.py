@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,6 +21,8 @@ from ckpt_engine.ranks.boxes import Box, Grid, tiles
 
 PRIVATE = {
     "torch.distributed.tensor._utils._compute_local_shape_and_global_offset": "the box of any coordinate of a mesh",
+    "torch.distributed.tensor.DTensor._local_tensor": "the local tensor, at the price of an attribute",
+    "torch.distributed.tensor.DTensor._spec": "placements and mesh, likewise",
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh": "which ranks have the same part, on the other meshes",
 }
 """Every name in use that is not public, and what for."""
@@ -42,9 +45,12 @@ def is_sharded(value: object) -> bool:
 
 def local(tensor: Any) -> torch.Tensor:
     """The live tensor that this rank has."""
+    found: torch.Tensor = tensor._local_tensor
+    if type(found) is torch.Tensor:
+        return found  # at every snapshot, of every tensor: `to_local` takes many times as long
     with torch.no_grad():
-        found: torch.Tensor = tensor.to_local()
-    return found
+        found = tensor.to_local()
+    return found.wait() if hasattr(found, "wait") else found
 
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
@@ -66,7 +72,8 @@ def divided_like(tensor: Any, part: torch.Tensor) -> torch.Tensor:
 
 def signature(tensor: Any) -> tuple[Any, ...]:
     """Equal for tensors that are divided alike."""
-    return type(tensor), tuple(tensor.shape), tensor.placements, tensor.device_mesh
+    spec = tensor._spec
+    return type(tensor), tensor.shape, spec.placements, spec.mesh
 
 
 def problem(tensor: Any) -> str | None:
@@ -90,34 +97,64 @@ def shard_of(tensor: Any) -> Shard:
     """How a DTensor without `problem` is divided."""
     grid = _grid_of(tensor)
     assert grid is not None
-    return Shard(grid, _own(tensor, grid), frozenset(_alike(tensor.device_mesh).ravel().tolist()))
+    return Shard(grid, _own(tensor, grid), frozenset(_team_of(tensor.device_mesh).ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class _Team:
+    """The ranks of a mesh, below one more dimension: those of all meshes that are cut alike out of the same one.
+
+    What FSDP2 divides over one dimension of a larger mesh is the same for every place in the other dimensions.
+
+    Args:
+        shape: of the places; the last dimensions are those of the mesh.
+        ranks: by place, in C order.
+        own: this rank.
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    own: int
+
+
+_teams: dict[int, tuple[weakref.ref[Any], _Team]] = {}
+"""By `id`: meshes that are equal may be cut out of different ones."""
+
+
+def _team_of(mesh: Any) -> _Team:
+    found = _teams.get(id(mesh))
+    if found is not None and found[0]() is mesh:
+        return found[1]
+    for gone in [key for key, (mesh_of, _) in _teams.items() if mesh_of() is None]:
+        del _teams[gone]
+    team = _make_team(mesh)
+    _teams[id(mesh)] = (weakref.ref(mesh), team)
+    return team
+
+
+def _make_team(mesh: Any) -> _Team:
+    ranks, everyone = mesh.mesh.numpy(), _root_of(mesh).mesh.numpy()
+    places = {int(rank): place for place, rank in np.ndenumerate(everyone)}
+    found = np.array([places[int(rank)] for rank in ranks.ravel()])
+    varies = [bool(np.ptp(found[:, dimension])) for dimension in range(everyone.ndim)]
+    steps = [range(1 if differs else n) for n, differs in zip(everyone.shape, varies, strict=True)]
+    alike = np.stack(
+        [
+            everyone[tuple(np.where(varies, found, np.array(place)).T)].reshape(ranks.shape)
+            for place in itertools.product(*steps)
+        ]
+    )
+    return _Team(alike.shape, tuple(alike.ravel().tolist()), int(ranks[tuple(mesh.get_coordinate())]))
 
 
 def _own(tensor: Any, grid: Grid) -> Box:
-    mesh = tensor.device_mesh
-    number = grid.of(int(mesh.mesh[tuple(mesh.get_coordinate())]))
+    number = grid.of(_team_of(tensor.device_mesh).own)
     return grid.boxes[number] if number is not None else Box((0,) * len(grid.shape), (0,) * len(grid.shape))
 
 
 def _grid_of(tensor: Any) -> Grid | None:
-    ranks = _alike(tensor.device_mesh)
-    return _grid(tuple(tensor.shape), ranks.shape, tuple(ranks.ravel().tolist()), tuple(tensor.placements))
-
-
-def _alike(mesh: Any) -> np.ndarray[Any, Any]:
-    """The ranks of a mesh, below one more dimension: those of all meshes that are cut alike out of the same one.
-
-    What FSDP2 divides over one dimension of a larger mesh is the same for every place in the other dimensions.
-    """
-    ranks, everyone = mesh.mesh.numpy(), _root_of(mesh).mesh.numpy()
-    found = np.array([np.argwhere(everyone == rank)[0] for rank in ranks.ravel()])
-    varies = [bool(np.ptp(found[:, dimension])) for dimension in range(everyone.ndim)]
-    steps = [range(1 if differs else n) for n, differs in zip(everyone.shape, varies, strict=True)]
-    siblings = [
-        everyone[tuple(np.where(varies, found, np.array(place)).T)].reshape(ranks.shape)
-        for place in itertools.product(*steps)
-    ]
-    return np.stack(siblings)
+    team = _team_of(tensor.device_mesh)
+    return _grid(tuple(tensor.shape), team.shape, team.ranks, tuple(tensor.placements))
 
 
 def _root_of(mesh: Any) -> Any:
@@ -133,7 +170,7 @@ def _root_of(mesh: Any) -> Any:
 def _grid(
     shape: tuple[int, ...], team: tuple[int, ...], ranks: tuple[int, ...], placements: Sequence[Any]
 ) -> Grid | None:
-    """The grid of meshes of the shape `team[1:]`; None: the part of some rank is no box."""
+    """The grid of a team; None: the part of some rank is no box."""
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
     numbers = np.array(ranks).reshape(team)

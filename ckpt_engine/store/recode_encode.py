@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-
-import numpy as np
+from queue import SimpleQueue
+from typing import Any
 
 from ckpt_engine.errors import CkptError
 from ckpt_engine.store.adam_groups import AdamGroup
@@ -29,6 +30,7 @@ FULL = "byteplane-zstd"
 ADAM = "adam"
 GROUPS_AT_ONCE = 2
 """Nine arrays of a piece each are in memory for one."""
+_NUMBERS = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}
 LEAST_ROWS = 64
 """In a piece; with fewer of them most pieces change in most rows."""
 
@@ -52,7 +54,9 @@ class Encoder:
         self._bases = bases
         self._pick = pick
         self._rooms = threading.local()
-        self._groups = threading.BoundedSemaphore(GROUPS_AT_ONCE)
+        self._group_rooms: SimpleQueue[dict[int, bytearray]] = SimpleQueue()
+        for _ in range(GROUPS_AT_ONCE):
+            self._group_rooms.put({})
         self._steps: dict[str, float | None] = {}
         self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode")
 
@@ -73,8 +77,11 @@ class Encoder:
 
     def _encode(self, job: Job) -> list[Done]:
         if job.adam is not None and all(self._tried(one) == DELTA for one in job.work):
-            with self._groups:
-                found = self._encode_group(job.work, job.adam)
+            rooms = self._group_rooms.get()  # others give theirs back: what they do with it is bounded
+            try:
+                found = self._encode_group(job.work, job.adam, rooms)
+            finally:
+                self._group_rooms.put(rooms)
             if found is not None:
                 return found
         return [self._encode_one(one) for one in job.work]
@@ -103,7 +110,7 @@ class Encoder:
         over = work.over
         if over is None or not (over.alone or over.rows):
             return None
-        base = self._room(0, data.nbytes)
+        base = _room(self._rooms.__dict__, "base", data.nbytes)
         if not self._bases.read(work.name, work.start, over, base):
             return None
         rows = _in_rows(work.name, self._manifest.entries[work.name], work.piece)
@@ -117,7 +124,7 @@ class Encoder:
                 return (codec, stored) if digest(base) == content else None
         return None
 
-    def _encode_group(self, work: Sequence[Work], adam: AdamGroup) -> list[Done] | None:
+    def _encode_group(self, work: Sequence[Work], adam: AdamGroup, rooms: dict[int, bytearray]) -> list[Done] | None:
         """Moments and weights together; None: they are not one step of Adam later, or not worth it."""
         step = self._step(adam.step)
         if step is None:
@@ -126,7 +133,7 @@ class Encoder:
         codec = get_group_codec(ADAM)
         arrays = [self._read(one) for one in work]
         contents = [one.piece.content_digest or digest(data) for one, data in zip(work, arrays, strict=True)]
-        bases = [self._room(number, data.nbytes) for number, data in enumerate(arrays)]
+        bases = [_room(rooms, number, data.nbytes) for number, data in enumerate(arrays)]
         overs = [one.over for one in work if one.over is not None]
         for one, over, base in zip(work, overs, bases, strict=True):
             if not self._bases.read(one.name, one.start, over, base):
@@ -137,7 +144,7 @@ class Encoder:
             return None
         # Memory of the codec, which it uses again.
         stored = {role: memoryview(data) for role, data in made.items()}
-        outs = {role: self._room(3 + number, arrays[0].nbytes) for number, role in enumerate(codec.roles)}
+        outs = {role: _room(rooms, 3 + number, arrays[0].nbytes) for number, role in enumerate(codec.roles)}
         codec.decode(stored, outs, named[1])
         if [digest(outs[role]) for role in codec.roles] != contents:
             return None
@@ -185,12 +192,12 @@ class Encoder:
     def _tried(self, work: Work) -> str:
         return self._pick(self._kind(work))
 
-    def _room(self, number: int, nbytes: int) -> memoryview:
-        """Memory that this thread uses again."""
-        kept: dict[int, bytearray] = self._rooms.__dict__.setdefault("kept", {})
-        if len(kept.get(number, b"")) < nbytes:
-            kept[number] = bytearray(nbytes)
-        return memoryview(kept[number])[:nbytes]
+
+def _room(kept: dict[Any, bytearray], key: object, nbytes: int) -> memoryview:
+    """Memory that is used again."""
+    if len(kept.get(key, b"")) < nbytes:
+        kept[key] = bytearray(nbytes)
+    return memoryview(kept[key])[:nbytes]
 
 
 def chunk_of(name: str, entry: Entry, piece: Piece) -> Chunk:
@@ -215,9 +222,10 @@ def _snug(stored: bytes | memoryview) -> bytes | memoryview:
 
 def _number(dtype: str, data: memoryview) -> float | None:
     """The one whole number in `data`."""
-    if dtype not in ("float32", "float64", "int32", "int64") or data.nbytes != np.dtype(dtype).itemsize:
+    form = _NUMBERS.get(dtype)
+    if form is None or data.nbytes != struct.calcsize(form):
         return None
-    found = float(np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))[0])
+    found = float(struct.unpack(form, data)[0])
     return found if found.is_integer() else None
 
 

@@ -17,6 +17,7 @@ from ckpt_engine.ranks import elastic
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore.as_rank import require_size, size_of
 from ckpt_engine.restore.load import Loaded
+from ckpt_engine.snapshot.sharding import here
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.tracking.packed import unpack
 
@@ -63,15 +64,22 @@ class Elastic:
         """
         return position.for_another_number(saved, self.rank, self.size, self.streams)
 
-    def gradients(self, path: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Gradients that wait for a step, those of all saved ranks together: their mean, as DDP would make it."""
-        found = []
-        for own in self.own:
-            node: Any = own
-            for key in path:
-                node = node[key]
-            found.append(node)
-        return {name: _mean([one[name] for one in found]) for name in found[0]}
+    def gradients(
+        self, saved: Sequence[Mapping[str, torch.Tensor]], module: torch.nn.Module
+    ) -> tuple[dict[str, torch.Tensor], list[NotRestored]]:
+        """Gradients that wait for a step, those of all saved ranks together: their mean, as DDP would make it.
+
+        Args:
+            saved: by name of the parameter, of each saved rank in order.
+            module: whose they are.
+        """
+        whole = {name: p.shape for name, p in module.named_parameters() if here(p) is p}
+        found = {name: [one[name] for one in saved] for name in saved[0] if all(name in one for one in saved)}
+        divided = [name for name, parts in found.items() if any(part.shape != whole.get(name) for part in parts)]
+        gone = [name for name in saved[0] if name not in found]
+        why = "it is divided among the ranks, or not all have it: it is left out of the next step"
+        missing = [NotRestored(f"gradient of {name!r}", why) for name in (*divided, *gone)]
+        return {name: _mean(parts) for name, parts in found.items() if name not in divided}, missing
 
     def notes(self, dealings: Iterable[tuple[Dealing, int] | None]) -> list[str]:
         """What was done, as sentences for the report.
@@ -79,7 +87,13 @@ class Elastic:
         Args:
             dealings: `LoaderPosition.dealt` of the loaders.
         """
-        said = [_dealt(dealing, total) for dealing, total in filter(None, dealings)]
+        said = []
+        for dealing, total in filter(None, dealings):
+            said.append(_dealt(dealing, total))
+            if dealing.size != self.size:
+                said.append(
+                    f"the loader divides its samples by {dealing.size}: that many of the ranks have different ones"
+                )
         if self.policy == DERIVE:
             said.append("rng: derive: rank 0 has its random streams, those of other ranks are made from them")
         return [resumed_by_others(self.saved_size, self.size), *said]
@@ -130,10 +144,8 @@ def numbers_of(ranks: Ranks | None) -> tuple[int, int]:
 def _dealt(dealing: Dealing, total: int) -> str:
     left = dealing.origin.samples - dealing.seen
     more = elastic.given(left, dealing.size, dealing.batch_size, dealing.tail, drop_last=dealing.drop_last) - left
-    said = (
-        f"{dealing.seen:,} samples of the epoch were seen, the other {left:,} come once, in {total - dealing.first:,}"
-    )
-    said += " batches for each rank"
+    said = f"{dealing.seen:,} samples of the epoch were seen, the other {left:,} come once"
+    said += f"; batches for each rank: {total - dealing.first:,}"
     if more > 0:
         return f"{said}; {more:,} come twice, to fill the last batches"
     return f"{said}; the last {-more:,} are left out, as they fill no batch" if more else said

@@ -15,6 +15,7 @@ from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.as_rank import as_rank
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match, tensor_shapes
+from ckpt_engine.snapshot.sharding import divided_like
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.tracking import flags
 from ckpt_engine.tracking.capture import OWN_VERSION
@@ -24,6 +25,7 @@ from ckpt_engine.tracking.feed import Feed
 from ckpt_engine.tracking.packed import unpack
 from ckpt_engine.tracking.parts import OWN_KEY, Parts
 from ckpt_engine.tracking.report import ReportDraft, publish
+from ckpt_engine.tracking.sharded import live_of, require_whole_gradients
 from ckpt_engine.tracking.surroundings import Surroundings
 from ckpt_engine.tracking.weights import with_tied
 
@@ -83,7 +85,7 @@ class Resume:
             if self._rank == 0:
                 announce(self._log, f"no snapshot in {url} yet, starting fresh")
             return None
-        state = self._engine.load(check=self._fits)
+        state = self._engine.load(live=live_of(self._parts), check=self._fits)
         loaded = self._engine.loaded
         assert state is not None
         assert loaded is not None
@@ -97,11 +99,13 @@ class Resume:
         packed, notes = unpack(own["packed"])
         elastic = elastic_of(loaded, own, OWN_KEY, numbers_of(self._engine.ranks), self._engine.config.rng)
         self._own = {**packed, "gradients": own["gradients"]}
+        missing: list[NotRestored] = []
         if elastic is not None:
-            self._own = self._resplit(self._own, elastic)  # before anything is put back: this may be impossible
+            self._own, missing = self._resplit(self._own, elastic)  # first of all: this may be impossible
         own = self._own
         self._draft = draft = ReportDraft(url, loaded)
         draft.restored, draft.not_restored = self._parts.load(state)
+        draft.not_restored += missing if self._rank == 0 else []
         draft.notes += [_where(own), *notes]
         self._load_feeds()
         # A loop that asks no loader has no later moment.
@@ -170,15 +174,22 @@ class Resume:
     def _rank(self) -> int:
         return 0 if self._engine.ranks is None else self._engine.ranks.rank
 
-    def _resplit(self, own: Mapping[str, Any], elastic: Elastic) -> Mapping[str, Any]:
+    def _resplit(self, own: Mapping[str, Any], elastic: Elastic) -> tuple[Mapping[str, Any], list[NotRestored]]:
         """What the loop saved about itself, for another number of ranks."""
         streams, feeds = elastic.streams, dict(own["feeds"])
         for feed in self._feeds:
             positions = [one["feeds"][feed.name]["position"] for one in elastic.own if feed.name in one["feeds"]]
             if len(positions) == elastic.saved_size:
                 feeds[feed.name] = {**feeds[feed.name], "position": elastic.position(feed.position, positions)}
-        gradients = {component: elastic.gradients(("gradients", component)) for component in own["gradients"]}
-        return {**own, "rng": streams, "feeds": feeds, "gradients": gradients}
+        if own["gradients"]:
+            require_whole_gradients(self._parts.modules.values(), elastic.saved_size)
+        gradients, missing = {}, []
+        for name, module in self._parts.modules.items():
+            if name in own["gradients"]:
+                saved = [one["gradients"].get(name, {}) for one in elastic.own]
+                gradients[name], left_out = elastic.gradients(saved, module)
+                missing += left_out
+        return {**own, "rng": streams, "feeds": feeds, "gradients": gradients}, missing
 
     def _load_feeds(self) -> None:
         saved, training, draft = self._own["feeds"], self._own["training"], self._draft
@@ -204,7 +215,7 @@ class Resume:
             live = {} if module is None else dict(module.named_parameters())
             for name, gradient in gradients.items():
                 if name in live:
-                    live[name].grad = gradient.to(live[name].device, copy=True)
+                    live[name].grad = divided_like(live[name], gradient.to(live[name].device, copy=True))
                 else:
                     missing.append(NotRestored(f"gradient of {name!r}", "the model has no such parameter now"))
         return missing

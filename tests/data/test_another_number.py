@@ -17,7 +17,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    SequentialSampler,
     WeightedRandomSampler,
 )
 
@@ -209,13 +208,42 @@ def stream(count: int, batch: int, rank: int, size: int) -> DataLoader[Any]:
     return DataLoader(Stream(), batch)
 
 
-def alone(count: int, batch: int, rank: int, size: int) -> DataLoader[Any]:
-    return DataLoader(range(count), batch, sampler=SequentialSampler(range(count)))  # type: ignore[arg-type]
+def each_its_own(count: int, batch: int, rank: int, size: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(rank)
+    return DataLoader(range(count), batch, sampler=RandomSampler(range(count), generator=generator))  # type: ignore[arg-type]
+
+
+def some_divide(count: int, batch: int, rank: int, size: int) -> DataLoader[Any]:
+    return in_order(count, batch, *((rank, size) if rank else (0, 1)))
+
+
+def pairs(count: int, batch: int, rank: int, size: int) -> DataLoader[Any]:
+    """Two ranks at a time share a model, and have the same samples."""
+    return distributed(count, batch, rank // 2, -(-size // 2))
+
+
+def test_ranks_that_share_a_model_have_the_same_samples() -> None:
+    """The loader divides by less than the number of ranks."""
+    before, states = Fleet(pairs, 64, 4, 4).take(3)
+    fleet = Fleet(pairs, 64, 4, 2)
+    fleet.resume(states)
+    (first, second), states = fleet.take(2)
+    assert first == second
+    last = Fleet(pairs, 64, 4, 4)
+    last.resume(states)
+    a, b, c, d = last.take(None)[0]
+    assert (a, c) == (b, d)
+    assert sorted(before[0] + before[2] + first + a + c) == list(range(64))
 
 
 @pytest.mark.parametrize(
     ("make", "why"),
-    [(weighted, "WeightedRandomSampler orders"), (stream, "Stream, is iterable"), (alone, "divided by 1, not among")],
+    [
+        (weighted, "WeightedRandomSampler orders"),
+        (stream, "Stream, is iterable"),
+        (each_its_own, "shuffled it in different ways"),
+        (some_divide, "did not divide its samples in one way"),
+    ],
 )
 def test_what_cannot_be_divided_is_refused(make: Make, why: str) -> None:
     """The message says why, and how to go on."""
@@ -225,13 +253,11 @@ def test_what_cannot_be_divided_is_refused(make: Make, why: str) -> None:
     assert "resume with 2 ranks to the end of the epoch" in str(caught.value.hint)
 
 
-def test_another_dataset_or_an_undivided_loader_is_refused() -> None:
-    """The loader of this run must have the same samples, and divide them."""
+def test_another_dataset_is_refused() -> None:
+    """The loader of this run must have the same samples."""
     states = two(distributed)
     with pytest.raises(ResumeError, match="had 64 samples, and has 65"):
         Fleet(distributed, 65, 4, 4).resume(states)
-    with pytest.raises(ResumeError, match="divided by 1, not by 4"):
-        Fleet(alone, 64, 4, 4).resume(states)
 
 
 def test_samples_that_do_not_follow_from_the_seed_are_found_out() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.dcp import CkptReader, CkptWriter
+from ckpt_engine.ranks.process_group import ProcessGroupRanks
 
 
 def whole(step: int) -> dict[str, torch.Tensor]:
@@ -182,8 +185,24 @@ def load(job: dict[str, Any]) -> None:
         assert check(state) == (step or job["newest"])
 
 
+def engine(job: dict[str, Any]) -> None:
+    """What the engine saves DCP reads, and what DCP saves the engine reads into live DTensors."""
+    own, theirs = Path(job["root"]) / "engine", Path(job["root"]) / "dcp"
+    ckpt = Checkpointer(own, ranks=ProcessGroupRanks())
+    ckpt.save(state_of(3), step=3).wait(60)
+    dist.barrier()  # other ranks return when their share is durable
+    ckpt.close()
+    state = state_of(0, blank=True)
+    dcp.load(state, storage_reader=CkptReader(own))
+    assert check(state) == 3
+    dcp.save(state_of(4), checkpoint_id="4", storage_writer=CkptWriter(theirs))
+    found = Checkpointer(theirs, ranks=ProcessGroupRanks()).load(into=state_of(0, blank=True))
+    assert found is not None
+    assert check(found) == 4
+
+
 def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    {"save": save, "load": load, "fsdp": fsdp}[job["verb"]](job)
+    {"save": save, "load": load, "fsdp": fsdp, "engine": engine}[job["verb"]](job)
     dist.destroy_process_group()

@@ -58,8 +58,6 @@ def test_any_number_of_ranks_loads_what_any_other_has_saved(launcher: Launcher, 
     run(launcher, tmp_path, saved, "save", steps=[3])
     for size in (1, 2, 4):
         run(launcher, tmp_path, size, "load", steps=[3])
-    if saved > 1:
-        return
     state = Checkpointer(tmp_path / "run").load()
     assert state is not None
     for name, wanted in whole(3).items():
@@ -70,6 +68,12 @@ def test_any_number_of_ranks_loads_what_any_other_has_saved(launcher: Launcher, 
 def test_fsdp2_goes_on_exactly(launcher: Launcher, tmp_path: Path, size: int) -> None:
     """A model and its optimizer under FSDP2, loaded into another model, train on to the same bits."""
     run(launcher, tmp_path, size, "fsdp")
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_engine_and_dcp_read_what_the_other_has_saved(launcher: Launcher, tmp_path: Path, size: int) -> None:
+    """DTensors in every layout, both ways."""
+    run(launcher, tmp_path, size, "engine")
 
 
 @pytest.mark.parametrize("how", ["thread", "process"])

@@ -20,8 +20,9 @@ from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store import layout
 from ckpt_engine.store.adam_groups import AdamGroup, find
 from ckpt_engine.store.collect import collect
+from ckpt_engine.store.decode import Decoder, needed_for
 from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.manifest import Manifest, Piece
 from ckpt_engine.store.recode import Tally, copy_encoded
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
@@ -147,12 +148,26 @@ def test_one_of_a_group_is_read_by_itself(near: Near, tmp_path: Path) -> None:
     for some in (names, names[::-1], names[2:3]):
         found = read_entries(Sources([storage]), manifest, some)
         assert all(torch.equal(found[name], weights[name.removeprefix("model/")]) for name in some)
-    decoder = Sources([storage]).decoder(manifest)
 
     def ask(name: str) -> None:
         for piece in manifest.entries[name].pieces:
             decoder.read(name, 0, piece, memoryview(bytearray(piece.raw_nbytes)))
 
+    fetched: list[str] = []
+
+    def fetch(name: str, piece: Piece, out: memoryview) -> None:
+        fetched.append(name)
+        storage.get_into(manifest.files[piece.file].name, piece.offset, out)
+
+    decoder = Decoder(manifest, fetch)
+    group = next(entry.pieces[0].group for entry in manifest.entries.values() if entry.pieces[0].group)
+    levels = 1 + len(manifest.bases)
+    for name in group:
+        piece = manifest.entries[name].pieces[0]
+        decoder.read(name, 0, piece, memoryview(bytearray(piece.raw_nbytes)))
+        assert len(needed_for(manifest, name, 0, piece)) == 3 * levels
+    assert sorted(fetched) == sorted(group * levels), "the others came out with the first"
+    decoder = Sources([storage]).decoder(manifest)
     with ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(ask, name) for name in [*manifest.entries] * 4]:
             done.result(60)

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.restore import node
+from tests.nodes.restore_rank import state
+from tests.ranks.launch import Launcher
 from tests.ranks.runs import SharedStore, ThreadRanks, on_all
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401
 from tests.servers.s3 import S3Server
@@ -22,11 +23,6 @@ from tests.snapshot.passage import same
 @pytest.fixture
 def options(moto: S3Server, bucket: str, wire: Wire) -> dict[str, Any]:  # noqa: F811
     return {"tiers": [{"url": f"s3://{bucket}/run", "storage_options": moto.options(wire.url)}]}
-
-
-def state(nbytes: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(1)
-    return {"model": {name: torch.randn(nbytes // 12, generator=generator) for name in "abc"}, "step": 1}
 
 
 def taken(wire: Wire) -> tuple[int, int]:  # noqa: F811
@@ -46,7 +42,8 @@ def restored(options: dict[str, Any], size: int, into: bool) -> list[Any]:
     return on_all(load, size)
 
 
-@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 4])
 def test_each_byte_is_read_once_per_node(options: dict[str, Any], wire: Wire, size: int) -> None:  # noqa: F811
     """1, 2 and 4 ranks: bytes from the server are those of the state, and everybody gets it whole."""
     nbytes = 30 << 20
@@ -59,6 +56,25 @@ def test_each_byte_is_read_once_per_node(options: dict[str, Any], wire: Wire, si
     assert nbytes <= read_bytes <= 1.01 * nbytes
     assert requests <= 6
     assert not [path for path in Path("/dev/shm").iterdir() if path.name.startswith("ckpt-node-")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_processes_read_each_byte_once(options: dict[str, Any], wire: Wire, tmp_path: Path, size: int) -> None:  # noqa: F811
+    """The same with ranks that are processes, as a launcher starts them."""
+    nbytes = 30 << 20
+    with Checkpointer(options, writer="thread") as ckpt:
+        ckpt.save(state(nbytes), step=1).wait()
+    wire.answers.clear()
+    launcher = Launcher("tests.nodes.restore_rank")
+    try:
+        launcher.start({"options": options, "nbytes": nbytes}, size, tmp_path / "log")
+        assert launcher.join() == [0] * size, "".join(one.read_text()[-2000:] for one in tmp_path.glob("log*"))
+    finally:
+        launcher.close()
+    read_bytes, requests = taken(wire)
+    print(f"{size} ranks: {read_bytes / nbytes:.4f} x S in {requests} requests")
+    assert nbytes <= read_bytes <= 1.01 * nbytes
 
 
 @pytest.mark.slow
@@ -94,6 +110,18 @@ def test_a_rank_that_comes_late_is_not_waited_for() -> None:
     first, second = (Session(ThreadRanks(rank, 2, store)) for rank in range(2))
     assert node.meet(first, timeout=0.05) is None
     assert node.meet(second, timeout=0.05) is None
+
+
+def test_a_rank_with_nothing_to_share_meets_the_others_all_the_same() -> None:
+    """Otherwise they would wait for it, and their questions to rank 0 would be counted differently."""
+    store = SharedStore()
+    sessions = [Session(ThreadRanks(rank, 3, store)) for rank in range(3)]
+    seats = on_all(lambda rank: node.meet(sessions[rank], wanted=rank != 1), 3)
+    assert [seat is not None and seat.count for seat in seats] == [2, False, 2]
+    assert on_all(lambda rank: sessions[rank].agree(lambda: "next", 10.0), 3) == ["next"] * 3
+    for seat in seats:
+        if seat is not None:
+            os.close(seat.fd)
 
 
 def test_who_meets_gets_a_seat_and_the_file_has_no_name() -> None:

@@ -2,7 +2,7 @@
 
 import json
 
-from ckpt_engine.observe.resume_report import NotRestored, Rejected, Restored, ResumeReport
+from ckpt_engine.observe.resume_report import NotRestored, Rejected, Restored, ResumeReport, resumed_by_others
 
 REPORT = ResumeReport(
     url="file:///data/run1",
@@ -46,3 +46,11 @@ def test_text_of_a_fresh_start() -> None:
     """A run that found nothing says so in one line."""
     assert ResumeReport(url="/data/run1").text() == "starting fresh: nothing was restored from /data/run1"
     assert ResumeReport.from_json(ResumeReport(url="/data/run1").to_json()) == ResumeReport(url="/data/run1")
+
+
+def test_another_number_of_ranks_is_in_the_line() -> None:
+    """The one line that a user without logging sees says what is unusual."""
+    report = ResumeReport(url="/run", snapshot="a", step=7, notes=("continues", resumed_by_others(2, 4)))
+    assert report.line().endswith("; another number of ranks: 4 go on where 2 were")
+    assert resumed_by_others(1, 2) == "another number of ranks: 2 go on where 1 was"
+    assert resumed_by_others(2, 1) == "another number of ranks: 1 goes on where 2 were"

@@ -114,9 +114,11 @@ def test_a_write_that_fails_leaves_nothing(drifting: Run) -> None:
     """Neither data nor a manifest, and the next snapshot is whole."""
     drifting.start(codec="delta", tiers=())
     drifting.save(1)
-    drifting.weather[drifting.near].down("put")
+    weather = drifting.weather[drifting.near]
+    weather.after_put = lambda name: weather.down("put") if name.startswith(layout.DATA) else None
     drifting.save(2, ok=False)
-    drifting.weather[drifting.near].up()
+    weather.after_put = lambda name: None
+    weather.up()
     drifting.save(3)
     drifting.close()
     assert require_exact(drifting.near) == [1, 3]
@@ -131,6 +133,8 @@ def test_what_the_far_place_builds_on_stays_near(drifting: Run) -> None:
         drifting.save(step)
         if step in (1, 4, 8):
             drifting.until_copied(step)
+        if step == 7:
+            assert require_exact(drifting.near) == [4, 7]
     place = Repository(LocalStorage(drifting.far))
     assert [bool(place.read(parsed.id).bases) for parsed in place.ids()][1:] == [True] * (len(place.ids()) - 1)
     drifting.close()

@@ -48,7 +48,9 @@ class ThreadRanks:
         own: Collection[str] = ("own",),
         wait_seconds: float = PATIENCE_SECONDS,
         alike: Callable[[tuple[Any, ...]], bool] = lambda path: True,
+        node: str = "here",
     ) -> None:
+        self.node, self.address = node, "127.0.0.1"
         self.rank, self.size, self.store = rank, size, store
         self.own = frozenset(own)
         self.wait_seconds = wait_seconds

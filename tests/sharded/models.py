@@ -139,7 +139,7 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
         if list(a) != list(b):
             return [f"{path}: {list(a)} and {list(b)}"]
         return [found for key in a for found in differences(a[key], b[key], f"{path}/{key}")]
-    if isinstance(a, list):
+    if isinstance(a, list | tuple):  # torch makes lists of tuples on the way
         return [found for i, (x, y) in enumerate(zip(a, b, strict=True)) for found in differences(x, y, f"{path}/{i}")]
     return [] if a == b else [f"{path}: {a} and {b}"]
 

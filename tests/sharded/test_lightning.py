@@ -20,10 +20,11 @@ def launcher() -> Iterator[Launcher]:
     launcher.close()
 
 
-def train(launcher: Launcher, folder: Path, name: str, **job: Any) -> list[int]:
-    """The exit statuses of two ranks."""
+def train(launcher: Launcher, folder: Path, name: str, size: int = 2, **job: Any) -> list[int]:
+    """The exit statuses of the ranks."""
     trace = str(folder / f"trace-{name}")
-    launcher.start({"root": str(folder / name), "trace": trace, "size": 2, **job}, 2, folder / f"log-{name}", 240.0)
+    described = {"root": str(folder / name), "trace": trace, "size": size, **job}
+    launcher.start(described, size, folder / f"log-{name}", 240.0)
     return launcher.join()
 
 
@@ -47,3 +48,22 @@ def test_a_killed_run_ends_with_the_same_weights(
         assert found[-1] == wanted[-1]
         assert set(found) == set(wanted), "a batch came twice with other samples, draws or losses"
         assert len(found) > len(wanted) or found == wanted
+
+
+def test_another_layout_is_refused(launcher: Launcher, tmp_path: Path) -> None:
+    """Which ranks share their samples is part of a resume."""
+    assert train(launcher, tmp_path, "run", seed=1, tensor_parallel=1, die_at=[1, 3]) == [-9, -9]
+    assert 0 not in train(launcher, tmp_path, "run", seed=1, tensor_parallel=2)
+    log = (tmp_path / "log-run.0").read_text()
+    assert "was taken by 2 ranks with tensor_parallel_size=1, and this run has 2 with 2" in log, log[-2000:]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_ranks_goes_on(launcher: Launcher, tmp_path: Path, before: int, after: int) -> None:
+    """With data parallelism alone: each sample that is left of the epoch comes once, and the run ends."""
+    job = {"tensor_parallel": 1, "seed": 1}
+    assert train(launcher, tmp_path, "run", before, die_at=[1, 3], **job) == [-9] * before
+    statuses = train(launcher, tmp_path, "run", after, **job)
+    log = (tmp_path / "log-run.0").read_text()
+    assert statuses == [0] * after, log[-3000:]
+    assert "resumed at" in log

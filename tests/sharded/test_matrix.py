@@ -12,6 +12,8 @@ import pytest
 from tests.ranks.launch import Launcher
 from tests.sharded.models import LAYOUTS
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
 
 @pytest.fixture(scope="module")
 def launcher() -> Iterator[Launcher]:
@@ -30,9 +32,16 @@ def run(launcher: Launcher, folder: Path, size: int, **job: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
 def test_every_layout_loads_every_other_on_any_number_of_ranks(launcher: Launcher, tmp_path: Path) -> None:
     """{DDP, FSDP2, TP, HSDP, FSDP2+TP} on {1, 2, 4} ranks, weights and optimizer, after gathering: 225 cases."""
     found = run(launcher, tmp_path, 4, layouts=list(LAYOUTS), sizes=[1, 2, 4])
     assert len(found) == (len(LAYOUTS) * 3) ** 2
     assert [case for case in found if case[2]] == []
+
+
+@pytest.mark.parametrize("layouts", [["fsdp2", "fsdp2+tp"], ["tp", "hsdp"]])
+def test_states_by_name_are_read_into_another_layout(launcher: Launcher, tmp_path: Path, layouts: list[str]) -> None:
+    """As docs/sharded.md says, with `into` and without."""
+    job = {"root": str(tmp_path), "out": str(tmp_path / "out"), "layouts": layouts, "sizes": [4], "by_name": True}
+    launcher.start(job, 4, tmp_path / "log", patience=240.0)
+    assert launcher.join() == [0] * 4, "\n".join(file.read_text()[-2000:] for file in tmp_path.glob("log.*"))

@@ -212,3 +212,28 @@ def test_a_state_whose_layout_changes_is_planned_anew(tmp_path: Path) -> None:
     other = ranks.capture({"w": DTensor.from_local(here, mesh, [Replicate(), Shard(1)], run_check=False)})
     assert again.plan is first.plan
     assert other.plan is not first.plan
+
+
+@pytest.mark.slow
+def test_an_encoded_copy_is_read_in_parts_too(tmp_path: Path) -> None:
+    """What a further tier has encoded is decoded piece by piece, also where blocks lie one behind another."""
+    tiers = [str(tmp_path / "near"), {"url": str(tmp_path / "far"), "codec": "byteplane-zstd"}]
+    ranks = open_ranks({"tiers": tiers}, 4)
+    states = [divided(rank, "both") for rank in range(4)]
+    for step in (1, 2):
+        for state in states:
+            state["model"]["large"].to_local()[:1] = float(step)
+        for handle in on_all(lambda rank: ranks[rank].save(states[rank], step=step), 4):  # noqa: B023
+            handle.wait(60)
+        assert ranks[0].wait(60)
+    on_all(lambda rank: ranks[rank].close(), 4)
+    with Checkpointer(tmp_path / "near") as alone:
+        whole = alone.load()
+    assert whole is not None
+    live = [divided(rank, "strided", seed=1) for rank in range(4)]
+    load(tmp_path / "far", live)
+    for rank in range(4):
+        mesh = mesh_of(PAIRS, rank)
+        for name, tensor in live[rank]["model"].items():
+            wanted = part(whole["model"][name], mesh, LAYOUTS["strided"][1])
+            assert torch.equal(tensor.to_local(), wanted.to_local()), name

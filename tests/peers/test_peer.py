@@ -1,0 +1,282 @@
+"""Writers of several machines over real sockets: who gets in, what is kept, and what a lost partner means."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckpt_engine import Checkpointer
+from ckpt_engine.errors import ConfigError, WriterError
+from ckpt_engine.persist import parts, protocol
+from ckpt_engine.persist.intake import Intake, Order
+from ckpt_engine.persist.job import RankConfig, job_to_json, layout_to_json
+from ckpt_engine.persist.peer import Share, connect
+from ckpt_engine.persist.peers import Peers
+from ckpt_engine.ranks.session import Session, partner_of
+from ckpt_engine.restore.shares import Source, plan
+from ckpt_engine.snapshot import mirroring
+from ckpt_engine.snapshot.mirroring import Mirroring
+from ckpt_engine.store.layout import session_id
+from ckpt_engine.store.transfer import RunText
+from tests.persist.staged import NONE, WAIT_SECONDS, Stage
+from tests.ranks.runs import SharedStore, ThreadRanks, on_all
+
+RUN = RunText("0" * 32, b"{}")
+SECRET = "session"
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Writer:
+    """The peers of a rank, and orders as its trainer would send them."""
+
+    def __init__(self, rank: int) -> None:
+        self.said: list[dict[str, Any]] = []
+        self.changes = False
+        self.ranks = RankConfig(rank, 2, SECRET, None, 1.0, f"node{rank}", True)
+        self.peers = Peers(self.ranks, lambda: RUN, lambda order: not self.changes, self.said.append)
+        self.stage = Stage()
+        self.intake = Intake()
+        self.orders: list[Order] = []
+        self.intake.take({"kind": protocol.SLOT, "slot": 0, "nbytes": self.stage.nbytes}, [os.dup(self.stage.fd)])
+        self.intake.take({"kind": protocol.LAYOUT, "layout": layout_to_json(self.stage.layout)})
+        weight = {"weight": {"$": "tensor", "entry": "model.weight"}, "none": NONE}
+        self.intake.take({"kind": protocol.SKELETON, "id": 1, "tree": weight})
+        self.intake.take({"kind": protocol.SKELETON, "id": 2, "tree": {"epoch": {"$": "v", "i": 0}}})
+
+    def offer(self, step: int) -> str:
+        """A snapshot of `step` is in memory; its id."""
+        snapshot = session_id(SECRET, step, step)
+        job = dataclasses.replace(self.stage.job(step), snapshot=snapshot, rank=self.ranks.rank)
+        order = self.intake.take({"kind": protocol.HOLD, "job": job_to_json(job)})
+        assert order is not None
+        self.orders.append(order)
+        self.peers.offer(order)
+        return snapshot
+
+    @property
+    def mirrored(self) -> list[str]:
+        return [one["snapshot"] for one in self.said if one["kind"] == protocol.MIRRORED]
+
+    @property
+    def notices(self) -> list[str]:
+        return [one["event"]["message"] for one in self.said if one["kind"] == protocol.EVENT]
+
+    def close(self) -> None:
+        self.peers.close()
+        for order in self.orders:
+            order.release()
+        self.intake.close()
+
+
+def meet(writers: list[Writer], *, moved: int | None = None) -> None:
+    addresses = [["127.0.0.1", one.peers.port] for one in writers]
+    for rank, one in enumerate(writers):
+        if moved in (None, rank):
+            one.peers.meet({"addresses": addresses, "partner": 1 - rank, "guest": 1 - rank, "moved": moved is not None})
+
+
+@pytest.fixture
+def writers() -> Iterator[list[Writer]]:
+    made = [Writer(0), Writer(1)]
+    meet(made)
+    yield made
+    for one in made:
+        one.close()
+
+
+def test_a_partner_has_the_share_and_rank_0_hears_when_all_have(writers: list[Writer]) -> None:
+    """Bit for bit, with its part record; both directions count."""
+    snapshot = writers[0].offer(3)
+    until(lambda: writers[1].peers.guests.ids() == {0: [snapshot]})
+    assert writers[0].mirrored == []
+    writers[1].offer(3)
+    until(lambda: writers[0].mirrored == [snapshot])
+    share = writers[1].peers.guests.get(0, snapshot)
+    assert share is not None
+    assert os.pread(share.fd, share.nbytes, 0) == os.pread(writers[0].stage.fd, share.nbytes, 0)
+    assert parts.decode(share.part.encode(), "here").rank == 0
+    os.close(share.fd)
+
+
+def test_the_two_newest_are_kept(writers: list[Writer]) -> None:
+    """Ranks may be one snapshot apart; memory of older ones is used again."""
+    found = []
+    for step in range(1, 6):
+        found.append(writers[0].offer(step))
+        until(lambda: found[-1] in writers[1].peers.guests.ids().get(0, []))
+    assert writers[1].peers.guests.ids() == {0: [found[4], found[3]]}
+    assert writers[1].peers.guests.get(0, found[2]) is None
+
+
+def test_a_slot_that_may_have_changed_is_not_sent(writers: list[Writer]) -> None:
+    """What was copied from it is nobody's snapshot."""
+    writers[0].changes = True
+    writers[0].offer(1)
+    writers[0].peers.poke()
+    until(lambda: writers[0].peers._mirror._next is None)
+    writers[0].changes = False
+    second = writers[0].offer(2)
+    until(lambda: writers[1].peers.guests.ids())
+    assert writers[1].peers.guests.ids() == {0: [second]}
+
+
+def test_who_does_not_know_the_secret_gets_nothing(writers: list[Writer]) -> None:
+    """Neither as a client nor as a server, and not by handing back what it was told."""
+    with pytest.raises((WriterError, OSError)):
+        connect("127.0.0.1", writers[1].peers.port, "another")
+    with socket.create_server(("127.0.0.1", 0)) as fake:
+
+        def echo() -> None:
+            sock, _ = fake.accept()
+            with sock:
+                while data := sock.recv(4096):
+                    sock.sendall(data)
+
+        thread = threading.Thread(target=echo, daemon=True)
+        thread.start()
+        with pytest.raises((WriterError, OSError)):
+            connect("127.0.0.1", fake.getsockname()[1], SECRET)
+        thread.join(WAIT_SECONDS)
+
+
+def test_a_share_that_is_damaged_on_the_way_is_not_kept(writers: list[Writer]) -> None:
+    """Its digests are in the part record that comes with it."""
+    snapshot = writers[0].offer(1)
+    until(lambda: writers[1].peers.guests.ids())
+    share = writers[1].peers.guests.get(0, snapshot)
+    assert share is not None
+    data = bytearray(os.pread(share.fd, share.nbytes, 0))
+    os.close(share.fd)
+    data[-3000] ^= 1
+    other = Share(0, snapshot, share.part, share.record, share.file, -1, share.nbytes)
+    line = connect("127.0.0.1", writers[1].peers.port, SECRET)
+    line.send({"what": "keep", **other.described()})
+    line.send_file(memoryview(bytes(data)))
+    assert "does not match its digest" in line.receive()["why"]
+    line.close()
+    assert writers[1].peers.guests.ids() == {0: [snapshot]}
+
+
+def test_nobody_elses_shares_are_kept(writers: list[Writer]) -> None:
+    """Memory is for one guest."""
+    line = connect("127.0.0.1", writers[1].peers.port, SECRET)
+    line.send({"what": "keep", "rank": 7, "nbytes": 1 << 40})
+    assert "not kept here" in line.receive()["why"]
+    line.close()
+
+
+def test_a_partner_that_is_gone_is_told_once_and_its_successor_is_used(writers: list[Writer]) -> None:
+    """The next writer of that rank says where it is; the shares that come then go there."""
+    writers[0].offer(1)
+    until(lambda: writers[1].peers.guests.ids())
+    writers[1].peers.close()
+    writers[0].peers._mirror._hang_up()
+    for step in (2, 3):
+        writers[0].offer(step)
+        until(lambda: writers[0].peers._mirror._next is None and writers[0].notices)
+    assert len([one for one in writers[0].notices if "memory of this machine only" in one]) == 1
+    successor = Writer(1)
+    meet([writers[0], successor], moved=1)
+    until(lambda: writers[0].peers._mirror._partner == ("127.0.0.1", successor.peers.port))
+    snapshot = writers[0].offer(4)
+    until(lambda: successor.peers.guests.ids() == {0: [snapshot]})
+    until(lambda: any("is back" in one for one in writers[0].notices))
+    successor.close()
+
+
+@given(st.integers(1, 5), st.integers(1, 6))
+def test_partners_are_on_other_machines_and_each_has_one_guest(machines: int, each: int) -> None:
+    """The shares of a lost machine are all on one other machine."""
+    nodes = [f"node{machine}" for machine in range(machines) for _ in range(each)]
+    found = [partner_of(rank, nodes) for rank in range(len(nodes))]
+    if machines == 1:
+        assert set(found) == {None}
+        return
+    assert sorted(one for one in found if one is not None) == list(range(len(nodes)))
+    for machine in range(machines):
+        of_one = {nodes[found[rank] or 0] for rank in range(machine * each, (machine + 1) * each)}
+        assert len(of_one) == 1
+        assert nodes[machine * each] not in of_one
+
+
+def test_ranks_in_unequal_numbers_have_no_partners() -> None:
+    """Somebody would have two guests."""
+    assert [partner_of(rank, ["a", "a", "b"]) for rank in range(3)] == [None, None, None]
+
+
+IDS = [session_id("s", number, number) for number in range(5)]
+
+
+def test_the_newest_snapshot_that_everybody_gets_is_planned() -> None:
+    """On one's own machine or from one that serves; without network only what is on every machine."""
+
+    def source(writer: int, shares: dict[str, list[str]], port: int = 1) -> Source:
+        return Source(writer, shares, "host", port, "secret")
+
+    here = source(0, {"0": [IDS[3], IDS[2]], "1": [IDS[2], IDS[1]]})
+    found = plan(2, [[here], []])
+    assert found is not None
+    assert found.snapshot == IDS[2]
+    assert set(found.remote) == {"0", "1"}
+    alone = source(0, {"0": [IDS[3]], "1": [IDS[3]]}, port=0)
+    assert plan(2, [[alone], []]) is None
+    assert plan(2, [[alone], [alone]]) is not None
+    assert plan(2, [[], []]) is None
+
+
+def test_the_next_snapshot_waits_for_the_partners_and_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 holds back; a newer snapshot that all have counts too."""
+    ranks: Any = ThreadRanks(0, 2, SharedStore())
+    gate = Mirroring(Session(ranks, replicate=True))
+    gate.took(IDS[2])
+    assert not gate.keeps_up
+    gate.mirrored(IDS[1])
+    assert not gate.keeps_up
+    gate.mirrored(IDS[3])
+    assert gate.keeps_up
+    gate.took(IDS[4])
+    monkeypatch.setattr(mirroring, "PATIENCE_SECONDS", -1.0)
+    assert gate.keeps_up
+    other = Mirroring(Session(ranks))
+    other.took(IDS[2])
+    assert other.keeps_up
+
+
+def test_replication_needs_several_machines(tmp_path: Any) -> None:
+    """One process, or ranks on one machine, are told so."""
+    tiers = [{"url": "memory", "replicate": 1}, str(tmp_path / "run")]
+    with pytest.raises(ConfigError, match="several ranks on several machines"):
+        Checkpointer(tiers=tiers)
+    store = SharedStore()
+    made = [Checkpointer(tiers=tiers, ranks=ThreadRanks(rank, 2, store)) for rank in range(2)]
+
+    def start(rank: int) -> None:
+        with pytest.raises(ConfigError, match="ranks on several machines in equal numbers"):
+            made[rank].start()
+
+    on_all(start, 2)
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("tier", [{"url": "memory", "replicate": 2}, {"url": "/x", "replicate": 1}])
+def test_impossible_replication_is_refused(tier: dict[str, Any]) -> None:
+    """One partner, and for the memory tier."""
+    tiers = [tier, "/y"] if tier["url"] == "memory" else [tier]
+    with pytest.raises(ConfigError, match="replicate is 1, and for the memory tier only"):
+        Checkpointer(tiers=tiers)

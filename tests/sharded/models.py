@@ -29,6 +29,7 @@ class FirstRanks:
 
     def __init__(self, group: ProcessGroupRanks, size: int, name: str) -> None:
         self.rank, self.size = group.rank, size
+        self.node, self.address = group.node, group.address
         self.own = frozenset({"rng"})
         self.wait_seconds = 60.0
         self.store = _Part(group.store, f"{name}/")

@@ -45,6 +45,7 @@ class AdaptiveCheckpoint(Callback):
         linger: how long the memory tier waits for a restarted trainer.
         slots: snapshots in host memory at once.
         lazy: "auto", "on" or "off".
+        rng: random streams with another number of ranks: "derive", "warn" or "strict".
         pickle: paths in the state that may be stored with pickle.
         debug: compare every lazily copied byte.
 
@@ -77,6 +78,7 @@ class AdaptiveCheckpoint(Callback):
         linger: float | str | None = None,
         slots: int | None = None,
         lazy: str | bool | None = None,
+        rng: str | None = None,
         pickle: str | list[str] | None = None,
         debug: bool | None = None,
     ) -> None:

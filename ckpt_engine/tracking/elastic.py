@@ -155,4 +155,5 @@ def _mean(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     first = gradients[0]
     if all(torch.equal(one, first) for one in gradients[1:]):
         return first
-    return torch.stack([one.to(torch.float64) for one in gradients]).mean(0).to(first.dtype)
+    wide = torch.promote_types(first.dtype, torch.float64)
+    return torch.stack([one.to(wide) for one in gradients]).mean(0).to(first.dtype)

@@ -178,8 +178,9 @@ def test_any_call_to_the_first_tier_may_hang(run: Run, what: str) -> None:
     assert run.all(SnapshotFailed) == []
 
 
-def test_a_read_that_hangs_costs_no_more_than_what_it_could_spare(run: Run) -> None:
+def test_a_read_that_hangs_costs_no_more_than_what_it_could_spare(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The snapshot is written whole to the first tier, and so are the next ones, at once; that is told once."""
+    monkeypatch.setattr("ckpt_engine.persist.image.LEAST_BYTES", 0)
     run.start(keep={"last": 9}, tiers=())
     run.save(1)
     end = run.weather[run.near].hang("get", "data/")

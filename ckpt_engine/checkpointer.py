@@ -277,8 +277,9 @@ class Checkpointer:
         """The state of the newest valid snapshot (of `step`), or None if there are none at all.
 
         Every byte is checked against its digest, but for what docs/sharded.md says of parts of DTensors. Of several
-        tiers the nearest that has the snapshot whole serves it; what is damaged there comes from the next one. With the memory tier the nearest one is the writer of a trainer
-        that died on this machine, while it lingers. A damaged snapshot is passed over for the next older one.
+        tiers the nearest that has the snapshot whole serves it; what is damaged there comes from the next one. With the
+        memory tier the nearest one is the writer of a trainer that died on this machine, while it lingers. A damaged
+        snapshot is passed over for the next older one.
         `self.loaded` tells which one it was, where it came from, and why others were rejected.
 
         Args:

@@ -25,7 +25,7 @@ from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore import places, shares, together
 from ckpt_engine.restore.choose import Candidate, Check
-from ckpt_engine.restore.memory import MemoryPlace, attach
+from ckpt_engine.restore.memory import MemoryPlace, attach, is_held
 from ckpt_engine.snapshot.flatten import LazyPredicate
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.pipeline import Pipeline
@@ -362,7 +362,7 @@ class Checkpointer:
         self.close()
 
     def _open_writer(self, memory: bool, emit: Callable[[Event], None]) -> WriterClient:
-        config = writer_config(self.config, memory=memory)
+        config = writer_config(self.config, memory=memory, ranks=self._session is not None)
         is_thread = self.config.writer == "thread"
         if self._session is None:
             return open_client(config, thread=is_thread, emit=emit)
@@ -385,10 +385,13 @@ class Checkpointer:
         if self._attached is not None or not self._has_memory or self._pipeline.started:
             return
         if self._session is not None:
-            self._attached = shares.attach(self._session, self.root_url, ATTACH_SECONDS)
+            self._attached, held = shares.attach(self._session, self.root_url, ATTACH_SECONDS)
         else:
             self._attached = attach(self.root_url, ATTACH_SECONDS)
             self._pipeline.behind |= self._attached is not None
+            held = self._attached is None and is_held(self.root_url, ATTACH_SECONDS)
+        if held and self._attached is None:
+            self._pipeline.start()  # with the lease: what is held, and cannot be had from memory, is durable by then
 
     def _detach(self) -> None:
         """Give the memory back. The writer that offered it ends when a new one starts, or when it has lingered."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
 from ckpt_engine.store import container, layout
-from ckpt_engine.store.decode import is_plain, stored_pieces
+from ckpt_engine.store.decode import is_plain, require_decodable, stored_pieces
 from ckpt_engine.store.digest import PIECE_BYTES, digest
 from ckpt_engine.store.manifest import Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
@@ -72,6 +72,10 @@ class Checker:
         except FormatError as err:
             return Verdict(snapshot, (Problem(err.code, err.message, layout.manifest_name(snapshot)),), 0)
         problems: list[Problem] = []
+        try:
+            require_decodable(manifest)
+        except CorruptError as err:
+            problems.append(Problem(err.code, err.message, layout.manifest_name(snapshot)))
         read_bytes = 0
         sizes = {item.name: item.nbytes for item in self._storage.list(layout.DATA)}
         for index, file in enumerate(manifest.files):

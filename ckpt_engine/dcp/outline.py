@@ -100,7 +100,7 @@ class _Drawer(Rebuilder):
         kind = node.get("$") if isinstance(node, dict) else None
         if kind is None or kind in _OPEN:
             return super().node(node, path)
-        if self._closed == 0 and kind in ("tensor", "sharded") and "view" not in node and "stride" not in node:
+        if self._closed == 0 and kind in ("tensor", "sharded") and "view" not in node:
             return self._draw(node, path)
         self._closed += 1
         try:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass, field
 
+from ckpt_engine.errors import CkptError
+from ckpt_engine.observe.log import LOGGER_NAME
 from ckpt_engine.store import layout
 from ckpt_engine.store.collect import collect, prune
 from ckpt_engine.store.lease import Lease, acquire
@@ -22,10 +25,13 @@ class _Run:
     repository: Repository
     lease: Lease
     under_way: set[str] = field(default_factory=set)
+    busy: int = 0
+    """Calls that need the lease."""
 
 
 _runs: dict[str, _Run] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
+"""The collector of garbage may end a save that nobody ended, at any instant of the thread that holds this."""
 
 
 class Save:
@@ -44,6 +50,8 @@ class Save:
         self._url = storage.url
         with _lock:
             run = _runs.get(self._url) or _open(storage)
+            _runs[self._url] = run
+            run.busy += 1
             try:
                 newest = max(run.repository.ids(), key=lambda parsed: parsed.seq, default=None)
                 if step is None:
@@ -51,29 +59,34 @@ class Save:
                 seq = max(run.repository.next_seq(), *(_seq(one) + 1 for one in run.under_way), 0)
                 self.id = layout.snapshot_id(seq, step)
                 self.run = run.repository.run_id
-            except BaseException:
+                run.under_way.add(self.id)
+                self._run = run
+            finally:
+                run.busy -= 1
                 _close_if_idle(self._url, run)
-                raise
-            _runs[self._url] = run
-            run.under_way.add(self.id)
-            self._run = run
 
     def commit(self, manifest: Manifest, policy: RetentionPolicy) -> None:
         """Make the snapshot exist, then let go of what `policy` does not keep. All its data MUST be durable.
 
         Raises:
             LeaseHeldError: the lease was lost; the snapshot does not exist.
-            StorageError: it does not exist; or it does, and retention failed.
+            StorageError: it does not exist. What goes wrong after it does is only told.
         """
         repository, lease = self._run.repository, self._run.lease
         lease.check()
         repository.commit(manifest)
         with _lock:
             self._run.under_way.discard(self.id)
-            if isinstance(policy, KeepAll):
-                repository.write_catalog_if_due()
-            else:
-                prune(repository, lease, policy, verified=(self.id,), in_flight=self._run.under_way)
+            self._run.busy += 1
+            try:
+                if isinstance(policy, KeepAll):
+                    repository.write_catalog_if_due()
+                else:
+                    prune(repository, lease, policy, verified=(self.id,), in_flight=self._run.under_way)
+            except CkptError as err:
+                logging.getLogger(LOGGER_NAME).warning("snapshot %s is there, but retention failed: %s", self.id, err)
+            finally:
+                self._run.busy -= 1
 
     def end(self) -> None:
         """Nothing more will be written for it. Data without a manifest goes with the next save. Twice is fine."""
@@ -96,7 +109,7 @@ def _open(storage: Storage) -> _Run:
 
 
 def _close_if_idle(url: str, run: _Run) -> None:
-    if not run.under_way:
+    if not run.under_way and not run.busy:
         _runs.pop(url, None)
         run.lease.release()
 

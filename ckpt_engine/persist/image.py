@@ -149,7 +149,9 @@ def _paired(cut_layout: CutLayout, digests: Sequence[str], before: Manifest, enc
             piece = there.get(start)
             if piece is not None and piece.raw_nbytes == extent.nbytes:
                 chain = tuple(chain_of(before, entry.name, start, piece))
-                if piece.content_digest == wanted:
+                if any(one.group for one in chain):
+                    pass  # decoding needs the other members of the group, too: it is written anew
+                elif piece.content_digest == wanted:
                     part = replace(part, chain=chain)
                 elif (delta := encode(entry, extent, wanted, chain)) is not None:
                     part = replace(part, chain=delta.over, delta=delta)

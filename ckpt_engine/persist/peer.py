@@ -38,6 +38,7 @@ _TEXT_BYTES = 256 << 20
 _SLICE_BYTES = 1 << 20
 _CONNECTIONS = 64
 _IDLE_SECONDS = 3600.0
+_AGAIN_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +186,7 @@ class Server:
         self._room = threading.BoundedSemaphore(_CONNECTIONS)
         self._lock = threading.Lock()
         self._serving: set[socket.socket] = set()
+        self._closed = threading.Event()
         self._listener = socket.create_server(("", 0), backlog=_CONNECTIONS)
         self.port: int = self._listener.getsockname()[1]
         self._thread = threading.Thread(target=self._run, name="ckpt-peers", daemon=True)
@@ -192,6 +194,7 @@ class Server:
 
     def close(self) -> None:
         """Take no more connections, and end those there are. Idempotent."""
+        self._closed.set()
         with self._lock:
             found = [self._listener, *self._serving]
         for sock in found:
@@ -204,8 +207,10 @@ class Server:
             try:
                 sock, _ = self._listener.accept()
             except OSError:
-                self._listener.close()
-                return
+                if self._closed.wait(_AGAIN_SECONDS):
+                    self._listener.close()
+                    return
+                continue  # the process has no descriptor left for now, or the other end has gone again
             if not self._room.acquire(blocking=False):
                 sock.close()
                 continue

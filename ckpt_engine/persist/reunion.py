@@ -24,7 +24,7 @@ from ckpt_engine.persist.intake import Order
 from ckpt_engine.persist.job import RankConfig
 from ckpt_engine.persist.snapshots import Staged, write_snapshot
 from ckpt_engine.persist.stall import Progress
-from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 
 PATIENCE_SECONDS = 5.0
@@ -69,6 +69,10 @@ class Place(Protocol):
         """All shares of a snapshot are there: make it exist; False: it is none. Raises `CkptError`."""
         ...
 
+    def exists(self, snapshot: str) -> bool:
+        """Whether it is committed. Raises `CkptError`."""
+        ...
+
 
 class Reunion:
     """One writer's side.
@@ -110,18 +114,22 @@ class Reunion:
         for order in orders:
             snapshot = order.snapshot or ""
             if order.durable and (rank == 0 or rank not in there.get(snapshot, ())):
-                break  # it is committed: nothing older matters
+                if rank == 0 or self._place.exists(snapshot):
+                    break  # nothing older matters
+                continue  # the coordinator has taken it back: it failed on some rank
             mine[snapshot] = order
         if not mine:
             return
         newest = next(iter(mine))
+        left = {newest, *(snapshot for snapshot in mine if rank in there.get(snapshot, ()))}
+        # What was persisted before says nothing of what the others hold now: something newer may be on its way.
+        fresh = {snapshot: order for snapshot, order in mine.items() if snapshot == newest or snapshot not in left}
         if rank not in there.get(newest, ()):
             self._place.leave(mine[newest])
         deadline, pause = time.monotonic() + self._patience_seconds, FIRST_LOOK_SECONDS
-        left = {newest, *(snapshot for snapshot in mine if rank in there.get(snapshot, ()))}
         while True:
             there = self._place.look()
-            if self._complete(mine, there) or any(rank not in there.get(snapshot, ()) for snapshot in left):
+            if self._complete(fresh, there) or any(rank not in there.get(snapshot, ()) for snapshot in left):
                 return  # what is not there any more is committed, or was dropped by a new start
             wanted = follow(list(mine), there, rank, size)
             if wanted is not None:
@@ -136,14 +144,29 @@ class Reunion:
             pause = min(pause * _LOOKS_GROW, LAST_LOOK_SECONDS)
         for snapshot in [one for one in mine if one not in left]:
             self._place.leave(mine[snapshot])
-        self._complete(mine, self._place.look())
+        self._collect(mine)
+
+    def _collect(self, mine: Mapping[str, Order]) -> None:
+        """Everybody leaves everything now: the coordinator waits once more for what becomes complete."""
+        deadline, pause = time.monotonic() + self._patience_seconds, FIRST_LOOK_SECONDS
+        while not self._ranks.rank and not self._complete(mine, self._place.look()):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0.0:
+                return
+            self._pause.wait(min(pause, remaining))
+            pause = min(pause * _LOOKS_GROW, LAST_LOOK_SECONDS)
 
     def _complete(self, mine: Mapping[str, Order], there: There) -> bool:
-        """Whether all shares of a snapshot are there; it is committed then, if this is the coordinator."""
+        """Whether this is the coordinator, and all shares of a snapshot are there: it is committed then.
+
+        The others learn of it as their records vanish.
+        """
+        if self._ranks.rank:
+            return False
         for snapshot, order in mine.items():
             if len(there.get(snapshot, ())) < self._ranks.size or snapshot in self._bad:
                 continue
-            if self._ranks.rank or self._place.commit(order):
+            if self._place.commit(order):
                 return True
             self._bad.add(snapshot)
         return False
@@ -209,6 +232,11 @@ class NearestTier:
         found: dict[str, set[int]] = {}
         self._lane(lambda: found.update(parts.there(self._repository.storage)), None)
         return found
+
+    def exists(self, snapshot: str) -> bool:
+        found: list[SnapshotInfo] = []
+        self._lane(lambda: found.extend(self._repository.list()), None)
+        return any(info.id == snapshot for info in found)
 
     def leave(self, order: Order) -> None:
         staged = order.staged(order.snapshot or "")

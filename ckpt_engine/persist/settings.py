@@ -6,20 +6,23 @@ from ckpt_engine.config import Config, Tier
 from ckpt_engine.persist.job import TierConfig, WriterConfig
 
 LEASE_WAIT_SECONDS = 60.0
+REUNION_WAIT_SECONDS = 240.0
+"""Writers of dead ranks may write several shares each, and wait for each other; less than ranks wait to start."""
 
 
-def writer_config(config: Config, *, memory: bool) -> WriterConfig:
+def writer_config(config: Config, *, memory: bool, ranks: bool) -> WriterConfig:
     """How the writer of a run works.
 
     Args:
         memory: whether it holds the newest snapshot in memory.
+        ranks: whether it is one of several.
     """
     nearest, *further = config.tiers
     return WriterConfig(
         url=nearest.url,
         storage_options=nearest.for_storage(),
         keep=config.root_keep_rules(),
-        lease_wait_seconds=LEASE_WAIT_SECONDS,
+        lease_wait_seconds=REUNION_WAIT_SECONDS if ranks and memory else LEASE_WAIT_SECONDS,
         tiers=tuple(_tier(config, tier) for tier in further),
         fatal=nearest.on_failure == "fail",
         memory=memory,

@@ -94,9 +94,11 @@ class ProcessGroupRanks:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             try:
                 sock.connect((os.environ.get("MASTER_ADDR", self.node), 9))  # sends nothing
-                return str(sock.getsockname()[0])
+                found = str(sock.getsockname()[0])
             except OSError:
                 return self.node
+        # On the machine of rank 0 its own name often means the loopback interface, which no other machine reaches.
+        return self.node if found.startswith("127.") else found
 
     def divides(self, path: tuple[Any, ...]) -> bool:
         return self._divides(path)

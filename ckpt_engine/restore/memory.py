@@ -216,6 +216,17 @@ def attach(root_url: str, timeout: float) -> MemoryPlace | None:
         return None
 
 
+def is_held(root_url: str, timeout: float) -> bool:
+    """Whether the writer of a dead trainer on this machine holds a snapshot of the run, be it one that `attach` cannot
+    have, such as a rank's share: it is about to make it durable.
+    """
+    try:
+        reply = control.ask(root_url, {"what": control.HELD}, timeout)
+    except (WriterError, OSError):
+        return False
+    return reply is not None and bool(reply.body.get("held"))
+
+
 def shared_file(reply: Received) -> SharedFile:
     """What a writer offers with its reply to `control.SNAPSHOT`; owns its descriptor.
 

@@ -14,6 +14,8 @@ import zlib
 from contextlib import suppress
 from enum import Enum
 
+from ckpt_engine.snapshot import headroom
+
 SHARED_MEMORY = "/dev/shm"
 """The name of a file in it is random, and removed before anything is written."""
 BLOCK_BYTES = 8 << 20
@@ -57,10 +59,9 @@ def room_bytes(fd: int) -> int:
     """How much a shared file may hold without taking what others need: what it has, and half of what is free."""
     there = os.statvfs(SHARED_MEMORY)
     free_bytes = there.f_bavail * there.f_frsize
-    with open("/proc/meminfo") as lines:  # noqa: PTH123
-        for line in lines:
-            if line.startswith("MemAvailable:"):
-                free_bytes = min(free_bytes, int(line.split()[1]) << 10)
+    room = headroom.look()  # of a control group, too: shared memory counts there
+    if room is not None:
+        free_bytes = min(free_bytes, room.nbytes)
     return os.fstat(fd).st_blocks * 512 + free_bytes // 2
 
 

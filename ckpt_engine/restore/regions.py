@@ -145,7 +145,10 @@ def read_regions(
             _place(one, _decoded(decoder, one, data, buffer(2, piece.raw_nbytes)), 0)
         return Read(stop - start)
 
-    pool = ThreadPoolExecutor(sources.threads, thread_name_prefix="ckpt-read")
+    # Threads inherit the mode in which arithmetic drops subnormal numbers; predictions are made without it.
+    pool = ThreadPoolExecutor(
+        sources.threads, thread_name_prefix="ckpt-read", initializer=torch.set_flush_denormal, initargs=(False,)
+    )
     try:
         return sum((done.result() for done in [pool.submit(run, span) for span in _spans(wanted)]), Read())
     finally:

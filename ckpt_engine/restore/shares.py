@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ckpt_engine.errors import CkptError
+from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
 from ckpt_engine.persist import control, parts
 from ckpt_engine.persist.mapping import map_shared
 from ckpt_engine.persist.peer import connect, memory_file
@@ -20,6 +21,7 @@ from ckpt_engine.persist.pulse import Beat
 from ckpt_engine.persist.wire import Received
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.restore.memory import MemoryPlace, MemoryStorage, SharedFile, beat_of, shared_file
+from ckpt_engine.snapshot import headroom
 from ckpt_engine.store import layout, manifest_codec
 
 
@@ -53,14 +55,15 @@ class Plan:
     remote: Mapping[str, Source] = field(default_factory=dict)
 
 
-def attach(session: Session, root_url: str, timeout: float) -> MemoryPlace | None:
+def attach(session: Session, root_url: str, timeout: float) -> tuple[MemoryPlace | None, bool]:
     """The newest snapshot whose shares of all ranks are in memory. On all ranks, in the same order.
 
     Args:
         timeout: seconds to wait for the writers; they answer at once, but for the digests of the snapshot.
 
     Returns:
-        None, on all ranks: one of them cannot get at all shares, or there are none. The place MUST be released.
+        The place, which MUST be released; None, on all ranks: one of them cannot get at all shares, or there are none.
+        And, alike on all ranks, whether writers of dead trainers hold shares: they are about to make them durable.
 
     Raises:
         WaitTimeoutError, RanksError: the other ranks do not answer.
@@ -68,23 +71,35 @@ def attach(session: Session, root_url: str, timeout: float) -> MemoryPlace | Non
     ranks, deadline = session.ranks, time.monotonic() + timeout
     found: list[Source] = []
 
-    def look() -> list[dict[str, Any]]:
+    def look() -> dict[str, Any]:
         address = ranks.address if session.replicates else ""
         for writer in range(ranks.size):
             source = _source(root_url, writer, ranks.node, address, deadline)
             found.extend([source] if source is not None else [])
-        return [asdict(source) for source in found]
+        return {"node": ranks.node, "sources": [asdict(source) for source in found]}
 
-    agreed = session.meet(look, lambda said: _as_json(plan(ranks.size, [_sources(one) for one in said])))
+    def agree(said: list[dict[str, Any] | None]) -> dict[str, Any]:
+        sources = [[Source(**source) for source in one["sources"]] if one is not None else [] for one in said]
+        nodes = Counter(one["node"] for one in said if one is not None)
+        chosen = plan(ranks.size, sources)
+        return {
+            "plan": None if chosen is None else asdict(chosen),
+            "held": bool(_snapshots(sources)),
+            "beside": max(nodes.values()),
+        }
+
+    said = session.meet(look, agree)
+    agreed, held = said["plan"], said["held"]
     if agreed is None:
-        return None
+        return None, held
     remote = {rank: Source(**source) for rank, source in agreed["remote"].items()}
-    place = _assemble(root_url, Plan(agreed["snapshot"], remote), found, ranks.size, deadline)
+    wanted = Plan(agreed["snapshot"], remote)
+    place = _assemble(root_url, wanted, found, ranks.size, deadline, said["beside"])
     if not session.meet(lambda: place is not None, all):
         if place is not None:
             place.release(bye=False)
-        return None
-    return place
+        return None, held
+    return place, held
 
 
 def plan(size: int, found: Sequence[Sequence[Source]]) -> Plan | None:
@@ -111,14 +126,6 @@ def _snapshots(found: Sequence[Sequence[Source]]) -> set[str]:
     return {one for sources in found for source in sources for ids in source.shares.values() for one in ids}
 
 
-def _sources(said: list[dict[str, Any]] | None) -> list[Source]:
-    return [Source(**one) for one in said or ()]
-
-
-def _as_json(found: Plan | None) -> dict[str, Any] | None:
-    return None if found is None else asdict(found)
-
-
 def _source(root_url: str, writer: int, node: str, address: str, deadline: float) -> Source | None:
     reply = _ask(root_url, {"what": control.HELD}, writer, deadline)
     if reply is None or reply.body.get("node") != node:
@@ -140,14 +147,18 @@ def _ask(root_url: str, request: dict[str, Any], writer: int, deadline: float) -
         return None
 
 
-def _assemble(root_url: str, wanted: Plan, here: Sequence[Source], size: int, deadline: float) -> MemoryPlace | None:
+def _assemble(
+    root_url: str, wanted: Plan, here: Sequence[Source], size: int, deadline: float, beside: int
+) -> MemoryPlace | None:
     replies: list[Received] = []
     try:
         for rank in range(size):
             request = {"what": control.SNAPSHOT, "snapshot": wanted.snapshot, "rank": rank}
             local = next((one for one in here if wanted.snapshot in one.shares.get(str(rank), ())), None)
             reply = _ask(root_url, request, local.writer, deadline) if local is not None else None
-            replies.append(reply if reply is not None else _fetch(wanted.remote[str(rank)], rank, wanted.snapshot))
+            if reply is None:
+                reply = _fetch(wanted.remote[str(rank)], rank, wanted.snapshot, beside, deadline)
+            replies.append(reply)
         manifest = parts.merge(
             [parts.decode(str(one.body["manifest"]).encode(), "a share in memory") for one in replies]
         )
@@ -166,8 +177,11 @@ def _assemble(root_url: str, wanted: Plan, here: Sequence[Source], size: int, de
         return None
 
 
-def _fetch(source: Source, rank: int, snapshot: str) -> Received:
+def _fetch(source: Source, rank: int, snapshot: str, beside: int, deadline: float) -> Received:
     """A share from another machine, in memory of this process. Whoever reads it compares its digests.
+
+    Args:
+        beside: ranks of this machine that fetch the same at the same time.
 
     Raises:
         OSError, CkptError, LookupError: it is not to be had.
@@ -177,6 +191,11 @@ def _fetch(source: Source, rank: int, snapshot: str) -> Received:
         line.send({"what": "give", "rank": rank, "snapshot": snapshot})
         body = line.receive()
         nbytes = int(body["nbytes"])
+        room = headroom.look()
+        if room is not None and nbytes * beside > room.nbytes // 2:
+            raise WriterError(f"too little memory for a share of another machine: {nbytes} bytes for each rank here")
+        if time.monotonic() > deadline:
+            raise WaitTimeoutError("the shares of other machines do not come in time")
         fd = memory_file(nbytes)
         try:
             line.fill(memoryview(map_shared(fd, max(1, nbytes), writable=True)).cast("B")[:nbytes])

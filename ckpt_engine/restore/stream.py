@@ -116,7 +116,10 @@ def stream_into(
         batch.done(memory)
 
     memory = Memory()
-    pool = ThreadPoolExecutor(sources.threads, thread_name_prefix="ckpt-read")
+    # Threads inherit the mode in which arithmetic drops subnormal numbers; predictions are made without it.
+    pool = ThreadPoolExecutor(
+        sources.threads, thread_name_prefix="ckpt-read", initializer=torch.set_flush_denormal, initargs=(False,)
+    )
     try:
         plain = [move for move in moves if move.piece.base is None]
         begun = [pool.submit(put_raw, move) for move in plain if is_direct(move)]

@@ -64,6 +64,21 @@ def needed_for(manifest: Manifest, name: str, start: int, piece: Piece) -> dict[
     return found
 
 
+def require_decodable(manifest: Manifest) -> None:
+    """Whether a manifest says of each of its pieces where everything is that decoding it takes.
+
+    Raises:
+        CorruptError: it does not; names the first entry. Reading the snapshot would fail there.
+    """
+    for name, entry in manifest.entries.items():
+        start = 0
+        for piece in entry.pieces:
+            if piece.base is not None or piece.group:
+                chain_of(manifest, name, start, piece)
+                needed_for(manifest, name, start, piece)
+            start += piece.raw_nbytes
+
+
 def base_of(manifest: Manifest, name: str, start: int, piece: Piece) -> Piece | None:
     """The piece that a piece of an entry, which begins at byte `start` of it, was encoded against.
 

@@ -20,6 +20,7 @@ from ckpt_engine.errors import (
     StorageMissingError,
 )
 from ckpt_engine.store import catalog, layout, manifest_codec
+from ckpt_engine.store.decode import require_decodable
 from ckpt_engine.store.manifest import FORMAT, VERSION, Manifest, SnapshotInfo
 from ckpt_engine.store.storage.base import ObjectInfo, Storage
 from ckpt_engine.store.storage.local import LocalStorage
@@ -174,7 +175,10 @@ class Repository:
         Raises:
             StorageExistsError: it was committed before.
             StorageError: it does not exist, as before.
+            CorruptError: it could never be read, as before.
         """
+        if manifest.bases:
+            require_decodable(manifest)
         name = layout.manifest_name(manifest.info.id)
         if layout.manifest_id(name) is None:
             raise ValueError(f"not a snapshot id: {manifest.info.id!r}")

@@ -131,6 +131,18 @@ def test_dcp_reads_what_a_checkpointer_has_saved(tmp_path: Path) -> None:
     assert torch.equal(found["all"]["a"], base)
 
 
+def test_tensors_of_another_memory_format_are_filled_where_they_are(tmp_path: Path) -> None:
+    """DCP's promise: the live tensor has the values, also one that is stored as channels_last."""
+    model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save({"model": model.state_dict()}, step=1).wait()
+    wanted = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    dcp.load({"model": model.state_dict()}, storage_reader=CkptReader(tmp_path), no_dist=True)
+    assert torch.equal(model.weight, wanted)
+
+
 def test_only_the_bytes_that_are_needed_are_read(tmp_path: Path) -> None:
     """A part of less than half a big piece is read alone, and counted as unverified."""
     whole = torch.arange(600_000.0).view(100_000, 6)

@@ -151,3 +151,29 @@ def test_the_writers_meet_at_the_newest_snapshot_that_all_hold() -> None:
                     while (wanted := follow(held[other], there, other, 3)) is not None:
                         there.setdefault(wanted, set()).add(other)
         assert [snapshot for snapshot, ranks in there.items() if len(ranks) == 3] == ["7"]
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_another_number_of_ranks_waits_for_what_the_writers_make_durable(tmp_path: Path, size: int) -> None:
+    """Their shares are of no use to it in memory; the snapshot that all held is on the tier before it looks there."""
+    root = tmp_path / "run"
+    host = Host(root, 3)
+    host.until_step(12)
+    begun = host.kill()
+    made = opened(root, size)
+    states = on_all(lambda rank: made[rank].load(), size)
+    assert all(state is not None for state in states)
+    loaded = made[0].loaded
+    assert loaded is not None and loaded.info.step >= begun - MOST_LOST and not loaded.from_memory
+    on_all(lambda rank: made[rank].close(), size)
+
+
+def test_one_process_waits_for_what_the_writers_of_ranks_make_durable(tmp_path: Path) -> None:
+    """As another number of ranks does."""
+    root = tmp_path / "run"
+    host = Host(root, 2)
+    host.until_step(12)
+    begun = host.kill()
+    with Checkpointer(tiers=["memory", str(root)]) as ckpt:
+        assert ckpt.load() is not None
+        assert ckpt.loaded is not None and ckpt.loaded.info.step >= begun - MOST_LOST

@@ -1,0 +1,127 @@
+"""Where writers of dead ranks meet: at the newest snapshot that all of them hold, whatever was written before."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ckpt_engine.persist.reunion import Reunion
+
+PATIENCE_SECONDS = 0.5
+WAIT_SECONDS = 30.0
+
+
+@dataclass
+class Order:
+    """A snapshot that a writer holds."""
+
+    snapshot: str
+    durable: bool = False
+
+
+@dataclass
+class Tier:
+    """The part records of all ranks, and what is committed."""
+
+    there: dict[str, set[int]]
+    bad: frozenset[str] = frozenset()
+    committed: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Place:
+    """The tier as one rank sees it.
+
+    Args:
+        waits_for: it cannot write before this is set.
+    """
+
+    def __init__(self, tier: Tier, rank: int, waits_for: threading.Event | None = None) -> None:
+        self.tier, self.rank, self.waits_for = tier, rank, waits_for
+        self.looks = 0
+
+    def look(self) -> dict[str, set[int]]:
+        self.looks += 1
+        with self.tier.lock:
+            return {snapshot: set(ranks) for snapshot, ranks in self.tier.there.items() if ranks}
+
+    def leave(self, order: Order) -> None:
+        if self.waits_for is not None:
+            assert self.waits_for.wait(WAIT_SECONDS)
+        with self.tier.lock:
+            self.tier.there.setdefault(order.snapshot, set()).add(self.rank)
+        if self.rank:
+            order.durable = True
+
+    def commit(self, order: Order) -> bool:
+        if order.snapshot in self.tier.bad:
+            return False
+        with self.tier.lock:
+            self.tier.committed.append(order.snapshot)
+            self.tier.there.clear()
+        order.durable = True
+        return True
+
+    def exists(self, snapshot: str) -> bool:
+        return snapshot in self.tier.committed
+
+
+def meet(tier: Tier, held: list[list[Order]], waits_for: dict[int, threading.Event] | None = None) -> list[str]:
+    """What is committed when all writers have met; `held` by rank, newest first."""
+    places = [Place(tier, rank, (waits_for or {}).get(rank)) for rank in range(len(held))]
+
+    def run(rank: int) -> None:
+        ranks: Any = SimpleNamespace(rank=rank, size=len(held))
+        orders: Any = held[rank]
+        Reunion(ranks, places[rank], PATIENCE_SECONDS).run(orders, lambda err: False)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(held))]
+    for thread in threads:
+        thread.start()
+    if waits_for:
+        until_looked_twice(places[0])
+        for event in waits_for.values():
+            event.set()
+    for thread in threads:
+        thread.join(WAIT_SECONDS)
+        assert not thread.is_alive()
+    return tier.committed
+
+
+def until_looked_twice(place: Place) -> None:
+    """Rank 0 has left its newest share, and has seen what the others have left."""
+    for _ in range(int(WAIT_SECONDS * 100)):
+        if place.looks >= 2:
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("rank 0 does not look")
+
+
+def test_what_is_complete_already_does_not_end_the_wait_for_what_is_newer() -> None:
+    """All hold m. X was being written when the ranks died and is complete now; rank 1 takes longer to write m."""
+    tier = Tier({"X": {0, 1}})
+    held = [[Order("m"), Order("X")], [Order("m"), Order("X", durable=True)]]
+    assert meet(tier, held, {1: threading.Event()}) == ["m"]
+
+
+def test_a_snapshot_that_was_taken_back_is_not_taken_for_a_committed_one() -> None:
+    """It failed on the coordinator, which removed all records. Rank 1 had written its share; all hold w."""
+    assert meet(Tier({}), [[Order("X"), Order("w")], [Order("X", durable=True), Order("w")]]) == ["w"]
+
+
+def test_a_share_that_was_cancelled_is_none() -> None:
+    """There are records of all ranks, and one of them says that its rank has no share."""
+    tier = Tier({"X": {0, 1, 2}}, frozenset({"X"}))
+    held = [[Order("X"), Order("w")], [Order("X", durable=True), Order("w")], [Order("w")]]
+    assert meet(tier, held) == ["w"]
+
+
+@pytest.mark.parametrize("ahead", [(0, 0, 0), (2, 1, 0), (0, 1, 2), (1, 0, 2)])
+def test_ranks_at_different_snapshots_meet_at_the_newest_that_all_hold(ahead: tuple[int, int, int]) -> None:
+    """Each holds three; how far each was when it died."""
+    held = [[Order(str(7 + far - back)) for back in range(3)] for far in ahead]
+    assert meet(Tier({}), held) == ["7"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from ckpt_engine.cli import weights
+from ckpt_engine.cli import downcast, weights
 from ckpt_engine.cli.outfile import check_free, check_free_folder, new_file, new_folder
 from ckpt_engine.cli.output import count, json_option, print_away, print_json, progress
 from ckpt_engine.cli.root import LATEST, Run, open_run
@@ -47,6 +47,7 @@ class Exported:
 @click.option("--to", "form", type=click.Choice(FORMATS), required=True, help="What OUT becomes.")
 @click.option("--component", help=f"Top-level key of the state whose tensors are exported (default: {MODEL}).")
 @click.option("--all", "everything", is_flag=True, help="Export the tensors of all components.")
+@click.option("--dtype", type=click.Choice(downcast.FORMATS), help="Convert wider floating-point numbers to this.")
 @click.option("--rank", type=click.IntRange(0), default=0, help="Of several ranks: whose own components go along.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
@@ -57,6 +58,7 @@ def command(
     form: str,
     component: str | None,
     everything: bool,
+    dtype: str | None,
     rank: int,
     force: bool,
     dry_run: bool,
@@ -79,13 +81,15 @@ def command(
         raise click.UsageError(f"expected [SNAPSHOT] OUT, got {' '.join(names)}")
     if (component is not None or everything) and form != "safetensors":
         raise click.UsageError("--component and --all are for --to safetensors")
+    if dtype is not None and form != "safetensors":
+        raise click.UsageError("--dtype is for --to safetensors: a training state is exported as it is")
     if component is not None and everything:
         raise click.UsageError("give --component or --all")
     run, out = open_run(root), Path(names[-1])
     chosen = _of_rank(_choose(*run.find(names[0] if len(names) == 2 else LATEST)), rank)
     (check_free_folder if form in FOLDERS else check_free)(out, replace=force)
     if form == "safetensors":
-        job = _safetensors(chosen, out, component, everything=everything)
+        job = _safetensors(chosen, out, component, everything=everything, dtype=dtype)
     elif form in FOLDERS:
         job = _folder(chosen, out, form)
     else:
@@ -141,9 +145,11 @@ class _Job:
     write: Callable[[Sources, bool, Callable[[int], object]], tuple[str, ...]]
 
 
-def _safetensors(snapshot: Candidate, out: Path, component: str | None, *, everything: bool) -> _Job:
+def _safetensors(snapshot: Candidate, out: Path, component: str | None, *, everything: bool, dtype: str | None) -> _Job:
     manifest = snapshot.manifest
     chosen = weights.select_all(manifest) if everything else weights.select_component(manifest, component or MODEL)
+    if dtype is not None:
+        chosen = weights.as_dtype(chosen, dtype)
     notes = []
     if chosen.tied:
         notes.append(f"{count(len(chosen.tied), 'tied tensor')} stored once; the file's metadata has the other names")
@@ -154,8 +160,8 @@ def _safetensors(snapshot: Candidate, out: Path, component: str | None, *, every
 
     def write(sources: Sources, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
         with new_file(out, replace=force) as file:
-            weights.write(sources, manifest, chosen, file, advance)
-        return ()
+            loss = weights.write(sources, manifest, chosen, file, advance)
+        return (loss.text(dtype),) if dtype is not None else ()
 
     planned = _planned(snapshot, out, "safetensors", len(chosen.arrays), chosen.nbytes)
     return _Job(replace(planned, notes=tuple(notes)), write)

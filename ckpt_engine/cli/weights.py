@@ -6,13 +6,14 @@ one, and `safetensors.torch.load_model` ties them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from ckpt_engine.cli.downcast import Loss, is_wider, narrow
 from ckpt_engine.cli.tree import ArrayLeaf, array_leaves, children
 from ckpt_engine.errors import CorruptError, MismatchError
 from ckpt_engine.ranks.boxes import Box, boxes_of
@@ -35,7 +36,12 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """One array to write: its name in the file and where its bytes come from; `boxes`: where it is not in C order."""
+    """One array to write: its name in the file and where its bytes come from; `boxes`: where it is not in C order.
+
+    Args:
+        dtype: in the file.
+        stored: in the snapshot, if that is another one.
+    """
 
     name: str
     dtype: str
@@ -44,6 +50,7 @@ class Array:
     entry_name: str
     view: View | None
     boxes: tuple[Box, ...] = ()
+    stored: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +80,15 @@ class Selection:
     def opaque(self) -> tuple[str, ...]:
         """Arrays whose dtype safetensors lacks; they are stored as bytes."""
         return tuple(array.name for array in self.arrays if array.dtype not in container.DTYPES)
+
+
+def as_dtype(selection: Selection, target: str) -> Selection:
+    """The selection with its wider floating-point numbers in the format `target`."""
+    arrays = [
+        replace(array, dtype=target, stored=array.dtype) if is_wider(array.dtype, target) else array
+        for array in selection.arrays
+    ]
+    return replace(selection, arrays=_aligned(arrays))
 
 
 def item_bytes(dtype: str) -> int:
@@ -107,8 +123,8 @@ def select_all(manifest: Manifest) -> Selection:
 
 def write(
     sources: Sources, manifest: Manifest, selection: Selection, out: BinaryIO, advance: Callable[[int], object]
-) -> None:
-    """Write the file; `advance` is told the bytes written.
+) -> Loss:
+    """Write the file; `advance` is told the bytes written. What conversion has lost.
 
     Raises:
         CorruptError: the snapshot is damaged in all sources; names the entry.
@@ -120,11 +136,14 @@ def write(
         f"ckpt-engine.{a.name}": f"{a.dtype} {list(a.shape)}" for a in selection.arrays if a.name in selection.opaque
     }
     out.write(container.build_header(rows, metadata))
+    loss = Loss()
     for array in selection.arrays:
         blocks = _blocks(sources, manifest, array)
-        for block in _in_order(array, blocks):
+        for stored in _in_order(array, blocks):
+            block = stored if array.stored is None else narrow(stored, array.stored, array.dtype, loss)
             out.write(block)
             advance(len(block))
+    return loss
 
 
 def _select(manifest: Manifest, node: Any, name_of: Callable[[ArrayLeaf], str]) -> Selection:
@@ -143,9 +162,12 @@ def _select(manifest: Manifest, node: Any, name_of: Callable[[ArrayLeaf], str]) 
             tied[array.name] = same.name
     if not stored:
         raise MismatchError(f"there are no tensors in this part of {manifest.info.id}")
-    # Large items first: every array is then aligned without holes, which the format forbids.
-    arrays = sorted(stored.values(), key=lambda array: -item_bytes(array.dtype))
-    return Selection(tuple(arrays), tied, _others(node))
+    return Selection(_aligned(stored.values()), tied, _others(node))
+
+
+def _aligned(arrays: Iterable[Array]) -> tuple[Array, ...]:
+    """Large items first: every array is then aligned without holes, which the format forbids."""
+    return tuple(sorted(arrays, key=lambda array: -item_bytes(array.dtype)))
 
 
 def _array(manifest: Manifest, leaf: ArrayLeaf, name: str) -> Array:
@@ -194,7 +216,7 @@ def _in_order(array: Array, blocks: Iterator[bytearray]) -> Iterator[bytes | byt
 
 def _put_together(array: Array, stored: bytes) -> bytes:
     """The bytes of an array whose boxes lie one behind another."""
-    size = item_bytes(array.dtype)
+    size = item_bytes(array.stored or array.dtype)
     out = np.empty((*array.shape, size), np.uint8)
     whole, at = Box.whole(array.shape), 0
     for box in array.boxes:
@@ -206,7 +228,7 @@ def _put_together(array: Array, stored: bytes) -> bytes:
 
 def _cut_view(array: Array, view: View, whole: bytes) -> bytes:
     """The bytes of a view in C order."""
-    size = item_bytes(array.dtype)
+    size = item_bytes(array.stored or array.dtype)
     strides = (*(step * size for step in view.stride), 1)
     raw = np.frombuffer(whole, np.uint8, offset=view.byte_offset)
     return np.lib.stride_tricks.as_strided(raw, (*array.shape, size), strides, writeable=False).tobytes()

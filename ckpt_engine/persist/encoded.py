@@ -63,6 +63,7 @@ def write_encoded(
 
         def fetch(entry: str, piece: Piece, out: memoryview) -> None:
             progress.check()
+            progress.moved()  # encoding is no storage call, and may take its time
             with image[piece.offset : piece.offset + piece.nbytes] as part:
                 out[:] = part
             if digest(out) != piece.digest:

@@ -210,6 +210,7 @@ def test_export_reports_as_json(ckpt: Ckpt, run_folder: Any, arrays: Any, tmp_pa
         ("out",),
         ("out", "--to", "onnx"),
         ("out", "--to", "lightning", "--all"),
+        ("out", "--to", "torch", "--dtype", "float16"),
         ("out", "--to", "safetensors", "--all", "--component", "x"),
         ("--to", "safetensors"),
     ],

@@ -19,7 +19,9 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.cli.downcast import FORMATS, Loss, is_wider, narrow
 
 Ckpt = Callable[..., Any]
-MIXED = np.array([0.0, -0.0, 1.0, 1.00390625, 3.4e38, -3.4e38, 1e-45, 65504.0, 65520.0, math.inf, -math.inf, math.nan])
+MIXED = np.array(
+    [0.0, -0.0, 1.0, 1.00390625, 1.01171875, 3.4e38, -3.4e38, 1e-45, 65504.0, 65520.0, math.inf, -math.inf, math.nan]
+)
 
 
 @pytest.mark.parametrize("target", FORMATS)

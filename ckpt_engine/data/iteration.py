@@ -17,7 +17,30 @@ from ckpt_engine.data.exactness import Exactness, Level
 from ckpt_engine.data.sampling import Order
 from ckpt_engine.data.shipping import Shipped, WorkerState, is_stateful
 
-__all__ = ["Epoch", "Fetch", "FollowedIterator", "Mode"]
+__all__ = ["Epoch", "Fetch", "FollowedIterator", "Mode", "no_order", "nothing_recorded"]
+
+
+def no_order() -> dict[str, Any]:
+    """What a state says of the order of an epoch that nobody has followed."""
+    return {"at_iter": None, "at_first": None, "digest": None, "draws": False, "outstanding": []}
+
+
+def nothing_recorded(num_workers: int) -> dict[str, Any]:
+    """What a state says of an iterator that nobody has followed, but for what it was made with."""
+    return {
+        "lost": 0,
+        "held": [],
+        "workers": [None] * num_workers,
+        "next_role": 0,
+        "native": None,
+        "reused": False,
+        "alive": False,
+        "first_fetch": None,
+        "draws": False,
+        "ended": False,
+        "exhausted": False,
+        "unknown_roles": [],
+    }
 
 
 class Mode(StrEnum):

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ckpt_engine.data import fingerprint, streams, swap
 from ckpt_engine.data.dealing import Dealing
 from ckpt_engine.data.exactness import Difference, Effect, Exactness, Level, Restoration
-from ckpt_engine.data.iteration import Epoch, Fetch, FollowedIterator, Mode
+from ckpt_engine.data.iteration import Epoch, Fetch, FollowedIterator, Mode, no_order, nothing_recorded
 from ckpt_engine.data.pending import Pending
 from ckpt_engine.data.resplit import resplit
 from ckpt_engine.data.rng import RngState
@@ -192,22 +192,11 @@ class LoaderPosition:
             "mode": str(mode if ordered else Mode.REPLAY),
             "generators": {},
             "counters": {},
-            "lost": 0,
-            "held": [],
-            "workers": [None] * loader.num_workers,
-            "next_role": 0,
-            "native": None,
+            **nothing_recorded(loader.num_workers),
             "made": now,
-            "reused": False,
-            "alive": False,
-            "first_fetch": None,
-            "draws": False,
-            "ended": False,
-            "exhausted": False,
-            "unknown_roles": [],
         }
         if ordered:
-            state["order"] = {"at_iter": now, "at_first": now, "digest": None, "draws": False, "outstanding": []}
+            state["order"] = {**no_order(), "at_iter": now, "at_first": now}
         return state
 
     def load_state(

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ckpt_engine.data.dealing import Dealing
+from ckpt_engine.data.iteration import no_order, nothing_recorded
 from ckpt_engine.data.recipe import dealing_of
 from ckpt_engine.data.rng import RngState
 from ckpt_engine.errors import ResumeError
@@ -69,25 +70,11 @@ def resplit(
         "version": 2,
         "phase": "within",
         "batches": dealing.first,
-        "lost": 0,
-        "held": [],
-        "workers": [None] * loader.num_workers,
-        "next_role": 0,
+        **nothing_recorded(loader.num_workers),
         "native": first["native"],
         "made": {"rng": rng, "generators": begin["generators"], "counters": {}},
-        "reused": False,
-        "alive": False,
-        "first_fetch": None,
-        "draws": False,
-        "ended": False,
-        "exhausted": False,
-        "unknown_roles": [],
         "order": {
-            "at_iter": None,
-            "at_first": None,
-            "digest": None,
-            "draws": False,
-            "outstanding": [],
+            **no_order(),
             "dealt": {"dealing": dealing.to_state(), "total": dealing.first + len(dealing.rest(order))},
         },
     }

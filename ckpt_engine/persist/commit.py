@@ -148,10 +148,12 @@ class Contributing:
 
     Args:
         ranks: its configuration.
+        says_failure: what fails is told to the coordinator, which waits for it. Else the part may come later.
     """
 
-    def __init__(self, ranks: RankConfig) -> None:
+    def __init__(self, ranks: RankConfig, *, says_failure: bool = True) -> None:
         self._ranks = ranks
+        self._says_failure = says_failure
         self._said = False
 
     def commit(self, staged: Staged, repository: Repository, manifest: Manifest) -> Manifest:
@@ -164,7 +166,9 @@ class Contributing:
         # Once a record may be there the coordinator may have committed: then this data belongs to a snapshot.
         if self._said:
             return
-        parts.put(repository.storage, parts.no_part(staged.snapshot, "it failed there", repository.run_id, self._ranks))
+        if self._says_failure:
+            why = "it failed there"
+            parts.put(repository.storage, parts.no_part(staged.snapshot, why, repository.run_id, self._ranks))
         repository.storage.delete(*new)
 
 

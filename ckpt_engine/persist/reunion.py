@@ -19,7 +19,7 @@ from typing import Protocol
 from ckpt_engine.errors import CkptError, FormatError, SnapshotFailedError, SnapshotSkippedError
 from ckpt_engine.observe.events import SnapshotCommitted
 from ckpt_engine.persist import parts
-from ckpt_engine.persist.commit import FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS, InFlight
+from ckpt_engine.persist.commit import FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS, Contributing, InFlight
 from ckpt_engine.persist.intake import Order
 from ckpt_engine.persist.job import RankConfig
 from ckpt_engine.persist.snapshots import Staged, write_snapshot
@@ -172,24 +172,6 @@ class Reunion:
         return False
 
 
-class Leaving:
-    """Ends a write with a part record. What fails is taken back, unless the record may be there."""
-
-    def __init__(self, ranks: RankConfig) -> None:
-        self._ranks = ranks
-        self._said = False
-
-    def commit(self, staged: Staged, repository: Repository, manifest: Manifest) -> Manifest:
-        """Raises `StorageError` if the record could not be written; it may be there nevertheless."""
-        self._said = True
-        parts.put(repository.storage, parts.part_of(manifest, staged.cut_layout.layout, self._ranks))
-        return manifest
-
-    def undo(self, staged: Staged, repository: Repository, new: Sequence[str]) -> None:  # noqa: ARG002
-        if not self._said:
-            repository.storage.delete(*new)
-
-
 class NearestTier:
     """The nearest tier as the place where the writers meet.
 
@@ -248,7 +230,7 @@ class NearestTier:
                 self._tier,
                 self._progress,
                 self._not_undone,
-                finish=Leaving(self._ranks),
+                finish=Contributing(self._ranks, says_failure=False),
             )
             self._written[staged.snapshot] = event
 

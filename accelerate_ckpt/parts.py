@@ -14,7 +14,8 @@ from torch import nn
 from accelerate_ckpt.compat import Internals
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.observe.resume_report import NotRestored, Restored
-from ckpt_engine.tracking.parts import NamedParts, Shapes, put_back, weight_shapes
+from ckpt_engine.tracking.fsdp1 import flat_models, is_flat
+from ckpt_engine.tracking.parts import NamedParts, Shapes, put_back, state_of, weight_shapes
 
 FILES = "hook_files"
 """The component that holds what hooks of `register_save_state_pre_hook` wrote into their folder."""
@@ -44,9 +45,14 @@ class AcceleratedParts:
         self._internals = internals
         self._count = None if grows else internals.count()
         self._models = internals.models()
-        self._others = NamedParts({**internals.named_objects(), **(more or {})})
-        plain = [accelerator.unwrap_model(model, keep_torch_compile=False) for model in self._models]
+        # What FSDP1 wraps is part of the model: `unwrap_model` would take off its root.
+        plain = [
+            model if is_flat(model) else accelerator.unwrap_model(model, keep_torch_compile=False)
+            for model in self._models
+        ]
         self.modules: Mapping[str, nn.Module] = {_name(index): model for index, model in enumerate(plain)}
+        self.flat = flat_models(plain)
+        self._others = NamedParts({**internals.named_objects(), **(more or {})}, self.flat)
         self.optimizers: Mapping[str, torch.optim.Optimizer] = self._others.optimizers
 
     def state(self) -> dict[str, Any]:
@@ -60,7 +66,7 @@ class AcceleratedParts:
                 "objects were prepared or registered after AdaptiveCheckpoint was made: they would not be resumed",
                 hint="make AdaptiveCheckpoint after the last prepare() and register_for_checkpointing()",
             )
-        weights = [module.state_dict() for module in self.modules.values()]
+        weights = [state_of(module, self.flat) for module in self.modules.values()]
         files: dict[str, torch.Tensor] = {}
         if hooks := self._internals.save_hooks():
             with tempfile.TemporaryDirectory(prefix="ckpt-hooks-") as folder:
@@ -74,7 +80,7 @@ class AcceleratedParts:
         """Shapes of the weights; none where hooks decide what is saved."""
         if self._internals.save_hooks() or self._internals.load_hooks():
             return {}
-        return {name: weight_shapes(module) for name, module in self.modules.items()}
+        return {name: weight_shapes(module, self.flat) for name, module in self.modules.items()}
 
     def load(self, saved: Mapping[str, Any]) -> tuple[list[Restored], list[NotRestored]]:
         """Put the components back.
@@ -95,7 +101,7 @@ class AcceleratedParts:
         restored = []
         for index, module in enumerate(left):
             if _name(index) in saved:
-                put_back(_name(index), module, saved[_name(index)])
+                put_back(_name(index), module, saved[_name(index)], self.flat)
                 restored.append(Restored(_name(index), type(module).__name__))
             else:
                 missing.append(NotRestored(_name(index), "neither the snapshot nor a hook has its weights"))

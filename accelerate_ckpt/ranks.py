@@ -11,11 +11,11 @@ from accelerate_ckpt.compat import Internals
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
+from ckpt_engine.tracking.fsdp1 import clean_name
 from ckpt_engine.tracking.parts import OWN_KEY
 
 _DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _HINTS = {
-    "FSDP": "this is FSDP1; FullyShardedDataParallelPlugin(fsdp_version=2) is supported",
     "DEEPSPEED": "it keeps its state to itself: use accelerator.save_state, or FSDP2",
 }
 
@@ -23,7 +23,7 @@ _HINTS = {
 def ranks_of(accelerator: Accelerator, internals: Internals) -> Ranks | None:
     """All ranks of `accelerator`, after `prepare`; None: it is one process.
 
-    Parameters and what optimizers know of them are the same on all ranks of DDP; DTensors tell themselves who has what.
+    Parameters and what optimizers know of them are the same on all ranks of DDP; DTensors and FSDP1 tell who has what.
     Everything else is that of rank 0, and streams and positions are each rank's own.
 
     Raises:
@@ -31,14 +31,14 @@ def ranks_of(accelerator: Accelerator, internals: Internals) -> Ranks | None:
     """
     if accelerator.num_processes == 1:
         return None
-    if accelerator.distributed_type not in _DDP and not getattr(accelerator, "is_fsdp2", False):
+    if accelerator.distributed_type not in (*_DDP, DistributedType.FSDP):
         kind = accelerator.distributed_type.value
         raise ConfigError(
-            f"several processes are supported with DDP and FSDP2, and this run has {kind}",
+            f"several processes are supported with DDP and FSDP, and this run has {kind}",
             hint=_HINTS.get(kind, "use accelerator.save_state for this run"),
         )
     names = {
-        name
+        clean_name(name)
         for model in internals.models()
         for name, _ in accelerator.unwrap_model(model, keep_torch_compile=False).named_parameters(
             remove_duplicate=False

@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
-from ckpt_engine.errors import ConfigError, SnapshotFailedError
+from ckpt_engine.errors import ConfigError, SnapshotFailedError, WaitTimeoutError
 from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.events import Event, EventSink, Notice, TierDegraded
 from ckpt_engine.observe.log import LOGGER_NAME, LogSink
@@ -32,6 +32,7 @@ from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.tracking.engine import Ending, NobodyStops
 from ckpt_engine.tracking.plain import track_objects
 from ckpt_engine.tracking.tracker import Tracker
 
@@ -39,6 +40,7 @@ ATTACH_SECONDS = 60.0
 CLOSE_TIMEOUT_SECONDS = 600.0
 AGREE_SECONDS = 300.0
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Checkpointer:
@@ -58,8 +60,7 @@ class Checkpointer:
     Example:
         >>> with Checkpointer("/data/run1") as ckpt:
         ...     state = ckpt.load() or state
-        ...     handle = ckpt.save(state, step=step)
-        ...     handle.wait()
+        ...     ckpt.save(state, step=step).wait()
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Checkpointer:
         )
         self._attached: MemoryPlace | None = None
         self._fatal: list[TierDegraded] = []
+        self.ending: Ending = NobodyStops()
         self._tracker: Tracker | None = None
         self._closed = False
         self._atexit = _close_at_exit(self)
@@ -115,9 +117,7 @@ class Checkpointer:
             LeaseHeldError, StorageError, WriterError: as `start`.
         """
         if self._tracker is not None:
-            raise ConfigError(
-                "this Checkpointer tracks objects already", hint="pass all objects in one call of track()"
-            )
+            raise ConfigError("this Checkpointer tracks objects already", hint="pass all objects in one call")
         self._tracker = track_objects(self, objects)
         return self._tracker
 
@@ -225,6 +225,10 @@ class Checkpointer:
         """What `make` returns on rank 0, a JSON value, on every rank; without ranks what it returns. See `Session`."""
         return make() if self._session is None else self._session.agree(make, AGREE_SECONDS)
 
+    def meet(self, make: Callable[[], T], combine: Callable[[list[T | None]], U]) -> U:
+        """What `combine` makes on rank 0 of what `make` returns on each rank, on every rank. See `Session`."""
+        return combine([make()]) if self._session is None else self._session.meet(make, combine, AGREE_SECONDS)
+
     @property
     def count(self) -> int:
         """Of several ranks: how many snapshots they have counted, those that failed or were missed included."""
@@ -279,8 +283,7 @@ class Checkpointer:
         Every byte is checked against its digest, but for what docs/sharded.md says of parts of DTensors. Of several
         tiers the nearest that has the snapshot whole serves it; what is damaged there comes from the next one. With the
         memory tier the nearest one is the writer of a trainer that died on this machine, while it lingers. A damaged
-        snapshot is passed over for the next older one.
-        `self.loaded` tells which one it was, where it came from, and why others were rejected.
+        snapshot is passed over for the next older one. `self.loaded` tells which one it was, from where, and why.
 
         Args:
             into: live state whose tensors are overwritten in place, without a second copy of the state in memory. If an
@@ -296,9 +299,8 @@ class Checkpointer:
             pickled = self.config.pickle
             if self._session is not None:
                 self._attach()
-                places = self._places
                 found = together.load(
-                    self._session, places, step, into=into, live=live, check=check, pickle_paths=pickled
+                    self._session, self._places, step, into=into, live=live, check=check, pickle_paths=pickled
                 )
             else:
                 found = restore.load(self._places(), step, into=into, live=live, check=check, pickle_paths=pickled)
@@ -334,11 +336,15 @@ class Checkpointer:
         """Host memory that one snapshot takes; 0 before the first state was seen."""
         return self._pipeline.snapshot_bytes
 
-    def close(self, timeout: float = CLOSE_TIMEOUT_SECONDS) -> None:
+    def close(self, timeout: float = CLOSE_TIMEOUT_SECONDS, *, failed: bool = False) -> None:
         """Finish what is in flight, give back the lease and the memory. Idempotent.
 
+        Args:
+            failed: training did not end by itself: ranks with the memory tier leave their newest snapshot there.
+
         Raises:
-            WaitTimeoutError: snapshots are still being written; the writer process finishes them by itself.
+            WaitTimeoutError: snapshots are still being written; the writer process finishes them by itself. This is
+                only logged where a stop leaves less time.
             SnapshotFailedError: with `on_error: raise`, a failure that was not surfaced yet.
         """
         if self._closed:
@@ -350,7 +356,15 @@ class Checkpointer:
                 self._tracker.finish()
         finally:
             self._detach()
-            self._pipeline.close(timeout)
+            keeps = failed and self.memory and self._session is not None
+            try:
+                self._pipeline.close(self.ending.seconds_left(timeout), failed=keeps)
+            except WaitTimeoutError as err:
+                if not self.ending.stops:
+                    raise
+                logging.getLogger(LOGGER_NAME).error("%s", err)
+            finally:
+                self.ending.leave()
         self._surface()
 
     def __enter__(self) -> Self:
@@ -359,7 +373,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.close(failed=kind is not None)
 
     def _open_writer(self, memory: bool, emit: Callable[[Event], None]) -> WriterClient:
         config = writer_config(self.config, memory=memory, ranks=self._session is not None)
@@ -385,7 +399,7 @@ class Checkpointer:
         if self._attached is not None or not self._has_memory or self._pipeline.started:
             return
         if self._session is not None:
-            self._attached, held = shares.attach(self._session, self.root_url, ATTACH_SECONDS)
+            self._attached, held = shares.attach(self._session, self.root_url, ATTACH_SECONDS, self._emit)
         else:
             self._attached = attach(self.root_url, ATTACH_SECONDS)
             self._pipeline.behind |= self._attached is not None
@@ -416,9 +430,8 @@ class Checkpointer:
             raise SnapshotFailedError(f"{event.tier} failed, and on_failure is fail: [{event.code}] {event.message}")
         failure = self._pipeline.take_failure()
         if failure is not None and self.config.on_error == "raise":
-            raise SnapshotFailedError(
-                f"a snapshot failed in the background: {failure.message}", hint=failure.hint
-            ) from failure
+            text = f"a snapshot failed in the background: {failure.message}"
+            raise SnapshotFailedError(text, hint=failure.hint) from failure
 
 
 def _close_at_exit(checkpointer: Checkpointer) -> Any:
@@ -431,7 +444,7 @@ def _close_at_exit(checkpointer: Checkpointer) -> Any:
             return
         if found._tracker is not None:
             found._tracker.release()  # nobody knows why the interpreter ends: this is no place for a final snapshot
-        found.close()
+        found.close(failed=True)
 
     atexit.register(close)
     return close

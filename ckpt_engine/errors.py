@@ -16,7 +16,8 @@ CkptError                      CKPT000
 ├── FormatError                CKPT400
 │   ├── CorruptError           CKPT401   truncated, bit-flipped, digest mismatch
 │   ├── ForeignError           CKPT402   not written by ckpt-engine
-│   └── NewerFormatError       CKPT403   written by a later version
+│   ├── NewerFormatError       CKPT403   written by a later version
+│   └── PartialError           CKPT404   the shares of some ranks only, the rest is on other nodes
 ├── LeaseHeldError             CKPT500   another process writes this run
 ├── WriterError                CKPT600   the writer process died or cannot start
 │   ├── SnapshotSkippedError   CKPT601   back-pressure: this snapshot was not taken
@@ -111,6 +112,10 @@ class ForeignError(FormatError):
 
 class NewerFormatError(FormatError):
     code = "CKPT403"
+
+
+class PartialError(FormatError):
+    code = "CKPT404"
 
 
 class LeaseHeldError(CkptError):

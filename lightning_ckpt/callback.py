@@ -15,7 +15,7 @@ from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
 from lightning_ckpt.cli_restart import allow_restart
-from lightning_ckpt.compat import Internals, is_fast_dev_run
+from lightning_ckpt.compat import Internals
 from lightning_ckpt.resume import AUTO, Resume
 from lightning_ckpt.run import FitRun
 
@@ -105,7 +105,7 @@ class AdaptiveCheckpoint(Callback):
             internals.probe()
             self._idle = internals
             internals.wrap_resume_start(Resume(internals, trainer, pl_module, Checkpointer(self.config), None).resolve)
-        elif is_fast_dev_run(trainer):
+        elif _is_fast_dev_run(trainer):
             self._idle = Internals(trainer)
             self._idle.probe()
             self._idle.wrap_resume_start(_start_fresh)
@@ -163,6 +163,10 @@ class AdaptiveCheckpoint(Callback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._run is not None:
             self._run.validation_ended()
+
+
+def _is_fast_dev_run(trainer: Any) -> bool:
+    return bool(trainer.fast_dev_run)  # public, but set where type checkers do not see it
 
 
 def _start_fresh(original: Any, path: Any, *args: Any, **kwargs: Any) -> None:

@@ -16,11 +16,12 @@ from ckpt_engine.data import rng
 from ckpt_engine.snapshot import sharding
 from ckpt_engine.snapshot.flatten import Flattener, problems
 from ckpt_engine.tracking import flags
+from ckpt_engine.tracking.ddp_order import GradientOrder
 from ckpt_engine.tracking.packed import Packer
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.compat import Internals
-from lightning_ckpt.sharded import live_states
+from lightning_ckpt.sharded import gradient_order, live_states
 
 OWN_KEY = "ckpt_engine"
 OWN_VERSION = 1
@@ -68,6 +69,7 @@ class Capture:
         self._left_out: dict[str, str] | None = None
         self._weights: Mapping[str, Any] = {}
         self._managed: frozenset[int] | None = None
+        self._gradient_order: GradientOrder | None = None
 
     def state(self, instant: Instant) -> dict[str, Any]:
         """The whole state, with references to live tensors; draws nothing from any global random stream."""
@@ -100,6 +102,7 @@ class Capture:
                     "flags_at_start": dict(instant.flags_at_start),
                     "should_stop": bool(self._trainer.should_stop),
                     "reload_epoch": self._internals.reload_epoch,
+                    "gradient_order": self._order().state(),
                     "left_out": self._left_out or {},
                     **instant.extras,
                 }
@@ -123,6 +126,12 @@ class Capture:
                 for parameter in group["params"]
             )
         return self._managed
+
+    def _order(self) -> GradientOrder:
+        """Lightning wraps the model after this object was made."""
+        if self._gradient_order is None:
+            self._gradient_order = gradient_order(self._trainer)
+        return self._gradient_order
 
     def _tables(self, instant: Instant) -> dict[str, Any]:
         tables = loop_state.dump_tables(self._internals, instant.hidden)
@@ -178,4 +187,5 @@ class LazyLeaves:
         if weights is None or len(path) != 2:
             return False
         tensor = weights[path[1]]
-        return tensor.numel() > 0 and sharding.here(tensor).data_ptr() in self._capture.managed()
+        live = sharding.here(tensor)
+        return live.numel() > 0 and live.data_ptr() in self._capture.managed()

@@ -51,11 +51,6 @@ def callbacks_of(trainer: Any) -> list[Callback]:
     return found
 
 
-def is_fast_dev_run(trainer: Any) -> bool:
-    """Whether this is `Trainer(fast_dev_run=…)`."""
-    return bool(trainer.fast_dev_run)
-
-
 class Internals:
     """Typed, narrow access to the insides of one trainer.
 
@@ -190,6 +185,17 @@ class Internals:
             return after(original(dataloader))
 
         self._wrap(strategy, "process_dataloader", process_dataloader)
+
+    def wrap_sigterm_notifier(self) -> None:
+        """Of several ranks: a SIGTERM is handed on by the launcher, without the broadcast amid whatever runs (2.6)."""
+        connector, launcher = self._trainer._signal_connector, self._trainer.strategy.launcher
+
+        def notify(number: int, _: object) -> None:
+            if launcher is not None:
+                launcher.kill(number)
+            connector.received_sigterm = True
+
+        self._wrap(connector, "_sigterm_notifier_fn", notify)
 
     def unwrap(self) -> None:
         """Puts back every method that was wrapped, and the length of epochs."""

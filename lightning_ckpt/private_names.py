@@ -25,6 +25,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("trainer", "_logger_connector", "running means of self.log"),
     PrivateName("trainer", "_signal_connector", "finishing the step after a SIGTERM"),
     PrivateName("signal_connector", "received_sigterm", "finishing the step after a SIGTERM"),
+    PrivateName("signal_connector", "_sigterm_notifier_fn", "the same for several ranks (wrapped)"),
     PrivateName("connector", "resume_start", "ckpt_path='auto' (wrapped)"),
     PrivateName("connector", "dump_checkpoint", "the content of a snapshot"),
     PrivateName("connector", "_ckpt_path", "the path Lightning reports after a resume"),

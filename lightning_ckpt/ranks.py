@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
@@ -13,7 +13,6 @@ from ckpt_engine.ranks.world import Ranks
 from lightning_ckpt.capture import OWN_KEY
 
 _HINTS = {
-    "FSDPStrategy": "this is FSDP1; fully_shard (FSDP2) with ModelParallelStrategy is supported",
     "DeepSpeedStrategy": "it keeps its state to itself: use its own checkpoints, or FSDP2 with ModelParallelStrategy",
 }
 
@@ -21,7 +20,7 @@ _HINTS = {
 def ranks_of(trainer: pl.Trainer, module: pl.LightningModule) -> Ranks | None:
     """All ranks of `trainer`; None: it is one process.
 
-    Parameters and what optimizers know of them are the same on all ranks of DDP; DTensors tell themselves who has what.
+    Parameters and what optimizers know of them are the same on all ranks of DDP; DTensors and FSDP1 tell who has what.
     Buffers are those of rank 0, which DDP hands to the others before the next forward. Streams, positions and metrics
     are each rank's own.
 
@@ -31,9 +30,10 @@ def ranks_of(trainer: pl.Trainer, module: pl.LightningModule) -> Ranks | None:
     if trainer.world_size == 1:
         return None
     strategy = trainer.strategy
-    if type(strategy) not in (DDPStrategy, ModelParallelStrategy):  # kinds of DDP divide the optimizer's state
+    # Kinds of DDP divide the optimizer's state.
+    if type(strategy) not in (DDPStrategy, ModelParallelStrategy) and not isinstance(strategy, FSDPStrategy):
         raise ConfigError(
-            f"several processes are supported with DDP and ModelParallelStrategy, and this run has "
+            f"several processes are supported with DDP, FSDP and ModelParallelStrategy, and this run has "
             f"{type(strategy).__name__}",
             hint=_HINTS.get(type(strategy).__name__, "use strategy='ddp', 'ddp_spawn' or 'ddp_fork'"),
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.tracking import flags
+from ckpt_engine.tracking.ddp_order import not_restored
 from ckpt_engine.tracking.elastic import Elastic, elastic_of, require_ranks
 from ckpt_engine.tracking.packed import unpack
 from ckpt_engine.tracking.report import ReportDraft, publish
@@ -137,7 +139,7 @@ class Resume:
                 f"snapshot {loaded.info.id} was written by a later version of lightning_ckpt", hint="update ckpt-engine"
             )
         if live is not None:
-            sharded.restore_optimizers(self._trainer, state)
+            sharded.restore(self._trainer, state)
         self._internals.hand_over(state, f"{self._checkpointer.root_url}#{loaded.info.id}")
         if self._loaders is None:
             _log.info("loaded the weights of snapshot %s (step %d)", loaded.info.id, loaded.info.step)
@@ -146,10 +148,12 @@ class Resume:
             self._resume_imported(state, loaded)
             return
         self._weights = state.get("current_model_state", state["state_dict"])
-        self._loaded_as = weights.dtypes_of(self._module)
+        self._loaded_as = {} if sharded.is_flat(self._trainer) else weights.dtypes_of(self._module)
         packed, notes = unpack(own["packed"])
         ranks = (self._trainer.global_rank, self._trainer.world_size)
         self._elastic = elastic_of(loaded, own, OWN_KEY, ranks, self._checkpointer.config.rng)
+        if self._elastic is not None:
+            self._elastic = replace(self._elastic, teams=sharded.teams_of(loaded.manifest, self._trainer))
         self._own = own = {**own, **packed}
         del own["packed"]
         self.report = ReportDraft(self._checkpointer.root_url, loaded)
@@ -172,7 +176,7 @@ class Resume:
         assert self.report is not None
         changed: dict[str, Any] = {"rng": elastic.streams}
         if own["gradients"] is not None:
-            require_whole_gradients([self._module], elastic.saved_size)
+            require_whole_gradients([sharded.model_of(self._trainer, self._module)], elastic.saved_size)
             saved = [one["gradients"] or {} for one in elastic.own]
             changed["gradients"], missing = elastic.gradients(saved, self._module)
             self.report.not_restored += missing if elastic.rank == 0 else []
@@ -204,11 +208,7 @@ class Resume:
             sharded.require_layout(manifest, self._trainer)
         if is_overridden("on_load_checkpoint", module):
             return  # the user's hook may well convert the old weights
-        expected = {
-            name: tuple(value.shape)
-            for name, value in module.state_dict().items()
-            if isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value)
-        }
+        expected = sharded.shapes(self._trainer, module)
         found = tensor_shapes(manifest, ("state_dict",))
         if not module.strict_loading:
             common = expected.keys() & found.keys()
@@ -318,7 +318,7 @@ class Resume:
             loop_state.restore_tables(self._internals, self._module.device, self._own["tables"])
 
     def _restore_precisely(self) -> None:
-        if not is_overridden("on_load_checkpoint", self._module):
+        if self._loaded_as and not is_overridden("on_load_checkpoint", self._module):
             weights.load_again_where_converted(self._module, self._weights, self._loaded_as)
         self._weights = {}
         into_own_memory(self._trainer.optimizers)
@@ -344,7 +344,10 @@ class Resume:
     def _put_back(self) -> None:
         own, module, internals, report = self._own, self._module, self._internals, self.report
         assert report is not None
-        missing = loop_state.restore_results(internals, self._trainer, module, own["results"])
+        order, engine = sharded.gradient_order(self._trainer), self._checkpointer
+        why, _ = order.restore(own.get("gradient_order", []), engine, report.loaded.info.step, last=True)
+        missing = not_restored(why) if why and self._elastic is None and self._trainer.global_rank == 0 else []
+        missing += loop_state.restore_results(internals, self._trainer, module, own["results"])
         missing += loop_state.restore_metrics(module, own["metrics"])
         loop_state.restore_tables(internals, module.device, own["tables"])
         if own["gradients"] is not None:

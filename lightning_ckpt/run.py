@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import logging
 import time
+from signal import SIGTERM
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ckpt_engine.checkpointer import CLOSE_TIMEOUT_SECONDS, Checkpointer
+from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config
 from ckpt_engine.config.live import LiveFile
 from ckpt_engine.config.status import Status
 from ckpt_engine.data.torch_private import is_dead_worker
-from ckpt_engine.errors import CkptError, ConfigError, LeaseHeldError, StorageError, WaitTimeoutError, WriterError
+from ckpt_engine.errors import CkptError, ConfigError, LeaseHeldError, StorageError, WriterError
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
 from ckpt_engine.observe.log import LogSink
 from ckpt_engine.preempt.notice import Stop
-from ckpt_engine.preempt.plan import Choice
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.laziness import copies_lazily
 from ckpt_engine.tracking import flags
@@ -83,12 +83,11 @@ class FitRun:
         self.checkpointer = Checkpointer(config, ranks=ranks)
         self.checkpointer.events = sinks
         self.cadence = cadence_of(cadence_settings(config), clock, self.checkpointer)
-        self._shared = self.cadence if isinstance(self.cadence, SharedCadence) else None
         self.telemetry = Telemetry(self.cadence)
         sinks.add(self.cadence)
         sinks.add(self.telemetry)
         watched = config if ranks is None or ranks.rank == 0 else config.model_copy(update={"status": Status()})
-        self.watches = Watches(watched, clock, sinks, self._internals, self.telemetry, self.cadence, live)
+        self.watches = Watches(watched, clock, sinks, self._internals, self.telemetry, self.cadence, live, ranks)
         self._loaders = TrainLoaders(self._internals, trainer)
         if config.rollback is not None:
             self.watches.rollbacks = Rollbacks(self.checkpointer, _log)
@@ -99,7 +98,8 @@ class FitRun:
         self._prepare_share = prepare_share(config, trainer.strategy.root_device)
         self.guard = FenceGuard(self.fence, self)
         self._stop = StopWatch(trainer)
-        self._halt = Halt(self.watches.preemption, self.checkpointer, SIGTERMException, _log)
+        self._halt = Halt(self.watches.preemption, self.checkpointer, SIGTERMException, _log, self.cadence)
+        self._shared = self._halt.shared
         self._asked = False
         self._given: Any = None
         self._step_fence = StepFence(self.fence)
@@ -121,6 +121,8 @@ class FitRun:
         internals.wrap_epoch_start(self._before_epoch, self._after_epoch_start)
         internals.wrap_loop_reset(lambda: self.resume.pending)
         internals.wrap_fetch(self._boundary, self._batch_failed)
+        if self._shared is not None and SIGTERM in self._config.preemption.numbers():
+            internals.wrap_sigterm_notifier()
         self._step_fence.install()
         others = [callback for callback in callbacks_of(self._trainer) if callback is not self._owner]
         # Weights must be whole before any other callback changes them, and callbacks' states final when captured.
@@ -153,6 +155,7 @@ class FitRun:
 
     def train_started(self) -> None:
         """Lightning has restored its part; loaders exist."""
+        sharded.require_trained(self._trainer)
         self.checkpointer.start()
         self._flags_at_start = flags.dump_flags(self._module)
         if self.resume.pending:
@@ -194,14 +197,11 @@ class FitRun:
 
     def close(self) -> None:
         """Training ended by itself: wait until everything is durable."""
+        self._halt.complete = True
         if self.resume.pending:
             self.resume.publish()
         try:
-            self.checkpointer.close(self._halt.seconds_left(CLOSE_TIMEOUT_SECONDS))
-        except WaitTimeoutError as err:
-            if self.watches.preemption.stop is None:
-                raise
-            _log.error("%s", err)
+            self.checkpointer.close()
         finally:
             self.disconnect()
         if (stop := self.watches.preemption.stop) is not None:
@@ -213,7 +213,7 @@ class FitRun:
         try:
             if isinstance(exception, SIGTERMException) and self._trainer.world_size == 1 and not self._halt.done:
                 self._take_on_signal()
-            self.checkpointer.close(self._halt.seconds_after(exception, EXCEPTION_WAIT_SECONDS))
+            self.checkpointer.close(self._halt.seconds_after(exception, EXCEPTION_WAIT_SECONDS), failed=True)
         except CkptError as err:
             # The user must see the exception that stopped training, not this one.
             _log.error("while handling %s: %s", type(exception).__name__, err)
@@ -287,9 +287,9 @@ class FitRun:
         """All ranks stop after the same step."""
         preemption = self.watches.preemption
         self._asked |= preemption.take_save() is not None
-        fits = own is not None and preemption.plan(own).choice is Choice.SNAPSHOT
-        if shared.stop(step, own, asked=self._asked, fits=fits) is not None:
-            raise self._halt.over(shared.halt(self._take_here))
+        stop = shared.stop(step, own, asked=self._asked, fits=self._halt.fits)
+        if stop is not None:
+            raise self._halt.together(stop, self._take_here)
 
     def _take_into_memory(self, step: int) -> None:
         position = self._position()
@@ -299,12 +299,17 @@ class FitRun:
     def _batch_failed(self, error: Exception) -> None:
         """A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then."""
         stop = self.watches.preemption.stop
-        if stop is None or self._halt.done or self._shared is not None or not self._loaders.one_with_workers:
-            return  # of several ranks one cannot stop here by itself
+        if stop is None or self._halt.done or not self._loaders.one_with_workers:
+            return
         nothing_came = self._given is not None and self._given == self._internals.combined_position
-        if nothing_came and is_dead_worker(error):
-            _log.warning("%s: no batch came: %s", stop.notice.who, error)
-            raise self._halt.now(stop, self._take_here) from error
+        if not nothing_came or not is_dead_worker(error):
+            return
+        shared = self._shared
+        if shared is not None and not shared.stop_stuck(stop, str(self._internals.batches_in_total)):
+            return
+        _log.warning("%s: no batch came: %s", stop.notice.who, error)
+        end = self._halt.now if shared is None else self._halt.together
+        raise end(stop, self._take_here) from error
 
     def _position(self) -> Position:
         return Position(
@@ -359,6 +364,10 @@ class FitRun:
 
     def _take_here(self, reason: str) -> SaveHandle | None:
         """At a boundary, also in the middle of an accumulation: its gradients are part of the state."""
+        if self._internals.accumulating and sharded.is_flat(self._trainer):
+            _log.error("no snapshot of step %d: FSDP1 keeps the gradients of an accumulation to itself", self.step)
+            self.checkpointer.miss(self.step, "accumulating")
+            return None
         return self._take(kind_of(self._position()), reason, self.step)
 
     def _take(self, kind: Kind, reason: str, step: int, *, durable: bool = True) -> SaveHandle | None:

@@ -1,4 +1,7 @@
-"""Runs with DTensors (`ModelParallelStrategy`): their live state, and putting it back, without gathering anything."""
+"""Runs whose models are divided (`ModelParallelStrategy`, `FSDPStrategy`): their live state, and putting it back.
+
+Nothing is gathered.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +10,54 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
+from ckpt_engine.data.derived import Teams
 from ckpt_engine.errors import ResumeError
 from ckpt_engine.restore.as_rank import size_of
 from ckpt_engine.restore.shells import optimizer_shell
 from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.tracking.ddp_order import GradientOrder
+from ckpt_engine.tracking.fsdp1 import FlatModels, flat_models
+from ckpt_engine.tracking.parts import Shapes, weight_shapes
 
 _LAYOUT = "tensor_parallel_size"
 
 
 def is_sharded(trainer: pl.Trainer) -> bool:
     """Whether the strategy leaves saving and restoring of weights to itself."""
-    return isinstance(trainer.strategy, ModelParallelStrategy)
+    return isinstance(trainer.strategy, ModelParallelStrategy | FSDPStrategy)
+
+
+def is_flat(trainer: pl.Trainer) -> bool:
+    """Whether FSDP1 divides the model: its `state_dict` would gather all of it."""
+    return _flat(trainer) is not None
+
+
+def require_trained(trainer: pl.Trainer) -> None:
+    """As `FlatModels.require_trained`, for all optimizers."""
+    if (flat := _flat(trainer)) is not None:
+        for optimizer in trainer.optimizers:
+            flat.require_trained(_plain(optimizer))
+
+
+def shapes(trainer: pl.Trainer, module: pl.LightningModule) -> Shapes:
+    """Shapes of the weights, as a snapshot has them."""
+    flat = _flat(trainer)
+    return weight_shapes(module) if flat is None else weight_shapes(_wrapped(trainer), flat)
+
+
+def _flat(trainer: pl.Trainer) -> FlatModels | None:
+    """What FSDP1 divides; the root that it wraps is not the LightningModule but around it."""
+    return flat_models([_wrapped(trainer)]) if isinstance(trainer.strategy, FSDPStrategy) else None
+
+
+def _wrapped(trainer: pl.Trainer) -> torch.nn.Module:
+    model = trainer.strategy.model
+    assert model is not None
+    return model
 
 
 def notes(trainer: pl.Trainer) -> dict[str, Any]:
@@ -36,12 +73,29 @@ def require_layout(manifest: Manifest, trainer: pl.Trainer) -> None:
         ResumeError: says both layouts.
     """
     before, now = int(manifest.notes.get(_LAYOUT, 1)), _tensor_parallel(trainer)
-    if before != now or (now > 1 and size_of(manifest) != trainer.world_size):
+    if before != now and size_of(manifest) == trainer.world_size:
         raise ResumeError(
             f"snapshot {manifest.info.id} was taken by {size_of(manifest)} ranks with tensor_parallel_size={before}, "
-            f"and this run has {trainer.world_size} with {now}",
-            hint="start it with the same numbers; Checkpointer.load takes the weights to any layout",
+            f"and this run has as many with {now}",
+            hint="start it with the same tensor_parallel_size, or with another number of ranks, which may change both",
         )
+
+
+def teams_of(manifest: Manifest, trainer: pl.Trainer) -> Teams:
+    """Which ranks share a model, then and now."""
+    before = int(manifest.notes.get(_LAYOUT, 1))
+    return Teams.of_sizes(size_of(manifest), before, trainer.global_rank, _tensor_parallel(trainer))
+
+
+def gradient_order(trainer: pl.Trainer) -> GradientOrder:
+    """In which order DDP adds up gradients."""
+    model = trainer.strategy.model
+    return GradientOrder([] if model is None else [model])
+
+
+def model_of(trainer: pl.Trainer, module: pl.LightningModule) -> torch.nn.Module:
+    """The model, with what FSDP1 wraps around the LightningModule."""
+    return _wrapped(trainer) if isinstance(trainer.strategy, FSDPStrategy) else module
 
 
 def _tensor_parallel(trainer: pl.Trainer) -> int:
@@ -56,18 +110,28 @@ def live_states(trainer: pl.Trainer) -> Iterator[None]:
     if not is_sharded(trainer):
         yield
         return
-    strategy: Any = trainer.strategy
-    strategy.lightning_module_state_dict = trainer.lightning_module.state_dict
-    strategy.optimizer_state = _state_of
+    strategy, flat = trainer.strategy, _flat(trainer)
+    live: Any = strategy
+    if flat is None:
+        live.lightning_module_state_dict = trainer.lightning_module.state_dict
+        live.optimizer_state = _state_of
+    else:
+        live.lightning_module_state_dict = lambda: flat.state(_wrapped(trainer))
+        live.optimizer_state = lambda optimizer: flat.optimizer_state(_plain(optimizer))
     try:
         yield
     finally:
-        del strategy.lightning_module_state_dict
-        del strategy.optimizer_state
+        del live.lightning_module_state_dict
+        del live.optimizer_state
 
 
 def _state_of(optimizer: Any) -> Any:
-    return (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
+    return _plain(optimizer).state_dict()
+
+
+def _plain(optimizer: Any) -> torch.optim.Optimizer:
+    found: torch.optim.Optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+    return found
 
 
 def live_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[Manifest], Any] | None:
@@ -75,17 +139,27 @@ def live_of(trainer: pl.Trainer, module: pl.LightningModule) -> Callable[[Manife
     if not is_sharded(trainer):
         return None
 
+    flat = _flat(trainer)
+
     def live(manifest: Manifest) -> Any:
         nodes = manifest.tree.get("optimizer_states", [])
         pairs = zip(trainer.optimizers, nodes, strict=False)
-        shells = [optimizer_shell(optimizer, node, manifest.entries) for optimizer, node in pairs]
+        divided = {} if flat is None else flat.parts()
+        shells = [optimizer_shell(optimizer, node, manifest.entries, divided) for optimizer, node in pairs]
         shells += [{"state": {}} for _ in nodes[len(shells) :]]
-        return {"state_dict": module.state_dict(), "optimizer_states": shells}
+        weights = module.state_dict() if flat is None else flat.state(_wrapped(trainer))
+        return {"state_dict": weights, "optimizer_states": shells}
 
     return live
 
 
-def restore_optimizers(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
-    """Give the optimizers their states, whose DTensors are divided as the parameters are."""
+def restore(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
+    """Give model and optimizers what Lightning will not: their strategies do that where they read a file."""
+    flat = _flat(trainer)
+    if flat is not None:
+        flat.load(_wrapped(trainer), state["state_dict"])
     for optimizer, saved in zip(trainer.optimizers, state.get("optimizer_states", []), strict=False):
-        optimizer.load_state_dict(saved)
+        if flat is None:
+            optimizer.load_state_dict(saved)
+        else:
+            flat.load_optimizer(optimizer, saved)

@@ -18,6 +18,7 @@ from ckpt_engine.preempt.divergence import On
 from ckpt_engine.preempt.notice import Stop
 from ckpt_engine.preempt.stale import StaleWatch
 from ckpt_engine.preempt.watch import open_watch
+from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
@@ -41,6 +42,7 @@ class Watches:
         telemetry: the numbers for the status page.
         cadence: is retuned when options change.
         live: the file that `config` came from.
+        ranks: who trains together; None: this process alone.
     """
 
     def __init__(
@@ -52,10 +54,11 @@ class Watches:
         telemetry: Telemetry,
         cadence: Cadence,
         live: LiveFile | None,
+        ranks: Ranks | None,
     ) -> None:
         self._config = config
         self._sinks = sinks
-        self._ledger, self.preemption = open_watch(config, clock, internals.forget_sigterm)
+        self._ledger, self.preemption = open_watch(config, clock, ranks, internals.forget_sigterm)
         self._board = Board(config.status, self.preemption.outlook, telemetry.plain_numbers)
         on = config.guard if config.rollback is None else config.rollback.on
         self._losses = Losses(On(on)) if on != "off" else None

@@ -19,6 +19,7 @@ NAMES = (
     "accelerate",
     "every-iteration",
     "memory-tier",
+    "memory-ranks",
     "restore",
     "memory",
     "ranks",

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.bars.stall import ReferenceCopy
-from benchmarks.engine import wait_ready
 from benchmarks.measure import CpuMeter, interleave, timed
+from benchmarks.memory_saver import LINGER_SECONDS, MemorySaver
 from benchmarks.plain_loop import NoSaver, PlainLoop
 from benchmarks.run import Bench, Scale
 from benchmarks.values import BarResult, Check, Series, ratios
-from benchmarks.workloads import State, everything_lazy, gpt2_state, state_bytes
+from benchmarks.workloads import gpt2_state, state_bytes
 from ckpt_engine import Checkpointer
 
 TITLE = "Memory tier: a snapshot in memory after every step, and resuming from it"
@@ -28,7 +28,6 @@ OVERHEAD_LIMIT = 3.5
 RESTART_LIMIT = 1.2
 RESTART_SECONDS = 0.5
 INTERVALS = (1, 2, 5, 10)
-LINGER_SECONDS = 60.0
 CHILD_SECONDS = 300.0
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,35 +49,6 @@ SIZES = {
     Scale.TINY: Size(20_000, 3, 1, 4_000_000, 1),
 }
 PLAIN = "no snapshots"
-
-
-class MemorySaver:
-    """The engine with a memory tier; no snapshot is durable."""
-
-    def __init__(self, folder: Path, *, lazy: bool) -> None:
-        self.checkpointer = Checkpointer(tiers=["memory", str(folder)])
-        self._lazy = everything_lazy if lazy else None
-        self._step = 0
-
-    def before_update(self) -> None:
-        self.checkpointer.before_update()
-
-    def save(self, state: State, step: int) -> None:
-        self._step += 1
-        handle = self.checkpointer.save(state, step=self._step, lazy=self._lazy, durable=False)
-        if handle.skipped is not None:
-            raise RuntimeError(f"the snapshot of step {step} was skipped: {handle.skipped}")
-
-    def finish(self) -> None:
-        """Nothing is written."""
-
-    def warm_up(self, loop: PlainLoop) -> None:
-        """Fill every slot once."""
-        for _ in range(4):
-            self.checkpointer.prepare(loop.state(0), lazy=self._lazy)
-            wait_ready(self.checkpointer, lambda: None)
-            self.save(loop.state(0), 0)
-            self.before_update()
 
 
 def run(bench: Bench) -> BarResult:

@@ -12,7 +12,7 @@ from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMiss
 from ckpt_engine.store import container, layout
 from ckpt_engine.store.decode import is_plain, require_decodable, stored_pieces
 from ckpt_engine.store.digest import PIECE_BYTES, digest
-from ckpt_engine.store.manifest import Entry, Manifest, Piece
+from ckpt_engine.store.manifest import Entry, Manifest, Partial, Piece
 from ckpt_engine.store.repository import Repository
 
 READERS = 2
@@ -36,12 +36,16 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome for one snapshot. `forgotten`: retention removed it while it was read, which is no damage."""
+    """The outcome for one snapshot. `forgotten`: retention removed it while it was read, which is no damage.
+
+    `partial`: only the shares of some ranks are here, and were checked.
+    """
 
     snapshot: str
     problems: tuple[Problem, ...]
     read_bytes: int
     forgotten: bool = False
+    partial: Partial | None = None
 
     @property
     def ok(self) -> bool:
@@ -92,13 +96,15 @@ class Checker:
                 problems += found
                 read_bytes += nbytes
                 self._advance(nbytes)
-        return self._verdict(snapshot, problems, read_bytes)
+        return self._verdict(snapshot, problems, read_bytes, manifest.info.partial)
 
-    def _verdict(self, snapshot: str, problems: Sequence[Problem], read_bytes: int) -> Verdict:
+    def _verdict(
+        self, snapshot: str, problems: Sequence[Problem], read_bytes: int, partial: Partial | None = None
+    ) -> Verdict:
         # Data goes after its manifest: what was missing may have been forgotten since the listing.
         if problems and all(parsed.id != snapshot for parsed in self._repository.ids()):
             return Verdict(snapshot, (), read_bytes, forgotten=True)
-        return Verdict(snapshot, tuple(problems), read_bytes)
+        return Verdict(snapshot, tuple(problems), read_bytes, partial=partial)
 
     def _header(self, manifest: Manifest, index: int) -> Iterator[Problem]:
         """The container's own header, which the digests do not cover and other programs read."""

@@ -13,17 +13,21 @@ import click
 from ckpt_engine.cli.output import count, json_option, print_away, print_json, progress
 from ckpt_engine.cli.root import Run, open_run
 from ckpt_engine.config import load_config
-from ckpt_engine.errors import CkptError, FormatError, StorageMissingError
+from ckpt_engine.errors import CkptError, FormatError, PartialError, StorageMissingError
 from ckpt_engine.observe import units
+from ckpt_engine.persist import parts
+from ckpt_engine.persist.gather import give
+from ckpt_engine.persist.leftovers import complete
 from ckpt_engine.store import layout, pins
 from ckpt_engine.store.collect import catalogue
 from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.manifest import Partial
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.throttle import paced
-from ckpt_engine.store.transfer import RunText, SourceError, adopt_run, copy_snapshot, scratch_of
+from ckpt_engine.store.transfer import Copied, RunText, SourceError, adopt_run, copy_snapshot, scratch_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +41,17 @@ class _Failed:
 
 @dataclass(slots=True)
 class _Done:
-    """What has been copied so far; `present` counts what TARGET had already."""
+    """What has been copied so far; `present` counts what TARGET had already.
+
+    `partial` are those of which it has the shares of some ranks by now, and which.
+    """
 
     source: str
     target: str
     copied: list[str] = field(default_factory=list)
     present: int = 0
     sent_bytes: int = 0
+    partial: dict[str, str] = field(default_factory=dict)
     failed: list[_Failed] = field(default_factory=list)
 
 
@@ -60,6 +68,9 @@ def command(source: str, target: str, wanted: tuple[str, ...], as_json: bool) ->
     Newest first, byte for byte, verified on the way. Of a ckpt.yaml with several tiers each snapshot comes from the
     nearest that has it whole. What TARGET has already stays as it is, so that an interrupted copy goes on with the same
     command. TARGET must be empty or hold the same run. Ends with exit code 1 if a snapshot was damaged at SOURCE.
+
+    Where each node has a folder of its own, copy all of these folders to one TARGET, one after another: with the last
+    one the snapshots exist there.
     """
     run = open_run(source)
     tier = load_config(target).tiers[0]
@@ -77,6 +88,8 @@ def command(source: str, target: str, wanted: tuple[str, ...], as_json: bool) ->
             holders = {parsed.id: places for parsed, places in run.holders.items()}
             for snapshot in missing:
                 _copy(holders[snapshot], far, snapshot, sink, done, advance)
+        if done.partial:
+            _complete(far, done)
         for place in run.places:
             _copy_pins(place, far)
         if done.failed:
@@ -113,7 +126,7 @@ def _copy(
     for near in holders:
         scratch = scratch_of(near.storage) or scratch_of(far.storage)
         try:
-            copied = copy_snapshot(near, far, snapshot, sink=sink, scratch=scratch)
+            copied = _send(near, far, snapshot, sink, scratch, done)
         except SourceError as err:
             gone = isinstance(err.error, StorageMissingError) and snapshot not in {one.id for one in near.ids()}
             if not gone:  # by retention, meanwhile
@@ -122,7 +135,8 @@ def _copy(
                     isinstance(err.error, FormatError | StorageMissingError) or isinstance(near.storage, LocalStorage)
                 )
             continue
-        done.copied.append(snapshot)
+        if snapshot not in done.partial:
+            done.copied.append(snapshot)
         done.sent_bytes += copied.sent_bytes
         advance(copied.present_bytes)
         return
@@ -130,6 +144,31 @@ def _copy(
         raise error  # what has arrived stays for the next attempt; other snapshots would fail alike
     if error is not None:
         done.failed.append(_Failed(snapshot, error.code, error.message))
+
+
+def _send(near: Repository, far: Repository, snapshot: str, sink: Storage, scratch: str | None, done: _Done) -> Copied:
+    try:
+        return copy_snapshot(near, far, snapshot, sink=sink, scratch=scratch)
+    except SourceError as err:
+        if not isinstance(err.error, PartialError):
+            raise
+    manifest, copied = give(near, far, snapshot, sink, scratch)
+    done.partial[snapshot] = str(manifest.info.partial)
+    return copied
+
+
+def _complete(far: Repository, done: _Done) -> None:
+    """Commit what is whole at the target by now, and note whose shares it has of all else."""
+    left = {snapshot: ranks for snapshot, ranks in parts.there(far.storage).items() if snapshot in done.partial}
+    for snapshot, outcome in complete(far, left):
+        found = parts.read_all(far.storage, snapshot, left[snapshot]).values()
+        if outcome is False:
+            ranks = tuple(sorted(rank for part in found for rank in part.ranks))
+            done.partial[snapshot] = str(Partial(ranks, next(iter(found)).size))
+            continue
+        del done.partial[snapshot]
+        done.copied.append(snapshot)
+        parts.remove(far.storage, snapshot, left[snapshot])
 
 
 def _counting(advance: Callable[[int], None]) -> Callable[[int], float]:
@@ -167,6 +206,8 @@ def _print(done: _Done, run: Run, *, as_json: bool) -> None:
         return
     for one in done.failed:
         click.secho(f"{one.id}  not copied: [{one.code}] {one.why}", fg="red")
+    for snapshot, shares in done.partial.items():
+        click.echo(f"{snapshot}  has the shares of {shares} there: copy the folders of the other nodes, too")
     before = f", {done.present:,} there already" if done.present else ""
     copied = count(len(done.copied), "snapshot")
     click.echo(f"{copied} copied to {done.target}, {units.size(done.sent_bytes)} sent{before}")

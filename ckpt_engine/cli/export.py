@@ -21,6 +21,7 @@ from ckpt_engine.restore.as_rank import as_rank, size_of
 from ckpt_engine.restore.choose import Candidate, assemble
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.some_ranks import require_whole
 
 MODEL = "state_dict"
 FORMATS = ("safetensors", "lightning", "torch", "dcp", "accelerate", "transformers")
@@ -116,6 +117,7 @@ def _choose(snapshot: str, holders: Sequence[Repository]) -> Candidate:
         for place in holders:
             with suppress(FormatError, StorageMissingError):
                 manifest = place.read(snapshot)
+                require_whole(manifest.info, place.storage.url)
                 return Candidate(manifest.info, manifest, tuple(holders), (f"not whole: [{err.code}] {err.message}",))
         raise
 

@@ -97,7 +97,8 @@ def _print_json(run: str | None, tiers: Sequence[_Tier], away: Sequence[Away]) -
 
 def _fields(info: SnapshotInfo) -> Mapping[str, object]:
     """As `dataclasses.asdict`, which copies every dict it meets: too slow for 10,000 of them."""
-    return {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
+    fields = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
+    return {**fields, "partial": info.partial and dataclasses.asdict(info.partial)}
 
 
 def _print(tiers: Sequence[_Tier], away: Sequence[Away], *, is_tiered: bool) -> None:
@@ -126,5 +127,5 @@ def _row(info: SnapshotInfo, holders: Sequence[_Tier], *, is_tiered: bool) -> tu
     where = (" ".join(str(tier.number) for tier in holders),) if is_tiered else ()
     size = units.size(info.nbytes)
     pin = _pin(info.id, holders)
-    why = f"{info.reason}; {pin}" if pin else info.reason
+    why = "; ".join(str(one) for one in (info.reason, info.partial, pin) if one)
     return info.id, f"{info.step:,}", epoch, age(info.created), size, *where, why, metrics(info.metrics)

@@ -149,6 +149,8 @@ def _print(outcome: _Outcome) -> None:
         slimmed = f" ({len(outcome.done.slimmed):,} without components)" if outcome.done.slimmed else ""
         text = f"{removed} removed, {units.size(outcome.done.collected.freed_bytes)} freed"
     click.echo(f"{kept} kept{slimmed}, {text} at {outcome.url}")
+    if any(info.partial is not None for info in outcome.infos):
+        click.echo("this is one node's part: what other nodes still have of these snapshots is not known here")
     if outcome.plan.short_bytes:
         short = units.size(outcome.plan.short_bytes)
         click.secho(f"the limits cannot be kept, {short} too much stays: nothing was removed for them", fg="red")

@@ -137,6 +137,7 @@ def _print(
         "resumed from": info.parent or "",
         "run": f"{manifest.run}, world size {manifest.world.get('size', '?')}",
         "software": ", ".join(f"{name} {version}" for name, version in manifest.software.items()),
+        "shares": f"{info.partial} only: this is one node's part" if info.partial is not None else "",
         "size": f"{units.size(info.nbytes)} in {_entries(len(manifest.entries))}",
         "stored": _stored(info.nbytes, stored),
         "needed by": _some(stored.needed_by),

@@ -94,7 +94,9 @@ def outline(manifest: Manifest) -> Iterator[Branch]:
 def _outline(manifest: Manifest, key: str, node: Any, depth: int) -> Iterator[Branch]:
     below = children(node)
     leaves = list(array_leaves(node))
-    nbytes = sum(entry_nbytes(manifest.entries[name]) for name in {leaf.entry for leaf in leaves})
+    # Of a snapshot of some ranks only the tree is whole.
+    there = (manifest.entries.get(name) for name in {leaf.entry for leaf in leaves})
+    nbytes = sum(entry_nbytes(entry) for entry in there if entry is not None)
     yield Branch(depth, key, _kind(node), len(leaves), nbytes, _values(node))
     if below is None or depth == MAX_DEPTH or not any(children(child) for _, child in below):
         return

@@ -90,6 +90,7 @@ def _json(run: Run, checked: Sequence[_Copies], away: Sequence[Away]) -> dict[st
             "tier": copies.url,
             "ok": verdict.ok,
             "forgotten": verdict.forgotten,
+            "partial": verdict.partial and dataclasses.asdict(verdict.partial),
             "read_bytes": verdict.read_bytes,
             "problems": [dataclasses.asdict(problem) for problem in verdict.problems],
         }
@@ -120,7 +121,8 @@ def _print_verdicts(verdicts: Sequence[Verdict]) -> None:
         if verdict.forgotten:
             click.echo(f"{verdict.snapshot}  removed by retention meanwhile")
         elif verdict.ok:
-            click.secho(f"{verdict.snapshot}  ok", fg="green")
+            shares = f": the shares of {verdict.partial}; the rest is on other nodes" if verdict.partial else ""
+            click.secho(f"{verdict.snapshot}  ok{shares}", fg="green")
         else:
             click.secho(f"{verdict.snapshot}  DAMAGED", fg="red")
             for problem in verdict.problems[:MAX_SHOWN]:

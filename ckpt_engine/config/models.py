@@ -46,6 +46,8 @@ from ckpt_engine.observe.secrets import LOGIN
 MEMORY = "memory"
 MEMORY_SLOTS = 3
 """With a memory tier: one snapshot that is complete, one being staged, one being written."""
+LEAST_PARITY = 3
+"""Machines of a parity group; with two, parity is a copy."""
 _LOSSY = r"lossy|quanti[sz]ed?|(int|uint|q)-?[2-8]|(fp|float)-?(4|8|16)|bf-?16|bfloat16|float8.*|downcast|half"
 """What people call codecs that lose bits."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -128,6 +130,10 @@ class Tier(Section):
         default=None,
         description="Of the memory tier of several machines: so many further machines have each rank's share (1).",
     )
+    parity: Count | None = Field(
+        default=None,
+        description="Of the memory tier of several machines: so many (3 or more) keep parity of each other's shares.",
+    )
     keep: Keep | None = Field(default=None, description="Retention of this tier, instead of the general one.")
     bandwidth: Rate | None = Field(default=None, description="Bytes per second that copying to this tier may take.")
     concurrency: Count = Field(default=4, description="Requests to the storage at once.")
@@ -167,11 +173,20 @@ class Tier(Section):
     def _fits_together(self) -> Self:
         if self.every is not None and self.every_n_steps is not None:
             raise option_error("give either every or every_n_steps")
-        mirror = {"replicate", "bandwidth"} if self.replicate is not None else {"replicate"}
+        mirror = {"replicate", "parity"}
+        if not (self.replicate is None and self.parity is None):
+            mirror.add("bandwidth")
         if self.url == MEMORY and (more := self.model_fields_set - {"url", "every", "every_n_steps", *mirror}):
             raise option_error(f"the memory tier takes every or every_n_steps: remove its {' and '.join(sorted(more))}")
         if self.replicate is not None and (self.url != MEMORY or self.replicate > 1):
             raise option_error("replicate is 1, and for the memory tier only")
+        if self.parity is not None and (self.url != MEMORY or self.parity < LEAST_PARITY):
+            raise option_error(
+                f"parity is a number of machines from {LEAST_PARITY} on, and for the memory tier only; "
+                "two machines take replicate: 1"
+            )
+        if self.replicate is not None and self.parity is not None:
+            raise option_error("give either replicate or parity")
         return self
 
 

@@ -115,6 +115,12 @@ class LoaderPosition:
         return (epoch.dealing, epoch.total) if epoch is not None and epoch.dealing and epoch.total else None
 
     @property
+    def place(self) -> int | None:
+        """Which part of the samples this loader has, from 0; None where its samplers do not tell."""
+        found: int | None = self._starter.recipe().get("rank")
+        return found
+
+    @property
     def exactness(self) -> Exactness:
         """How exactly a resume from a state taken now would repeat this run."""
         return self._epoch.level(self.loader) if self._epoch is not None else Exactness()

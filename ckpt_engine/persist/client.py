@@ -107,13 +107,16 @@ class WriterClient(Protocol):
         """Wait at most `timeout` seconds until all jobs, and retention after them, are done; whether they are."""
         ...
 
-    def close(self, timeout: float) -> bool:
+    def close(self, timeout: float, *, failed: bool = False) -> bool:
         """Let the writer finish everything and give back the lease; whether it has ended within `timeout` seconds.
 
         Until it has, the slots of open jobs and of the newest held one MUST NOT change.
 
         If not, open jobs count as failed here, while the writer goes on for at most `drain_seconds`. Idempotent; works
         with a dead writer.
+
+        Args:
+            failed: training did not end by itself: what is in memory only stays there for whoever restarts it.
         """
         ...
 

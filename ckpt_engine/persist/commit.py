@@ -1,4 +1,4 @@
-"""How several ranks commit a snapshot without a collective: each leaves a part record, rank 0's writer gathers them."""
+"""How several ranks commit a snapshot without a collective: each leaves a part record, one writer gathers them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ckpt_engine.errors import CkptError, WaitTimeoutError
 from ckpt_engine.persist import parts
 from ckpt_engine.persist.job import RankConfig
+from ckpt_engine.persist.leftovers import require_files
 from ckpt_engine.persist.parts import Part
 from ckpt_engine.persist.snapshots import Staged
 from ckpt_engine.persist.stall import Progress
@@ -66,6 +67,8 @@ class InFlight(Container[str]):
 class Gathering:
     """The coordinator's way to finish: waits for the parts of all ranks and commits them together.
 
+    Where nodes have roots of their own each of these has a coordinator, and the ranks are those that see it.
+
     Args:
         ranks: its configuration.
         in_flight: told what is settled.
@@ -97,13 +100,13 @@ class Gathering:
         parts.put(repository.storage, mine)
         whole = parts.merge([mine, *self._gather(repository, staged.snapshot)])
         # Nobody but the holder of the lease removes anything: what is there now is there when it is committed.
-        parts.require_files(repository.storage, [file for file in whole.files if staged.snapshot not in file.name])
+        require_files(repository.storage, [file for file in whole.files if staged.snapshot not in file.name])
         self._still_ours()
         self._progress.check()
         repository.commit(whole)
         self._in_flight.settle(staged.snapshot)
         with suppress(CkptError):  # the next start removes what is left
-            parts.remove(repository.storage, staged.snapshot, range(self._ranks.size))
+            parts.remove(repository.storage, staged.snapshot, self._ranks.members)
         return whole
 
     def undo(self, staged: Staged, repository: Repository, new: Sequence[str]) -> None:
@@ -111,13 +114,13 @@ class Gathering:
             return  # the next start completes it, if the last part has come by then, or removes it
         # A commit may have landed although it reported an error. Without its records nobody can complete it later.
         repository.forget([staged.snapshot])
-        parts.remove(repository.storage, staged.snapshot, range(self._ranks.size))
+        parts.remove(repository.storage, staged.snapshot, self._ranks.members)
         repository.storage.delete(*new)
         self._in_flight.settle(staged.snapshot)
 
     def _gather(self, repository: Repository, snapshot: str) -> list[Part]:
         storage, found = repository.storage, dict[int, Part]()
-        wanted = set(range(1, self._ranks.size))
+        wanted = set(self._ranks.members) - {self._ranks.rank}
         deadline = time.monotonic() + self._ranks.wait_seconds
         alone_until: float | None = None
         pause = FIRST_LOOK_SECONDS

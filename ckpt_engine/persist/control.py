@@ -9,12 +9,14 @@ request is a message of `wire` with `what`, and the reply is one, perhaps with f
 `durable`, `beat`, and a descriptor of the memory; of several ranks `manifest` is a part record. Takes the `snapshot` \
 that is wanted, else it is the newest, and the `rank` whose share it is, else it is its own |
 | `held`         | `held`: ids of the snapshots in memory, newest first; or none, and `why`; of several ranks `node`, \
-and with replication `guests` (ids by rank), `port` and `secret`, see `peer` |
+and with replication or parity `guests` (ids by rank), `group`, `parity` (ids), `port` and `secret`, see `peer` |
+| `parity`       | `snapshot`: its id, or None and `why`; `shares` that the parity is of, `nbytes`, and a descriptor \
+of the memory. Takes the `snapshot` that is wanted |
 | `bye`          | `ok`: the writer gives up its name, and ends after what is in flight; not while its trainer lives, \
 nor if `snapshot` is given and it holds another one |
 | `save`, `stop` | `trainer`: whether there is one that was told; takes `who`, text for people |
 | `flush`        | `step` of the newest snapshot in memory, which becomes durable now if it is not; None, and `why`, \
-if there is none, or no trainer |
+if there is none, or no trainer; of several ranks the writers of all are to be asked |
 | `status`       | `pid`, `trainer`, `held` (None, or `step` and `durable`), `held_created`, \
 `beat` |
 
@@ -40,6 +42,7 @@ from ckpt_engine.errors import WaitTimeoutError, WriterError
 from ckpt_engine.persist.wire import Body, Channel, Received
 
 SNAPSHOT = "snapshot"
+PARITY = "parity"
 HELD = "held"
 BYE = "bye"
 SAVE = "save"

@@ -72,6 +72,8 @@ class Desk:
         match request.get("what"):
             case control.SNAPSHOT:
                 return self._snapshot(request.get("snapshot"), request.get("rank"))
+            case control.PARITY:
+                return self._parity(str(request.get("snapshot")))
             case control.HELD:
                 return self._list()
             case control.BYE:
@@ -105,6 +107,7 @@ class Desk:
         if self._ranks is not None and self._peers is not None:
             guests = {str(rank): ids for rank, ids in self._peers.guests.ids().items()}
             body |= {"guests": guests, "port": self._peers.port, "secret": self._ranks.session}
+            body |= {"group": list(self._peers.parity.group), "parity": self._peers.parity.ids()}
         return Reply(body)
 
     def _snapshot(self, wanted: object, rank: object) -> Reply | None:
@@ -141,6 +144,16 @@ class Desk:
         described = {**share.described(), "manifest": share.part, "beat": None, "durable": False}
         del described["part"]
         return Reply(described, (share.fd,))
+
+    def _parity(self, wanted: str) -> Reply | None:
+        closed = self._closed()
+        if closed is not None:
+            return Reply({"snapshot": None, "why": closed}) if closed else None
+        found = self._peers.parity.get(wanted) if self._peers is not None else None
+        if found is None:
+            return Reply({"snapshot": None, "why": f"the parity of {wanted} is not kept here"})
+        shares = [share.described() for share in found.shares]
+        return Reply({"snapshot": wanted, "shares": shares, "nbytes": found.nbytes}, (found.fd,))
 
     def _flushed(self) -> Body:
         if not (self._attended and self._trainer_lives()):

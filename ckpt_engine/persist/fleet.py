@@ -10,13 +10,16 @@ from dataclasses import dataclass
 
 from ckpt_engine.errors import CkptError, FormatError, StorageMissingError, StorageStalledError, WriterError
 from ckpt_engine.observe.events import Event, TierDegraded, TierRecovered
-from ckpt_engine.persist.job import ErrorRecord, WriterConfig
+from ckpt_engine.persist.gather import Gather
+from ckpt_engine.persist.giving import Giving
+from ckpt_engine.persist.job import ErrorRecord, TierConfig, WriterConfig
 from ckpt_engine.persist.replicate import BACKOFF, Gate, Replicator
 from ckpt_engine.persist.stall import Lane, Progress
 from ckpt_engine.persist.status import AWAY, HANGS, WORKING, StatusWriter, TierStatus, Unfinished
 from ckpt_engine.persist.tier import Places, Tier
 from ckpt_engine.persist.watched import Source, watched
 from ckpt_engine.store.lease import Holder
+from ckpt_engine.store.manifest import RAW
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
@@ -58,6 +61,8 @@ class Fleet:
         self._nearest = nearest
         self._config = config
         self._holder = holder
+        self._follows = config.ranks is not None and config.ranks.rank != 0
+        """Rank 0's writer has asked the tiers for this one."""
         self._storages = [open_storage(tier.url, tier.storage_options) for tier in config.tiers]
         self._changed = threading.Condition()
         self._primary = TierStatus(nearest.url, WORKING, since=time.time())
@@ -76,6 +81,7 @@ class Fleet:
         copies = Lane(url, keeps=False)
         direct = Lane(url, told=lambda: replicator.wake())
         gate = Gate(throttle, copies.progress)
+        gather = self._gather(config, gate)
         # Storages of their own: what a copy is told to do, direct writes are not.
         places = Places(
             self._storages[number],
@@ -86,11 +92,25 @@ class Fleet:
         nearest = open_storage(self._config.url, self._config.storage_options)
         nearer = [Source(one, copies.progress) for one in (nearest, *map(self._open, range(number)))]
         try:
-            tier = Tier(config, places, self._holder, nearer, lambda event: replicator.take(event), copies, direct)
+            kind = Giving if self._follows else Tier
+            tier = kind(
+                config, places, self._holder, nearer, lambda event: replicator.take(event), copies, direct, gather
+            )
         except (ValueError, TypeError) as err:
             raise WriterError(f"cannot apply the retention {dict(config.keep)}: {err}") from err
         replicator = Replicator(tier, gate, self._emit, self._note, BACKOFF)
         return replicator
+
+    def _gather(self, config: TierConfig, gate: Gate) -> Gather | None:
+        ranks = self._config.ranks
+        if ranks is None or not ranks.places:
+            return None
+        if config.codec != RAW:
+            raise WriterError(
+                f"{len(ranks.places)} nodes copy what each has to {config.url}, as it is: no codec is possible there",
+                hint="remove the codec of that tier, or let all ranks share the nearest one",
+            )
+        return Gather(ranks, gate.pause)
 
     def _open(self, number: int) -> Storage:
         tier = self._config.tiers[number]
@@ -105,7 +125,7 @@ class Fleet:
         Raises:
             ForeignError, CorruptError, NewerFormatError, StorageError: of the nearest tier.
         """
-        if not repository.ids():
+        if not repository.ids() and not self._follows:
             self._surveys = survey(self._storages, timeout)
             held = next((one.run for one in self._surveys if one.run is not None and one.next_seq > 1), None)
             if held is not None:
@@ -118,6 +138,8 @@ class Fleet:
 
     def next_seq(self, timeout: float = SURVEY_SECONDS) -> int:
         """A number that no snapshot of a further tier reaches. Waits at most `timeout` seconds for them to answer."""
+        if self._follows:
+            return 1
         found = self._surveys or survey(self._storages, timeout)
         self._surveys = []
         seq = max(one.next_seq for one in found)

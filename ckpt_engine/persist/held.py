@@ -167,6 +167,12 @@ class Held:
         with self._lock:
             return order in list(self._orders)[-max(1, self._keep - 1) :]
 
+    def keeps(self, order: Order) -> bool:
+        """Whether the trainer has not begun to fill the slot of `order` anew."""
+        self.drop_torn()
+        with self._lock:
+            return order in self._orders
+
     def drop_torn(self) -> None:
         """Let go of what was in the slot that the trainer filled last. The newest is never in it."""
         with self._lock:

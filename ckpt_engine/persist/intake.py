@@ -37,6 +37,11 @@ class Told(Generic[T]):
             return self._found[0]
 
 
+def nobody_fills() -> bool:
+    """The slot stays as it is until somebody says that it may be filled again."""
+    return True
+
+
 class Order:
     """A job with what its numbers stand for. It keeps its slot until it is released as often as it was retained.
 
@@ -46,6 +51,7 @@ class Order:
         snapshot: the id it has got, see `ids.Ids`.
         durable: whether it has become durable under that id.
         failed: whether it has failed to do so.
+        unchanged: see `Staged`; to be set where the trainer lives and nobody has told it to leave the slot alone.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class Order:
         self.snapshot: str | None = job.snapshot
         self.durable = False
         self.failed = False
+        self.unchanged: Callable[[], bool] = nobody_fills
         self._slot = slot
         self._layout = layout
         self._skeletons = skeletons
@@ -91,7 +98,7 @@ class Order:
                 f"sent: {self._unknown}"
             )
         skeletons = {key: told.get() for key, told in self._skeletons.items()}
-        return Staged(self.job, snapshot, self._slot, self._layout.get(), skeletons, self._digests)
+        return Staged(self.job, snapshot, self._slot, self._layout.get(), skeletons, self._digests, self.unchanged)
 
     def retain(self) -> None:
         """Keep the slot until one more `release`."""

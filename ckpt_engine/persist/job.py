@@ -76,6 +76,7 @@ class PersistJob:
         software: versions by name.
         snapshot: the id that all ranks have given it; None: the writer gives one.
         rank: of the trainer.
+        common: where nodes have roots of their own: the newest snapshot that all of them are known to have.
     """
 
     job: int
@@ -94,6 +95,7 @@ class PersistJob:
     software: Mapping[str, str] = field(default_factory=dict)
     snapshot: str | None = None
     rank: int = 0
+    common: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,9 @@ class TierConfig:
 class RankConfig:
     """Which of several ranks a writer works for. Rank 0 is the coordinator: it holds the lease and commits.
 
+    Where nodes have roots of their own the ranks that see one root are a *place*: there its lowest rank, the leader,
+    is what rank 0 is otherwise.
+
     Args:
         rank, size: of `size` ranks.
         session: unique text that the ranks have agreed on.
@@ -199,7 +204,11 @@ class RankConfig:
         wait_seconds: how long the coordinator waits for the part of a rank that does not get on.
         node: name of the rank's machine.
         replicate: the writer keeps its newest shares at a partner on another machine too.
+        parity: or, cut in chunks, as parity at the members of a group of so many machines; 0: not.
         mirror_bytes_per_second: at most so fast; None: as fast as the link takes it.
+        place: the ranks of this one's place, in order; empty: all ranks see one root.
+        places: of all ranks, in the order of their leaders; empty: as `place`.
+        record: of the run, as other places have it: what a root without snapshots takes. Empty: nobody else has one.
     """
 
     rank: int
@@ -209,7 +218,21 @@ class RankConfig:
     wait_seconds: float
     node: str = ""
     replicate: bool = False
+    parity: int = 0
     mirror_bytes_per_second: float | None = None
+    place: tuple[int, ...] = ()
+    places: tuple[tuple[int, ...], ...] = ()
+    record: str = ""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that see the root of this one, in order."""
+        return self.place or tuple(range(self.size))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this writer holds the lease of its root and commits there."""
+        return self.rank == self.members[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,5 +326,9 @@ def config_to_json(config: WriterConfig) -> dict[str, Any]:
 def config_from_json(data: Mapping[str, Any]) -> WriterConfig:
     """The inverse of `config_to_json`."""
     tiers = tuple(TierConfig(**tier) for tier in data["tiers"])
-    ranks = data["ranks"] and RankConfig(**data["ranks"])
-    return WriterConfig(**{**data, "tiers": tiers, "ranks": ranks})
+    return WriterConfig(**{**data, "tiers": tiers, "ranks": data["ranks"] and _ranks_from_json(data["ranks"])})
+
+
+def _ranks_from_json(data: Mapping[str, Any]) -> RankConfig:
+    places = tuple(tuple(place) for place in data["places"])
+    return RankConfig(**{**data, "place": tuple(data["place"]), "places": places})

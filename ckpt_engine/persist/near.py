@@ -17,6 +17,7 @@ from ckpt_engine.persist.known import Known
 from ckpt_engine.persist.room import Room
 from ckpt_engine.persist.snapshots import ALONE, Finish, Staged, share_of, write_snapshot
 from ckpt_engine.persist.stall import AbandonedError, Progress
+from ckpt_engine.store import layout as names
 from ckpt_engine.store.collect import Collected, Pruned, collect, prune
 from ckpt_engine.store.lease import Lease
 from ckpt_engine.store.manifest import RAW
@@ -77,10 +78,23 @@ class Near:
         self._swept = False
         self._ranks = ranks
         self._in_flight: Container[str] = () if in_flight is None else in_flight
-        self._room = Room(repository, lease, policy, self._notice, self._in_flight)
+        self._room = self._make_rooms()
+        self._common_seq = 0
         self._finish: Finish = ALONE
         if ranks is not None and in_flight is not None and alone is not None:
             self._finish = Gathering(ranks, in_flight, progress, self.check_lease, alone, alone_seconds)
+
+    def learn(self, common: str | None) -> None:
+        """All nodes have this snapshot: what is older is not what a lost common one would be missed for."""
+        parsed = names.parse_id(common) if common is not None else None
+        self._common_seq = max(self._common_seq, parsed.seq if parsed is not None else 0)
+
+    def _unsure(self) -> dict[str, str]:
+        """Of several nodes: the snapshots that may be the newest that all of them have, and the reason to keep them."""
+        if self._ranks is None or not self._ranks.places:
+            return {}
+        ids = self._repository.ids()
+        return {one.id: "nothing newer is known to be on all nodes" for one in ids if one.seq >= self._common_seq}
 
     def check_lease(self) -> None:
         """Raises `LeaseHeldError` if the tier is not ours any more."""
@@ -149,12 +163,17 @@ class Near:
     def _make_room(self, staged: Staged, draft: Draft | None) -> None:
         nbytes = staged.data.nbytes if draft is None else draft.new_bytes
         if self._ranks is not None:
-            nbytes = staged.data.nbytes * self._ranks.size  # shares are equal, and what others spare is not known
+            nbytes = staged.data.nbytes * len(
+                self._ranks.members
+            )  # shares are equal, and what others spare is not known
         # Digests may not be known yet; any will do to see how much will be written.
         room = self._room.before(nbytes, lambda: staged.foresee(self._repository.run_id, draft))
         if room is not None:
             self._made_room(room.plan.remove)
         self._told(room)
+
+    def _make_rooms(self) -> Room:
+        return Room(self._repository, self._lease, self._policy, self._notice, self._in_flight, self._unsure)
 
     def sweep(self) -> None:
         """Remove what writers that died have left behind; once, and again only after `sweep_again`. Never raises."""
@@ -181,7 +200,7 @@ class Near:
                 self._repository,
                 self._lease,
                 self._policy,
-                protected=protected,
+                protected={**protected, **self._unsure()},
                 verified=(newest,),
                 in_flight=self._in_flight,
             )
@@ -219,7 +238,7 @@ class Near:
                 self._notice(
                     f"{self._url} was removed while it was written: it is made again, and the snapshots it had are gone"
                 )
-            self._room = Room(self._repository, self._lease, self._policy, self._notice, self._in_flight)
+            self._room = self._make_rooms()
             self._known = Known(self._repository, self._aside if self._ranks is None else None)
 
     def _not_undone(self, staged: Staged) -> Callable[[CkptError], None]:

@@ -1,55 +1,105 @@
-"""Part records: what each of several ranks has written of one snapshot, and the manifest that they make together.
+"""Part records: what some of several ranks have written of one snapshot, and the manifest that they make together.
 
 A part record is a manifest of the part alone (docs/format.md, "Several ranks"), stored under `parts/` and written when
 its data is durable. It makes nothing exist. A rank that has no part says so in a record without files.
+
+Where nodes have roots of their own the parts of the ranks of one root make a *partial* manifest. It is a part itself:
+those of all roots make the whole one.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_engine.errors import CorruptError, FormatError, SnapshotFailedError, SnapshotSkippedError, StorageMissingError
+from ckpt_engine.errors import CorruptError, SnapshotFailedError, SnapshotSkippedError, StorageMissingError
 from ckpt_engine.persist.job import Layout, RankConfig
 from ckpt_engine.persist.skeleton import Skeleton
 from ckpt_engine.store import layout as names
-from ckpt_engine.store import manifest_codec, presence
-from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, SnapshotInfo
-from ckpt_engine.store.repository import Repository
+from ckpt_engine.store import manifest_codec
+from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, Partial, Piece, SnapshotInfo
 from ckpt_engine.store.storage.base import Storage
 
 READS_AT_ONCE = 32
 
 
+def share_place(url: str, rank: int) -> str:
+    """How the place at `url` is called in events where only the share of a rank is meant."""
+    return f"{url}, the share of rank {rank}"
+
+
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One rank's part.
+class Slices:
+    """What a part has of an array.
 
     Args:
-        structure: equal for ranks whose parts make one snapshot.
-        slices: entries of which this is a part only: name → (first byte in the array, shape of the array).
-        cancelled: why there is no part; None: there is one.
+        whole: shape of the array.
+        runs: where the bytes of its pieces belong: (first byte in the array, number of pieces), in order.
     """
 
-    rank: int
+    whole: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The part of some of the ranks.
+
+    Args:
+        ranks: in order; the first one names the record.
+        size: number of all ranks.
+        structure: equal for ranks whose parts make one snapshot.
+        slices: entries of which this is a part only.
+        cancelled: why there is no part; None: there is one.
+        place: the ranks whose parts make the manifest that is committed where this lies; empty: all.
+    """
+
+    ranks: tuple[int, ...]
     size: int
     structure: str
-    slices: Mapping[str, tuple[int, tuple[int, ...]]]
+    slices: Mapping[str, Slices]
     manifest: Manifest
     cancelled: str | None = None
+    place: tuple[int, ...] = ()
+
+    @property
+    def rank(self) -> int:
+        """Names its record."""
+        return self.ranks[0]
 
 
 def part_of(manifest: Manifest, layout: Layout, ranks: RankConfig) -> Part:
     """The part that a rank has written; `manifest` is of it alone."""
-    slices = {one.name: (one.start, one.whole) for one in layout.entries if one.whole is not None}
+    slices = {
+        one.name: Slices(one.whole, ((one.start, len(manifest.entries[one.name].pieces)),))
+        for one in layout.entries
+        if one.whole is not None
+    }
     if ranks.rank:
         # What is the same on all ranks is told by rank 0.
         manifest = replace(manifest, tree={key: node for key, node in manifest.tree.items() if key == RANKS})
-    return Part(ranks.rank, ranks.size, layout.structure, slices, manifest)
+    return Part((ranks.rank,), ranks.size, layout.structure, slices, manifest, place=ranks.place)
+
+
+def of_manifest(manifest: Manifest) -> Part:
+    """The part that a partial manifest is.
+
+    Raises:
+        CorruptError: it is none.
+    """
+    world = manifest.world
+    try:
+        slices = {
+            entry: Slices(tuple(whole), tuple((int(start), int(pieces)) for start, pieces in runs))
+            for entry, (whole, runs) in world["slices"].items()
+        }
+        return Part(tuple(world["ranks"]), world["size"], world["structure"], slices, manifest)
+    except (KeyError, TypeError, ValueError) as err:
+        raise CorruptError(f"the manifest of {manifest.info.id} is not of some of several ranks: {err}") from err
 
 
 def no_part(snapshot: str, why: str, run: str, ranks: RankConfig) -> Part:
@@ -58,15 +108,19 @@ def no_part(snapshot: str, why: str, run: str, ranks: RankConfig) -> Part:
     assert parsed is not None
     info = SnapshotInfo(snapshot, parsed.seq, parsed.step, None, "cancelled", time.time(), 0)
     empty = Manifest(info, run, {}, {}, (), {}, {})
-    return Part(ranks.rank, ranks.size, "", {}, empty, cancelled=why)
+    return Part((ranks.rank,), ranks.size, "", {}, empty, cancelled=why, place=ranks.place)
 
 
 def encode(part: Part) -> bytes:
-    """The bytes of a part record."""
+    """The bytes of a part record: of one rank, or what is committed where several ranks have a root for themselves."""
+    if part.manifest.info.partial is not None:
+        return manifest_codec.encode(part.manifest)
     world: dict[str, Any] = {"size": part.size, "rank": part.rank, "structure": part.structure}
-    world["slices"] = {name: [start, list(whole)] for name, (start, whole) in part.slices.items()}
+    world["slices"] = {name: [one.runs[0][0], list(one.whole)] for name, one in part.slices.items()}
     if part.cancelled is not None:
         world["cancelled"] = part.cancelled
+    if part.place:
+        world["place"] = list(part.place)
     return manifest_codec.encode(replace(part.manifest, world=world))
 
 
@@ -104,10 +158,17 @@ def decode(data: bytes, where: str) -> Part:
         FormatError: it cannot be used.
     """
     manifest = manifest_codec.decode(data)
+    if manifest.info.partial is not None:
+        return of_manifest(manifest)
     world = manifest.world
     try:
-        slices = {entry: (int(start), tuple(whole)) for entry, (start, whole) in world["slices"].items()}
-        return Part(world["rank"], world["size"], world["structure"], slices, manifest, world.get("cancelled"))
+        slices = {
+            entry: Slices(tuple(whole), ((int(start), len(manifest.entries[entry].pieces)),))
+            for entry, (start, whole) in world["slices"].items()
+        }
+        place = tuple(world.get("place", ()))
+        ranks = (int(world["rank"]),)
+        return Part(ranks, world["size"], world["structure"], slices, manifest, world.get("cancelled"), place)
     except (KeyError, TypeError, ValueError) as err:
         raise CorruptError(f"{where} is no part record: {err}") from err
 
@@ -150,7 +211,8 @@ def remove(storage: Storage, snapshot: str, ranks: Collection[int]) -> None:
 
 
 def merge(parts: Sequence[Part]) -> Manifest:
-    """The manifest of the snapshot that these parts are, in any order.
+    """The manifest that these parts are, in any order: of the snapshot, or where nodes have roots of their own of all
+    that ranks have written at this one.
 
     What the snapshot is besides its data (step, epoch, metrics, notes, replicated tree) is what rank 0 says.
 
@@ -158,104 +220,116 @@ def merge(parts: Sequence[Part]) -> Manifest:
         SnapshotSkippedError: a rank has no part in it; says why.
         SnapshotFailedError: the parts do not fit together, names the ranks.
     """
-    ordered = sorted(parts, key=lambda part: part.rank)
+    ordered = sorted(parts, key=lambda part: part.ranks)
     first = ordered[0]
     _require_one_structure(ordered)
-    if [part.rank for part in ordered] != list(range(first.size)):
-        raise SnapshotFailedError(f"parts of ranks {[part.rank for part in ordered]} of {first.size}")
-    files: list[DataFile] = []
-    entries: dict[str, list[tuple[int, Entry]]] = {}
-    wholes: dict[str, tuple[int, ...]] = {}
-    for part in ordered:
-        base = len(files)
-        files += part.manifest.files
-        for name, entry in part.manifest.entries.items():
-            start, whole = part.slices.get(name, (0, entry.shape))
-            moved = replace(entry, pieces=tuple(replace(piece, file=piece.file + base) for piece in entry.pieces))
-            entries.setdefault(name, []).append((start, moved))
-            if wholes.setdefault(name, whole) != whole:
-                raise SnapshotFailedError(f"ranks have different shapes of {name!r}: {wholes[name]} and {whole}")
-    joined = {name: _joined(name, wholes[name], slices) for name, slices in entries.items()}
+    ranks = tuple(sorted(rank for part in ordered for rank in part.ranks))
+    everybody = tuple(range(first.size))
+    if ranks != (first.place or everybody):
+        raise SnapshotFailedError(f"parts of ranks {list(ranks)} of {first.size}")
+    files, arrays = _gathered(ordered)
+    is_whole = ranks == everybody
+    entries: dict[str, Entry] = {}
+    slices: dict[str, Slices] = {}
+    for name, array in arrays.items():
+        entries[name], rest = _joined(name, array, is_whole=is_whole)
+        if rest is not None:
+            slices[name] = rest
     tree = {key: node for key, node in first.manifest.tree.items() if key != RANKS}
     tree[RANKS] = {key: node for part in ordered for key, node in part.manifest.tree.get(RANKS, {}).items()}
-    sizes = {name: sum(piece.raw_nbytes for piece in entry.pieces) for name, entry in joined.items()}
     used = {key: Skeleton(node).entries for key, node in tree.items()}
-    if lacking := sorted({name for found in used.values() for name in found} - joined.keys()):
+    complete = used if is_whole else {RANKS: used[RANKS]}  # the rest is all that the tree says, not what is here
+    if lacking := sorted({name for found in complete.values() for name in found} - entries.keys()):
         raise SnapshotFailedError(f"no rank has written {lacking[0]!r} ({len(lacking)} entries are missing)")
-    info = replace(
-        first.manifest.info,
-        nbytes=sum(sizes.values()),
-        components={key: sum(sizes[name] for name in found) for key, found in used.items()},
-    )
-    return replace(first.manifest, info=info, world={"size": first.size}, files=tuple(files), entries=joined, tree=tree)
+    sizes = {name: sum(piece.raw_nbytes for piece in entry.pieces) for name, entry in entries.items()}
+    info = replace(first.manifest.info, nbytes=sum(sizes.values()), partial=None)
+    world: dict[str, Any] = {"size": first.size}
+    if is_whole:
+        info = replace(info, components={key: sum(sizes[name] for name in found) for key, found in used.items()})
+    else:
+        world |= {"ranks": list(ranks), "structure": first.structure}
+        world["slices"] = {name: [list(one.whole), [list(run) for run in one.runs]] for name, one in slices.items()}
+        info = replace(info, partial=Partial(ranks, first.size), components=_components(ordered))
+    return replace(first.manifest, info=info, world=world, files=files, entries=entries, tree=tree)
 
 
 def _require_one_structure(parts: Sequence[Part]) -> None:
+    first = parts[0]
     for part in parts:
         if part.cancelled is not None:
             raise SnapshotSkippedError(f"rank {part.rank} has no part in it: {part.cancelled}")
-        if (part.size, part.structure) != (parts[0].size, parts[0].structure):
+        if (part.size, part.structure, part.place) != (first.size, first.structure, first.place):
             raise SnapshotFailedError(
-                f"the states of ranks {parts[0].rank} and {part.rank} differ in structure, and are not one snapshot",
+                f"the states of ranks {first.rank} and {part.rank} differ in structure, and are not one snapshot",
                 hint="what differs between ranks (random streams, positions, metrics) must be a component of its own",
             )
 
 
-def _joined(name: str, whole: tuple[int, ...], slices: Sequence[tuple[int, Entry]]) -> Entry:
-    ordered = sorted(slices, key=lambda one: one[0])
+def _components(parts: Sequence[Part]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for part in parts:
+        for key, nbytes in part.manifest.info.components.items():
+            found[key] = found.get(key, 0) + nbytes
+    return found
+
+
+@dataclass(slots=True)
+class _Array:
+    """An array of which parts have pieces: `whole` is its shape, `form` an entry of one of them."""
+
+    whole: tuple[int, ...]
+    form: Entry
+    runs: list[tuple[int, tuple[Piece, ...]]]
+    parts: int = 0
+
+
+def _gathered(parts: Sequence[Part]) -> tuple[tuple[DataFile, ...], dict[str, _Array]]:
+    """The files of all parts, those of rank 0 first, and what they have of each array."""
+    listed = [
+        (names.data_rank(file.name) or 0, at, file) for part in parts for at, file in enumerate(part.manifest.files)
+    ]
+    order = sorted(range(len(listed)), key=lambda one: (listed[one][0], one))
+    place = {one: index for index, one in enumerate(order)}
+    arrays: dict[str, _Array] = {}
+    base = 0
+    for part in parts:
+        for name, entry in part.manifest.entries.items():
+            moved = tuple(replace(piece, file=place[piece.file + base]) for piece in entry.pieces)
+            mine = part.slices.get(name) or Slices(entry.shape, ((0, len(moved)),))
+            array = arrays.setdefault(name, _Array(mine.whole, entry, []))
+            if array.whole != mine.whole:
+                raise SnapshotFailedError(f"ranks have different shapes of {name!r}: {array.whole} and {mine.whole}")
+            array.parts += 1
+            at = 0
+            for start, pieces in mine.runs:
+                array.runs.append((start, moved[at : at + pieces]))
+                at += pieces
+        base += len(part.manifest.files)
+    return tuple(listed[one][2] for one in order), arrays
+
+
+def _joined(name: str, array: _Array, *, is_whole: bool) -> tuple[Entry, Slices | None]:
+    """The entry of an array, and what it has of it if that is not all."""
+    runs = sorted(array.runs, key=lambda one: one[0])
+    joined: list[tuple[int, int]] = []
     at = 0
-    for start, entry in ordered:
-        if start != at:
+    for start, pieces in runs:
+        if start < at or (is_whole and start != at):
             raise SnapshotFailedError(f"bytes {at} to {start} of {name!r} are missing, or two ranks have them")
-        at += sum(piece.raw_nbytes for piece in entry.pieces)
-    first = ordered[0][1]
-    first_bytes = sum(piece.raw_nbytes for piece in first.pieces)
-    if at * math.prod(first.shape) != first_bytes * math.prod(whole):
-        raise SnapshotFailedError(f"the bytes of {name!r} from {at} on are missing, or two ranks have them")
+        if joined and start == at:
+            joined[-1] = (joined[-1][0], joined[-1][1] + len(pieces))
+        else:
+            joined.append((start, len(pieces)))
+        at = start + sum(piece.raw_nbytes for piece in pieces)
+    form, whole = array.form, array.whole
     # An array without bytes has one part without pieces.
-    pieces = tuple(piece for _, entry in ordered for piece in entry.pieces)
-    return replace(first, shape=whole, pieces=pieces)
-
-
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """What a writer found of snapshots that nobody had committed: those that exist now, and those that were let go."""
-
-    completed: tuple[str, ...]
-    discarded: tuple[str, ...]
-
-
-def recover(repository: Repository, in_flight: Container[str]) -> Recovered:
-    """Commit the snapshots of dead sessions all of whose parts are there; remove the part records of all others.
-
-    Needs the lease. The data of those that are let go is unreferenced from then on.
-
-    Args:
-        in_flight: snapshots that are not touched.
-
-    Raises:
-        StorageError: some of it may have been done; calling again continues.
-    """
-    storage = repository.storage
-    existing = {parsed.id for parsed in repository.ids()}
-    completed, discarded = [], []
-    for snapshot, ranks in sorted(there(storage).items()):
-        if snapshot in in_flight:
-            continue
-        if snapshot not in existing:
-            try:
-                manifest = merge(list(read_all(storage, snapshot, ranks).values()))
-                require_files(storage, manifest.files)
-            except (FormatError, SnapshotSkippedError, SnapshotFailedError, StorageMissingError):
-                discarded.append(snapshot)
-            else:
-                repository.commit(manifest)
-                completed.append(snapshot)
-        remove(storage, snapshot, ranks)
-    return Recovered(tuple(completed), tuple(discarded))
-
-
-def require_files(storage: Storage, files: Sequence[DataFile]) -> None:
-    """Raises `StorageMissingError` unless these data files are there as they were written."""
-    if lost := presence.lacking(storage, files):
-        raise StorageMissingError(f"{', '.join(lost)} is not there whole")
+    found = tuple(piece for _, pieces in runs for piece in pieces)
+    nbytes = sum(piece.raw_nbytes for piece in found)
+    form_bytes = sum(piece.raw_nbytes for piece in form.pieces)
+    if nbytes * math.prod(form.shape) == form_bytes * math.prod(whole):
+        return replace(form, shape=whole, pieces=found), None
+    if is_whole:
+        raise SnapshotFailedError(f"the bytes of {name!r} from {at} on are missing, or two ranks have them")
+    # Rows of several ranks are no array; how many elements they are.
+    shape = form.shape if array.parts == 1 else (nbytes * math.prod(form.shape) // form_bytes,)
+    return replace(form, shape=shape, pieces=found), Slices(whole, tuple(joined))

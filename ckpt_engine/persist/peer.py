@@ -7,7 +7,9 @@ know the secret that the ranks have agreed on. Nothing is encrypted.
 | `what`     | carries                                                          | reply |
 |---|---|---|
 | `keep`     | `rank`, `snapshot`, `part`, `record`, `file`, `nbytes`, the file | `ok` when it is whole; else `why` |
+| `add`      | the same but the file; `digest` of a chunk of it, and the chunk  | `ok` when it is whole; else `why` |
 | `give`     | `rank`, `snapshot`                                               | as `control.SNAPSHOT`, and the file |
+| `parity`   | `snapshot`                                                       | as `control.PARITY`, and the parity |
 | `mirrored` | `rank`, `snapshot`                                               | `ok` |
 | `moved`    | `rank`, `host`, `port`: of the writer that has taken its place   | `ok` |
 """
@@ -29,6 +31,7 @@ from typing import Any
 
 from ckpt_engine.errors import CkptError, CorruptError, WriterError
 from ckpt_engine.persist import parts
+from ckpt_engine.persist.parts import Part
 from ckpt_engine.store.digest import digest
 
 SECONDS = 30.0
@@ -37,6 +40,8 @@ _LENGTH = struct.Struct("<Q")
 _TEXT_BYTES = 256 << 20
 _SLICE_BYTES = 1 << 20
 _CONNECTIONS = 64
+_MOST_CONNECTIONS = 512
+"""Each takes a descriptor, of which a process has 1024 on most systems, and the writer needs others."""
 _IDLE_SECONDS = 3600.0
 _AGAIN_SECONDS = 0.1
 
@@ -61,6 +66,34 @@ class Share:
     fd: int
     nbytes: int
 
+    @classmethod
+    def told(cls, said: Mapping[str, Any], fd: int) -> Share:
+        """The inverse of `described`, in memory that `fd` is a descriptor of; -1: in none.
+
+        Raises:
+            LookupError, TypeError, ValueError: `said` is no description.
+        """
+        return cls(
+            int(said["rank"]),
+            str(said["snapshot"]),
+            str(said["part"]),
+            str(said["record"]),
+            str(said["file"]),
+            fd,
+            int(said["nbytes"]),
+        )
+
+    def decoded(self) -> Part:
+        """Its part record.
+
+        Raises:
+            FormatError: it is none, or that of another share.
+        """
+        part = parts.decode(self.part.encode(), f"the share of rank {self.rank}")
+        if (part.rank, part.manifest.info.id) != (self.rank, self.snapshot):
+            raise CorruptError(f"the share of rank {self.rank} is of rank {part.rank} and of {part.manifest.info.id}")
+        return part
+
     def described(self) -> dict[str, Any]:
         """What a message says of it."""
         return {
@@ -79,10 +112,7 @@ def verify(share: Share, image: memoryview) -> None:
     Raises:
         FormatError: they are not what was sent.
     """
-    part = parts.decode(share.part.encode(), f"the share of rank {share.rank}")
-    if (part.rank, part.manifest.info.id) != (share.rank, share.snapshot):
-        raise CorruptError(f"the share of rank {share.rank} is of rank {part.rank} and of {part.manifest.info.id}")
-    for name, entry in part.manifest.entries.items():
+    for name, entry in share.decoded().manifest.entries.items():
         for piece in entry.pieces:
             if digest(image[piece.offset : piece.offset + piece.nbytes]) != piece.digest:
                 raise CorruptError(f"{name!r} of the share of rank {share.rank} does not match its digest")
@@ -178,12 +208,13 @@ class Server:
     Args:
         secret: of the ranks.
         answer: takes a request and its connection, from which it reads what follows, and replies there.
+        clients: so many stay connected.
     """
 
-    def __init__(self, secret: str, answer: Callable[[dict[str, Any], Line], None]) -> None:
+    def __init__(self, secret: str, answer: Callable[[dict[str, Any], Line], None], clients: int = 0) -> None:
         self._secret = secret
         self._answer = answer
-        self._room = threading.BoundedSemaphore(_CONNECTIONS)
+        self._room = threading.BoundedSemaphore(min(_MOST_CONNECTIONS, _CONNECTIONS + clients))
         self._lock = threading.Lock()
         self._serving: set[socket.socket] = set()
         self._closed = threading.Event()

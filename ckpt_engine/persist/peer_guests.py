@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,14 +23,14 @@ class Guests:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._receiving = threading.Lock()
-        self._rank: int | None = None
+        self._ranks: tuple[int, ...] = ()
         self._kept: deque[Share] = deque()
         self._spare: Share | None = None
 
-    def expect(self, rank: int) -> None:
-        """Keep the shares of this rank, and of no other one."""
+    def expect(self, ranks: Sequence[int]) -> None:
+        """Keep the shares of these ranks, and of no other one."""
         with self._lock:
-            self._rank = rank
+            self._ranks = tuple(ranks)
 
     def receive(self, said: Mapping[str, Any], line: Line) -> None:
         """Take in a share; raises what keeps it from being kept, whoever sends it.
@@ -41,21 +41,13 @@ class Guests:
             OSError: there is no memory, or the sender is gone.
         """
         with self._lock:
-            if said["rank"] != self._rank:
+            if said["rank"] not in self._ranks:
                 raise WriterError(f"the shares of rank {said['rank']} are not kept here")
         nbytes = int(said["nbytes"])
         with self._receiving:
             fd = self._memory(nbytes)
             try:
-                share = Share(
-                    int(said["rank"]),
-                    str(said["snapshot"]),
-                    str(said["part"]),
-                    str(said["record"]),
-                    str(said["file"]),
-                    fd,
-                    nbytes,
-                )
+                share = Share.told(said, fd)
                 image = memoryview(map_shared(fd, max(1, nbytes), writable=True)).cast("B")[:nbytes]
                 line.fill(image)
                 verify(share, image)

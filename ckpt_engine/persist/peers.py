@@ -1,4 +1,4 @@
-"""What a rank's writer has to do with those of other machines: mirrors its share, keeps a guest's, serves both."""
+"""What a rank's writer has to do with those of other machines: mirrors its share, keeps theirs, serves both."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ckpt_engine.persist.control import Answer, Reply
 from ckpt_engine.persist.intake import Order
 from ckpt_engine.persist.job import RankConfig
 from ckpt_engine.persist.mapping import map_shared
+from ckpt_engine.persist.parity_sets import ParitySets
 from ckpt_engine.persist.peer import SECONDS, Line, Server, connect
 from ckpt_engine.persist.peer_guests import Guests
 from ckpt_engine.persist.peer_mirror import Mirror
@@ -30,7 +31,7 @@ class Peers:
     """From the start of the writer to the end of its process. Any thread.
 
     Args:
-        ranks: whose writer it is; with `replicate`.
+        ranks: whose writer it is; with `replicate` or `parity`.
         run: see `Mirror`.
         intact: see `Mirror`.
         emit: takes messages to the trainer.
@@ -39,7 +40,7 @@ class Peers:
         OSError: no port is to be had.
 
     Attributes:
-        guests: what is kept for others.
+        guests, parity: what is kept for others.
         answer: what the control socket would answer, once there is one.
     """
 
@@ -53,17 +54,18 @@ class Peers:
         self._ranks = ranks
         self._emit = emit
         self.guests = Guests()
+        self.parity = ParitySets()
         self.answer: Answer = lambda _: Reply({"snapshot": None, "why": "the writer has just begun"})
         self._news = threading.Condition()
         self._lead: tuple[str, int] | None = None
-        self._partner = -1
         self._line: Line | None = None
         self._mirrored: dict[str, set[int]] = {}
         self._lock = threading.Lock()
         rate = ranks.mirror_bytes_per_second
         throttle = Throttle(rate) if rate is not None else None
         self._mirror = Mirror(ranks, run, intact, self._done, self._notice, throttle)
-        self._server = Server(ranks.session, self._serve)
+        # All ranks tell rank 0's writer what was kept.
+        self._server = Server(ranks.session, self._serve, ranks.size if ranks.rank == 0 else 0)
 
     @property
     def port(self) -> int:
@@ -74,17 +76,20 @@ class Peers:
         """The ranks have said where everybody is.
 
         Args:
-            body: `addresses`, host and port of each rank's writer; the ranks that are `partner` and `guest`; and
-                whether this writer has `moved`: it has taken the place of one that died.
+            body: `addresses`, host and port of each rank's writer; the ranks that are its `keepers` and `senders`, see
+                `ranks.partners`; and whether this writer has `moved`: it has taken the place of one that died.
         """
         addresses = [(str(host), int(port)) for host, port in body["addresses"]]
-        self._partner = int(body["partner"])
-        self.guests.expect(int(body["guest"]))
+        keepers, senders = [int(rank) for rank in body["keepers"]], [int(rank) for rank in body["senders"]]
+        if self._ranks.parity:
+            self.parity.expect([self._ranks.rank, *keepers])
+        else:
+            self.guests.expect(senders)
         self._lead = addresses[0]
-        self._mirror.meet(*addresses[self._partner])
+        self._mirror.meet({rank: addresses[rank] for rank in keepers})
         if body["moved"]:
             # Whoever sends its shares here, and all who tell rank 0 that theirs were kept.
-            others = [int(body["guest"])] if self._ranks.rank else range(1, self._ranks.size)
+            others = senders if self._ranks.rank else range(1, self._ranks.size)
             me = {"what": "moved", "rank": self._ranks.rank, "port": self.port, "host": addresses[self._ranks.rank][0]}
             told = [addresses[one] for one in others]
             threading.Thread(target=self._tell, args=(told, me), name="ckpt-moved", daemon=True).start()
@@ -106,18 +111,21 @@ class Peers:
             line.close()
         self._server.close()
         self.guests.close()
+        self.parity.close()
 
     def _serve(self, request: dict[str, Any], line: Line) -> None:
         match request.get("what"):
-            case "keep":
+            case "keep" | "add" as what:
                 try:
-                    self.guests.receive(request, line)
+                    (self.guests if what == "keep" else self.parity).receive(request, line)
                 except CkptError as err:
                     line.send({"why": err.message})
                     raise  # what is left of the file is on the line
                 line.send({"ok": True})
             case "give":
-                self._give(request, line)
+                self._give({**request, "what": control.SNAPSHOT}, line)
+            case "parity":
+                self._give({**request, "what": control.PARITY}, line)
             case "mirrored":
                 self._count(str(request["snapshot"]), int(request["rank"]))
                 line.send({"ok": True})
@@ -138,13 +146,11 @@ class Peers:
                     line.close()
 
     def _moved(self, rank: int, host: str, port: int) -> None:
-        if rank == self._partner:
-            self._mirror.meet(host, port)
+        self._mirror.move(rank, host, port)
         if rank == 0:
             self._lead = (host, port)
 
-    def _give(self, request: dict[str, Any], line: Line) -> None:
-        wanted = {"what": control.SNAPSHOT, "snapshot": request["snapshot"], "rank": request["rank"]}
+    def _give(self, wanted: dict[str, Any], line: Line) -> None:
         deadline = time.monotonic() + SECONDS / 2
         with self._news:
             while (reply := self.answer(wanted)) is None and (left := deadline - time.monotonic()) > 0:
@@ -161,7 +167,7 @@ class Peers:
             os.close(fd)
 
     def _done(self, snapshot: str) -> None:
-        """The partner has it: rank 0's writer counts that."""
+        """The keepers have it: rank 0's writer counts that."""
         if self._ranks.rank == 0:
             self._count(snapshot, 0)
             return

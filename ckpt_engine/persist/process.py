@@ -2,7 +2,9 @@
 
 It ends when the trainer says so, or when the trainer is gone: then it finishes the jobs it has (its descriptors keep
 the arena alive), at most `drain_seconds` long. With memory it finishes the job at hand and the newest snapshot, and
-lingers: who restarts the training gets that snapshot from memory (see `control`).
+lingers: who restarts the training gets that snapshot from memory (see `control`). It does the same if the trainer says
+that it has failed, unless the newest snapshot is durable: of several ranks most end by an error when one is lost. Only
+the first one knows that alone: the others look whether it was committed, and end then.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ class Serving:
         self._rank = 0
         self._control: Control | None = None
         self._drain_seconds = self._linger_seconds = 0.0
-        self._closing = False
+        self._closing = self._left = False
         self._stopped = False
         self._behind: deque[threading.Event] = deque()
         self._attending, self._read_all = True, False
@@ -114,7 +116,8 @@ class Serving:
         """Serve until the end; the exit status."""
         try:
             self._attend()
-            self._read_all = self._peer.gone  # one that lives and has hung up tells nothing of its memory any more
+            # One that lives and has hung up tells nothing of its memory any more.
+            self._read_all = self._peer.gone or self._left
         except WriterError as err:
             _complain(str(err))
             self._status = EXIT_BROKEN
@@ -122,7 +125,7 @@ class Serving:
         while self._behind:
             self._behind.popleft().set()
         self._channel.close()
-        if self._worker is not None and not self._worker.ended:
+        if self._worker is not None and (self._left or not self._worker.ended):
             self._status = self._drain(self._worker)
         if self._control is not None:
             self._control.close(_NAME_SECONDS)  # so that what it has just said is sent
@@ -177,11 +180,21 @@ class Serving:
             self._begin(item.body)
         elif self._worker is None:
             raise WriterError(f"the trainer sent {kind!r} before {protocol.START!r}")
-        elif kind == protocol.CLOSE:
+        elif kind == protocol.LEAVE and self._worker.opened and self._worker.may_lose:
+            self._leave(self._worker)
+        elif kind in (protocol.CLOSE, protocol.LEAVE):
             self._closing = True
             self._worker.finish()
         else:
             self._worker.put(item.body, item.fds)
+
+    def _leave(self, worker: Worker) -> None:
+        """The trainer has failed, and does not touch its memory any more: everything but its end is as if it died."""
+        assert self._desk is not None
+        self._left = True
+        worker.abandon(failed=True)
+        self._desk.leave(serves=True)
+        self._poke()
 
     def _begin(self, body: Body) -> None:
         # Where the trainer finds packages that are not installed for this interpreter; our own folders come first.
@@ -259,6 +272,8 @@ class Serving:
         if self._closing:
             worker.finish()
             worker.leave_alone()
+        elif self._left:
+            pass  # it was told when the trainer said so
         elif self._peer.fd is None or self._peer.ended(_END_SECONDS):
             worker.abandon()
         else:

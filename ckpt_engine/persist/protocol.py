@@ -12,9 +12,10 @@ To the writer, in this order:
 | `hold`     | `job`                                     | the same, to be kept in memory until a newer job comes |
 | `pulse`    | one file descriptor                       | where the trainer says how far it is, see `pulse` |
 | `cancel`   | `snapshot`, `why`                         | this rank has no part in that snapshot of all ranks |
-| `partner`  | `addresses`, `partner`, `guest`, `moved`  | the writers of other machines, see `peers.Peers.meet` |
+| `partner`  | `addresses`, `keepers`, `senders`, `moved` | the writers of other machines, see `peers.Peers.meet` |
 | `forget`   | `slots`, `layouts`, `skeletons`           | no later job names these |
 | `close`    |                                           | finish everything, then exit |
+| `leave`    |                                           | the same, but for ranks that failed: see `process` |
 
 To the trainer: perhaps events (whom it waits for, what the tier has), then `started` with `first_seq`, or `refused`
 with `error` (the writer then exits); per job `event`s, one `done`, perhaps
@@ -25,7 +26,7 @@ Else nothing but answers to jobs is sent after `started` with one tier that does
 time, and after `close` one `closed` with the `unfinished` tiers, each a text, as soon as nothing is left to wait for:
 the writer then goes on by itself.
 
-With replication `started` has a `port`, and rank 0 is told by `mirrored` which `snapshot` all partners have.
+With replication or parity `started` has a `port`, and rank 0 is told by `mirrored` which `snapshot` all keepers have.
 
 What a job names is settled when the writer receives it, not when it does it. A `hold` is never answered.
 """
@@ -46,6 +47,7 @@ PULSE = "pulse"
 PARTNER = "partner"
 FORGET = "forget"
 CLOSE = "close"
+LEAVE = "leave"
 
 STARTED = "started"
 REFUSED = "refused"

@@ -92,6 +92,8 @@ class Backoff:
 
 
 BACKOFF = Backoff()
+PATIENCE_SECONDS = 60.0
+"""How long a trainer that ends waits for the part of other nodes in a copy; its writer goes on."""
 
 
 class Replicator:
@@ -122,6 +124,9 @@ class Replicator:
         self._random = random.SystemRandom()
         self._state = threading.Condition()
         self._woken = self._hurried = self._finishing = self._stopping = False
+        self._finishing_at = 0.0
+        self._rests = False
+        """The last attempt has not failed, and there is no next one without a reason."""
         self._failures = 0
         self._error: ErrorRecord | None = None
         self._since = time.time()
@@ -153,6 +158,7 @@ class Replicator:
     def finish(self) -> None:
         """Nothing new will come: try at once what is still wanted."""
         with self._state:
+            self._finishing_at = time.monotonic()
             self._finishing = self._hurried = True
             self._state.notify_all()
         self.tier.copies.look()
@@ -247,6 +253,7 @@ class Replicator:
     def _turn(self) -> float | None:
         """One attempt. Seconds to the next one; None: when there is something new."""
         finishing = self._finishing
+        self._rests = False
         self._hung_in = None
         self._gate.reopen()
         try:
@@ -273,9 +280,11 @@ class Replicator:
             if more:
                 self._tell()
                 return 0.0
-            delay = None
+            delay, self._rests = self.tier.next_look_seconds, True
+            if delay is not None and self.tier.waiting:  # for what others have to do first
+                finishing = finishing and time.monotonic() > self._finishing_at + PATIENCE_SECONDS
         with self._state:
-            self.idle = delay is None and not self._woken
+            self.idle = self._rests and not self.tier.waiting and not self._woken
             self.settled = self.settled or finishing
         self._tell()
         return delay
@@ -323,7 +332,8 @@ class Replicator:
 
     def _sleep(self, seconds: float | None) -> None:
         with self._state:
-            self._state.wait_for(lambda: self._hurried or (seconds is None and self._woken), seconds)
+            # What is new does not shorten the pause after a failure.
+            self._state.wait_for(lambda: self._hurried or (self._rests and self._woken), seconds)
             self._woken = self._hurried = False
 
     def _worked(self) -> None:

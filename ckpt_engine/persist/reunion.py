@@ -107,6 +107,13 @@ class Reunion:
             else:
                 return
 
+    def is_committed(self, order: Order) -> bool:
+        """Whether the snapshot of all ranks exists; False where the place does not answer."""
+        try:
+            return self._place.exists(order.snapshot or "")
+        except CkptError:
+            return False
+
     def _attempt(self, orders: Sequence[Order]) -> None:
         rank, size = self._ranks.rank, self._ranks.size
         there = self._place.look()

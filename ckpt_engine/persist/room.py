@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 
 from ckpt_engine.store import layout, manifest_codec
@@ -36,6 +36,7 @@ class Room:
     Args:
         warn: told once, before the first snapshot, if what the policy keeps will not fit.
         in_flight: snapshots that others may be writing.
+        protected: snapshots that nothing may remove now, and why.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class Room:
         policy: RetentionPolicy,
         warn: Warn,
         in_flight: Container[str] = (),
+        protected: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         self._repository = repository
         self._lease = lease
         self._policy = policy
         self._warn = warn
         self._in_flight = in_flight
+        self._protected = protected
         self._warned = False
         self._whole: tuple[str, ...] = ()
 
@@ -78,6 +81,7 @@ class Room:
             self._policy,
             data_bytes + len(manifest_codec.encode(coming)),
             incoming=coming.info,
+            protected=self._protected(),
             verified=self._whole,
             in_flight=Also(coming.info.id, self._in_flight),
         )

@@ -41,10 +41,10 @@ class Share:
     ) -> None:
         if repository.record() is None:
             raise ForeignError(
-                f"rank {ranks.rank} finds no run at {url}, which rank 0 writes",
-                hint="all ranks need the same folder: a shared file system, or an object store",
+                f"rank {ranks.rank} finds no run at {url}, which rank {ranks.members[0]} writes",
+                hint="the ranks of one machine need the same folder",
             )
-        self._tier = f"{url}, the share of rank {ranks.rank}"
+        self._tier = parts.share_place(url, ranks.rank)
         self._repository = repository
         self._ranks = ranks
         self._progress = progress
@@ -86,6 +86,9 @@ class Share:
         """Nothing is this rank's to remove."""
 
     def sweep_again(self) -> None:
+        """As `sweep`."""
+
+    def learn(self, common: str | None) -> None:
         """As `sweep`."""
 
     def prune(self, newest: str, protected: Mapping[str, str]) -> None:

@@ -45,7 +45,7 @@ class ProcessWriter(Client):
         self._process = process
         self._channel = channel
         self._answer: CkptError | None = None
-        self._closing = False
+        self._closing = self._leaving = False
         self._closed = threading.Event()
         self._goes_on = False
         self._abandoned = False
@@ -87,11 +87,11 @@ class ProcessWriter(Client):
         """The writer's process id."""
         return self._process.pid
 
-    def close(self, timeout: float) -> bool:
+    def close(self, timeout: float, *, failed: bool = False) -> bool:
         if self._foreign:
             return True
-        self._closing = True
-        self._channel.send({"kind": protocol.CLOSE})
+        self._closing, self._leaving = True, failed
+        self._channel.send({"kind": protocol.LEAVE if failed else protocol.CLOSE})
         closed = self._closed.wait(timeout)
         if closed and not self._goes_on:
             self._listener.join(_REAP_SECONDS)
@@ -158,6 +158,9 @@ class ProcessWriter(Client):
                     self._hear(item.body)
                 if not connected:
                     selector.unregister(self._channel)
+                    if self._leaving:  # what is to become durable is, and the rest is served
+                        self._goes_on = True
+                        self._closed.set()
             if self._exit_fd in ready or (self._exit_fd is None and not connected):
                 return
 

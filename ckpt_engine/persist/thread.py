@@ -50,7 +50,7 @@ class ThreadWriter(Client):
         atexit.register(client._finish_at_exit)
         return client
 
-    def close(self, timeout: float) -> bool:
+    def close(self, timeout: float, *, failed: bool = False) -> bool:  # noqa: ARG002 - it ends with the trainer
         if self._foreign:
             return True
         self._closing = True

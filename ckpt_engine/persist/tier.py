@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from ckpt_engine.errors import (
     CkptError,
     FormatError,
+    SnapshotFailedError,
+    SnapshotSkippedError,
     StorageFullError,
     StorageMissingError,
     StorageStalledError,
@@ -18,6 +20,7 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotReplicated, SnapshotsForgotten
 from ckpt_engine.persist.encoding import Encoding
+from ckpt_engine.persist.gather import Gather
 from ckpt_engine.persist.job import ErrorRecord, TierConfig
 from ckpt_engine.persist.near import LEASE_SECONDS
 from ckpt_engine.persist.rhythm import Rhythm
@@ -75,6 +78,7 @@ class Tier:
         nearer: all nearer tiers, the nearest first; watched by `copies`.
         emit: takes events.
         copies, direct: the lanes that it works in.
+        gather: where nodes have roots of their own: has all of them copy what each has.
 
     `run` MUST be set before the first `advance`.
     """
@@ -90,6 +94,7 @@ class Tier:
         emit: Callable[[Event], object],
         copies: Lane,
         direct: Lane,
+        gather: Gather | None = None,
     ) -> None:
         self.config = config
         self.url = places.plain.url
@@ -99,6 +104,9 @@ class Tier:
         self._holder = holder
         self._nearer = nearer
         self._emit = emit
+        self._gather = gather
+        self.next_look_seconds: float | None = None
+        """When to look again although nothing has happened here; None: that is of no use."""
         self._direct = Repository(places.direct)
         self._policy = policy_from(config.keep)
         self.encoding = Encoding(config.codec)
@@ -226,6 +234,8 @@ class Tier:
                 continue
             readable = True
             for info in infos:
+                if info.partial is not None and (self._gather is None or info.partial.size != self._gather.ranks.size):
+                    continue  # of a time when other nodes had the rest: nobody is here to copy that
                 if (repository.storage.url, info.id) not in self._damaged:
                     found.setdefault(info.id, Found(info, repository))
         if not readable and error is not None:
@@ -238,10 +248,14 @@ class Tier:
             lease = acquire(self._places.plain, self._holder)
             try:
                 self._repository = adopt_run(self.run, self._places.watched)
+                completed = self._gather.begin(self._repository) if self._gather is not None else ()
             except BaseException:
+                self._repository = None
                 lease.release()
                 raise
             self._lease = lease
+            for snapshot in completed:
+                self._say(f"all nodes had copied {snapshot} to {self.url}, and it is committed there now")
         return self._repository
 
     def _copy(self, found: Found, repository: Repository, there: Sequence[SnapshotInfo]) -> None:
@@ -252,6 +266,10 @@ class Tier:
             copied = self._transfer(found, repository)
         except SourceError as err:
             self._not_readable(found, err)
+            return
+        except (SnapshotSkippedError, SnapshotFailedError) as err:
+            self._done.add(info.id)  # a node does not have it, and never will
+            self._say(f"{info.id} is not copied to {self.url}: {err.message}")
             return
         self._done.add(info.id)
         self.newest = max((*there, info), key=lambda one: (one.seq, one.id))
@@ -274,7 +292,10 @@ class Tier:
         """Copy it as the tier stores it. Raises as `copy_snapshot`."""
         snapshot, sink, tally = found.info.id, self._places.sink, Tally()
         pick = self.encoding.pick(found.source, snapshot)
-        if pick is not None:
+        if found.info.partial is not None:
+            assert self._gather is not None
+            copied = self._gather.copy(found.source, repository, snapshot, sink, self._scratch())
+        elif pick is not None:
             copied = copy_encoded(found.source, repository, snapshot, pick, tally, sink=sink, committing=self._guarded)
         else:
             began = time.monotonic()
@@ -327,6 +348,8 @@ class Tier:
             raise SourceError(err) from err
         here = {item.name for item in repository.storage.list(layout.DATA)}
         nbytes = sum(file.nbytes for file in manifest.files if file.name not in here) + len(text)
+        if manifest.info.partial is not None:  # shares are equal, and what others have there is not known
+            nbytes = nbytes * manifest.info.partial.size // len(manifest.info.partial.ranks)
         return nbytes if self.encoding.is_plain else max(nbytes, plan(manifest, repository).most_bytes(text))
 
     def _prune(self, repository: Repository, newest: str) -> None:

@@ -18,7 +18,7 @@ from ckpt_engine.persist import protocol
 from ckpt_engine.persist.commit import Cancelled
 from ckpt_engine.persist.held import Held, held_share
 from ckpt_engine.persist.ids import Ids
-from ckpt_engine.persist.intake import Intake, Order
+from ckpt_engine.persist.intake import Intake, Order, nobody_fills
 from ckpt_engine.persist.job import ErrorRecord, RankConfig, WriterConfig
 from ckpt_engine.persist.wire import Body
 from ckpt_engine.persist.writer import Emit, Writer
@@ -81,7 +81,7 @@ class Worker:
         self._caught_up = caught_up
         self._todo: deque[_Turn] = deque()
         self._at_hand: Order | Cancelled | None = None
-        self._finishing = self._abandoned = self._hurried = False
+        self._finishing = self._abandoned = self._hurried = self._written = False
         self._broken: str | None = None
         self._changed = threading.Condition()
         self.opened = False
@@ -91,7 +91,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="ckpt-writer", daemon=True)
 
     def _open_peers(self, ranks: RankConfig | None) -> Peers | None:
-        if ranks is None or not (ranks.replicate and self._memory):
+        if ranks is None or not ((ranks.replicate or ranks.parity) and self._memory):
             return None
         from ckpt_engine.persist.peers import Peers
 
@@ -152,12 +152,13 @@ class Worker:
         """Let the newest snapshot in memory become durable although the trainer lives; its step, None: there is none.
 
         It waits for its turn like a job, so that numbers stay in order. A newer one that comes meanwhile is what the
-        trainer wants by then, and this one is left.
+        trainer wants by then, and this one is left. Of several ranks the writers of all must be asked, within the
+        patience of a reunion: what becomes durable is the newest snapshot that all of them hold.
         """
         with self._changed:
             newest = self.held.newest
-            if newest is None or self._ranks is not None:
-                return None  # of several ranks one alone cannot
+            if newest is None:
+                return None
             coming = newest is self._at_hand or any(turn.order is newest for turn in self._todo)
             if not newest.durable and not coming and not self._finishing:
                 newest.retain()
@@ -175,13 +176,26 @@ class Worker:
         """The trainer is gone: other ranks are not waited for long any more."""
         self._writer.leave_alone()
 
-    def abandon(self) -> None:
+    @property
+    def may_lose(self) -> bool:
+        """Whether what is only in memory may be the newest snapshot that there is.
+
+        A rank whose share is written does not know whether the snapshot of all ranks was committed; the first one does.
+        """
+        newest = self.held.newest
+        return newest is not None and (not newest.durable or (self._ranks is not None and self._ranks.rank > 0))
+
+    def abandon(self, *, failed: bool = False) -> None:
         """The trainer is gone, and everything it sent was put: exit after what is needed to lose nothing.
 
         With memory that is the job at hand and the newest one; else all of them.
+
+        Args:
+            failed: it lives, and has said so: where its newest share is written, and then committed, nothing is kept.
         """
         with self._changed:
             newest = self.held.newest
+            self._written = failed and newest is not None and newest.durable
             if newest is not None:
                 # They are older, and given no numbers any more: the highest number is that of the newest.
                 self._drop(lambda order: order is not newest)
@@ -274,8 +288,11 @@ class Worker:
             try:
                 if isinstance(order, Cancelled):
                     self._writer.cancel(order)
+                elif turn.flush and self._ranks is not None:
+                    self._reunite()
                 elif turn.flush:
-                    self._writer.rescue(order, partial(self._unchanged, order))
+                    order.unchanged = partial(self._unchanged, order)
+                    self._writer.rescue(order)
                 else:
                     self._writer.persist(order)
             finally:
@@ -308,6 +325,8 @@ class Worker:
         else:
             self.held.drop_torn()
         orders = self.held.all_held()
+        for order in orders:
+            order.unchanged = partial(self.held.keeps, order)
         deadline = time.monotonic() + RESCUE_SECONDS
 
         def retry() -> bool:
@@ -317,6 +336,8 @@ class Worker:
         try:
             if orders and (self._abandoned or not orders[0].durable):
                 self._writer.reunite(orders, retry)
+            if self._written and orders and self._writer.is_committed(orders[0]):
+                self.held.let_go()
         finally:
             for order in orders:
                 order.release()
@@ -343,6 +364,7 @@ class Worker:
     def _insist(self, order: Order) -> None:
         """Make it durable, with some patience if the trainer is gone: what killed it may have hit the disk too."""
         deadline = time.monotonic() + RESCUE_SECONDS
+        order.unchanged = nobody_fills
         while True:
             self._writer.rescue(order)
             with self._changed:

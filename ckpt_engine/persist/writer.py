@@ -5,16 +5,11 @@ It knows nothing of processes, threads or sockets: orders come in, messages go o
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 from ckpt_engine.errors import (
@@ -26,7 +21,6 @@ from ckpt_engine.errors import (
     WriterError,
 )
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotFailed, SnapshotFound
-from ckpt_engine.observe.units import duration
 from ckpt_engine.persist import job as values
 from ckpt_engine.persist import parts, protocol
 from ckpt_engine.persist.aside import Aside
@@ -36,20 +30,21 @@ from ckpt_engine.persist.holds import Holds
 from ckpt_engine.persist.ids import Ids
 from ckpt_engine.persist.intake import Order
 from ckpt_engine.persist.job import ErrorRecord, JobDone, PersistJob, RankConfig, WriterConfig
+from ckpt_engine.persist.leftovers import recover
 from ckpt_engine.persist.near import Near
 from ckpt_engine.persist.reunion import NearestTier, Reunion
 from ckpt_engine.persist.share import Share
 from ckpt_engine.persist.snapshots import Staged, SupersededError
 from ckpt_engine.persist.stall import AbandonedError, Lane
 from ckpt_engine.persist.status import Unfinished
+from ckpt_engine.persist.taking import holder_of, waiting
 from ckpt_engine.persist.watched import watched
 from ckpt_engine.persist.wire import Body
-from ckpt_engine.store.lease import Holder, acquire, read_holder
+from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepAll, policy_from
-from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.retention import KeepAll, Retention, RetentionPolicy, policy_from
 from ckpt_engine.store.storage.open import open_storage
-from ckpt_engine.store.transfer import RunText
+from ckpt_engine.store.transfer import RunText, adopt_run
 
 Emit = Callable[[Body], object]
 T = TypeVar("T")
@@ -95,16 +90,18 @@ class Writer:
             StorageError: it cannot be written.
             WriterError: the configuration is impossible.
         """
-        config, holder = self._config, _holder(self._config)
+        config, holder = self._config, holder_of(self._config)
         try:
             policy = policy_from(config.keep)
         except (ValueError, TypeError) as err:
             raise WriterError(f"cannot apply the retention {dict(config.keep)}: {err}") from err
+        if config.ranks is not None and config.ranks.places and config.ranks.leads:
+            policy = self._without_components(policy)
         plain = open_storage(config.url, config.storage_options)
         self._lane = lane = Lane(plain.url)
         storage = watched(open_storage(config.url, config.storage_options), lane.progress)
         ranks = config.ranks
-        if ranks is not None and ranks.rank:
+        if ranks is not None and not ranks.leads:
             repository = Repository(storage)
             self._near = Share(config.url, repository, ranks, lane.progress, self._emit_event)
             if config.memory:
@@ -114,10 +111,13 @@ class Writer:
             self._ids.begin(0)
             return
         fleet = Fleet(config, plain, holder, self._emit_event) if config.tiers else None
+        pause = waiting(plain, holder, config.lease_wait_seconds, self._emit_event)
         with ExitStack() as undo:
-            lease = acquire(plain, holder, config.lease_wait_seconds, pause=self._waiting(plain, holder))
+            lease = acquire(plain, holder, config.lease_wait_seconds, pause=pause)
             undo.callback(lease.release)
             repository = Repository(storage)
+            if ranks is not None and ranks.record:
+                repository = adopt_run(RunText.parse(ranks.record), storage)
             if fleet is None:
                 repository.create_if_absent()
             else:
@@ -152,8 +152,18 @@ class Writer:
             )
             if ranks is not None and config.memory:
                 self._reunion = self._meet(ranks, repository, self._near.check_lease, in_flight)
+            if ranks is not None and len(ranks.places) > 1 and not (ranks.rank or config.tiers):
+                self._emit_event(Notice("INFO", _alone(len(ranks.places), config.url)))
             self._opened = True
             undo.pop_all()
+
+    def _without_components(self, policy: RetentionPolicy) -> RetentionPolicy:
+        """What retention does where this node has its part of each snapshot only: it cannot take components apart."""
+        whole = Retention.of(policy)
+        if not whole.components:
+            return policy
+        self._notice(f"{self._config.url} is this node's own: keep.components does nothing there")
+        return replace(whole, components={})
 
     @property
     def first_seq(self) -> int:
@@ -167,7 +177,7 @@ class Writer:
         if ranks.first_seq is not None:
             self._seq = max(self._seq, ranks.first_seq)
         in_flight = InFlight(ranks.session, self._seq)
-        found = parts.recover(repository, in_flight)
+        found = recover(repository, in_flight)
         self._seq = max(self._seq, repository.next_seq())
         for snapshot in found.completed:
             self._notice(f"{snapshot} was written by all ranks and is committed now")
@@ -191,20 +201,6 @@ class Writer:
         reads = Lane(lane.url)
         storage = watched(open_storage(self._config.url, self._config.storage_options), reads.progress)
         return Aside(Repository(storage), reads, lane.progress)
-
-    def _waiting(self, storage: Storage, holder: Holder) -> Callable[[float], None]:
-        """Sleeps, and says once for whom: the trainer waits too, and its user sees nothing else."""
-        told = False
-
-        def pause(seconds: float) -> None:
-            nonlocal told
-            other = None if told else read_holder(storage)
-            if other is not None and other != holder:
-                told = True
-                self._emit_event(_waits_for(other, storage.url, self._config.lease_wait_seconds))
-            time.sleep(seconds)
-
-        return pause
 
     def close(self) -> None:
         """Give back the lease. Idempotent. A tier that hangs does so when it has ended."""
@@ -252,6 +248,7 @@ class Writer:
     def persist(self, order: Order) -> None:
         """Do a job that was submitted. If it fails that is reported, never raised."""
         job, snapshot = order.job, self._ids.of(order)
+        self._near.learn(job.common)
         try:
             event, near = self._make_durable(order.staged(snapshot))
         except Exception as err:  # noqa: BLE001 - reported; whatever it is, the next job gets its own chance
@@ -264,15 +261,11 @@ class Writer:
                 self._committed(snapshot)
         self._emit({"kind": protocol.SETTLED, "job": job.job})
 
-    def rescue(self, order: Order, unchanged: Callable[[], bool] = lambda: True) -> None:
-        """Make durable what was only held in memory, or has failed before. Reported like a job, but with no outcome.
-
-        Args:
-            unchanged: see `Staged`; where the trainer lives.
-        """
+    def rescue(self, order: Order) -> None:
+        """Make durable what was only held in memory, or has failed before. Reported like a job, but with no outcome."""
         snapshot = self._ids.renew(order) if order.failed else self._ids.of(order)
         try:
-            event, near = self._make_durable(replace(order.staged(snapshot), unchanged=unchanged))
+            event, near = self._make_durable(order.staged(snapshot))
         except SupersededError as err:
             self._emit_event(Notice("INFO", err.message))
         except Exception as err:  # noqa: BLE001 - reported; it stays in memory
@@ -297,6 +290,11 @@ class Writer:
         assert self._reunion is not None
         self._reunion.run(orders, again)
 
+    def is_committed(self, order: Order) -> bool:
+        """Whether the snapshot of all ranks exists; False where the tier does not answer."""
+        assert self._reunion is not None
+        return self._reunion.is_committed(order)
+
     def _meet(
         self, ranks: RankConfig, repository: Repository, still_ours: Callable[[], None], in_flight: InFlight | None
     ) -> Reunion:
@@ -311,7 +309,7 @@ class Writer:
         def not_undone(err: CkptError) -> None:
             self._notice(f"cannot take back a share that was not made durable: {err}")
 
-        tier = self._config.url if ranks.rank == 0 else f"{self._config.url}, the share of rank {ranks.rank}"
+        tier = parts.share_place(self._config.url, ranks.rank) if ranks.rank else self._config.url
         progress = self._lane.progress
         return Reunion(
             ranks, NearestTier(ranks, repository, tier, progress, lane, still_ours, in_flight, done, not_undone)
@@ -425,25 +423,8 @@ class Writer:
         self._emit_event(Notice("WARNING", message))
 
 
-def _waits_for(other: Holder, url: str, seconds: float) -> Notice:
-    wait = duration(seconds)
-    if other.host == socket.gethostname() and not Path(f"/proc/{other.pid}").exists():
-        return Notice(
-            "INFO", f"process {other.pid} is gone, its writer still finishes at {url}; waiting for it, at most {wait}"
-        )
-    return Notice(
-        "WARNING",
-        f"the run at {url} is being written by {other}; waiting for its end, at most {wait}; `ckpt stop {url}` on "
-        f"{other.host} lets it save and end, or give this run another folder",
-    )
-
-
-def _holder(config: WriterConfig) -> Holder:
-    """The holder as the lease names it: what the trainer said about itself, completed with this process."""
-    told = config.holder
-    return Holder(
-        pid=int(told.get("pid", os.getpid())),
-        host=str(told.get("host", socket.gethostname())),
-        started=float(told.get("started", time.time())),
-        command=str(told.get("command", sys.executable)),
+def _alone(places: int, url: str) -> str:
+    return (
+        f"{places} nodes have {url} for themselves, each with its part of every snapshot: "
+        "a lost node takes all of them with it, unless there is a further tier that all nodes see"
     )

@@ -6,12 +6,12 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
 from ckpt_engine.observe.clock import Clock
 from ckpt_engine.preempt.notice import StopNotice
+from ckpt_engine.preempt.wake import Wake
 
 _SHELL_CODE = 128
 
@@ -20,7 +20,8 @@ class SignalWatch:
     """Notes the first of some signals.
 
     The handler sets an attribute, wakes who waits on `wake`, and calls the handler that was there before. It runs
-    between any two steps of the interpreter, so it takes no lock and logs nothing. From then on the end of a child
+    between any two steps of the interpreter, so it takes no lock and logs nothing. Who waits may hear of the signal
+    before it, see `note`. From then on the end of a child
     process is no news: a signal to the whole job ends loader workers too, and torch's handler would raise in the middle
     of the step that is to be finished. The first Ctrl-C is only noted, the
     second one interrupts at once. In a fork of the process (loader workers) nothing is noted: a Ctrl-C, which goes to
@@ -29,7 +30,7 @@ class SignalWatch:
     Args:
         signals: which ones.
         clock: the source of moments.
-        wake: gets a None with every signal; its `put` may be called inside of a handler.
+        wake: rings with every signal; open.
         then: called last, e.g. to take back what an earlier handler decided. As careful as a handler.
     """
 
@@ -37,7 +38,7 @@ class SignalWatch:
         self,
         signals: Sequence[signal.Signals],
         clock: Clock,
-        wake: SimpleQueue[None],
+        wake: Wake,
         then: Callable[[], None] | None = None,
     ) -> None:
         self._signals = tuple(signals)
@@ -65,12 +66,20 @@ class SignalWatch:
             elif number is not signal.SIGINT or previous is not signal.SIG_IGN:  # ignored under nohup: it stays so
                 self._previous[number] = previous
                 signal.signal(number, self._handler)
+        if self._previous:
+            self._wake.hear_signals()
         return problems
+
+    def note(self, number: int) -> None:
+        """A signal came, and the main thread may be where no handler can run. Any thread."""
+        if self.heard is None and number in self._previous:
+            self.heard = notice_of(number, self._now())
 
     def remove(self) -> None:
         """Put back what was there, unless somebody else has replaced us meanwhile. Idempotent."""
         if threading.current_thread() is not threading.main_thread():
             return
+        self._wake.ignore_signals()
         if self._of_children is not None and signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL:
             signal.signal(signal.SIGCHLD, self._of_children)
         while self._previous:
@@ -88,8 +97,9 @@ class SignalWatch:
         self.interrupted |= again
         if self.heard is None:
             self.heard = notice_of(number, self._now())
+        if self._of_children is None:
             self._of_children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        self._wake.put(None)
+        self._wake.ring()
         if callable(previous) and (previous is not signal.default_int_handler or again):
             previous(number, frame)
         if self._then is not None:

@@ -7,8 +7,6 @@ import math
 import os
 import threading
 from collections.abc import Callable
-from contextlib import suppress
-from queue import Empty, SimpleQueue
 
 from ckpt_engine.config import Config, Preemption
 from ckpt_engine.errors import CkptError
@@ -18,11 +16,14 @@ from ckpt_engine.observe.ledger import Flying, Ledger, Standing
 from ckpt_engine.observe.log import LOGGER_NAME
 from ckpt_engine.observe.units import duration
 from ckpt_engine.persist import control
+from ckpt_engine.persist.parts import share_place
 from ckpt_engine.preempt.notice import PreemptionSource, SourceError, Stop, StopNotice
 from ckpt_engine.preempt.outlook import Outlook, outlook
 from ckpt_engine.preempt.plan import Choice, InFlight, StopFacts, StopPlan, TierFacts, new_snapshot_seconds, plan_stop
 from ckpt_engine.preempt.signals import SignalWatch
 from ckpt_engine.preempt.sources import open_source
+from ckpt_engine.preempt.wake import Wake
+from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 
@@ -31,6 +32,8 @@ _log = logging.getLogger(LOGGER_NAME)
 _LOOK_SECONDS = 0.5
 _IDLE_SECONDS = 3600.0
 _SPARE_SECONDS = 0.25
+_MEETING_SECONDS = 2.0
+"""How long writers of several ranks may take to notice that all have left their shares."""
 _ANSWER_SECONDS = 5.0
 _END_SECONDS = 15.0
 """Longer than any source may take to answer."""
@@ -53,6 +56,7 @@ class PreemptionWatch:
         newest: asks the nearest tier for the step of its newest snapshot; used by the thread, only when it is late.
         flush: lets the writer make the newest snapshot in memory durable; its step, None: there is none. Any thread.
         then: called at the end of every signal handler.
+        spare_seconds: that a flush may take besides writing.
     """
 
     def __init__(
@@ -65,7 +69,9 @@ class PreemptionWatch:
         newest: Callable[[], int | None],
         flush: Callable[[], int | None] = lambda: None,
         then: Callable[[], None] | None = None,
+        spare_seconds: float = _SPARE_SECONDS,
     ) -> None:
+        self._spare_seconds = spare_seconds
         self.grace_seconds = options.grace
         self._ledger = ledger
         self._now = clock.monotonic
@@ -73,7 +79,7 @@ class PreemptionWatch:
         self._newest = newest
         self._ask_to_flush = flush
         self._flushed: Flying | None = None
-        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._wake = Wake()
         self._signals = SignalWatch(options.numbers(), clock, self._wake, then)
         self._sources = [open_source(one, clock) for one in options.sources]
         # One attribute per thread that sets it; readers take the earliest.
@@ -93,6 +99,7 @@ class PreemptionWatch:
     def start(self) -> None:
         """Install the signal handlers and start the thread. On the main thread, for signals to be watched."""
         self._started = self._ended = self._now()
+        self._wake.open()
         for problem in self._signals.install():
             _log.warning("not watched: %s", problem)
         self._thread = threading.Thread(target=self._run, name="ckpt-preempt", daemon=True)
@@ -105,8 +112,10 @@ class PreemptionWatch:
             _log.warning("Ctrl-C again: training stops at once; %s", self.durable())
         self._closing = True
         if self._thread is not None and os.getpid() == self._owner:
-            self._wake.put(None)
+            self._wake.ring()
             self._thread.join(_END_SECONDS)
+            if not self._thread.is_alive():
+                self._wake.close()
             self._thread = None
 
     def boundary(self, step: int) -> None:
@@ -120,6 +129,11 @@ class PreemptionWatch:
         found = [one for one in (self._signals.heard, self._noticed, self._requested) if one is not None]
         return min(map(self._stop_of, found), key=lambda one: one.deadline) if found else None
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether there was a second Ctrl-C: nothing is waited for any more."""
+        return self._signals.interrupted
+
     def take_save(self) -> str | None:
         """Who has asked for a snapshot since the last call, if somebody has."""
         who, self._save = self._save, None
@@ -130,7 +144,7 @@ class PreemptionWatch:
         if (stop := self.stop) is not None:
             self._announce(stop)  # before what the training thread says of it
         self._attended = True
-        self._wake.put(None)
+        self._wake.ring()
 
     def emit(self, event: Event) -> None:
         """Takes requests; an event sink."""
@@ -141,13 +155,17 @@ class PreemptionWatch:
             return
         if event.what == "stop":
             self._requested = StopNotice(f"ckpt stop by {event.who}", self._now(), exit_code=0)
-            self._wake.put(None)
+            self._wake.ring()
         elif event.what == "save":
             self._save = event.who
 
     def plan(self, stop: Stop) -> StopPlan:
         """What to do about `stop` at a boundary, now."""
         return plan_stop(self._facts(stop, 0.0))
+
+    def plan_ahead(self, stop: Stop) -> StopPlan:
+        """As `plan`, after one more step that lasts as long as the last one."""
+        return plan_stop(self._facts(stop, self._took))
 
     def flush(self) -> int | None:
         """Let the writer make durable what is only in memory; the step of that, None: there is none.
@@ -229,8 +247,11 @@ class PreemptionWatch:
                     late = True
                     self._mind(stop)
             if wait > 0.0 and not self._closing:
-                with suppress(Empty):
-                    self._wake.get(timeout=wait)
+                self._listen(wait)
+
+    def _listen(self, seconds: float) -> None:
+        for number in self._wake.wait(seconds):
+            self._signals.note(number)
 
     def _ask(self, due: dict[int, float], broken: set[int]) -> float:
         """Ask the sources that are due; seconds until the next one is, or 0 if there is news."""
@@ -275,7 +296,7 @@ class PreemptionWatch:
         needed = new_snapshot_seconds(facts)
         if facts.held_step is not None:
             known = facts.tiers[0].bytes_per_second is not None
-            needed = needed + _SPARE_SECONDS if known else (stop.deadline - stop.notice.instant) / 2.0
+            needed = needed + self._spare_seconds if known else (stop.deadline - stop.notice.instant) / 2.0
         return facts.grace_seconds - needed
 
     def _mind(self, stop: Stop) -> None:
@@ -298,8 +319,7 @@ class PreemptionWatch:
             if self._now() >= stop.deadline:
                 _log.error("%s: the time is over, and the snapshot of step %d is not durable", stop.notice.who, step)
                 return
-            with suppress(Empty):
-                self._wake.get(timeout=_LOOK_SECONDS)
+            self._listen(_LOOK_SECONDS)
 
     def _let_become_durable(self, stop: Stop, plan: StopPlan) -> int | None:
         """What is worth waiting for. What waits in memory is tried too where it does not fit: that costs nothing."""
@@ -314,13 +334,18 @@ class PreemptionWatch:
         return step
 
 
-def open_watch(config: Config, clock: Clock, then: Callable[[], None] | None = None) -> tuple[Ledger, PreemptionWatch]:
-    """The ledger and the watch of a run; both are event sinks.
+def open_watch(
+    config: Config, clock: Clock, ranks: Ranks | None, then: Callable[[], None] | None = None
+) -> tuple[Ledger, PreemptionWatch]:
+    """The ledger and the watch of a run, or of one of its ranks; both are event sinks.
 
     Raises:
         StorageError: a tier that no storage serves.
     """
-    ledger = Ledger([tier.url for tier in config.tiers], clock)
+    urls = [tier.url for tier in config.tiers]
+    if ranks is not None and ranks.rank:
+        urls = [share_place(urls[0], ranks.rank)]  # the rest is for the coordinator
+    ledger = Ledger(urls, clock)
     nearest = Repository(open_storage(config.root_url, config.tiers[0].for_storage()))
     watch = PreemptionWatch(
         config.preemption,
@@ -328,15 +353,25 @@ def open_watch(config: Config, clock: Clock, then: Callable[[], None] | None = N
         clock,
         slots=config.slots,
         newest=lambda: _newest_step(nearest),
-        flush=lambda: _flush(config.root_url),
+        flush=lambda: _flush(config.root_url, ranks),
         then=then,
+        spare_seconds=_SPARE_SECONDS if ranks is None else _SPARE_SECONDS + _MEETING_SECONDS,
     )
     return ledger, watch
 
 
-def _flush(root_url: str) -> int | None:
+def _flush(root_url: str, ranks: Ranks | None) -> int | None:
+    """Ask the writer; of several ranks those of all on this machine: none alone knows what all hold."""
+    own = 0 if ranks is None else ranks.rank
+    steps = [_flush_one(root_url, own)]
+    if ranks is not None and steps[0] is not None:
+        steps += [_flush_one(root_url, rank) for rank in range(ranks.size) if rank != own]
+    return min((step for step in steps if step is not None), default=None)
+
+
+def _flush_one(root_url: str, rank: int) -> int | None:
     try:
-        reply = control.ask(root_url, {"what": control.FLUSH}, _ANSWER_SECONDS)
+        reply = control.ask(root_url, {"what": control.FLUSH}, _ANSWER_SECONDS, rank)
     except (CkptError, OSError) as err:
         _log.warning("what is in memory cannot be made durable now: %s", err)
         return None

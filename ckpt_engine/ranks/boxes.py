@@ -52,7 +52,8 @@ class Grid:
 
     Args:
         shape: of the array.
-        boxes: they tile it, in the order of their offsets; no empty one, unless the array is empty.
+        boxes: they tile it, in the order of their offsets; no empty one, unless the array is empty. Or they are runs
+            of its elements in C order: boxes of one dimension, whatever the array has.
         holders: the ranks that have each box, in order. No rank has two.
     """
 
@@ -75,8 +76,15 @@ class Grid:
         return self._index.get(rank)
 
     @property
+    def is_runs(self) -> bool:
+        """Whether the boxes do not have the dimensions of the array."""
+        return any(len(box.shape) != len(self.shape) for box in self.boxes)
+
+    @property
     def is_rows(self) -> bool:
         """Whether the boxes, one behind another, are the array in C order."""
+        if self.is_runs:
+            return True
         lead = leading(self.shape)
         return all(box.shape[lead + 1 :] == self.shape[lead + 1 :] for box in self.boxes)
 

@@ -44,6 +44,18 @@ class GroupStore:
         except RuntimeError as err:
             raise _gone(err) from err
 
+    def add(self, key: str) -> int:
+        try:
+            return int(self._short.add(key, 1))
+        except RuntimeError as err:
+            raise _gone(err) from err
+
+    def remove(self, key: str) -> None:
+        try:
+            self._short.delete_key(key)
+        except RuntimeError as err:
+            raise _gone(err) from err
+
     def wait(self, key: str, timeout: float) -> str:
         try:
             self._long.wait([key], timedelta(seconds=timeout))

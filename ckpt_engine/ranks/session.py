@@ -2,45 +2,70 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from ckpt_engine.config import Config
 from ckpt_engine.errors import CkptError, ConfigError, WaitTimeoutError
 from ckpt_engine.persist.client import WriterClient
 from ckpt_engine.persist.job import ErrorRecord, RankConfig
+from ckpt_engine.ranks.answers import hear, say
+from ckpt_engine.ranks.partners import neighbours
+from ckpt_engine.ranks.places import Beacon, Places, Sight, divide, record_in, sees
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.store import layout
 from ckpt_engine.store.manifest import RANKS
+from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage.oserrors import translated
 
 START_SECONDS = 300.0
 """How long other ranks wait for rank 0 to have its writer; longer than waiting for a lease takes."""
 LOAD_SECONDS = 3600.0
 """How long they wait for rank 0 to have loaded a snapshot."""
+CLOSE_SECONDS = 60.0
 
 T = TypeVar("T")
 U = TypeVar("U")
 
 
 class Session:
-    """The ranks' common numbering of snapshots. Training thread only.
+    """The ranks' common numbering of snapshots, and who shares a root with whom. Training thread only.
 
     Args:
         ranks: who takes part.
+        root: the nearest tier as this rank sees it, if its machine may have it for itself; None: all ranks see one.
         replicate: each rank's writer keeps its newest shares at a partner on another machine too.
+        parity: or as parity at the members of a group of so many machines, see `partners`; 0: not.
         mirror_bytes_per_second: at most so fast; None: as fast as the link takes it.
+        memory: there is a memory tier, which needs one root for all ranks.
     """
 
-    def __init__(self, ranks: Ranks, *, replicate: bool = False, mirror_bytes_per_second: float | None = None) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        root: LocalStorage | None = None,
+        replicate: bool = False,
+        parity: int = 0,
+        mirror_bytes_per_second: float | None = None,
+        memory: bool = False,
+    ) -> None:
         self.ranks = ranks
-        self.replicates = replicate
+        self.root = root
+        self._parity = parity
+        self.replicates = replicate or parity > 0
+        """Whether a lost machine's shares can be had from others."""
         self._mirror_bytes_per_second = mirror_bytes_per_second
+        self._memory = memory
         self._others: dict[str, Any] | None = None
         self._session = ""
         self._next_seq = 0
+        self._places: Places | None = None
+        self._record = ""
         self._questions = self._meetings = 0
         self.count = 0
         """Snapshots that were given an id."""
@@ -55,21 +80,82 @@ class Session:
         """Whether this is rank 0."""
         return self.ranks.rank == 0
 
+    def places(self, *, make: bool = False) -> Places:
+        """The ranks by the root they see. Asked of all ranks at once; the answer is kept.
+
+        Args:
+            make: make the root if it is not there. Else, where it is not or cannot be written, each machine counts as a
+                place, and the next call looks again.
+
+        Raises:
+            StorageError: rank 0 cannot write to what it should make, on every rank: nothing is known of places then.
+            WaitTimeoutError, RanksError: rank 0 is not there.
+        """
+        if self._places is not None:
+            return self._places
+        root, everybody = self.root, (tuple(range(self.ranks.size)),)
+        if root is None or self.ranks.size == 1:
+            return everybody
+        lit: list[Beacon] = []
+
+        def light() -> str:
+            try:
+                lit.append(Beacon(root, make=make))
+            except OSError as err:
+                if make:
+                    raise translated(err, "leave a file in", root.root) from err
+                return ""  # not there, or only to be read: what other machines have of it they lend
+            return lit[0].name
+
+        try:
+            beacon = self.agree(light, START_SECONDS)
+
+            def look() -> list[Any]:
+                found = bool(beacon) and sees(root, beacon)
+                return [found, self.ranks.node, "" if found else record_in(root)]
+
+            places, record = self.meet(look, _divided)
+        finally:
+            for one in lit:
+                one.put_out()
+        found = tuple(tuple(place) for place in places)
+        if beacon:
+            self._places, self._record = found, record
+        return found
+
     def open(self, start: Callable[[RankConfig], WriterClient]) -> WriterClient:
         """Start this rank's writer. The first time rank 0's starts first, and says from where the numbers go on.
 
+        Where there are several places their leaders' writers are next: they may know higher numbers.
+
         Raises:
-            CkptError: what rank 0 could not start for, on every rank; or what this rank cannot.
-            ConfigError: replication, and all ranks are on one machine.
+            CkptError: what rank 0 or a leader could not start for, on every rank; or what this rank cannot.
+            ConfigError: replication or parity, and the ranks are not on machines that allow it; or a memory tier with
+                several places.
         """
         if self._session:
             client = start(self._config(self._session, self._next_seq))
             if self._others is not None:
                 client.meet({**self._others, "moved": True})
             return client
-        client = self._open_first(start)
+        places = self.places(make=True)
+        if len(places) > 1 and self._memory:
+            raise ConfigError(
+                f"the memory tier needs one nearest folder for all ranks, and they have {len(places)}: "
+                f"rank {places[1][0]} does not see that of rank 0",
+                hint="take `memory` out of the tiers, or put a shared folder or an object store behind it",
+            )
+        found = self._open_first(start)
+        if len(places) > 1:
+            found = self._open_places(start, found)
+        client = found if found is not None else start(self._config(self._session, self._next_seq))
         if self.replicates:
-            self._introduce(client)
+            try:
+                self._introduce(client)
+            except BaseException:
+                _close([client])
+                self._session = ""
+                raise
         return client
 
     def _introduce(self, client: WriterClient) -> None:
@@ -78,30 +164,59 @@ class Session:
         mine: list[Any] = [ranks.node, ranks.address, client.peer_port]
         said = self.meet(lambda: mine, _as_they_are)
         nodes = [str(one[0]) if one is not None else "" for one in said]
-        partner = partner_of(ranks.rank, nodes)
-        if partner is None:
-            raise ConfigError(
-                f"replicate needs ranks on several machines in equal numbers, they are on {sorted(set(nodes))}",
-                hint="remove it, or start the job on more machines",
-            )
-        (guest,) = [rank for rank in range(ranks.size) if partner_of(rank, nodes) == ranks.rank]
+        near = neighbours(ranks.rank, nodes, self._parity)
         addresses = [[str(one[1]), int(one[2])] if one is not None else ["", 0] for one in said]
-        self._others = {"addresses": addresses, "partner": partner, "guest": guest, "moved": False}
+        self._others = {"addresses": addresses, **asdict(near), "moved": False}
         client.meet(self._others)
 
-    def _open_first(self, start: Callable[[RankConfig], WriterClient]) -> WriterClient:
-        if self.coordinates:
-            clients: list[WriterClient] = []
+    def _open_first(self, start: Callable[[RankConfig], WriterClient]) -> WriterClient | None:
+        """Rank 0's writer, and there only."""
+        clients: list[WriterClient] = []
+        several = self._several
 
-            def begin() -> dict[str, Any]:
-                session = os.urandom(16).hex()
-                clients.append(start(self._config(session, None)))
-                return {"session": session, "first_seq": clients[0].first_seq}
+        def begin() -> dict[str, Any]:
+            session = os.urandom(16).hex()
+            if self.root is not None and self._record and record_in(self.root):
+                self._record = ""  # it has its own, and the others have to fit to it
+            clients.append(start(self._config(session, None)))
+            record = self.root.get(layout.RECORD).decode() if several and self.root is not None else ""
+            return {"session": session, "first_seq": clients[0].first_seq, "record": record}
 
-            self._adopt(self.agree(begin, START_SECONDS))
-            return clients[0]
-        self._adopt(self.agree(dict, START_SECONDS))
-        return start(self._config(self._session, self._next_seq))
+        try:
+            agreed = self.agree(begin, START_SECONDS)
+        except CkptError:
+            _close(clients)
+            raise
+        self._session, self._next_seq, self._record = agreed["session"], agreed["first_seq"], agreed["record"]
+        return clients[0] if clients else None
+
+    def _open_places(
+        self, start: Callable[[RankConfig], WriterClient], client: WriterClient | None
+    ) -> WriterClient | None:
+        """The writers of the other places' leaders, and from where the numbers of all places go on."""
+        clients = [client] if client is not None else []
+
+        def begin() -> dict[str, Any]:
+            if not self._config(self._session, None).leads:
+                return {}
+            if not clients:
+                clients.append(start(self._config(self._session, None)))
+            return {"first_seq": clients[0].first_seq}
+
+        try:
+            self._next_seq = self.meet(begin, self._first_seq)
+        except BaseException:
+            _close(clients)
+            self._session = ""
+            raise
+        return clients[0] if clients else None
+
+    def _first_seq(self, said: list[dict[str, Any] | None]) -> int:
+        """The lowest number that is free in all places."""
+        for place in self._places or ():
+            if said[place[0]] is None:
+                raise WaitTimeoutError(f"the writer of rank {place[0]} has not started in time")
+        return max(int(one["first_seq"]) for one in said if one)
 
     def number(self, step: int, parent: str | None) -> str:
         """The id of the next snapshot; the same on every rank.
@@ -122,68 +237,73 @@ class Session:
         """What `make` returns on rank 0, a JSON value. Others wait at most `timeout` seconds for it.
 
         Raises:
-            CkptError: what `make` has raised there, on every rank.
+            CkptError: what `make` has raised there, on every rank. What is none of ours is a `WriterError` on others.
             WaitTimeoutError: rank 0 does not answer.
         """
+        return self._answer(make, timeout, "on rank 0: ")
+
+    def _answer(self, make: Callable[[], T], timeout: float, whose: str) -> T:
         self._questions += 1
         key = f"agreed/{self._questions}"
         store = self.ranks.store
         if not self.coordinates:
-            answer = json.loads(store.wait(key, timeout))
+            answer = hear(store, key, timeout)
             if "error" in answer:
                 raise ErrorRecord(**answer["error"]).exception()
             found: T = answer["value"]
             return found
         try:
             value = make()
-        except CkptError as err:
+            say(store, key, {"value": value})
+        except Exception as err:
             record = ErrorRecord.of(err)
-            error = {"code": record.code, "message": f"on rank 0: {record.message}", "hint": record.hint}
-            store.set(key, json.dumps({"error": error}))
+            error = {"code": record.code, "message": f"{whose}{record.message}", "hint": record.hint}
+            try:
+                say(store, key, {"error": error})
+            except CkptError as unheard:
+                err.add_note(f"other ranks could not be told: {unheard}")
             raise
-        store.set(key, json.dumps({"value": value}))
         return value
 
-    def meet(self, make: Callable[[], T], combine: Callable[[list[T | None]], U]) -> U:
+    def meet(self, make: Callable[[], T], combine: Callable[[list[T | None]], U], timeout: float = START_SECONDS) -> U:
         """What `combine` makes on rank 0 of what `make` returns on each rank, JSON values; the same on every rank.
 
-        Only for the start: it waits for the slowest rank. One that does not come counts as None.
-
-        Args:
-            make: MUST not raise, so that nobody waits for a rank in vain.
+        Waits for the slowest rank. One that does not come within `timeout` seconds counts as None.
 
         Raises:
+            CkptError: what `make` has raised on some rank, or `combine`, on every rank; it names the rank. A rank whose
+                own `make` has raised raises that.
             WaitTimeoutError: rank 0 does not answer.
         """
         self._meetings += 1
         key, store = f"met/{self._meetings}", self.ranks.store
-        mine = make()
+        failure: Exception | None = None
+        mine: dict[str, Any]
+        try:
+            mine = {"value": make()}
+        except Exception as err:  # noqa: BLE001 - nobody may wait for this rank in vain; raised below
+            failure, mine = err, {"error": asdict(ErrorRecord.of(err))}
         if not self.coordinates:
-            store.set(f"{key}/{self.ranks.rank}", json.dumps(mine))
-            found: U = json.loads(store.wait(key, 2 * START_SECONDS))
-            return found
-        deadline = time.monotonic() + START_SECONDS
-        said: list[T | None] = [mine]
-        for rank in range(1, self.ranks.size):
-            try:
-                said.append(json.loads(store.wait(f"{key}/{rank}", max(0.1, deadline - time.monotonic()))))
-            except WaitTimeoutError:
-                said.append(None)
-        answer = combine(said)
-        store.set(key, json.dumps(answer))
-        return answer
+            say(store, f"{key}/{self.ranks.rank}", mine)
 
-    def settle(self, mine: Any, judge: Callable[[list[Any]], T], timeout: float) -> T:
-        """What `judge` makes on rank 0 of what all ranks say: JSON values by rank. Waits and raises as `agree`."""
-        key = f"said/{self._questions + 1}"
-        store, size = self.ranks.store, self.ranks.size
-        if not self.coordinates:
-            store.set(f"{key}/{self.ranks.rank}", json.dumps(mine))
+        def listen() -> U:
+            deadline = time.monotonic() + timeout
+            said: list[T | None] = [_value(0, mine)]
+            for rank in range(1, self.ranks.size):
+                try:
+                    one = hear(store, f"{key}/{rank}", max(0.1, deadline - time.monotonic()))
+                except WaitTimeoutError:
+                    said.append(None)
+                else:
+                    said.append(_value(rank, one))
+            return combine(said)
 
-        def hear() -> T:
-            return judge([mine, *(json.loads(store.wait(f"{key}/{rank}", timeout)) for rank in range(1, size))])
-
-        return self.agree(hear, timeout)
+        try:
+            return self._answer(listen, 2 * timeout, "")
+        except CkptError as err:
+            if failure is not None:
+                raise failure from err
+            raise
 
     def arranged(self, components: dict[str, Any]) -> dict[str, Any]:
         """A state's components with this rank's own ones where a manifest has them.
@@ -199,10 +319,8 @@ class Session:
         shared = {key: value for key, value in components.items() if key not in own}
         return {**shared, RANKS: {str(self.ranks.rank): own}}
 
-    def _adopt(self, agreed: dict[str, Any]) -> None:
-        self._session, self._next_seq = agreed["session"], agreed["first_seq"]
-
     def _config(self, session: str, first_seq: int | None) -> RankConfig:
+        places = self._places if self._places is not None and self._several else ()
         return RankConfig(
             self.ranks.rank,
             self.ranks.size,
@@ -210,21 +328,43 @@ class Session:
             first_seq,
             self.ranks.wait_seconds,
             self.ranks.node,
-            self.replicates,
+            self.replicates and not self._parity,
+            self._parity,
             self._mirror_bytes_per_second,
+            next((place for place in places if self.ranks.rank in place), ()),
+            places,
+            self._record if places else "",
         )
 
+    @property
+    def led_places(self) -> int:
+        """Once it is open, on a rank that leads one of several places: how many there are; else 0."""
+        places = self._places if self._several else None
+        return len(places) if places and any(place[0] == self.ranks.rank for place in places) else 0
 
-def partner_of(rank: int, nodes: Sequence[str]) -> int | None:
-    """Who keeps the shares of a rank, so that a lost machine's shares are on another one; None: that cannot be.
+    @property
+    def _several(self) -> bool:
+        return self._places is not None and len(self._places) > 1
 
-    Args:
-        nodes: name of each rank's machine; ranks of one machine follow each other, as many on each.
-    """
-    each = nodes.count(nodes[rank])
-    partner = (rank + each) % len(nodes)
-    equal = all(nodes.count(node) == each for node in nodes)
-    return partner if equal and nodes[partner] != nodes[rank] else None
+
+def _value(rank: int, said: dict[str, Any]) -> Any:
+    """What a rank's `make` has returned; raises what it has raised."""
+    if "error" in said:
+        error = ErrorRecord(**said["error"])
+        raise ErrorRecord(error.code, f"on rank {rank}: {error.message}", error.hint).exception()
+    return said["value"]
+
+
+def _divided(said: list[list[Any] | None]) -> tuple[Places, str]:
+    """The places, and the record of the run that some other place than rank 0's has."""
+    known = [None if one is None else Sight(*one) for one in said]
+    return divide(known), next((one.record for one in known if one is not None and one.record), "")
+
+
+def _close(clients: Sequence[WriterClient]) -> None:
+    """End writers that were started for nothing: another one could not be."""
+    for client in clients:
+        client.close(CLOSE_SECONDS)
 
 
 def _as_they_are(said: list[list[Any] | None]) -> list[list[Any] | None]:
@@ -235,10 +375,11 @@ def session_of(ranks: Ranks | None, config: Config) -> Session | None:
     """The session of a run with these options; None: there is one process.
 
     Raises:
-        ConfigError: replication, in one process; or a codec of the nearest tier, with several.
+        ConfigError: replication or parity, in one process; or a codec of the nearest tier, with several.
     """
     memory = config.memory
     replicate = memory is not None and memory.replicate is not None
+    parity = memory.parity or 0 if memory is not None else 0
     if ranks is not None and ranks.size > 1:
         if config.tiers[0].codec != "raw":
             raise ConfigError(
@@ -246,7 +387,17 @@ def session_of(ranks: Ranks | None, config: Config) -> Session | None:
                 hint="give the codec to a further tier",
             )
         limit = memory.bandwidth if memory is not None else None
-        return Session(ranks, replicate=replicate, mirror_bytes_per_second=limit)
-    if replicate:
-        raise ConfigError("replicate needs several ranks on several machines", hint="remove it from the memory tier")
+        nearest = config.tiers[0]
+        root = open_storage(nearest.url, nearest.for_storage()) if nearest.is_folder else None
+        return Session(
+            ranks,
+            root=root if isinstance(root, LocalStorage) else None,
+            replicate=replicate,
+            parity=parity,
+            mirror_bytes_per_second=limit,
+            memory=memory is not None,
+        )
+    if replicate or parity:
+        what = "parity" if parity else "replicate"
+        raise ConfigError(f"{what} needs several ranks on several machines", hint="remove it from the memory tier")
     return None

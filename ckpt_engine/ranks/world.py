@@ -29,6 +29,14 @@ class Store(Protocol):
         """
         ...
 
+    def add(self, key: str) -> int:
+        """Count up by one, from 0; what it is now. `get` gives it as text. Raises as `set`."""
+        ...
+
+    def remove(self, key: str) -> None:
+        """Let go of a key. Raises as `set`."""
+        ...
+
 
 class Ranks(Protocol):
     """One of several processes that train together, each with its own `Checkpointer` for the same place.

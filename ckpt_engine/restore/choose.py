@@ -18,10 +18,12 @@ from ckpt_engine.errors import (
 from ckpt_engine.restore import places
 from ckpt_engine.restore.memory import URL
 from ckpt_engine.restore.node_storage import NodeStorage
+from ckpt_engine.restore.spread import Spread
 from ckpt_engine.store import layout, slim
 from ckpt_engine.store.layout import ParsedId
 from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.some_ranks import require_whole
 
 Check = Callable[[Manifest], None]
 """Raises if a snapshot does not fit its user (for example a model with other keys); asked before data is read."""
@@ -50,6 +52,8 @@ class Search:
     """What was passed over on the way to a snapshot: filled while `candidates` is used."""
 
     rejected: list[Rejected] = field(default_factory=list)
+    unfinished: set[str] = field(default_factory=set)
+    """Those among the rejected that never were snapshots of all nodes: they do not keep a run from starting anew."""
     away: list[Away] = field(default_factory=list)
 
     def reject(self, snapshot: str, error: CkptError) -> None:
@@ -63,7 +67,7 @@ class Candidate:
 
     Args:
         sources: places to read it from, all with this very manifest: those that have it whole, nearest first, then
-            those that have parts of it.
+            those that have parts of it. Folders of nodes come before all others.
         notes: copies that were passed over, and why.
     """
 
@@ -105,6 +109,7 @@ def candidates(
             search.away.append(Away(answer.place.storage.url, answer.error.code, answer.error.message))
         for parsed in answer.value or ():
             holders.setdefault(parsed, []).append(answer.place)
+    _note_silent(where, search)
     sizes = _Sizes()
     slimmed: list[Candidate] = []
     for parsed in sorted(holders, key=lambda parsed: (parsed.seq, parsed.id), reverse=True):
@@ -114,11 +119,16 @@ def candidates(
             search.reject(parsed.id, refused[parsed.id])
             continue
         try:
-            copies = _assemble(parsed.id, holders[parsed], sizes)
+            try:
+                copies = _assemble(parsed.id, holders[parsed], sizes)
+            finally:
+                _note_silent(where, search)
         except (FormatError, StorageError) as err:
             if len(where) == 1 and not isinstance(err, FormatError | StorageMissingError):
                 raise
             search.reject(parsed.id, err)
+            if all(isinstance(one.storage, Spread) and parsed.id in one.storage.unfinished for one in holders[parsed]):
+                search.unfinished.add(parsed.id)
             continue
         if lost := slim.lacks(copies[0].manifest):
             if step is None:
@@ -139,11 +149,26 @@ def candidates(
         yield candidate
 
 
+def _note_silent(where: Sequence[Repository], search: Search) -> None:
+    """Nodes that do not answer are places that are away: some are only found out about when they are asked."""
+    known = {one.url for one in search.away}
+    for place in where:
+        if isinstance(place.storage, Spread):
+            for url, why in place.storage.silent.items():
+                if url not in known:
+                    search.away.append(Away(url, StorageError.code, why))
+
+
 def _announce(candidate: Candidate) -> None:
     """Tell the ranks of this node what is read next, where they share it."""
     nearest = candidate.sources[0].storage
-    if isinstance(nearest, NodeStorage):
+    lacks: set[str] | None = None
+    if isinstance(nearest, Spread):
         nearest.announce(candidate.manifest)
+        lacks = {file.name for file in candidate.manifest.files} - nearest.sizes.keys()
+        nearest = next((one.storage for one in candidate.sources if isinstance(one.storage, NodeStorage)), nearest)
+    if isinstance(nearest, NodeStorage) and lacks != set():
+        nearest.announce(candidate.manifest, lacks)
 
 
 def assemble(snapshot: str, holders: Sequence[Repository]) -> Candidate:
@@ -165,6 +190,8 @@ class _Sizes:
         self._known: dict[int, dict[str, int]] = {}
 
     def of(self, place: Repository) -> dict[str, int]:
+        if isinstance(place.storage, Spread):
+            return place.storage.sizes  # grows with each snapshot that is gathered
         if id(place) not in self._known:
             self._known[id(place)] = {item.name: item.nbytes for item in place.storage.list(layout.DATA)}
         return self._known[id(place)]
@@ -183,6 +210,11 @@ class _Copies:
     def is_whole(self) -> bool:
         return self.found == {file.name for file in self.manifest.files}
 
+    def sources(self) -> tuple[Repository, ...]:
+        """The places to read from, in this order: what nodes have themselves before what is far away."""
+        near = [place for place in self.parts if isinstance(place.storage, Spread)]
+        return (*near, *self.whole, *(place for place in self.parts if place not in near))
+
 
 def _assemble(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) -> list[Candidate]:
     """The snapshot as it is stored, nearest first: more than one only where places store it differently."""
@@ -192,6 +224,7 @@ def _assemble(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) -> li
     for place in holders:
         try:
             manifest = place.read(snapshot)
+            require_whole(manifest.info, place.storage.url)
             kind = next((one for one in kinds if one.manifest == manifest), None)
             if kind is None:
                 kinds.append(kind := _Copies(manifest))
@@ -208,7 +241,7 @@ def _assemble(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) -> li
     usable = sorted((kind for kind in kinds if kind.is_whole), key=lambda kind: not kind.whole)
     if not usable:
         raise errors[0]
-    return [Candidate(one.manifest.info, one.manifest, (*one.whole, *one.parts), tuple(notes)) for one in usable]
+    return [Candidate(one.manifest.info, one.manifest, one.sources(), tuple(notes)) for one in usable]
 
 
 def _what_is_wrong(files: Sequence[DataFile], sizes: dict[str, int]) -> CkptError:
@@ -226,11 +259,14 @@ def none_usable(where: Sequence[Repository], search: Search, step: int | None) -
     named = [place.storage.url for place in where if place.storage.url != URL] or [URL]
     urls = ", ".join(named)
     away = "".join(f"  {one.url}: [{one.code}] {one.reason}\n" for one in search.away)
-    if search.rejected:
+    if any(one.snapshot not in search.unfinished for one in search.rejected):
         lines = "\n".join(f"  {r.snapshot}: [{r.code}] {r.reason}" for r in search.rejected)
+        anew = "start anew in another folder"
+        if any(isinstance(place.storage, Spread) for place in where):
+            anew = f"remove {named[0]} on every node to start anew"
         return NoUsableSnapshotError(
             f"none of the {len(search.rejected)} snapshots in {urls} is usable:\n{lines}\n{away}",
-            hint=f"look closer with `ckpt verify {named[0]}`, or start anew in another folder",
+            hint=f"look closer with `ckpt verify {named[0]}`, or {anew}",
         )
     if away:
         return NoUsableSnapshotError(

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from ckpt_engine.errors import MismatchError, StateError
-from ckpt_engine.ranks.boxes import Box, boxes_of
+from ckpt_engine.ranks.boxes import Box, boxes_of, runs
 from ckpt_engine.restore.match import Path
 from ckpt_engine.restore.regions import Region
+from ckpt_engine.snapshot.flat import FlatPart
 from ckpt_engine.snapshot.sharding import is_sharded, local, shard_of
 from ckpt_engine.snapshot.sharding import problem as sharding_problem
 from ckpt_engine.store.manifest import Entry
@@ -19,7 +20,7 @@ from ckpt_engine.store.manifest import Entry
 
 def live_shapes(node: Any, path: Path = ()) -> dict[str, tuple[int, ...]]:
     """Shapes of the live tensors of a state, by "/"-joined path."""
-    if isinstance(node, torch.Tensor):
+    if isinstance(node, torch.Tensor | FlatPart):
         return {"/".join(map(str, path)): tuple(node.shape)}
     if isinstance(node, Mapping):
         children = list(node.items())
@@ -71,9 +72,9 @@ def live_targets(tree: Mapping[str, Any], into: Any, entries: Mapping[str, Entry
     for name, pairs in uses.items():
         node, live = pairs[0]
         if any(one["$"] == "sharded" or is_sharded(it) for one, it in pairs):
-            regions = [_region(name, entries[name], *pair) for pair in pairs]
+            regions = [_regions(name, entries[name], *pair) for pair in pairs]
             if all(region is not None for region in regions):
-                found.regions.extend(region for region in regions if region is not None)
+                found.regions.extend(one for region in regions if region is not None for one in region)
                 found.stored[name] = boxes_of(node, entries[name].shape)
                 found.filled[name] = live
         elif len(pairs) == 1 and "view" not in node and "stride" not in node and _takes_bytes(live, entries[name]):
@@ -107,13 +108,27 @@ def _visit(node: Any, live: Any, uses: dict[str, list[tuple[Mapping[str, Any], A
             _visit(child, live[key], uses)
 
 
-def _region(name: str, entry: Entry, node: Mapping[str, Any], live: Any) -> Region | None:
+def _regions(name: str, entry: Entry, node: Mapping[str, Any], live: Any) -> list[Region] | None:
     """What of an entry a live tensor takes; None: it has to be read as it is first."""
-    if "view" in node or "stride" in node or not isinstance(live, torch.Tensor) or tuple(live.shape) != entry.shape:
+    if "view" in node or "stride" in node or not isinstance(live, torch.Tensor | FlatPart):
         return None
+    if tuple(live.shape) != entry.shape:
+        return None
+    if isinstance(live, FlatPart):
+        return _runs(name, live)
     if not is_sharded(live):
-        return Region(name, Box.whole(entry.shape), live.detach())
-    return Region(name, _box(name, live), local(live).detach())
+        return [Region(name, Box.whole(entry.shape), live.detach())]
+    return [Region(name, _box(name, live), local(live).detach())]
+
+
+def _runs(name: str, live: FlatPart) -> list[Region]:
+    """The boxes that a run of elements is, one behind another in its tensor."""
+    (first,), (count,) = live.box.offsets, live.box.shape
+    found, at, flat = [], 0, live.part.detach()
+    for box in runs(live.shape, first, first + count):
+        found.append(Region(name, box, flat[at : at + box.count].view(box.shape)))
+        at += box.count
+    return found
 
 
 def _box(name: str, live: torch.Tensor) -> Box:
@@ -142,6 +157,14 @@ def copy_into(loaded: Any, into: Any, path: Path = ()) -> Any:
         MismatchError: the structures differ; names the path.
     """
     where = "/".join(map(str, path)) or "(root)"
+    if isinstance(into, FlatPart):
+        if isinstance(loaded, torch.Tensor) and tuple(loaded.shape) == into.shape:
+            (first,), (count,) = into.box.offsets, into.box.shape
+            with torch.no_grad():
+                into.part.copy_(loaded.reshape(-1)[first : first + count])
+        elif loaded is not into:
+            raise MismatchError(f"{where} is not a tensor of shape {list(into.shape)} in the snapshot, as in `into`")
+        return into
     if isinstance(loaded, torch.Tensor):
         if not isinstance(into, torch.Tensor) or into.shape != loaded.shape:
             raise MismatchError(f"{where} is a tensor of shape {list(loaded.shape)} in the snapshot, not so in `into`")

@@ -14,8 +14,10 @@ import numpy as np
 from ckpt_engine.errors import CorruptError, StorageError, StorageMissingError, StorageReadOnlyError, WriterError
 from ckpt_engine.persist import control
 from ckpt_engine.persist.mapping import map_shared
+from ckpt_engine.persist.peer import memory_file
 from ckpt_engine.persist.pulse import Beat
 from ckpt_engine.persist.wire import Received
+from ckpt_engine.snapshot import headroom
 from ckpt_engine.store import layout
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import ObjectInfo
@@ -247,3 +249,24 @@ def beat_of(reply: Received) -> Beat | None:
 def address_of(view: memoryview) -> int:
     """Where in memory `view` begins, be it writable or not."""
     return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+
+
+def own_memory(nbytes: int, beside: int) -> tuple[int, memoryview]:
+    """Memory of this process for a share that is not on this machine: its descriptor, and its bytes.
+
+    Args:
+        beside: ranks of this machine that need as much at the same time.
+
+    Raises:
+        WriterError: the machine has too little.
+        OSError: the system refuses.
+    """
+    room = headroom.look()
+    if room is not None and nbytes * beside > room.nbytes // 2:
+        raise WriterError(f"too little memory for a share of another machine: {nbytes} bytes for each rank here")
+    fd = memory_file(nbytes)
+    try:
+        return fd, memoryview(map_shared(fd, max(1, nbytes), writable=True)).cast("B")[:nbytes]
+    except OSError:
+        os.close(fd)
+        raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,8 @@ from ckpt_engine.ranks.session import LOAD_SECONDS, Session
 from ckpt_engine.restore.memory import MemoryStorage
 from ckpt_engine.restore.node_file import SHARED_MEMORY, open_shared, remove_shared
 from ckpt_engine.restore.node_storage import NodeStorage
+from ckpt_engine.restore.spread import Spread
+from ckpt_engine.snapshot.sharding import is_sharded
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
@@ -154,7 +155,13 @@ class Sharing:
             if not _is_far(place.storage):
                 found.append(place)
                 continue
-            url = place.storage.url
+            url, spread = place.storage.url, place.storage
+            if isinstance(spread, Spread):
+                if url not in self._shared:
+                    self._shared[url] = NodeStorage(spread.far, seat.fd, seat.index, seat.count)
+                    spread.far = self._shared[url]
+                found.append(place)
+                continue
             if url not in self._shared:
                 self._shared[url] = NodeStorage(place.storage, seat.fd, seat.index, seat.count)
             found.append(Repository(self._shared[url]))
@@ -163,10 +170,7 @@ class Sharing:
 
 def is_divided(state: Any) -> bool:
     """Whether there is a DTensor in a state."""
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is None or state is None:
-        return False
-    if isinstance(state, module.DTensor):
+    if is_sharded(state):
         return True
     children = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
     return any(is_divided(child) for child in children)

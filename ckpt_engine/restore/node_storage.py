@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.log import LOGGER_NAME
@@ -30,11 +30,14 @@ class Blocks:
 
     Args:
         manifest: of the snapshot.
+        files: of no other data files; None: of all.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, files: Container[str] | None = None) -> None:
         needed: set[tuple[int, int]] = set()
         for _, piece in stored_pieces(manifest):
+            if files is not None and manifest.files[piece.file].name not in files:
+                continue
             last = piece.offset + max(piece.nbytes, 1) - 1
             needed |= {(piece.file, n) for n in range(piece.offset // BLOCK_BYTES, last // BLOCK_BYTES + 1)}
         self._files = manifest.files
@@ -53,6 +56,11 @@ class Blocks:
         file, n = self._places[number]
         start = n * BLOCK_BYTES
         return self._files[file].name, start, min(BLOCK_BYTES, self._files[file].nbytes - start)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The data files they are of."""
+        return tuple(self._files[file].name for file in sorted({file for file, _ in self._places}))
 
     @property
     def nbytes(self) -> int:
@@ -85,17 +93,19 @@ class NodeStorage:
         self._stopped = threading.Event()
         self._alone = False
 
-    def announce(self, manifest: Manifest) -> None:
-        """This snapshot is read next: begin with this rank's share of it."""
+    def announce(self, manifest: Manifest, files: Container[str] | None = None) -> None:
+        """This snapshot is read next (`files` of it; None: all): begin with this rank's share of it."""
         if self._snapshot == manifest.info.id:
             return
         self.stop()
         self._snapshot = manifest.info.id
-        blocks = Blocks(manifest)
+        blocks = Blocks(manifest, files)
         self._blocks = self._region = None
         if len(blocks) == 0 or blocks.nbytes > room_bytes(self._fd):
             return  # the room is not there: everybody reads for himself
-        self._region, self._blocks, self._alone = Region(self._fd, manifest.info.id), blocks, False
+        # Ranks that need other files number their blocks otherwise.
+        region = manifest.info.id if files is None else f"{manifest.info.id}/{'/'.join(blocks.names)}"
+        self._region, self._blocks, self._alone = Region(self._fd, region), blocks, False
         self._stopped = threading.Event()
         todo = iter(self._order(len(blocks)))
         lock = threading.Lock()

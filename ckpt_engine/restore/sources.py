@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
 from ckpt_engine.restore.memory import MemoryStorage
 from ckpt_engine.restore.node_storage import NodeStorage
+from ckpt_engine.restore.spread import Spread
 from ckpt_engine.store.decode import Decoder
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Manifest, Piece
@@ -101,7 +102,7 @@ class Sources:
         """
         what = f"bytes {piece.offset} to {piece.offset + piece.nbytes} of {name} do not match their digest"
         for storage in self._storages:
-            direct = storage.inner if isinstance(storage, NodeStorage) else storage
+            direct = storage.inner if isinstance(storage, NodeStorage | Spread) else storage
             try:
                 direct.get_into(name, piece.offset, out)
             except CkptError:

@@ -66,9 +66,9 @@ def drafts_of(leaves: Sequence[ArrayLeaf], arrays: Sequence[torch.Tensor], lazy:
             groups[f"{array.untyped_storage()._cdata} {leaf.shard.grid.signature}"].append(index)
         else:
             groups[-1 - index].append(index)  # never an address: nothing to share
-    for members in sorted(groups.values()):
-        for cluster in _overlapping(members, arrays):
-            drafts.append(_draft(cluster, leaves, arrays, names, lazy))  # noqa: PERF401 - `names` sees them in turn
+    # In the order of the leaves, which all ranks have; which arrays share a storage may differ between them.
+    for cluster in sorted(cluster for members in groups.values() for cluster in _overlapping(members, arrays)):
+        drafts.append(_draft(cluster, leaves, arrays, names, lazy))  # noqa: PERF401 - `names` sees them in turn
     return drafts
 
 
@@ -168,7 +168,7 @@ def _sharded(name: str, array: torch.Tensor, index: int, is_lazy: bool, used: li
         is_lazy,
         used,
         device_of(array),
-        whole=grid.shape if len(grid.boxes) > 1 else None,
+        whole=grid.shape if len(grid.boxes) > 1 or grid.is_runs else None,
         start_bytes=grid.starts[number] * size,
         grid=grid,
     )

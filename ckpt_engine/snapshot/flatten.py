@@ -256,13 +256,14 @@ def _tensor_leaf(
     return node
 
 
-def _sharded_leaf(tensor: torch.Tensor, path: Path, leaves: list[ArrayLeaf]) -> dict[str, Any]:
+def _sharded_leaf(tensor: Any, path: Path, leaves: list[ArrayLeaf]) -> dict[str, Any]:
     problem = sharding.problem(tensor)
     if problem:
         raise UnstorableLeafError(
             f"cannot store DTensor at {show_path(path)}: {problem}", hint="save tensor.full_tensor() in its place"
         )
-    return _tensor_leaf(tensor, path, leaves, sharding.shard_of(tensor))
+    live = tensor if isinstance(tensor, torch.Tensor) else sharding.local(tensor)
+    return _tensor_leaf(live, path, leaves, sharding.shard_of(tensor))
 
 
 def _array_leaf(item: Any, path: Path, leaves: list[ArrayLeaf]) -> dict[str, Any]:

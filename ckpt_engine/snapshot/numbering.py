@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ckpt_engine.ranks.common import Common
 from ckpt_engine.ranks.session import Session
+from ckpt_engine.snapshot import mirroring
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.request import Request
 
@@ -20,6 +22,7 @@ class Numbering:
     def __init__(self, session: Session | None, cancel: Callable[[str, str], None]) -> None:
         self._session = session
         self._cancel = cancel
+        self.common = Common(session)
 
     @property
     def lacks_session(self) -> bool:
@@ -40,13 +43,18 @@ class Numbering:
             handle = save(snapshot)
             why = handle.skipped or ""
         finally:
-            if why and wanted.durable:  # nobody waits for what only stays in memory
-                self._cancel(snapshot, why)
+            if why:
+                self._tell(snapshot, why, durable=wanted.durable)
         return handle
 
     def miss(self, step: int, parent: str | None, why: str, *, durable: bool = True) -> None:
         """This rank takes no snapshot of `step` though all ranks do: it is counted, and nobody waits for this rank."""
         if self._session is not None and self._session.is_open:
             snapshot = self._session.number(step, parent)
-            if durable:
-                self._cancel(snapshot, why)
+            self._tell(snapshot, why, durable=durable)
+
+    def _tell(self, snapshot: str, why: str, *, durable: bool) -> None:
+        if durable:
+            self._cancel(snapshot, why)
+        elif self._session is not None:
+            mirroring.miss(self._session, snapshot)

@@ -195,8 +195,7 @@ class Pipeline:
 
     def _save(self, state: Any, wanted: Request, snapshot: str | None) -> SaveHandle:
         step, durable = wanted.step, wanted.durable
-        began = time.perf_counter()
-        created, instant = time.time(), time.monotonic()
+        began, created, instant = time.perf_counter(), time.time(), time.monotonic()
         self.before_update()
         if not self._hand_over(FENCE_TIMEOUT_SECONDS):
             raise WaitTimeoutError("the copy of the snapshot before does not get on")
@@ -237,6 +236,7 @@ class Pipeline:
             software=software(),
             snapshot=snapshot,
             rank=self._numbering.rank,
+            common=self._numbering.common.newest(self.parent),
         )
         handle = SaveHandle(self, step, durable=durable)
         if durable:
@@ -377,8 +377,8 @@ class Pipeline:
         """Host memory that one snapshot takes; 0 before the first state was seen."""
         return self._fitted_bytes
 
-    def close(self, timeout: float) -> None:
-        """Finish what is in flight, stop the writer, free the arena.
+    def close(self, timeout: float, *, failed: bool = False) -> None:
+        """Finish what is in flight, stop the writer (`failed`: see `Checkpointer.close`), free the arena.
 
         Raises:
             WaitTimeoutError: snapshots are still in flight; the writer goes on with them by itself.
@@ -387,7 +387,7 @@ class Pipeline:
         self._guard.close()
         self._copier.close(max(timeout, _CHUNK_SECONDS))
         if self._writer is not None:
-            self._writer.client.close(timeout)
+            self._writer.client.close(timeout, failed=failed)
             self.poll()  # what further tiers had to say until the end
             self._writer = None
         if self._pulse is not None:
@@ -442,7 +442,7 @@ class Pipeline:
             self._slots.release(slot)
         if error is not None:
             self._fail(handle, error)
-        handle.snapshot = done.snapshot_id
+        handle.snapshot = self._numbering.common.committed(done.snapshot_id)
 
     def _fail(self, handle: SaveHandle, error: CkptError) -> None:
         handle.error = error

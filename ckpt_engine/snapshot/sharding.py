@@ -1,5 +1,7 @@
 """What a DTensor is to a snapshot: the tensor this rank has, its box of the whole, and the boxes of all other ranks.
 
+A `FlatPart` is the same for what FSDP1 divides.
+
 All names of torch that are not public, and that this needs, are in `private`; `tests/sharded/test_private.py` has one
 test for each. Which box a rank has is what torch.distributed.checkpoint works out with the same function.
 """
@@ -18,6 +20,7 @@ import numpy as np
 import torch
 
 from ckpt_engine.ranks.boxes import Box, Grid, tiles
+from ckpt_engine.snapshot.flat import FlatPart
 
 PRIVATE = {
     "torch.distributed.tensor._utils._compute_local_shape_and_global_offset": "the box of any coordinate of a mesh",
@@ -38,13 +41,17 @@ class Shard:
 
 
 def is_sharded(value: object) -> bool:
-    """Whether it is a DTensor. Where nobody has imported that module nothing is."""
+    """Whether it is a DTensor or a `FlatPart`. Where nobody has imported the module of DTensors none is one."""
+    if type(value) is FlatPart:
+        return True
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local(tensor: Any) -> torch.Tensor:
     """The live tensor that this rank has."""
+    if type(tensor) is FlatPart:
+        return tensor.part
     found: torch.Tensor = tensor._local_tensor
     if type(found) is torch.Tensor:
         return found  # at every snapshot, of every tensor: `to_local` takes many times as long
@@ -53,9 +60,12 @@ def local(tensor: Any) -> torch.Tensor:
     return found.wait() if hasattr(found, "wait") else found
 
 
-def here(tensor: torch.Tensor) -> torch.Tensor:
+def here(tensor: Any) -> torch.Tensor:
     """What this rank has of any tensor: all of a plain one."""
-    return local(tensor) if is_sharded(tensor) else tensor
+    if is_sharded(tensor):
+        return local(tensor)
+    found: torch.Tensor = tensor
+    return found
 
 
 def divided_like(tensor: Any, part: torch.Tensor) -> torch.Tensor:
@@ -72,12 +82,16 @@ def divided_like(tensor: Any, part: torch.Tensor) -> torch.Tensor:
 
 def signature(tensor: Any) -> tuple[Any, ...]:
     """Equal for tensors that are divided alike."""
+    if type(tensor) is FlatPart:
+        return tensor.signature
     spec = tensor._spec
     return type(tensor), tensor.shape, spec.placements, spec.mesh
 
 
 def problem(tensor: Any) -> str | None:
     """Why a DTensor cannot be stored or filled, or None."""
+    if type(tensor) is FlatPart:
+        return None
     if any(placement.is_partial() for placement in tensor.placements):
         return f"its values are partial sums ({_shown(tensor)}): redistribute it first"
     if tensor.device_mesh.get_coordinate() is None:
@@ -95,6 +109,8 @@ def problem(tensor: Any) -> str | None:
 
 def shard_of(tensor: Any) -> Shard:
     """How a DTensor without `problem` is divided."""
+    if type(tensor) is FlatPart:
+        return Shard(tensor.grid, tensor.box, tensor.ranks)
     grid = _grid_of(tensor)
     assert grid is not None
     return Shard(grid, _own(tensor, grid), frozenset(_team_of(tensor.device_mesh).ranks))

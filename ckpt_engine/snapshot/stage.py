@@ -379,6 +379,8 @@ class Copier:
         self._count = max(1, min(_MAX_HELPERS, cores)) if helpers is None else helpers
         self._current: Staging | None = None
         self._turn = 0
+        self._not_begun = 0
+        """Threads that have not looked at the current staging yet."""
         self._wake = threading.Condition()
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -393,6 +395,7 @@ class Copier:
                     self._threads.append(thread)
             self._current = staging
             self._turn += 1
+            self._not_begun = self._count
             self._wake.notify_all()
 
     def close(self, timeout: float) -> None:
@@ -421,13 +424,13 @@ class Copier:
                 if self._closed:
                     return
                 seen, staging = self._turn, self._current
+                self._not_begun -= 1
+                if self._not_begun == 0:
+                    # The tensors of a snapshot are not kept alive by threads that wait for the next one.
+                    self._current = None
             if staging is None:
                 continue
             while index < self._eager and staging.eager.run_some():
                 pass
             staging.help_lazily()
-            # The tensors of a snapshot are not kept alive by a thread that waits for the next one.
             del staging
-            with self._wake:
-                if self._turn == seen:
-                    self._current = None

@@ -276,7 +276,10 @@ def _slim(repository: Repository, lease: Lease, snapshot: str, lost: Sequence[st
     Raises:
         FormatError, StorageMissingError, StorageFullError: it is as it was.
     """
-    made = slim.foresee(repository.read(snapshot), lost)
+    manifest = repository.read(snapshot)
+    if manifest.info.partial is not None:
+        raise FormatError(f"{snapshot} has what {manifest.info.partial} wrote, and cannot be taken apart")
+    made = slim.foresee(manifest, lost)
     if made is None:
         raise FormatError(f"the data of {snapshot} is encoded and cannot be taken apart")
     new = made.manifest.info.id

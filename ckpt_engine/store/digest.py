@@ -15,3 +15,18 @@ PIECE_BYTES = 16 << 20
 def digest(data: bytes | bytearray | memoryview) -> str:
     """`"xxh3-128:<32 hex>"` of contiguous bytes; releases the GIL while it runs."""
     return f"{ALGORITHM}:{xxhash.xxh3_128_hexdigest(data)}"
+
+
+class Running:
+    """The digest of bytes that come one after the other."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+
+    def add(self, data: bytes | bytearray | memoryview) -> None:
+        """They come next; releases the GIL while it runs."""
+        self._hash.update(data)
+
+    def result(self) -> str:
+        """That of all bytes until now, as `digest`."""
+        return f"{ALGORITHM}:{self._hash.hexdigest()}"

@@ -6,6 +6,7 @@ lease.json                           who writes the run
 snapshots/<id>.json                  manifests; <id> = <seq>-s<step>-<random>
 data/<id>-r<rank>[-p<part>].safetensors   data files
 parts/<id>-r<rank>.json              part records: what one of several ranks has written of a snapshot to be committed
+parts/<id>-wanted.json               asks the nodes for their parts of a snapshot that each of them has some of
 pins/<id>.json                       pins: snapshots that retention leaves alone
 status.json                          what the writer of several tiers was doing last
 catalog.json                         what many manifests say: a cache
@@ -35,7 +36,8 @@ _ID = re.compile(r"([0-9]{8,})-s([0-9]{10,})-([0-9a-f]{8})")
 _MANIFEST = re.compile(rf"snapshots/({_ID.pattern})\.json")
 _PIN = re.compile(rf"pins/({_ID.pattern})\.json")
 _PART = re.compile(rf"parts/({_ID.pattern})-r([0-9]{{5,}})\.json")
-_DATA = re.compile(rf"data/({_ID.pattern})-r[0-9]{{5,}}(-p[0-9]{{3,}})?\.safetensors")
+_WANTED = re.compile(rf"parts/({_ID.pattern})-wanted\.json")
+_DATA = re.compile(rf"data/({_ID.pattern})-r([0-9]{{5,}})(-p[0-9]{{3,}})?\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,16 @@ def part_owner(name: str) -> tuple[ParsedId, int] | None:
     return (owner, int(match[5])) if match and owner else None
 
 
+def wanted_name(snapshot: str) -> str:
+    """The object name of what asks for the parts of a snapshot."""
+    return f"{PARTS}{snapshot}-wanted.json"
+
+
+def wanted_id(name: str) -> ParsedId | None:
+    """The snapshot whose parts the object of this name asks for, or None if it asks for none."""
+    return _owner(_WANTED.fullmatch(name))
+
+
 def pin_name(snapshot: str) -> str:
     """The object name of a snapshot's pin."""
     return f"{PINS}{snapshot}.json"
@@ -121,6 +133,12 @@ def data_owner(name: str) -> ParsedId | None:
     return _owner(_DATA.fullmatch(name))
 
 
+def data_rank(name: str) -> int | None:
+    """The rank that wrote the data file of this object name, or None if it is not a data file's name."""
+    match = _DATA.fullmatch(name)
+    return int(match[5]) if match else None
+
+
 def _owner(match: re.Match[str] | None) -> ParsedId | None:
     return ParsedId(match[1], int(match[2]), int(match[3])) if match else None
 
@@ -128,5 +146,5 @@ def _owner(match: re.Match[str] | None) -> ParsedId | None:
 def is_ours(name: str) -> bool:
     """Whether an object of this name may have been written by us."""
     return name in (RECORD, LEASE, STATUS, CATALOG, ROLLBACK) or any(
-        part(name) is not None for part in (manifest_id, data_owner, pin_id, part_owner)
+        part(name) is not None for part in (manifest_id, data_owner, pin_id, part_owner, wanted_id)
     )

@@ -19,10 +19,30 @@ RANKS = "ranks"
 """The key of a tree under which each of several ranks has what is its own, by its number as text."""
 VERSION = 1
 """Of the run's record and of the catalog, and of manifests that use nothing else."""
-MANIFEST_VERSION = 2
-"""The newest that manifests are written in and read: with pieces that are encoded, or lie in several places."""
+STORED_VERSION = 2
+"""Of manifests with pieces that are encoded, or lie in several places."""
+PARTIAL_VERSION = 3
+"""Of manifests of some of the ranks, see `Partial`."""
+MANIFEST_VERSION = PARTIAL_VERSION
+"""The newest that manifests are written in and read."""
 RAW = "raw"
 """The codec of bytes as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Whose shares of a snapshot are here, where nodes have roots of their own: `ranks`, in order, of `size` ranks."""
+
+    ranks: tuple[int, ...]
+    size: int
+
+    def __str__(self) -> str:
+        first, last = self.ranks[0], self.ranks[-1]
+        if len(self.ranks) > 2 and last - first == len(self.ranks) - 1:
+            shown = f"ranks {first} to {last}"
+        else:
+            shown = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
+        return f"{shown} of {self.size:,}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +60,7 @@ class SnapshotInfo:
         metrics: numbers the user may rank by.
         parent: id of the snapshot this run resumed from, if any.
         components: logical bytes by top-level key of the state.
+        partial: whose shares these are, where it is not a whole snapshot but a node's part of one; None: it is whole.
     """
 
     id: str
@@ -52,6 +73,7 @@ class SnapshotInfo:
     metrics: Mapping[str, float] = field(default_factory=dict)
     parent: str | None = None
     components: Mapping[str, int] = field(default_factory=dict)
+    partial: Partial | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +140,7 @@ class Manifest:
 
     Args:
         tree: the typed JSON skeleton of the state (see docs/format.md, "Tree"); leaves refer to `entries` by name.
-        world: `{"size": W}`; more keys when several ranks wrote.
+        world: `{"size": W}`; more keys in part records, and where it is partial (see `persist.parts`).
         software: versions of python, torch, ckpt-engine, trainer...
         notes: free JSON for adapters (never needed for rebuilding the tree).
         bases: by the id of a snapshot that some `Piece.base` names and by entry, its pieces that are needed, each by

@@ -22,11 +22,14 @@ from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import (
     FORMAT,
     MANIFEST_VERSION,
+    PARTIAL_VERSION,
     RAW,
+    STORED_VERSION,
     VERSION,
     DataFile,
     Entry,
     Manifest,
+    Partial,
     Piece,
     SnapshotInfo,
 )
@@ -76,7 +79,9 @@ def encode(manifest: Manifest) -> bytes:
 
 def version_of(manifest: Manifest) -> int:
     """The oldest format version whose readers can read a manifest."""
-    return VERSION if all(map(is_plain, manifest.entries.values())) else MANIFEST_VERSION
+    if manifest.info.partial is not None:
+        return PARTIAL_VERSION
+    return VERSION if all(map(is_plain, manifest.entries.values())) else STORED_VERSION
 
 
 def decode(data: bytes) -> Manifest:
@@ -180,6 +185,7 @@ def _dump(document: Any) -> bytes:
 
 def info_to_json(info: SnapshotInfo) -> dict[str, Any]:
     """A manifest's `info`."""
+    partial = info.partial
     return {
         "id": info.id,
         "seq": info.seq,
@@ -191,6 +197,7 @@ def info_to_json(info: SnapshotInfo) -> dict[str, Any]:
         "metrics": {name: _number_to_json(value) for name, value in info.metrics.items()},
         "parent": info.parent,
         "components": dict(info.components),
+        **({"partial": {"ranks": list(partial.ranks), "size": partial.size}} if partial is not None else {}),
     }
 
 
@@ -233,6 +240,7 @@ def _piece_to_json(piece: Piece) -> dict[str, Any]:
 def info_from_json(row: Mapping[str, Any]) -> SnapshotInfo:
     """The inverse of `info_to_json`. Raises what an unexpected document raises."""
     metrics = {name: _NUMBERS[value] if isinstance(value, str) else value for name, value in row["metrics"].items()}
+    partial = row.get("partial")
     return SnapshotInfo(
         id=row["id"],
         seq=row["seq"],
@@ -244,6 +252,7 @@ def info_from_json(row: Mapping[str, Any]) -> SnapshotInfo:
         metrics=metrics,
         parent=row["parent"],
         components=row["components"],
+        partial=Partial(tuple(partial["ranks"]), partial["size"]) if partial is not None else None,
     )
 
 

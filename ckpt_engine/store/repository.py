@@ -92,7 +92,7 @@ class Repository:
         """
         if self._record is None:
             try:
-                self._record = _parse_record(self.storage.get(layout.RECORD), self.storage.url)
+                self._record = parse_record(self.storage.get(layout.RECORD), self.storage.url)
             except StorageMissingError:
                 self._refuse_foreign()
         return self._record
@@ -370,7 +370,12 @@ def _require_id(info: SnapshotInfo, snapshot: str) -> None:
         raise CorruptError(f"this is the manifest of {info.id}")
 
 
-def _parse_record(data: bytes, url: str) -> RunRecord:
+def parse_record(data: bytes, url: str) -> RunRecord:
+    """A run's record from its bytes, which come from `url`.
+
+    Raises:
+        CorruptError, ForeignError, NewerFormatError: they are none.
+    """
     where = f"{url}/{layout.RECORD}"
     try:
         row = json.loads(data)

@@ -23,7 +23,8 @@ from ckpt_engine.store import layout, manifest_codec
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import DataFile, Manifest, Piece
-from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.repository import Repository, parse_record
+from ckpt_engine.store.some_ranks import require_whole
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.oserrors import translating
@@ -71,32 +72,47 @@ def copy_snapshot(
         advance: told bytes that are at the target now.
 
     Raises:
-        SourceError: the snapshot is missing or damaged at the source, or the source cannot be read.
+        SourceError: the snapshot is missing or damaged at the source, or the source cannot be read or has a part of it.
         StorageError: from the target.
     """
     put = sink or target.storage
     try:
         text = source.storage.get(layout.manifest_name(snapshot))
         manifest = manifest_codec.decode(text)
+        require_whole(manifest.info, source.storage.url)
     except CkptError as err:
         raise SourceError(err) from err
-    sent = present = 0
-    for index, file in enumerate(manifest.files):
-        if has_file(target.storage, file):
-            present += file.nbytes
-        else:
-            sent_bytes = _copy_file(source.storage, put, manifest, index, scratch)
-            sent += sent_bytes
-            present += file.nbytes - sent_bytes
-        advance(file.nbytes)
-    if present:
-        settle_data(target.storage)
+    copied = copy_data(source, target, manifest, sink=put, scratch=scratch, advance=advance)
     try:
         put.put(layout.manifest_name(snapshot), [memoryview(text)])
     except StorageExistsError:
         if target.storage.get(layout.manifest_name(snapshot)) != text:
             raise
     target.remember(manifest)
+    return copied
+
+
+def copy_data(
+    source: Repository,
+    target: Repository,
+    manifest: Manifest,
+    *,
+    sink: Storage,
+    scratch: str | None = None,
+    advance: Callable[[int], object] = _ignore,
+) -> Copied:
+    """Copy the data files of one manifest, and make sure that they are durable. Arguments and errors as above."""
+    sent = present = 0
+    for index, file in enumerate(manifest.files):
+        if has_file(target.storage, file):
+            present += file.nbytes
+        else:
+            sent_bytes = _copy_file(source.storage, sink, manifest, index, scratch)
+            sent += sent_bytes
+            present += file.nbytes - sent_bytes
+        advance(file.nbytes)
+    if present:
+        settle_data(target.storage)
     return Copied(sent, present)
 
 
@@ -115,6 +131,15 @@ class RunText:
             CkptError: there is none that can be read.
         """
         return cls(repository.run_id, repository.storage.get(layout.RECORD))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The record with this text.
+
+        Raises:
+            CorruptError, ForeignError, NewerFormatError: it is none.
+        """
+        return cls(parse_record(text.encode(), "another node").run, text.encode())
 
 
 def adopt_run(run: RunText, target: Storage) -> Repository:

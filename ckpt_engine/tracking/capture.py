@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from ckpt_engine.data import rng
+from ckpt_engine.snapshot.flat import FlatPart
 from ckpt_engine.snapshot.sharding import here
+from ckpt_engine.tracking.ddp_order import GradientOrder, wrappers_of
 from ckpt_engine.tracking.packed import Packer
 from ckpt_engine.tracking.parts import OWN_KEY, Parts, managed
 
@@ -27,6 +29,7 @@ class Capture:
         self._packer = Packer(OWN_KEY)
         self._state: Mapping[str, Any] = {}
         self._managed: frozenset[int] | None = None
+        self._order: GradientOrder | None = None
 
     def state(self, own: Mapping[str, Any], gradients: Mapping[str, Any]) -> dict[str, Any]:
         """The whole state, with references to live tensors; draws nothing from any global random stream.
@@ -44,9 +47,14 @@ class Capture:
             OWN_KEY: {
                 "version": OWN_VERSION,
                 "gradients": dict(gradients),
-                "packed": self._packer.pack({**own, "rng": streams}),
+                "packed": self._packer.pack({**own, "rng": streams, "gradient_order": self._gradient_order()}),
             }
         }
+
+    def _gradient_order(self) -> list[bytes]:
+        if self._order is None:
+            self._order = GradientOrder(wrappers_of(self._parts.modules.values()))
+        return self._order.state()
 
     def gradients(self, stepped: set[int]) -> dict[str, dict[str, torch.Tensor]]:
         """Gradients that wait for an optimizer step.
@@ -83,4 +91,7 @@ class Capture:
         tensor = self._state[path[0]][path[1]]
         if self._managed is None:
             self._managed = frozenset(here(p).data_ptr() for p in managed(self._parts.optimizers.values()))
-        return isinstance(tensor, torch.Tensor) and tensor.numel() > 0 and here(tensor).data_ptr() in self._managed
+        if not isinstance(tensor, torch.Tensor | FlatPart):
+            return False
+        live = here(tensor)
+        return live.numel() > 0 and live.data_ptr() in self._managed

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ckpt_engine.data.dealing import Dealing
-from ckpt_engine.data.derived import derive
+from ckpt_engine.data.derived import Teams, derive, repeat
 from ckpt_engine.data.position import LoaderPosition
 from ckpt_engine.data.rng import RngState
 from ckpt_engine.observe.resume_report import NotRestored, resumed_by_others
@@ -33,12 +33,14 @@ class Elastic:
         rank, size: of this run.
         own: what each of the saved ranks had of its own, in order.
         policy: the option `rng`.
+        teams: which ranks share a model.
     """
 
     rank: int
     size: int
     own: Sequence[Mapping[str, Any]]
     policy: str
+    teams: Teams | None = None
 
     @property
     def saved_size(self) -> int:
@@ -49,8 +51,7 @@ class Elastic:
     def streams(self) -> RngState:
         """The random streams of this rank."""
         saved = [own["rng"] for own in self.own]
-        found: RngState = derive(saved, self.rank) if self.policy == DERIVE else saved[self.rank % len(saved)]
-        return found
+        return (derive if self.policy == DERIVE else repeat)(saved, self.rank, self.teams)
 
     def position(self, position: LoaderPosition, saved: Sequence[Any]) -> dict[str, Any]:
         """The state of a loader's position for this rank.

@@ -16,6 +16,36 @@ from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.store.manifest import SnapshotInfo
 
 T = TypeVar("T")
+U = TypeVar("U")
+
+
+class Ending(Protocol):
+    """What the end of a run has to know of what stops it."""
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run was told to stop: what is late then is only said."""
+        ...
+
+    def seconds_left(self, at_most: float) -> float:
+        """How long something may be waited for."""
+        ...
+
+    def leave(self) -> None:
+        """The run is closed: of several ranks this one has nothing more to do."""
+        ...
+
+
+class NobodyStops:
+    """The ending of a run that nobody watches."""
+
+    stops = False
+
+    def seconds_left(self, at_most: float) -> float:
+        return at_most
+
+    def leave(self) -> None:
+        """There is nobody to tell."""
 
 
 class Engine(Protocol):
@@ -25,6 +55,7 @@ class Engine(Protocol):
     live: LiveFile | None
     events: EventSink
     loaded: Loaded | None
+    ending: Ending
 
     @property
     def root_url(self) -> str: ...
@@ -44,6 +75,8 @@ class Engine(Protocol):
     def miss(self, step: int, why: str, *, durable: bool = True) -> None: ...
 
     def agree(self, make: Callable[[], T]) -> T: ...
+
+    def meet(self, make: Callable[[], T], combine: Callable[[list[T | None]], U]) -> U: ...
 
     def begin_step(self, step: int) -> None: ...
 

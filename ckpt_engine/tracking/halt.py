@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
 
 from ckpt_engine.errors import CkptError
+from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.observe.units import duration
 from ckpt_engine.preempt.notice import Stop
 from ckpt_engine.preempt.plan import Choice, StopPlan
 from ckpt_engine.preempt.watch import PreemptionWatch
-from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.tracking.engine import Engine
-
-Take = Callable[[str], SaveHandle | None]
-"""Takes a snapshot with that reason; None: it could not be taken, and that was said."""
+from ckpt_engine.tracking.shared import SharedCadence
+from ckpt_engine.tracking.together import Take
 
 _LOOK_SECONDS = 0.05
 _FOR_THE_EXIT = 0.1
@@ -32,16 +32,28 @@ class Halt:
         engine: of the run.
         ends_with: makes of an exit code the exception that ends the run.
         log: of the adapter.
+        cadence: of the run; it knows of other ranks, if there are any.
     """
 
     def __init__(
-        self, watch: PreemptionWatch, engine: Engine, ends_with: Callable[[int], BaseException], log: logging.Logger
+        self,
+        watch: PreemptionWatch,
+        engine: Engine,
+        ends_with: Callable[[int], BaseException],
+        log: logging.Logger,
+        cadence: Cadence,
     ) -> None:
         self._watch = watch
         self._engine = engine
         self._ends_with = ends_with
         self._log = log
+        self.shared = cadence if isinstance(cadence, SharedCadence) else None
+        """The cadence of several ranks."""
         self.done = False
+        self.complete = False
+        """Training has come to its end by itself."""
+        self._exit: BaseException | None = None
+        engine.ending = self
 
     def now(self, stop: Stop, take: Take) -> BaseException:
         """Do what fits, wait for it as long as there is time, say what came of it.
@@ -64,29 +76,64 @@ class Halt:
         self.done = True
         return self.exit_of(stop)
 
-    def over(self, stop: Stop) -> BaseException:
-        """All that could be done about the stop was done by others; what ends the run."""
+    def fits(self, stop: Stop) -> bool:
+        """Of several ranks the first asks ahead: whether a snapshot after the next step will be durable in time."""
+        plan = self._watch.plan_ahead(stop)
+        self._log.warning("%s: %s", stop.notice.who, plan.why)
+        return plan.choice is Choice.SNAPSHOT
+
+    def together(self, stop: Stop, take: Take) -> BaseException:
+        """Do what all ranks have agreed on; as `now`."""
+        assert self.shared is not None
         self._watch.attend()
-        self._log.warning("%s", stop.notice.who)
-        self._tell(stop)
+        try:
+            self.shared.halt(take)
+        except CkptError as err:
+            self._log.error("%s: %s", stop.notice.who, err)
+        else:
+            self._tell(stop)
         self.done = True
         return self.exit_of(stop)
 
     def exit_of(self, stop: Stop) -> BaseException:
         """What ends a run that has stopped: `KeyboardInterrupt` after a Ctrl-C, else what carries the exit code."""
-        return KeyboardInterrupt() if stop.notice.interrupts else self._ends_with(stop.notice.exit_code)
+        self._exit = KeyboardInterrupt() if stop.notice.interrupts else self._ends_with(stop.notice.exit_code)
+        return self._exit
+
+    @property
+    def stops(self) -> bool:
+        """Whether this rank was told to stop, or all were."""
+        return self._stop is not None
+
+    @property
+    def _stop(self) -> Stop | None:
+        agreed = self.shared.halting if self.shared is not None else None
+        return self._watch.stop if agreed is None else agreed
+
+    def leave(self) -> None:
+        """See `Together.leave`. One that has failed waits for nobody, nor does one after a second Ctrl-C."""
+        if self.shared is not None:
+            waits = (self.done or self.complete) and not self._is_interrupted()
+            self.shared.leave(self._stop if waits else None)
 
     def seconds_left(self, at_most: float) -> float:
-        """How long something may be waited for: `at_most`, and not beyond the deadline of a stop."""
-        stop = self._watch.stop
+        """How long something may be waited for: `at_most`, and not beyond a stop's deadline, or a second Ctrl-C."""
+        if self._watch.interrupted:
+            return 0.0
+        stop = self._stop
         return at_most if stop is None else max(0.0, min(at_most, (1.0 - _FOR_THE_EXIT) * _left(stop)))
 
     def seconds_after(self, exception: BaseException, usual: float) -> float:
         """How long an exception may wait for what is in flight: not at all after a second Ctrl-C."""
-        if self._watch.stop is None:
+        if not self.stops:
             return usual
         at_once = isinstance(exception, KeyboardInterrupt) and not self.done
         return 0.0 if at_once else self.seconds_left(math.inf)
+
+    def _is_interrupted(self) -> bool:
+        """A Ctrl-C that is not the one that stops the run; one after the handlers were put back raises at once."""
+        raised = sys.exception()
+        return self._watch.interrupted or (isinstance(raised, KeyboardInterrupt) and raised is not self._exit)
 
     def _make_durable(self, plan: StopPlan, stop: Stop, take: Take) -> None:
         if plan.choice is not Choice.SNAPSHOT:

@@ -10,6 +10,8 @@ from torch import nn
 
 from ckpt_engine.errors import ConfigError, MismatchError
 from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.snapshot.flat import FlatPart
+from ckpt_engine.tracking.fsdp1 import FlatModels, flat_models
 from ckpt_engine.tracking.weights import into_own_memory, own_copy
 
 OWN_KEY = "ckpt_engine"
@@ -26,6 +28,10 @@ class Parts(Protocol):
     @property
     def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
         """The torch optimizers, by component, out of whatever wraps them."""
+
+    @property
+    def flat(self) -> FlatModels | None:
+        """What of the models FSDP1 divides."""
 
     def state(self) -> dict[str, Any]:
         """The components, with references to live tensors."""
@@ -47,11 +53,14 @@ class NamedParts:
     Args:
         objects: by component.
 
+        flat: what FSDP1 divides of models that are not among them; None: what it divides of those that are.
+
     Raises:
-        ConfigError: an object has no state to save, or its name is taken.
+        ConfigError: an object has no state to save, its name is taken, or a model is divided in ways that are not
+            supported.
     """
 
-    def __init__(self, objects: Mapping[str, Any]) -> None:
+    def __init__(self, objects: Mapping[str, Any], flat: FlatModels | None = None) -> None:
         for name, value in objects.items():
             if name == OWN_KEY:
                 raise ConfigError(f"{name!r} is the name of our own component", hint="track it by another name")
@@ -67,12 +76,16 @@ class NamedParts:
         self.optimizers = {
             name: unwrapped(value) for name, value in objects.items() if isinstance(value, torch.optim.Optimizer)
         }
+        self.flat = flat or flat_models(self.modules.values())
+        if self.flat is not None:
+            for optimizer in self.optimizers.values():
+                self.flat.require_trained(optimizer)
 
     def state(self) -> dict[str, Any]:
-        return {name: value.state_dict() for name, value in self._objects.items()}
+        return {name: state_of(value, self.flat) for name, value in self._objects.items()}
 
     def shapes(self) -> dict[str, Shapes]:
-        return {name: weight_shapes(module) for name, module in self.modules.items()}
+        return {name: weight_shapes(module, self.flat) for name, module in self.modules.items()}
 
     def load(self, saved: Mapping[str, Any]) -> tuple[list[Restored], list[NotRestored]]:
         restored: list[Restored] = []
@@ -81,7 +94,7 @@ class NamedParts:
             if name not in saved:
                 missing.append(NotRestored(name, "the snapshot has no such component: it is as the script made it"))
                 continue
-            put_back(name, value, saved[name])
+            put_back(name, value, saved[name], self.flat)
             restored.append(Restored(name, type(value).__name__))
         into_own_memory(self.optimizers.values())
         gone = [name for name in saved if name not in self._objects]
@@ -89,15 +102,29 @@ class NamedParts:
         return restored, missing
 
 
-def put_back(name: str, value: Any, saved: Any) -> None:
-    """`value.load_state_dict(saved)`; `name` is for the message.
+def state_of(value: Any, flat: FlatModels | None) -> Any:
+    """`value.state_dict()`; what FSDP1 divides as the parts that are here."""
+    if flat is not None and isinstance(value, nn.Module):
+        return flat.state(value)
+    if flat is not None and isinstance(value, torch.optim.Optimizer):
+        return flat.optimizer_state(unwrapped(value))
+    return value.state_dict()
+
+
+def put_back(name: str, value: Any, saved: Any, flat: FlatModels | None = None) -> None:
+    """`value.load_state_dict(saved)`, the inverse of `state_of`; `name` is for the message.
 
     Raises:
         MismatchError: the object refuses the state.
     """
     mine = isinstance(value, nn.Module | torch.optim.Optimizer)  # both copy, or are copied afterwards
     try:
-        value.load_state_dict(saved if mine else own_copy(saved))
+        if flat is not None and isinstance(value, nn.Module):
+            flat.load(value, saved)
+        elif flat is not None and isinstance(value, torch.optim.Optimizer):
+            flat.load_optimizer(unwrapped(value), saved)
+        else:
+            value.load_state_dict(saved if mine else own_copy(saved))
     except (ValueError, KeyError) as err:
         raise MismatchError(
             f"component {name!r} of the snapshot does not fit this {type(value).__name__}: {err}",
@@ -105,12 +132,12 @@ def put_back(name: str, value: Any, saved: Any) -> None:
         ) from err
 
 
-def weight_shapes(module: nn.Module) -> Shapes:
+def weight_shapes(module: nn.Module, flat: FlatModels | None = None) -> Shapes:
     """Shapes of the tensors of a model's state; lazy ones have none yet."""
     return {
         key: tuple(value.shape)
-        for key, value in module.state_dict().items()
-        if isinstance(value, torch.Tensor) and not nn.parameter.is_lazy(value)
+        for key, value in state_of(module, flat).items()
+        if isinstance(value, FlatPart) or (isinstance(value, torch.Tensor) and not nn.parameter.is_lazy(value))
     }
 
 

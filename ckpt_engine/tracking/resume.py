@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ckpt_engine.data import rng
+from ckpt_engine.data.derived import Teams
 from ckpt_engine.data.exactness import Level
 from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
 from ckpt_engine.observe.aloud import announce
@@ -19,13 +21,14 @@ from ckpt_engine.snapshot.sharding import divided_like
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.tracking import flags
 from ckpt_engine.tracking.capture import OWN_VERSION
+from ckpt_engine.tracking.ddp_order import GradientOrder, not_restored, wrappers_of
 from ckpt_engine.tracking.elastic import Elastic, elastic_of, numbers_of, require_ranks
 from ckpt_engine.tracking.engine import Engine
 from ckpt_engine.tracking.feed import Feed
 from ckpt_engine.tracking.packed import unpack
 from ckpt_engine.tracking.parts import OWN_KEY, Parts
 from ckpt_engine.tracking.report import ReportDraft, publish
-from ckpt_engine.tracking.sharded import live_of, require_whole_gradients
+from ckpt_engine.tracking.sharded import any_sharded, live_of, require_whole_gradients
 from ckpt_engine.tracking.surroundings import Surroundings
 from ckpt_engine.tracking.weights import with_tied
 
@@ -68,6 +71,7 @@ class Resume:
         self._own: Mapping[str, Any] = {}
         self._flags: dict[str, dict[str, list[str]]] = {}
         self._draft: ReportDraft | None = None
+        self._elastic = self._order_later = False
 
     def load(self) -> Mapping[str, Any] | None:
         """Choose a snapshot and put it back; what the loop saved about itself, or None for a fresh start.
@@ -108,6 +112,8 @@ class Resume:
         draft.not_restored += missing if self._rank == 0 else []
         draft.notes += [_where(own), *notes]
         self._load_feeds()
+        self._elastic = elastic is not None
+        draft.not_restored += self._restore_order(loaded.info.step, last=own["training"] is None or own["finished"])
         # A loop that asks no loader has no later moment.
         draft.not_restored += [NotRestored("random streams", problem) for problem in rng.restore(own["rng"])]
         if elastic is None:
@@ -149,7 +155,10 @@ class Resume:
         for feed in self._feeds:
             if not feed.active:
                 self.again(feed)  # an evaluation before training has moved it
-        missing = self._surroundings.restore(self._own["surroundings"]) + self._put_back_gradients()
+        missing = self._surroundings.restore(self._own["surroundings"])
+        if self._order_later and self._draft is not None:
+            missing += self._restore_order(self._draft.loaded.info.step, last=True)  # clears gradients
+        missing += self._put_back_gradients()
         if not self._own["finished"]:
             missing += self._put_back_flags()
         if self._draft is not None:
@@ -174,8 +183,15 @@ class Resume:
     def _rank(self) -> int:
         return 0 if self._engine.ranks is None else self._engine.ranks.rank
 
+    def _restore_order(self, step: int, *, last: bool) -> list[NotRestored]:
+        """Of the sums of gradients; a loop may wrap its models after they are tracked."""
+        order = GradientOrder(wrappers_of(self._parts.modules.values()))
+        why, self._order_later = order.restore(self._own.get("gradient_order", []), self._engine, step, last=last)
+        return not_restored(why) if why and not self._elastic and self._rank == 0 else []
+
     def _resplit(self, own: Mapping[str, Any], elastic: Elastic) -> tuple[Mapping[str, Any], list[NotRestored]]:
         """What the loop saved about itself, for another number of ranks."""
+        elastic = replace(elastic, teams=self._teams(own, elastic))
         streams, feeds = elastic.streams, dict(own["feeds"])
         for feed in self._feeds:
             positions = [one["feeds"][feed.name]["position"] for one in elastic.own if feed.name in one["feeds"]]
@@ -190,6 +206,16 @@ class Resume:
                 gradients[name], left_out = elastic.gradients(saved, module)
                 missing += left_out
         return {**own, "rng": streams, "feeds": feeds, "gradients": gradients}, missing
+
+    def _teams(self, own: Mapping[str, Any], elastic: Elastic) -> Teams | None:
+        """Ranks that share a model have the same samples: the training loader tells. Not asked where none does."""
+        name = own["training"]
+        if not any_sharded(self._parts.modules.values()):
+            return None
+        feed = next((one for one in self._feeds if one.name == name), None)
+        saved = [one["feeds"].get(name, {}).get("position", {}).get("recipe", {}).get("rank") for one in elastic.own]
+        mine = None if feed is None else feed.position.place
+        return None if mine is None or None in saved else Teams(tuple(saved), mine)
 
     def _load_feeds(self) -> None:
         saved, training, draft = self._own["feeds"], self._own["training"], self._draft

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.frequency.settings import FrequencySettings
 from ckpt_engine.frequency.triggers import MEMORY
@@ -21,9 +24,11 @@ class SharedCadence(Cadence):
         self._engine = engine
         self._together = Together(engine.ranks, super().boundary, engine, self._memory_is_due)
         self._decision: Decision | None = None
-        self._halting: Decision | None = None
+        self._halting: tuple[Stop, str | None] | None = None
+        """How all ranks stop, and the reason of the last snapshot if there is to be one."""
         self._own_stop: Stop | None = None
-        self._asked = self._fits = False
+        self._asked = False
+        self._fits: Callable[[Stop], bool] = lambda _: False
         self._counted: int | None = None
         self._in_memory: int | None = None
         """The step after which all ranks take a snapshot into memory."""
@@ -32,25 +37,41 @@ class SharedCadence(Cadence):
         super().start(step)
         self._together.start(step)
 
-    def stop(self, step: int, own: Stop | None, *, asked: bool, fits: bool) -> Stop | None:
+    def stop(self, step: int, own: Stop | None, *, asked: bool, fits: Callable[[Stop], bool]) -> Stop | None:
         """The stop of all ranks after `step`, if there is one.
 
         Args:
             own: what this rank knows of a stop.
             asked: somebody has asked it for a snapshot.
-            fits: a last snapshot fits into the time that is left.
+            fits: see `Together.lead`.
         """
         self._settle_memory()
         self._own_stop, self._asked, self._fits = own, asked, fits
         self._decision = self._together.decided(step)
         if self._decision is not None and self._decision.stop is not None:
-            self._halting, self._decision = self._decision, None
-        return None if self._halting is None else self._halting.as_stop()
+            self._halting = self._together.stop_of(self._decision), self._decision.reason
+            self._decision = None
+        return self.halting
 
-    def halt(self, take: Take) -> Stop:
+    def halt(self, take: Take) -> None:
         """See `Together.halt`."""
         assert self._halting is not None
-        return self._together.halt(self._halting, take)
+        self._together.halt(*self._halting, take)
+
+    def stop_stuck(self, stop: Stop, where: str) -> bool:
+        """No batch comes because of `stop`; whether all ranks stop here, see `Together.all_stuck`."""
+        if self._together.all_stuck(where, (stop.deadline - time.monotonic()) / 2.0):
+            self._halting = stop, "signal"
+        return self._halting is not None
+
+    @property
+    def halting(self) -> Stop | None:
+        """The stop that all ranks have agreed on, once they are there."""
+        return None if self._halting is None else self._halting[0]
+
+    def leave(self, stop: Stop | None) -> None:
+        """See `Together.leave`; nobody is waited for without a stop."""
+        self._together.leave(0.0 if stop is None else stop.deadline - time.monotonic())
 
     def boundary(self, step: int) -> str | None:
         decision, self._decision = self._decision, None
@@ -102,7 +123,7 @@ class SharedCadence(Cadence):
             self._lead(step)
 
     def _lead(self, step: int) -> None:
-        self._together.lead(step, self._own_stop, asked=self._asked, snapshot_on_stop=self._fits)
+        self._together.lead(step, self._own_stop, asked=self._asked, fits=self._fits)
 
 
 def cadence_of(settings: FrequencySettings, clock: Clock, engine: Engine) -> Cadence:

@@ -14,12 +14,11 @@ from ckpt_engine.observe.fanout import FanOutSink
 from ckpt_engine.observe.metrics import RunMetrics
 from ckpt_engine.preempt.board import Board
 from ckpt_engine.preempt.notice import Stop
-from ckpt_engine.preempt.plan import Choice
 from ckpt_engine.preempt.watch import open_watch
 from ckpt_engine.tracking.edits import Edits
 from ckpt_engine.tracking.engine import Engine
-from ckpt_engine.tracking.halt import Halt, Take
-from ckpt_engine.tracking.shared import SharedCadence
+from ckpt_engine.tracking.halt import Halt
+from ckpt_engine.tracking.together import Take
 
 END_WAIT_SECONDS = 600.0
 """How long the end of a run waits for what is in flight, where nobody stops it."""
@@ -42,12 +41,12 @@ class Stopping:
         config = engine.config
         self._engine = engine
         self._log = log
-        self._shared = cadence if isinstance(cadence, SharedCadence) else None
         metrics = RunMetrics(cadence)
-        self._ledger, self._watch = open_watch(config, SystemClock())
+        self._ledger, self._watch = open_watch(config, SystemClock(), engine.ranks)
         self._board = Board(config.status, self._watch.outlook, metrics.numbers)
         self._edits = Edits(engine.live, cadence, self._watch, log)
-        self._halt = Halt(self._watch, engine, SystemExit, log)
+        self._halt = Halt(self._watch, engine, SystemExit, log, cadence)
+        self._shared = self._halt.shared
         self._asked = False
         if config.guard != "off" or config.rollback is not None:
             log.warning("nobody judges the losses of this loop: guard and rollback are for Lightning only")
@@ -78,9 +77,7 @@ class Stopping:
         self._asked |= self._watch.take_save() is not None
         if self._shared is None:
             return self._watch.stop
-        own = self._watch.stop
-        fits = own is not None and self._watch.plan(own).choice is Choice.SNAPSHOT
-        return self._shared.stop(step, own, asked=self._asked, fits=fits)
+        return self._shared.stop(step, self._watch.stop, asked=self._asked, fits=self._halt.fits)
 
     def edited(self, config: Config) -> Config:
         """The options from now on, see `Edits.apply`."""
@@ -102,21 +99,24 @@ class Stopping:
             KeyboardInterrupt: another Ctrl-C.
         """
         try:
-            if self._shared is not None:
-                return self._halt.over(self._shared.halt(take))
-            return self._halt.now(stop, take)
+            return self._halt.now(stop, take) if self._shared is None else self._halt.together(stop, take)
         finally:
             self.close()
 
-    def no_batch(self, error: Exception, take: Take) -> None:
+    def no_batch(self, error: Exception, where: str, take: Take) -> None:
         """A loader has failed.
+
+        Args:
+            where: see `Together.all_stuck`.
 
         Raises:
             SystemExit, KeyboardInterrupt: a stop has ended its workers too, and takes effect now; as `end`.
         """
         stop = self._watch.stop
-        if stop is None or self._halt.done or self._shared is not None or not is_dead_worker(error):
-            return  # of several ranks one cannot stop here by itself
+        if stop is None or self._halt.done or not is_dead_worker(error):
+            return
+        if self._shared is not None and not self._shared.stop_stuck(stop, where):
+            return
         self._log.warning("%s: no batch came: %s", stop.notice.who, error)
         raise self.end(stop, take) from error
 
@@ -132,7 +132,8 @@ class Stopping:
                 what is in flight was waited for within the grace.
         """
         stop = self._watch.stop
-        if stop is None or self._halt.done or sys.exc_info()[0] is not None:
+        self._halt.complete = sys.exc_info()[0] is None
+        if stop is None or self._halt.done or not self._halt.complete:
             return
         self._log.warning("%s: it came when training was over", stop.notice.who)
         self._engine.wait(self.seconds_left(END_WAIT_SECONDS))

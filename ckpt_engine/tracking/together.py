@@ -9,12 +9,15 @@ snapshot, says so, and goes on.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+from ckpt_engine.errors import RanksError, WaitTimeoutError
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.preempt.notice import Stop, StopNotice
 from ckpt_engine.ranks.world import Ranks
@@ -22,10 +25,17 @@ from ckpt_engine.snapshot.handle import SaveHandle
 
 _DECISIONS = "decisions"
 _STOP = "stop"
+_OVER = "over"
+_STUCK = "stuck"
+_STUCK_SECONDS = 15.0
+"""How much later than others a rank may find that no batch comes: torch looks for dead workers every 5 seconds."""
+_TURN_SECONDS = 0.1
+"""Between two looks for what another rank says: handlers of signals run there, and none while the store waits."""
 _REMEMBERED = 64
 """Decisions in the store: more than a rank can be behind rank 0."""
 
 Take = Callable[[str], SaveHandle | None]
+"""Takes a snapshot with that reason; None: it could not be taken, and that was said."""
 
 
 class SharedEngine(Protocol):
@@ -48,7 +58,7 @@ class Decision:
         step: of the run there, as far as rank 0 could foresee it.
         reason: of the snapshot that is taken (`MEMORY`: into memory only); None: none is.
         stop: who stops the run; None: nobody.
-        left_seconds: then, how long it has from when this was published.
+        left_seconds: then, how long it had at the boundary before.
         exit_code, interrupts: see `StopNotice`.
     """
 
@@ -61,11 +71,14 @@ class Decision:
     exit_code: int = 0
     interrupts: bool = False
 
-    def as_stop(self) -> Stop:
-        """The stop, with its deadline on this machine's clock."""
-        now = time.monotonic()
-        notice = StopNotice(self.stop or "", now, self.left_seconds, self.exit_code, self.interrupts)
-        return Stop(notice, now + self.left_seconds)
+    def as_stop(self, since: float) -> Stop:
+        """The stop, with its deadline on this machine's clock.
+
+        Args:
+            since: monotonic seconds of the boundary after which this was published, as this rank has passed it.
+        """
+        notice = StopNotice(self.stop or "", since, self.left_seconds, self.exit_code, self.interrupts)
+        return Stop(notice, since + self.left_seconds)
 
 
 class Together:
@@ -96,11 +109,14 @@ class Together:
         self._boundaries, self._step, self._stride = 0, 0, 1
         self._led = -1
         self._told_stop = False
+        self._passed = self._before = time.monotonic()
+        """When this rank was at the last two boundaries."""
 
     def start(self, step: int) -> None:
         """Training goes on after `step`: what happens after the next one is decided now."""
         self._step = step
-        self.lead(step, None, asked=False, snapshot_on_stop=False)
+        self._passed = self._before = time.monotonic()
+        self.lead(step, None, asked=False, fits=lambda _: False)
 
     def decided(self, step: int) -> Decision | None:
         """What to do now that optimizer step `step` is complete; at most once for each step.
@@ -110,6 +126,7 @@ class Together:
         if step == self._step:
             return None  # gradients are being accumulated
         self._boundaries, self._step, self._stride = self._boundaries + 1, step, step - self._step
+        self._before, self._passed = self._passed, time.monotonic()
         found = None
         for one in self._read():
             if one.number <= self._handled or one.boundary > self._boundaries:
@@ -121,13 +138,13 @@ class Together:
                 self._engine.miss(one.step, "it was past that step already", durable=one.reason != MEMORY)
         return found
 
-    def lead(self, step: int, stop: Stop | None, *, asked: bool, snapshot_on_stop: bool) -> None:
+    def lead(self, step: int, stop: Stop | None, *, asked: bool, fits: Callable[[Stop], bool]) -> None:
         """After the snapshot of `step`, before the next step: decide what happens after that (rank 0); else hand on.
 
         Args:
             stop: what this rank knows of a stop.
             asked: somebody wants a snapshot.
-            snapshot_on_stop: a last snapshot fits into the time that is left.
+            fits: whether a last snapshot after the next step fits into the time that a stop leaves.
         """
         if self._boundaries == self._led:
             return
@@ -135,25 +152,81 @@ class Together:
         if not self._leads:
             if stop is not None and not self._told_stop:
                 self._told_stop = True
-                self._ranks.store.set(_STOP, json.dumps(_stop_to_json(stop)))
+                self._ranks.store.set(_STOP, json.dumps(_stop_to_json(stop, self._passed)))
             return
         reason = self._due(step + self._stride) or ("manual" if asked else None)
-        found = _stop_to_json(stop) if stop is not None else self._stop_of_others()
-        if found is not None and not self._told_stop:
+        found = None if self._told_stop else stop or self._stop_of_others()
+        if found is not None:
             self._told_stop = True
-            self._publish(step + self._stride, "signal" if snapshot_on_stop or stop is None else None, **found)
+            self._publish(step + self._stride, "signal" if fits(found) else None, **_stop_to_json(found, self._passed))
         elif reason is not None and self._engine.ready():
             self._publish(step + self._stride, reason)
         elif self._memory_due(step + self._stride) and self._engine.ready(durable=False):
             self._publish(step + self._stride, MEMORY)
 
-    def halt(self, decision: Decision, take: Take) -> Stop:
+    def stop_of(self, decision: Decision) -> Stop:
+        """The stop that was decided, asked at its boundary."""
+        return decision.as_stop(self._before)
+
+    def halt(self, stop: Stop, reason: str | None, take: Take) -> None:
         """The run stops here: take the last snapshot if that was decided, and wait as long as there is time."""
-        stop = decision.as_stop()
-        if decision.reason is not None:
-            take(decision.reason)
+        if reason is not None:
+            if not self._engine.ready():
+                # A slot is free when what is in flight is durable. A rank without one would make it absent for all.
+                self._engine.wait(max(0.0, stop.deadline - time.monotonic()))
+            take(reason)
         self._engine.wait(max(0.0, stop.deadline - time.monotonic()))
-        return stop
+
+    def all_stuck(self, where: str, seconds: float) -> bool:
+        """No batch comes on this rank; whether none does on all others, before the same step.
+
+        Then nobody is in a step that waits for the others, and all can stop here.
+
+        Args:
+            where: the place of the batch in the data of a rank; the same text on all ranks that are at the same batch.
+            seconds: that there is time for it at most.
+        """
+        store, size = self._ranks.store, self._ranks.size
+        deadline = time.monotonic() + min(seconds, _STUCK_SECONDS)
+        mine = f"{self._boundaries} {where}"
+        try:
+            if not self._leads:
+                store.set(f"{_STUCK}/{self._ranks.rank}", mine)
+                return self._hear(_STUCK, max(0.1, seconds)) == mine
+            left = (max(0.1, deadline - time.monotonic()) for _ in range(size))
+            others = [self._hear(f"{_STUCK}/{rank}", next(left)) for rank in range(1, size)]
+            store.set(_STUCK, mine if all(one == mine for one in others) else "")
+            return all(one == mine for one in others)
+        except (WaitTimeoutError, RanksError):
+            return False
+
+    def leave(self, seconds: float) -> None:
+        """This rank has nothing more to do, and its process may end: rank 0 says so, others wait for that.
+
+        Who has started the processes takes the first one that ends before its time for a failure, and kills the others:
+        that must not be in the middle of what rank 0 does for all.
+
+        Args:
+            seconds: that others wait at most.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C came meanwhile.
+        """
+        with suppress(WaitTimeoutError, RanksError):  # then it is gone, or there is no time left
+            if self._leads:
+                self._ranks.store.set(_OVER, "")
+            elif seconds > 0.0:
+                self._hear(_OVER, seconds)
+
+    def _hear(self, key: str, seconds: float) -> str:
+        """What another rank says; a Ctrl-C ends the wait, unlike one in the store. Raises as `Store.wait`."""
+        deadline, pause = time.monotonic() + seconds, threading.Event()
+        while (text := self._ranks.store.get(key)) is None:
+            left = deadline - time.monotonic()
+            if left <= 0.0:
+                raise WaitTimeoutError(f"no rank has said {key!r} within {seconds:.0f} s")
+            pause.wait(min(_TURN_SECONDS, left))
+        return text
 
     def _publish(self, step: int, reason: str | None, **stop: object) -> None:
         self._made += 1
@@ -168,16 +241,20 @@ class Together:
                 self._published = deque((Decision(**one) for one in json.loads(text)), maxlen=_REMEMBERED)
         return self._published
 
-    def _stop_of_others(self) -> dict[str, object] | None:
-        text = self._ranks.store.get(_STOP) if not self._told_stop else None
-        found: dict[str, object] | None = None if text is None else json.loads(text)
-        return found
+    def _stop_of_others(self) -> Stop | None:
+        text = self._ranks.store.get(_STOP)
+        if text is None:
+            return None
+        row = json.loads(text)
+        left = float(row["left_seconds"])  # from this boundary on, or the one before
+        notice = StopNotice(row["stop"], self._before, left, row["exit_code"], row["interrupts"])
+        return Stop(notice, self._before + left)
 
 
-def _stop_to_json(stop: Stop) -> dict[str, object]:
+def _stop_to_json(stop: Stop, at: float) -> dict[str, object]:
     return {
         "stop": stop.notice.who,
-        "left_seconds": max(0.0, stop.deadline - time.monotonic()),
+        "left_seconds": max(0.0, stop.deadline - at),
         "exit_code": stop.notice.exit_code,
         "interrupts": stop.notice.interrupts,
     }

@@ -248,7 +248,8 @@ class Tracker:
 
     def failed(self, feed: Feed, error: Exception) -> None:
         """It had none to give: a stop that has ended its workers takes effect at the boundary before."""
-        self._stopping.no_batch(error, lambda reason: self._take_before(feed, reason))
+        where = f"{feed.name} {feed.epochs} {feed.delivered}"
+        self._stopping.no_batch(error, where, lambda reason: self._take_before(feed, reason))
 
     def over(self, feed: Feed) -> None:
         """A pass over a followed loader is complete, or was left."""

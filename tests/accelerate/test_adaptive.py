@@ -88,7 +88,7 @@ def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     """Processes that divide the state in other ways than DDP; nobody pretends otherwise."""
     script = Script()
     monkeypatch.setattr(Accelerator, "num_processes", 2)
-    with pytest.raises(ConfigError, match="supported with DDP and FSDP2"):
+    with pytest.raises(ConfigError, match="supported with DDP and FSDP"):
         AdaptiveCheckpoint(script.accelerator, str(tmp_path))
 
 

@@ -44,6 +44,7 @@ def test_a_run_is_copied_whole(ckpt: Ckpt, run_folder: Any, ids: list[str], tmp_
         "copied": [],
         "present": 3,
         "sent_bytes": 0,
+        "partial": {},
         "failed": [],
         "away": [],
     }

@@ -52,6 +52,7 @@ def test_ls_json_has_everything(ckpt: Ckpt, run_folder: Any) -> None:
             "metrics": {"loss": "NaN"},
             "parent": "p",
             "components": {"a": 12},
+            "partial": None,
             "tiers": [f"file://{run_folder.path}"],
             "pinned": None,
         }

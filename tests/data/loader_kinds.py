@@ -316,7 +316,7 @@ KINDS = [
     Kind("unbatched", _shuffled(unbatched, batch_size=None)),
     Kind("unbatched, 2 workers", _shuffled(unbatched, batch_size=None, **_TWO), slow=True),
     Kind("replica 0 of 2", _with(_replica(0))),
-    Kind("replica 1 of 2, 2 workers", _with(_replica(1), **_TWO)),
+    Kind("replica 1 of 2, 2 workers", _with(_replica(1), **_TWO), slow=True),
     Kind("replica 1 of 2, 2 persistent workers", _with(_replica(1), **_KEPT), slow=True),
     Kind("worker_init_fn", _shuffled(worker_init_fn=seed_numpy_by_worker, **_TWO)),
     Kind("worker_init_fn, persistent", _shuffled(worker_init_fn=seed_numpy_by_worker, **_KEPT), slow=True),
@@ -327,8 +327,8 @@ KINDS = [
     Kind("stateful dataset, 2 persistent workers", _shuffled(Counting, **_KEPT)),
     Kind("quiet stream", _loader(QuietStream)),
     Kind("stream", _loader(Stream), _ORDER),
-    Kind("stream, 2 workers", _loader(Stream, **_TWO)),
-    Kind("shuffled stream, 2 workers", _loader(ShuffledStream, **_TWO)),
+    Kind("stream, 2 workers", _loader(Stream, **_TWO), slow=True),
+    Kind("shuffled stream, 2 workers", _loader(ShuffledStream, **_TWO), slow=True),
     Kind("shuffled stream, 2 workers, drop_last", _loader(ShuffledStream, drop_last=True, **_TWO), slow=True),
     Kind("stateful stream", _loader(StatefulStream)),
     Kind("stateful stream, 2 workers", _loader(StatefulStream, **_TWO)),
@@ -341,7 +341,9 @@ KINDS = [
     Kind("StatefulDataLoader, 2 persistent workers", _shuffled(cls=StatefulDataLoader, **_KEPT)),
     Kind("StatefulDataLoader, stateful dataset, 2 workers", _shuffled(Counting, StatefulDataLoader, **_TWO), slow=True),
     Kind("StatefulDataLoader, stateful stream", _loader(StatefulStream, StatefulDataLoader)),
-    Kind("StatefulDataLoader, stateful stream, 2 workers", _loader(StatefulStream, StatefulDataLoader, **_TWO)),
+    Kind(
+        "StatefulDataLoader, stateful stream, 2 workers", _loader(StatefulStream, StatefulDataLoader, **_TWO), slow=True
+    ),
     Kind(
         "StatefulDataLoader, stateful stream, persistent",
         _loader(StatefulStream, StatefulDataLoader, **_KEPT),

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ckpt_engine.data import rng
-from ckpt_engine.data.derived import derive
+from ckpt_engine.data.derived import Teams, derive, repeat
 
 
 def streams(seed: int) -> rng.RngState:
@@ -48,6 +48,34 @@ def test_what_was_the_same_on_all_ranks_stays_the_same() -> None:
     assert a == b == draws(first)[0]
     assert draws(derive([first, common], 1))[1:] != draws(derive([first, common], 2))[1:]
     assert draws(derive([first], 1))[0] != a
+
+
+def test_ranks_that_share_a_model_draw_alike() -> None:
+    """Two teams of two become three of two: each team has one stream, and the first one goes on with its own."""
+    saved = [streams(1), streams(1), streams(2), streams(2)]
+    found = [draws(derive(saved, rank, Teams.of_sizes(4, 2, rank, 2))) for rank in range(6)]
+    assert found[0::2] == found[1::2]
+    assert len(set(found)) == 3
+    assert found[0] == draws(saved[0])
+    repeated = [draws(repeat(saved, rank, Teams.of_sizes(4, 2, rank, 2))) for rank in range(6)]
+    assert repeated == [draws(saved[0])] * 2 + [draws(saved[2])] * 2 + [draws(saved[0])] * 2
+
+
+def test_teams_come_and_go() -> None:
+    """Two single ranks become two teams; two teams become four single ranks, which draw differently."""
+    alone = [streams(1), streams(2)]
+    found = [draws(derive(alone, rank, Teams.of_sizes(2, 1, rank, 2))) for rank in range(4)]
+    assert found[0] == found[1] != found[2] == found[3]
+    saved = [streams(1), streams(1), streams(2), streams(2)]
+    assert len({draws(derive(saved, rank, Teams.of_sizes(4, 2, rank, 1))) for rank in range(4)}) == 4
+
+
+def test_ranks_of_a_team_that_drew_differently_go_on_so() -> None:
+    """A script that seeds each rank by its number."""
+    saved = [streams(seed) for seed in range(4)]
+    teams = [Teams.of_sizes(4, 2, rank, 2) for rank in range(2)]
+    assert [derive(saved, rank, teams[rank]) for rank in range(2)] == [derive(saved, rank) for rank in range(2)]
+    assert repeat(saved, 5) == saved[1]
 
 
 def test_streams_of_devices_that_are_not_here_are_left_alone() -> None:

@@ -23,7 +23,12 @@ NAMES = (
     "replica 1 of 2, 2 persistent workers",
     "StatefulDataLoader, 2 persistent workers",
 )
-CHOSEN = [pytest.param(kind, id=str(kind)) for kind in KINDS if str(kind) in NAMES]
+LONG = NAMES[4:8]
+CHOSEN = [
+    pytest.param(kind, id=str(kind), marks=pytest.mark.slow if str(kind) in LONG else ())
+    for kind in KINDS
+    if str(kind) in NAMES
+]
 EPOCHS, LIMIT = 3, 3
 
 

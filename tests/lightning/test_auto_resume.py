@@ -363,7 +363,7 @@ def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     """Strategies that divide the state in other ways than DDP; nobody pretends otherwise."""
     monkeypatch.setattr("lightning.pytorch.trainer.trainer.Trainer.world_size", 2)
     callback = resumer(tmp_path)
-    with pytest.raises(ConfigError, match="with DDP and ModelParallelStrategy"):
+    with pytest.raises(ConfigError, match="with DDP, FSDP and ModelParallelStrategy"):
         callback.setup(make_trainer(Case(), [callback], False), Model(Case(), []), "fit")
 
 

@@ -67,7 +67,8 @@ def survive(
     return resumed
 
 
-@pytest.mark.parametrize("loop", ["accelerate", pytest.param("plain", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["accelerate", "plain"])
 def test_a_loop_loses_one_step_and_resumes_exactly_from_memory(
     loop: str, tmp_path: Path, loop_trainers: Trainers
 ) -> None:

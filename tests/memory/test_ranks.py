@@ -16,7 +16,7 @@ from ckpt_engine.persist.reunion import follow
 from ckpt_engine.store import layout
 from tests.memory.lives import ENTRY, until
 from tests.ranks.runs import SharedStore, ThreadRanks, on_all
-from tests.ranks.train_plain import check
+from tests.ranks.train_plain import check, state_of
 
 REPOSITORY = Path(__file__).parents[2]
 MOST_LOST = 2
@@ -177,3 +177,42 @@ def test_one_process_waits_for_what_the_writers_of_ranks_make_durable(tmp_path: 
     with Checkpointer(tiers=["memory", str(root)]) as ckpt:
         assert ckpt.load() is not None
         assert ckpt.loaded is not None and ckpt.loaded.info.step >= begun - MOST_LOST
+
+
+def failing(root: Path, *, with_newest: list[int]) -> tuple[list[Checkpointer], list[psutil.Process]]:
+    """Two ranks in this process with the steps 1 and 2 in memory, and step 3 for good where said; and their writers."""
+    made = opened(root, 2)
+    on_all(lambda rank: made[rank].start(), 2)
+    for step in (1, 2, 3):
+        ranks = with_newest if step == 3 else [0, 1]
+        handles = [made[rank].save(state_of(step, rank), step=step, durable=step == 3) for rank in ranks]
+        for handle in handles:
+            handle.wait(60)
+    children = psutil.Process().children()
+    return made, [child for child in children if any(word.endswith(ENTRY) for word in child.cmdline())]
+
+
+def test_a_written_share_is_not_taken_for_a_committed_snapshot(tmp_path: Path) -> None:
+    """Rank 1 fails when its share of step 3 is written, and rank 0 before it takes step 3: step 2 is what both have."""
+    root = tmp_path / "run"
+    made, _ = failing(root, with_newest=[1])
+    assert [path.name for path in (root / layout.PARTS).glob("*-s0000000003-*")] != []
+    on_all(lambda rank: made[rank].close(60, failed=True), 2)
+    assert resumed(root, 2) == (2, "memory")
+
+
+def test_writers_do_not_linger_with_what_is_committed(tmp_path: Path) -> None:
+    """As after a stop, which ends a loop by an exception: rank 1 leaves before the commit, and nothing newer exists."""
+    root = tmp_path / "run"
+    made, writers = failing(root, with_newest=[1])
+
+    def end(rank: int) -> None:
+        if not rank:
+            made[rank].save(state_of(3, rank), step=3).wait(60)
+        made[rank].close(60, failed=True)
+
+    on_all(end, 2)
+    assert len(writers) == 2
+    assert psutil.wait_procs(writers, 60)[1] == []
+    with Checkpointer(str(root)) as alone:
+        assert [info.step for info in alone.snapshots()] == [3]

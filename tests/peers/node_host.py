@@ -1,8 +1,8 @@
 """One machine of a run, with some of its ranks as threads, that is to be killed: `JOB`, JSON.
 
-`root`, `node`, `ranks` (those of this machine), `size`, `port` and `life` (of the store where the ranks meet),
-`durable_every`, and `pace`, the seconds of a step. Every rank saves a state that tells its step in every byte. Prints
-the steps that its first rank began.
+`root`, `memory` (that tier), `node`, `ranks` (those of this machine), `size`, `port` and `life` (of the store where the
+ranks meet), `durable_every`, and `pace`, the seconds of a step. Every rank saves a state that tells its step in every
+byte. Prints the steps that its first rank began.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ def main(job: dict[str, Any]) -> None:
         store = TCPStore("127.0.0.1", job["port"], is_master=False, timeout=PATIENCE)
         shared: Any = GroupStore(store, f"engine{job['life']}")
         ranks = ThreadRanks(rank, size, shared, node=job["node"])
-        memory = {"url": "memory", "replicate": 1}
-        ckpt = Checkpointer(tiers=[memory, job["root"]], ranks=ranks, linger=60)
+        ckpt = Checkpointer(tiers=[job["memory"], job["root"]], ranks=ranks, linger=60)
         state = ckpt.load()
         step = check(state, rank) if state is not None else 0
         if rank == first:

@@ -1,78 +1,19 @@
-"""A machine is lost with its trainers and their writers: all ranks resume from the memory of the others."""
+"""Machines are lost with their trainers and writers: all ranks resume from the memory of the others, if it can be."""
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from tests.memory.lives import ENTRY
-from tests.ranks.launch import REPOSITORY
+from tests.peers.cluster import Cluster
 
-MOST_LOST = 3
-"""The step under way, and the snapshot that was on its way to the partners, with the step it was taken after."""
-
-
-class Node:
-    """One machine: a process, its ranks, and their writers."""
-
-    def __init__(self, job: dict[str, Any]) -> None:
-        command = [sys.executable, "-m", "tests.peers.node_host", json.dumps(job)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
-        self.resumed: list[str] = []
-
-    def line(self) -> list[str]:
-        assert self.process.stdout is not None
-        found = self.process.stdout.readline().split()
-        assert found, "the node has ended"
-        return found
-
-    def until_step(self, step: int) -> None:
-        while int(self.line()[1]) < step:
-            pass
-
-    def kill(self, *, writers: bool) -> int:
-        """End it; the last step that it had begun, if that is known."""
-        found = psutil.Process(self.process.pid).children() if writers else []
-        self.process.kill()
-        for child in found:
-            with suppress(psutil.NoSuchProcess):
-                if any(word.endswith(ENTRY) for word in child.cmdline()):
-                    child.kill()
-        assert self.process.stdout is not None
-        rest = [line.split() for line in self.process.stdout.read().splitlines()]
-        self.process.wait(60)
-        self.process.stdout.close()
-        return int(rest[-1][1]) if rest else -1
-
-
-class Cluster:
-    """Two machines with as many ranks each."""
-
-    def __init__(self, root: Path, store: TCPStore, size: int, durable_every: int = 10**6) -> None:
-        self.job = {"root": str(root), "size": size, "port": store.port, "durable_every": durable_every, "pace": 0.1}
-        self.life = 0
-        self.nodes: list[Node] = []
-
-    def start(self) -> list[str]:
-        """Start all ranks; where the first one resumed."""
-        self.life += 1
-        half = self.job["size"] // 2
-        ranks = [list(range(half)), list(range(half, 2 * half))]
-        self.nodes = [Node({**self.job, "node": f"node{n}", "ranks": ranks[n], "life": self.life}) for n in range(2)]
-        found = [node.line() for node in self.nodes]
-        assert found[0] == found[1]
-        return found[0]
+REPLICATE = {"url": "memory", "replicate": 1}
+PARITY = {"url": "memory", "parity": 3}
 
 
 @pytest.fixture
@@ -81,21 +22,68 @@ def store() -> Iterator[TCPStore]:
     yield TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
+def lose_one_in_each_life(cluster: Cluster, draw: random.Random, lives: int = 3) -> None:
+    """Each life loses one machine at a random moment, and no durable snapshot was taken by then.
+
+    What comes back is the newest snapshot, or the one before, if it was on its way to other machines.
+    """
+    taken: list[int] = []
+    for life in range(lives):
+        what, step, place = cluster.start()
+        assert what == "resumed"
+        if life:
+            assert (place, int(step) in taken[-2:]) == ("memory", True), (life, step, place, taken)
+        cluster.nodes[0].until_taken(draw.randint(3, 9))
+        time.sleep(draw.uniform(0.0, 0.15))  # a random moment of a step
+        taken = cluster.kill({draw.randrange(cluster.machines)})
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("size", "seed"), [(2, 0), (2, 1), (4, 2), (4, 3), (4, 4)])
 def test_a_lost_machine_costs_a_step(tmp_path: Path, store: TCPStore, size: int, seed: int) -> None:
-    """Each life loses one machine at a random moment, and no durable snapshot was taken by then."""
-    draw = random.Random(seed)
-    cluster = Cluster(tmp_path / "run", store, size)
-    begun = 0
-    for life in range(3):
+    """Each has a partner."""
+    with Cluster(tmp_path / "run", store, size, REPLICATE) as cluster:
+        lose_one_in_each_life(cluster, random.Random(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("size", "machines", "seed"), [(3, 3, 0), (3, 3, 1), (3, 3, 2), (6, 3, 3)])
+def test_a_lost_machine_of_a_parity_group_costs_a_step(
+    tmp_path: Path, store: TCPStore, size: int, machines: int, seed: int
+) -> None:
+    """Its share is made from what the others have, whichever it is."""
+    with Cluster(tmp_path / "run", store, size, PARITY, machines) as cluster:
+        lose_one_in_each_life(cluster, random.Random(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_writer_that_takes_the_place_of_another_is_part_of_the_group(tmp_path: Path, store: TCPStore) -> None:
+    """A writer dies alone, and a machine later: its successor has what the lost share is made from."""
+    with Cluster(tmp_path / "run", store, 3, PARITY, 3) as cluster:
+        assert cluster.start()[2] == "nowhere"
+        cluster.nodes[0].until_taken(3)
+        cluster.nodes[1].kill_writers()
+        cluster.nodes[0].until_taken(len(cluster.nodes[0].taken) + 5)
+        taken = cluster.kill({2})
+        _, step, place = cluster.start()
+        assert (place, int(step) in taken[-2:]) == ("memory", True), (step, place, taken)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_lost_machines_of_a_parity_group_leave_what_is_durable(tmp_path: Path, store: TCPStore) -> None:
+    """Nothing hangs, nothing wrong is put together, and the log says whose shares are gone."""
+    with Cluster(tmp_path / "run", store, 3, PARITY, 3, durable_every=5) as cluster:
+        assert cluster.start()[2] == "nowhere"
+        while not list((tmp_path / "run" / "snapshots").glob("*")):
+            cluster.nodes[0].until_taken(len(cluster.nodes[0].taken) + 1)
+        taken = cluster.kill({1, 2})
         what, step, place = cluster.start()
-        assert what == "resumed"
-        if life:
-            assert place == "memory", (life, step, place)
-            assert 0 <= begun - int(step) <= MOST_LOST
-        cluster.nodes[0].until_step(int(step) + draw.randint(5, 12))
-        time.sleep(draw.uniform(0.0, 0.05))  # a random moment
-        lost = draw.choice((0, 1))
-        begun = max(cluster.nodes[lost].kill(writers=True), cluster.nodes[1 - lost].kill(writers=False))
+        assert (what, place) == ("resumed", (tmp_path / "run").as_uri())
+        assert int(step) in [one for one in taken if one % 5 == 0]
+    log = cluster.log.read_text()
+    assert "the shares of ranks 1, 2 of" in log
+    assert "what is durable is resumed from" in log

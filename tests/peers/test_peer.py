@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,83 +14,24 @@ from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import ConfigError, WriterError
-from ckpt_engine.persist import parts, protocol
-from ckpt_engine.persist.intake import Intake, Order
-from ckpt_engine.persist.job import RankConfig, job_to_json, layout_to_json
+from ckpt_engine.persist import parts
 from ckpt_engine.persist.peer import Share, connect
-from ckpt_engine.persist.peers import Peers
-from ckpt_engine.ranks.session import Session, partner_of
-from ckpt_engine.restore.shares import Source, plan
+from ckpt_engine.ranks.partners import partner_of
+from ckpt_engine.ranks.session import Session
+from ckpt_engine.restore.share_plan import Source, plan
 from ckpt_engine.snapshot import mirroring
 from ckpt_engine.snapshot.mirroring import Mirroring
 from ckpt_engine.store.layout import session_id
-from ckpt_engine.store.transfer import RunText
-from tests.persist.staged import NONE, WAIT_SECONDS, Stage
+from ckpt_engine.store.lease import read_holder
+from ckpt_engine.store.storage.local import LocalStorage
+from tests.peers.writers import SECRET, Writer, meet, until
+from tests.persist.staged import WAIT_SECONDS
 from tests.ranks.runs import SharedStore, ThreadRanks, on_all
-
-RUN = RunText("0" * 32, b"{}")
-SECRET = "session"
-
-
-def until(condition: Any) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-class Writer:
-    """The peers of a rank, and orders as its trainer would send them."""
-
-    def __init__(self, rank: int) -> None:
-        self.said: list[dict[str, Any]] = []
-        self.changes = False
-        self.ranks = RankConfig(rank, 2, SECRET, None, 1.0, f"node{rank}", True)
-        self.peers = Peers(self.ranks, lambda: RUN, lambda order: not self.changes, self.said.append)
-        self.stage = Stage()
-        self.intake = Intake()
-        self.orders: list[Order] = []
-        self.intake.take({"kind": protocol.SLOT, "slot": 0, "nbytes": self.stage.nbytes}, [os.dup(self.stage.fd)])
-        self.intake.take({"kind": protocol.LAYOUT, "layout": layout_to_json(self.stage.layout)})
-        weight = {"weight": {"$": "tensor", "entry": "model.weight"}, "none": NONE}
-        self.intake.take({"kind": protocol.SKELETON, "id": 1, "tree": weight})
-        self.intake.take({"kind": protocol.SKELETON, "id": 2, "tree": {"epoch": {"$": "v", "i": 0}}})
-
-    def offer(self, step: int) -> str:
-        """A snapshot of `step` is in memory; its id."""
-        snapshot = session_id(SECRET, step, step)
-        job = dataclasses.replace(self.stage.job(step), snapshot=snapshot, rank=self.ranks.rank)
-        order = self.intake.take({"kind": protocol.HOLD, "job": job_to_json(job)})
-        assert order is not None
-        self.orders.append(order)
-        self.peers.offer(order)
-        return snapshot
-
-    @property
-    def mirrored(self) -> list[str]:
-        return [one["snapshot"] for one in self.said if one["kind"] == protocol.MIRRORED]
-
-    @property
-    def notices(self) -> list[str]:
-        return [one["event"]["message"] for one in self.said if one["kind"] == protocol.EVENT]
-
-    def close(self) -> None:
-        self.peers.close()
-        for order in self.orders:
-            order.release()
-        self.intake.close()
-
-
-def meet(writers: list[Writer], *, moved: int | None = None) -> None:
-    addresses = [["127.0.0.1", one.peers.port] for one in writers]
-    for rank, one in enumerate(writers):
-        if moved in (None, rank):
-            one.peers.meet({"addresses": addresses, "partner": 1 - rank, "guest": 1 - rank, "moved": moved is not None})
 
 
 @pytest.fixture
 def writers() -> Iterator[list[Writer]]:
-    made = [Writer(0), Writer(1)]
+    made = [Writer(rank, 2) for rank in range(2)]
     meet(made)
     yield made
     for one in made:
@@ -180,21 +119,37 @@ def test_nobody_elses_shares_are_kept(writers: list[Writer]) -> None:
     line.close()
 
 
+def test_rank_0_hears_from_more_ranks_than_others_do() -> None:
+    """Each rank keeps a connection to it; whoever comes too late for the others' limit is still let in."""
+    lead = Writer(0, 100)
+    lines = [connect("127.0.0.1", lead.peers.port, SECRET) for _ in range(99)]
+    snapshot = IDS[1]
+    lead.peers._done(snapshot)
+    for rank, line in enumerate(lines, 1):
+        assert lead.mirrored == []
+        line.send({"what": "mirrored", "rank": rank, "snapshot": snapshot})
+        assert line.receive()["ok"]
+    assert lead.mirrored == [snapshot]
+    for line in lines:
+        line.close()
+    lead.close()
+
+
 def test_a_partner_that_is_gone_is_told_once_and_its_successor_is_used(writers: list[Writer]) -> None:
     """The next writer of that rank says where it is; the shares that come then go there."""
     writers[0].offer(1)
     until(lambda: writers[1].peers.guests.ids())
     writers[1].peers.close()
-    writers[0].peers._mirror._hang_up()
+    writers[0].peers._mirror._keepers[1].hang_up()
     for step in (2, 3):
         writers[0].offer(step)
         until(lambda: writers[0].peers._mirror._next is None and writers[0].notices)
     assert len([one for one in writers[0].notices if "memory of this machine only" in one]) == 1
-    successor = Writer(1)
+    successor = Writer(1, 2)
     meet([writers[0], successor], moved=1)
-    until(lambda: writers[0].peers._mirror._partner == ("127.0.0.1", successor.peers.port))
+    until(lambda: writers[0].peers._mirror._keepers[1].address == ("127.0.0.1", successor.peers.port))
     snapshot = writers[0].offer(4)
-    until(lambda: successor.peers.guests.ids() == {0: [snapshot]})
+    until(lambda: snapshot in successor.peers.guests.ids().get(0, []))
     until(lambda: any("is back" in one for one in writers[0].notices))
     successor.close()
 
@@ -265,7 +220,7 @@ def test_replication_needs_several_ranks(tmp_path: Any) -> None:
 
 @pytest.mark.slow
 def test_replication_needs_several_machines(tmp_path: Any) -> None:
-    """Ranks on one machine are told so when they start."""
+    """Ranks on one machine are told so when they start, and no writer is left."""
     tiers = [{"url": "memory", "replicate": 1}, str(tmp_path / "run")]
     store = SharedStore()
     made = [Checkpointer(tiers=tiers, ranks=ThreadRanks(rank, 2, store)) for rank in range(2)]
@@ -277,6 +232,7 @@ def test_replication_needs_several_machines(tmp_path: Any) -> None:
     on_all(start, 2)
     for one in made:
         one.close()
+    assert read_holder(LocalStorage(str(tmp_path / "run"))) is None, "a writer is left"
 
 
 @pytest.mark.parametrize("tier", [{"url": "memory", "replicate": 2}, {"url": "/x", "replicate": 1}])

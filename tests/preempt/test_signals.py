@@ -6,13 +6,13 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.preempt.signals import SignalWatch
+from ckpt_engine.preempt.wake import Wake
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 
@@ -27,7 +27,7 @@ def handlers() -> Iterator[None]:
 
 
 def watch(*numbers: signal.Signals, then: Callable[[], None] | None = None) -> SignalWatch:
-    made = SignalWatch(numbers, SystemClock(), SimpleQueue(), then)
+    made = SignalWatch(numbers, SystemClock(), Wake(), then)
     assert made.install() == []
     return made
 
@@ -106,7 +106,7 @@ def test_an_ignored_ctrl_c_stays_ignored() -> None:
 def test_signals_are_not_taken_on_other_threads() -> None:
     """Python allows it on the main one only: that is said, and nothing fails."""
     problems: list[str] = []
-    made = SignalWatch([TERM], SystemClock(), SimpleQueue())
+    made = SignalWatch([TERM], SystemClock(), Wake())
     before = signal.getsignal(TERM)
     thread = threading.Thread(target=lambda: problems.extend(made.install()) or made.remove())
     thread.start()
@@ -140,3 +140,74 @@ def test_a_fork_passes_signals_on_to_the_handler_that_was_there() -> None:
     signal.signal(TERM, lambda number, frame: os._exit(9))
     watch(TERM)
     assert in_fork(lambda: send(TERM)) == 9
+
+
+def test_a_run_that_never_ended_does_not_keep_signals_from_the_next_one() -> None:
+    """A refused training is over, and nobody has told its callback; or a thread that is not the main one has."""
+    for closes in (False, True):
+        first, second = Wake(), Wake()
+        for bell in (first, second):
+            bell.open()
+        watched = SignalWatch([USR1], SystemClock(), second)
+        try:
+            first.hear_signals()
+            if closes:
+                thread = threading.Thread(target=first.close)
+                thread.start()
+                thread.join(10.0)
+            assert watched.install() == []
+            send(USR1)
+            assert second.wait(10.0) == [USR1]
+        finally:
+            watched.remove()
+            first.close()
+            second.close()
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_thread_hears_a_signal_while_the_main_one_is_stuck() -> None:
+    """Handlers run between two steps of the interpreter, and inside of a collective there are none. Forks are alone."""
+    bell = Wake()
+    bell.open()
+    watched = SignalWatch([USR1], SystemClock(), bell)
+    heard: list[int] = []
+    try:
+        assert watched.install() == []
+        thread = threading.Thread(target=lambda: heard.extend(bell.wait(10.0)))
+        thread.start()
+        send(USR1)
+        thread.join(10.0)
+        assert heard == [USR1]
+        watched.heard = None
+        watched.note(TERM)  # nobody asked for that one
+        assert watched.heard is None
+        watched.note(USR1)
+        assert watched.heard is not None and watched.heard.who == "SIGUSR1"
+        bell.wait(0.0)
+        assert in_fork(lambda: send(USR1)) == -USR1
+        assert bell.wait(0.0) == []
+        off = threading.Thread(target=bell.close)
+        off.start()
+        off.join(10.0)
+        bell.ring()
+        assert bell.wait(0.0) == [], "a ring is no signal, and it is still open"
+    finally:
+        watched.remove()
+        bell.close()
+
+
+def test_somebody_who_hears_signals_already_keeps_doing_so() -> None:
+    """An event loop of asyncio, for example."""
+    read, write = os.pipe2(os.O_NONBLOCK)
+    before = signal.set_wakeup_fd(write)
+    bell = Wake()
+    bell.open()
+    try:
+        bell.hear_signals()
+        assert signal.set_wakeup_fd(write) == write
+        bell.close()
+        assert signal.set_wakeup_fd(write) == write
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(read)
+        os.close(write)

@@ -29,6 +29,7 @@ class Lives:
         self.folder = folder
         self._job = {"trainer": trainer, "epochs": 2, "samples": SAMPLES, "pace": 0.0, **job}
         self.sizes: list[int] = []
+        self.teams: list[int] = []
 
     def run(self, size: int, *, kill_after: int | None = None, **changes: Any) -> list[int]:
         """One life, killed with its writers once it has a snapshot of so many steps after its start; its statuses."""
@@ -42,6 +43,7 @@ class Lives:
             "seed": life,
             **changes,
         }
+        self.teams.append(job.get("team", 1) if size > 1 else 1)
         pids = self._launcher.start(job, size, self.folder / "log")
         if kill_after is not None:
             deadline = time.monotonic() + PATIENCE_SECONDS
@@ -67,7 +69,7 @@ class Lives:
         seen: dict[int, Counter[int]] = {}
         for life, size in enumerate(self.sizes):
             end = self.start(life + 1) if life + 1 < len(self.sizes) else None
-            for rank in range(size):
+            for rank in range(0, size, self.teams[life]):  # the ranks of a team have the same samples
                 for line in self.lines(life, rank):
                     if "samples" in line and (end is None or line["step"] < end):
                         seen.setdefault(line["epoch"], Counter()).update(line["samples"])
@@ -94,6 +96,14 @@ class Lives:
         for rank in range(self.sizes[life]):
             first = self.lines(life, rank)[0]
             assert (first["step"], first["shared"]) == (step, expected), f"life {life}, rank {rank}"
+
+    def require_teams(self, life: int) -> None:
+        """The ranks that share a model had the same samples and draws."""
+        for rank in range(self.sizes[life]):
+            lines = [self.lines(life, one) for one in (rank, rank // self.teams[life] * self.teams[life])]
+            both = min(map(len, lines))
+            assert both
+            assert lines[0][:both] == lines[1][:both], f"life {life}, rank {rank}"
 
     def report(self) -> dict[str, Any]:
         """Of the last resume."""

@@ -1,8 +1,9 @@
 """Starts the ranks of a run as processes, as `torchrun` does: `python -m tests.ranks.launch MODULE` serves its input.
 
-Each run is one line of JSON: `job`, `size`, `port`, `log`. Its ranks are forks of this process, so that the imports are
-paid once; each calls `MODULE.main(job)`. Answers the process ids, and when all are gone their exit statuses. One rank
-that fails ends the others.
+Each run is one line of JSON: `job`, `size`, `port`, `log`, and for one machine of several `first` (of its ranks),
+`world` and `environment`. Its ranks are forks of this process, so that the imports are paid once; each calls
+`MODULE.main(job)`. Answers the process ids, and when all are gone their exit statuses. One rank that fails ends the
+others of its machine.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -43,10 +45,31 @@ class Launcher:
             cwd=REPOSITORY,
         )
 
-    def start(self, job: dict[str, Any], size: int, log: Path, patience: float = PATIENCE_SECONDS) -> list[int]:
-        """The process ids of the ranks."""
+    def start(
+        self,
+        job: dict[str, Any],
+        size: int,
+        log: Path,
+        patience: float = PATIENCE_SECONDS,
+        *,
+        first: int = 0,
+        world: int | None = None,
+        environment: Mapping[str, str] | None = None,
+        lets_end: bool = False,
+    ) -> list[int]:
+        """The process ids of the ranks.
+
+        Args:
+            size: ranks on this machine.
+            first: of them, where there are several machines.
+            world: ranks on all machines; None: this is the only one.
+            environment: beyond that of one machine.
+            lets_end: a rank that fails does not end the others.
+        """
         assert self._server.stdin is not None
         run = {"job": job, "size": size, "port": free_port(), "log": str(log), "patience": patience}
+        run |= {"first": first, "world": world or size, "environment": dict(environment or {})}
+        run["lets_end"] = lets_end
         self._server.stdin.write(json.dumps(run) + "\n")
         self._server.stdin.flush()
         pids: list[int] = self._answer()
@@ -86,10 +109,10 @@ def serve(module: str) -> None:
         run = json.loads(line)
         pids = [_fork(main, run, rank) for rank in range(run["size"])]
         print(json.dumps(pids), flush=True)
-        print(json.dumps(_wait(pids, run["patience"])), flush=True)
+        print(json.dumps(_wait(pids, run["patience"], lets_end=run["lets_end"])), flush=True)
 
 
-def _wait(pids: list[int], patience: float) -> list[int]:
+def _wait(pids: list[int], patience: float, *, lets_end: bool) -> list[int]:
     statuses: dict[int, int] = {}
     deadline = time.monotonic() + patience
     while len(statuses) < len(pids):
@@ -98,7 +121,7 @@ def _wait(pids: list[int], patience: float) -> list[int]:
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     statuses[pid] = os.waitstatus_to_exitcode(status)
-        if any(statuses.values()) or time.monotonic() > deadline:
+        if (any(statuses.values()) and not lets_end) or time.monotonic() > deadline:
             for pid in pids:
                 if pid not in statuses:
                     os.kill(pid, signal.SIGKILL)
@@ -117,16 +140,17 @@ def _fork(main: Any, run: dict[str, Any], rank: int) -> int:
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.environ.update(
-            RANK=str(rank),
+            RANK=str(run["first"] + rank),
             LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(run["size"]),
+            WORLD_SIZE=str(run["world"]),
             LOCAL_WORLD_SIZE=str(run["size"]),
-            GROUP_RANK="0",
+            GROUP_RANK=str(run["first"] // run["size"]),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(run["port"]),
             TORCHELASTIC_RUN_ID=str(run["port"]),
             GLOO_SOCKET_IFNAME="lo",
         )
+        os.environ.update(run["environment"])
         logging.basicConfig(level=logging.INFO)
         main(run["job"])
         status = 0
@@ -142,3 +166,4 @@ def _fork(main: Any, run: dict[str, Any], rank: int) -> int:
 
 if __name__ == "__main__":
     serve(sys.argv[1])
+    os._exit(0)  # to take down what torch has imported takes a second

@@ -8,10 +8,12 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from ckpt_engine.checkpointer import Checkpointer
-from ckpt_engine.errors import WaitTimeoutError
+from ckpt_engine.errors import RanksError, WaitTimeoutError
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 60.0
+MOST_BYTES = 8 << 20
+"""The server of torch's `TCPStore` takes no larger values."""
 
 
 class SharedStore:
@@ -22,6 +24,8 @@ class SharedStore:
         self._changed = threading.Condition()
 
     def set(self, key: str, value: str) -> None:
+        if len(value.encode()) > MOST_BYTES:
+            raise RanksError(f"{key} is too large: the connection is reset")
         with self._changed:
             self._found[key] = value
             self._changed.notify_all()
@@ -29,6 +33,17 @@ class SharedStore:
     def get(self, key: str) -> str | None:
         with self._changed:
             return self._found.get(key)
+
+    def add(self, key: str) -> int:
+        with self._changed:
+            found = int(self._found.get(key, 0)) + 1
+            self._found[key] = str(found)
+            self._changed.notify_all()
+            return found
+
+    def remove(self, key: str) -> None:
+        with self._changed:
+            self._found.pop(key, None)
 
     def wait(self, key: str, timeout: float) -> str:
         with self._changed:

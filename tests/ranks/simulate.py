@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 from ckpt_engine.persist import parts
-from ckpt_engine.persist.parts import Part
+from ckpt_engine.persist.parts import Part, Slices
 from ckpt_engine.ranks.share import Item, divide
 from ckpt_engine.store import layout, manifest_codec
 from ckpt_engine.store.digest import PIECE_BYTES
@@ -30,7 +30,7 @@ def made(size: int) -> list[Part]:
     rows = STATE_BYTES // TENSORS // ROW_BYTES
     info = SnapshotInfo(SNAPSHOT, 1, 1, 0, "interval", 0.0, 0)
     entries: list[dict[str, Entry]] = [{} for _ in range(size)]
-    slices: list[dict[str, tuple[int, tuple[int, ...]]]] = [{} for _ in range(size)]
+    slices: list[dict[str, Slices]] = [{} for _ in range(size)]
     for number, found in enumerate(divide([Item(rows * ROW_BYTES, rows)] * TENSORS, size)):
         for one in found:
             nbytes = one.rows * ROW_BYTES
@@ -40,7 +40,8 @@ def made(size: int) -> list[Part]:
             )
             name = f"model/layer{number:04d}/weight"
             entries[one.rank][name] = Entry("float32", (one.rows, ROW_BYTES // 4), pieces, "F32")
-            slices[one.rank][name] = (one.start * ROW_BYTES, (rows, ROW_BYTES // 4))
+            runs = ((one.start * ROW_BYTES, len(pieces)),)
+            slices[one.rank][name] = Slices((rows, ROW_BYTES // 4), runs)
     model = {f"layer{n:04d}": {"$": "tensor", "entry": f"model/layer{n:04d}/weight"} for n in range(TENSORS)}
     made_parts = []
     for rank in range(size):
@@ -49,7 +50,7 @@ def made(size: int) -> list[Part]:
         tree = {RANKS: {str(rank): {"own": {"packed": {"$": "tensor", "entry": own}}}}}
         files = (DataFile(layout.data_name(SNAPSHOT, rank), STATE_BYTES // size + 20000),)
         manifest = Manifest(info, "0" * 32, {}, {}, files, entries[rank], tree)
-        made_parts.append(Part(rank, size, "same", slices[rank], manifest))
+        made_parts.append(Part((rank,), size, "same", slices[rank], manifest))
     made_parts[0] = replace(
         made_parts[0], manifest=replace(made_parts[0].manifest, tree={"model": model, **made_parts[0].manifest.tree})
     )

@@ -266,12 +266,12 @@ def parts_of(manifest: Any, rank: int, size: int) -> parts.Part:
             if at:
                 shape[cut : cut + 1] = [n * sum(p.raw_nbytes for p in mine) // at for n in shape[cut : cut + 1]]
             entries[name] = replace(entry, shape=tuple(shape), pieces=tuple(mine))
-            slices[name] = (start or 0, entry.shape)
+            slices[name] = parts.Slices(entry.shape, ((start or 0, len(mine)),))
     tree = {k: v for k, v in manifest.tree.items() if k != RANKS} if rank == 0 else {}
     tree[RANKS] = {str(rank): manifest.tree[RANKS][str(rank)]}
     own = replace(manifest, files=(manifest.files[rank],), entries=entries, tree=tree)
     config = RankConfig(rank, size, "dead", 1, 1.0)
-    return parts.Part(config.rank, config.size, "same", slices, own)
+    return parts.Part((config.rank,), config.size, "same", slices, own)
 
 
 def test_what_a_dead_coordinator_left_complete_is_committed_at_the_next_start(tmp_path: Path) -> None:

@@ -76,22 +76,36 @@ def test_other_samplers(trainer: str, changes: dict[str, Any], launcher: Launche
     lives.require_whole_epochs()
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_the_same_ranks_go_on_exactly_in_an_epoch_of_others(trainer: str, launcher: Launcher, tmp_path: Path) -> None:
-    """1 -> 2 killed -> 2 is bitwise 1 -> 2: the seed of the script does not matter.
+@pytest.mark.parametrize(("trainer", "wrap"), [*((one, "first") for one in TRAINERS), ("plain", "late")])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_same_ranks_go_on_exactly_in_an_epoch_of_others(
+    trainer: str, wrap: str, size: int, launcher: Launcher, tmp_path: Path
+) -> None:
+    """1 -> n killed -> n is bitwise 1 -> n: the seed of the script does not matter.
 
-    With two ranks, as with more of them DDP adds up gradients in another order in its first step than later.
+    From three ranks on DDP adds up gradients in another order in its first step than later, which is mended, also where
+    a loop wraps its model after it has resumed.
     """
-    lives = Lives(launcher, tmp_path, trainer)
-    generations(lives, [1, 2, 2], [5, 3])
+    lives = Lives(launcher, tmp_path, trainer, wrap=wrap)
+    generations(lives, [1, size, size], [5, 3])
     start, middle = lives.start(1), lives.start(2)
     for path in (tmp_path / "run" / "snapshots").glob("*.json"):
         if step_of(path.name) != start:
             path.unlink()
-    assert lives.run(2) == [0] * 2, lives.logs()
-    for rank in range(2):
+    assert lives.run(size) == [0] * size, lives.logs()
+    for rank in range(size):
         straight = [line for line in lives.lines(3, rank) if line["step"] >= middle]
         assert straight == lives.lines(2, rank)
+
+
+def test_a_first_step_that_may_differ_is_said(launcher: Launcher, tmp_path: Path) -> None:
+    """DDP was around the model, and is now around something that has it."""
+    lives = Lives(launcher, tmp_path, "plain")
+    lives.run(3, kill_after=5, pace=0.03)
+    assert lives.run(3, wrap="around") == [0] * 3, lives.logs()
+    (line,) = lives.report()["not_restored"]
+    assert line["name"] == "order of sums of gradients"
+    assert "is not around the tracked model" in line["why"]
 
 
 def test_lightning_counts_the_batches_of_the_epoch(launcher: Launcher, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from ckpt_engine.errors import CorruptError, SnapshotFailedError, SnapshotSkippe
 from ckpt_engine.persist import parts
 from ckpt_engine.persist.commit import InFlight
 from ckpt_engine.persist.job import RankConfig
-from ckpt_engine.persist.parts import Part
+from ckpt_engine.persist.parts import Part, Slices
 from ckpt_engine.store import layout
 from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.storage.open import open_storage
@@ -27,7 +27,7 @@ def part(rank: int, size: int = 2, rows: int = 4) -> Part:
     files = (DataFile(layout.data_name(SNAPSHOT, rank), 4096 + rows * 8),)
     info = SnapshotInfo(SNAPSHOT, 3, 30, None, "manual", 0.0, rows * 8)
     manifest = Manifest(info, "0" * 32, {}, {}, files, entries, tree)
-    return Part(rank, size, "same", {"w": (rank * rows * 8, (size * rows,))}, manifest)
+    return Part((rank,), size, "same", {"w": Slices((size * rows,), ((rank * rows * 8, 1),))}, manifest)
 
 
 def test_parts_in_any_order_make_the_manifest_of_all(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_parts_in_any_order_make_the_manifest_of_all(tmp_path: Path) -> None:
 def test_rows_that_nobody_or_two_ranks_have_make_nothing() -> None:
     """The slices of an entry must cover it."""
     for start in (24, 40):
-        wrong = replace(part(1), slices={"w": (start, (8,))})
+        wrong = replace(part(1), slices={"w": Slices((8,), ((start, 1),))})
         with pytest.raises(SnapshotFailedError, match="missing, or two ranks"):
             parts.merge([part(0), wrong])
     with pytest.raises(SnapshotFailedError, match="missing, or two ranks"):

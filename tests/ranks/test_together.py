@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
+from ckpt_engine.errors import WaitTimeoutError
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.frequency.settings import FrequencySettings
 from ckpt_engine.observe.clock import SystemClock
@@ -34,7 +37,7 @@ class Rank:
     """One rank with a cadence of its own."""
 
     def __init__(self, rank: int, store: SharedStore, every_n_steps: int) -> None:
-        self.engine = Engine()
+        self.engine, self.store = Engine(), store
         cadence = Cadence(FrequencySettings.from_options(every_n_steps=every_n_steps), SystemClock(), LogSink())
         self.cadence = cadence
         self.together = Together(ThreadRanks(rank, 2, store), cadence.boundary, self.engine)
@@ -47,7 +50,7 @@ class Rank:
         if found is not None and found.reason is not None:
             self.took.append(step)
             self.cadence.taken(step, 0.0)
-        self.together.lead(step, stop, asked=False, snapshot_on_stop=True)
+        self.together.lead(step, stop, asked=False, fits=lambda _: True)
         return found.stop if found is not None else None
 
 
@@ -118,3 +121,34 @@ def test_nothing_is_decided_while_rank_0_is_busy() -> None:
         first.step(step)
         second.step(step)
     assert first.took == second.took == [5]
+
+
+def test_a_deadline_counts_from_the_boundary_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left when a stop is published has gone on for a whole step when the ranks read it."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    first, second = ranks(100)
+    signalled = Stop(StopNotice("SIGTERM", 100.0, 30.0, 143), 130.0)
+    found: list[Stop] = []
+    for step in range(1, 5):
+        now[0] += 4.0
+        for rank in (second, first):
+            decision = rank.together.decided(step)
+            if decision is not None and decision.stop is not None:
+                found.append(rank.together.stop_of(decision))
+            rank.together.lead(step, signalled if rank is second else None, asked=False, fits=lambda _: True)
+    assert found[0].notice.exit_code == 143
+    assert all(stop.deadline <= signalled.deadline for stop in found)
+    assert all(stop.deadline >= signalled.deadline - 4.0 for stop in found)
+
+
+def test_rank_0_leaves_first() -> None:
+    """Others wait until it has done what it does for all, and not beyond their time."""
+    first, second = ranks(100)
+    began = time.monotonic()
+    with pytest.raises(WaitTimeoutError):
+        second.store.wait("over", 0.01)
+    second.together.leave(0.05)  # too early: it waits as long as it may
+    assert time.monotonic() - began >= 0.05
+    first.together.leave(30.0)
+    second.together.leave(30.0)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -26,14 +26,16 @@ def main(job: dict[str, Any]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     set_seed(job["seed"])
-    accelerator = Accelerator(cpu=True)
+    buckets = DistributedDataParallelKwargs(find_unused_parameters=job.get("same_buckets", False))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[buckets])
     net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 4))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.9)
     loader = DataLoader(Samples(job.get("samples", 64)), batch_size=4, shuffle=True)
     net, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
     set_seed(job["seed"] + accelerator.process_index)
-    options = {"tiers": job["root"], "every_n_steps": 2, "keep": {"last": 3}, **job.get("options", {})}
+    root = job["root"].replace("{rank}", os.environ.get("RANK", "0"))
+    options = {"tiers": root, "every_n_steps": 2, "keep": {"last": 3}, **job.get("options", {})}
     ckpt = AdaptiveCheckpoint(accelerator, **options)
     rank = accelerator.process_index
     fd = os.open(f"{job['trace']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

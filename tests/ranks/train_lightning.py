@@ -87,10 +87,12 @@ def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     pl.seed_everything(job["seed"] + int(os.environ.get("RANK", "0")), verbose=False)
     options = {"every_n_steps": 2, "keep": {"last": 3}, "writer": "process", **job.get("options", {})}
-    ckpt = AdaptiveCheckpoint({"tiers": job["root"], **options})
+    root = job["root"].replace("{rank}", os.environ.get("RANK", "0"))
+    ckpt = AdaptiveCheckpoint({"tiers": root, **options})
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=job["size"],
+        num_nodes=job.get("machines", 1),
         strategy=job.get("strategy", "ddp"),
         max_epochs=job["epochs"],
         logger=False,
@@ -98,7 +100,7 @@ def main(job: dict[str, Any]) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[*([Patience(ckpt)] if job.get("patient") else []), ckpt],
-        default_root_dir=job["root"] + "-lightning",
+        default_root_dir=root + "-lightning",
         **job.get("trainer", {}),
     )
     loader = DataLoader(Samples(job.get("samples", 64)), batch_size=4, shuffle=True)

@@ -145,6 +145,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def listens(host: str, port: int) -> bool:
+    """Whether somebody listens there."""
+    with suppress(OSError), socket.create_connection((host, port), 0.3):
+        return True
+    return False
+
+
 def program(name: str) -> str:
     """The path of a program, beside this Python or on PATH.
 
@@ -167,7 +174,7 @@ def _run(folder: Path, processes: list[subprocess.Popen[bytes]], *arguments: str
     processes.append(process)
     end = time.monotonic() + START_SECONDS
     while process.poll() is None and time.monotonic() < end:
-        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.3):
+        if listens("127.0.0.1", port):
             return
         time.sleep(0.02)
     raise RuntimeError(f"{arguments[0]} did not start: {log.read_text()[-800:]}")

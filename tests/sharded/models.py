@@ -51,6 +51,13 @@ class _Part:
         found: str | None = self._store.get(self._prefix + key)
         return found
 
+    def add(self, key: str) -> int:
+        found: int = self._store.add(self._prefix + key)
+        return found
+
+    def remove(self, key: str) -> None:
+        self._store.remove(self._prefix + key)
+
     def wait(self, key: str, timeout: float) -> str:
         found: str = self._store.wait(self._prefix + key, timeout)
         return found

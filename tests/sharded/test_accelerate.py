@@ -1,17 +1,13 @@
-"""Accelerate with FSDP2: killed and resumed it is exact."""
+"""Accelerate with FSDP: killed and resumed it is exact."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from accelerate.utils import DistributedType
 
-from accelerate_ckpt.ranks import ranks_of
-from ckpt_engine.errors import ConfigError
 from tests.ranks.launch import Launcher
 
 
@@ -31,11 +27,14 @@ def train(launcher: Launcher, folder: Path, name: str, **job: Any) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_killed_run_ends_with_the_same_weights(launcher: Launcher, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_killed_run_ends_with_the_same_weights(launcher: Launcher, tmp_path: Path, version: int) -> None:
     """Killed in the middle of the second epoch: weights, samples, draws and losses are those of a run that was not."""
-    assert train(launcher, tmp_path, "whole", seed=1) == [0, 0], (tmp_path / "log-whole.0").read_text()[-3000:]
-    assert train(launcher, tmp_path, "killed", seed=1, die_after=8) == [-9, -9]
-    statuses = train(launcher, tmp_path, "killed", seed=99)
+    assert train(launcher, tmp_path, "whole", seed=1, version=version) == [0, 0], (
+        tmp_path / "log-whole.0"
+    ).read_text()[-3000:]
+    assert train(launcher, tmp_path, "killed", seed=1, die_after=8, version=version) == [-9, -9]
+    statuses = train(launcher, tmp_path, "killed", seed=99, version=version)
     log = (tmp_path / "log-killed.0").read_text()
     assert statuses == [0, 0], log[-3000:]
     assert "resumed at" in log
@@ -47,12 +46,20 @@ def test_a_killed_run_ends_with_the_same_weights(launcher: Launcher, tmp_path: P
         assert set(found) == set(wanted), "a batch came twice with other samples, draws or losses"
 
 
-@pytest.mark.parametrize(
-    ("kind", "hint"), [(DistributedType.FSDP, "fsdp_version=2"), (DistributedType.DEEPSPEED, "or FSDP2")]
-)
-def test_others_are_refused_with_a_way_out(kind: DistributedType, hint: str) -> None:
-    """FSDP1 and DeepSpeed."""
-    accelerator = cast(Any, SimpleNamespace(num_processes=2, distributed_type=kind, is_fsdp2=False))
-    with pytest.raises(ConfigError) as error:
-        ranks_of(accelerator, cast(Any, None))
-    assert hint in str(error.value)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_with_tensor_parallelism_too(launcher: Launcher, tmp_path: Path) -> None:
+    """Two ranks that share each layer, and have the same samples and draws: killed and resumed it is exact."""
+    assert train(launcher, tmp_path, "whole", seed=1, team=2) == [0, 0], (tmp_path / "log-whole.0").read_text()[-3000:]
+    assert train(launcher, tmp_path, "killed", seed=1, die_after=14, team=2) == [-9, -9]
+    statuses = train(launcher, tmp_path, "killed", seed=99, team=2)
+    log = (tmp_path / "log-killed.0").read_text()
+    assert statuses == [0, 0], log[-3000:]
+    assert "resumed at" in log
+    assert (tmp_path / "trace-whole.end").read_text() == (tmp_path / "trace-killed.end").read_text()
+    traces = {
+        name: [(tmp_path / f"trace-{name}.{rank}").read_text() for rank in range(2)] for name in ("whole", "killed")
+    }
+    for wanted, found in zip(traces["whole"], traces["killed"], strict=True):
+        assert set(found.splitlines()) == set(wanted.splitlines()), "a batch came twice with other samples or draws"
+    assert len(set(traces["whole"])) == len(set(traces["killed"])) == 1

@@ -10,11 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
 
+from ckpt_engine.errors import ConfigError
 from ckpt_engine.snapshot import sharding
+from ckpt_engine.tracking import ddp_order, fsdp1
+from ckpt_engine.tracking.ddp_order import GradientOrder
+from ckpt_engine.tracking.parts import NamedParts
 from tests.sharded.pretend import mesh_of, part, pretended
 
 PACKAGE = Path(sharding.__file__).parents[1]
@@ -96,3 +104,83 @@ def test_what_is_here_becomes_a_tensor_again() -> None:
     plain = torch.zeros(3)
     assert sharding.here(plain) is plain
     assert sharding.divided_like(plain, plain) is plain
+
+
+@pytest.mark.parametrize("name", fsdp1.PRIVATE)
+def test_fsdp1_has_it(name: str) -> None:
+    """As above, for what FSDP1 and its rows of parameters are asked."""
+    unit: Any = FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"), use_orig_params=True)
+    owners: dict[str, Any] = {
+        "FullyShardedDataParallel": unit,
+        "FlatParamHandle": unit._handle,
+        "FlatParameter": unit._handle.flat_param,
+        "Module": unit,
+    }
+    owner, _, attribute = name.partition(".")
+    assert hasattr(owners[owner], attribute) or attribute in FlatParameter.__annotations__
+
+
+def test_every_rank_knows_the_rows_of_all() -> None:
+    """What is worked out of the lengths of parameters is what FSDP1 itself says of the run of this rank."""
+    net = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+    whole = {name: value.detach().clone() for name, value in net.named_parameters()}
+    unit: Any = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+    state = fsdp1.FlatModels([unit]).state(unit)
+    assert list(state) == list(whole)
+    for name, info in zip(unit._handle.flat_param._fqns, unit._handle.flat_param._shard_param_infos, strict=True):
+        part = state[name]
+        assert part.shape == tuple(whole[name].shape)
+        assert sum(box.count for box in part.grid.boxes) == whole[name].numel()
+        if info.in_shard:
+            start, stop = info.intra_param_start_idx, info.intra_param_end_idx + 1
+            assert (part.box.offsets, part.box.shape) == ((start,), (stop - start,))
+            assert torch.equal(part.part, whole[name].reshape(-1)[start:stop])
+        else:
+            assert part.part.numel() == part.box.count == 0
+
+
+def test_rows_of_many_parameters_are_refused() -> None:
+    """Without the original parameters an optimizer knows rows only."""
+    unit = FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"), use_orig_params=False)
+    with pytest.raises(ConfigError, match="use_orig_params=True"):
+        fsdp1.flat_models([unit])
+
+
+def flat(module: nn.Module) -> Any:
+    """A unit of FSDP1."""
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+
+
+def test_ranks_that_have_only_what_is_frozen_are_refused() -> None:
+    """They cannot tell which states the others have; each rank says so, at the start."""
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 2))
+    net[0].requires_grad_(False)
+    for unit, trained in ((flat(net), ""), (flat(nn.Linear(32, 32)), "bias")):
+        wanted = [p for name, p in unit.named_parameters() if name.endswith(trained) and p.requires_grad]
+        optimizer = torch.optim.AdamW(wanted)
+        with pytest.raises(ConfigError, match=r"gives ranks \[0, 1, 2\] nothing of what AdamW trains") as error:
+            NamedParts({"model": unit, "optimizer": optimizer})
+        assert "units of their own" in str(error.value)
+    whole = flat(nn.Linear(32, 32))
+    NamedParts({"model": whole, "optimizer": torch.optim.AdamW(whole.parameters())})
+
+
+def test_a_unit_without_a_step_has_no_states() -> None:
+    """Neither on the ranks that have something of a parameter nor, to be the same tree, on the others."""
+    net = nn.Sequential(flat(nn.Linear(8, 8)), flat(nn.Linear(8, 8)))
+    optimizer = torch.optim.AdamW(net.parameters())
+    models = fsdp1.FlatModels([net])
+    assert models.optimizer_state(optimizer)["state"] == {}
+    for parameter in net[0].parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.numel() else None
+    optimizer.step()
+    assert list(models.optimizer_state(optimizer)["state"]) == [0, 1], "its weight, and its bias that is elsewhere"
+
+
+@pytest.mark.parametrize("name", ddp_order.PRIVATE)
+def test_ddp_has_it(name: str) -> None:
+    """What tells and sets the order of sums; and the key under which it is told."""
+    owner, _, attribute = name.partition(".")
+    wrapped: Any = DistributedDataParallel(nn.Linear(4, 3))
+    assert hasattr({"DistributedDataParallel": wrapped, "ProcessGroup": wrapped.process_group}[owner], attribute)
+    assert GradientOrder([wrapped]).state() == [b""]

@@ -1,4 +1,6 @@
-"""One rank of a Lightning run with DTensors; `job["tensor_parallel"]` of the ranks share each layer.
+"""One rank of a Lightning run with DTensors; `job["tensor_parallel"]` of the ranks share each layer, 0 is FSDP1.
+
+Lightning refuses FSDP1 on CPUs, and so a kind of its strategy that names the device is used.
 
 Appends a line per batch to `<trace>.<rank>`: epoch, batch, the samples, a draw of the random streams, and the loss.
 """
@@ -16,10 +18,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
@@ -37,6 +40,8 @@ class Model(pl.LightningModule):
         self._job = job
 
     def configure_model(self) -> None:
+        if not self._job["tensor_parallel"]:
+            return
         assert self.device_mesh is not None
         if self._job["tensor_parallel"] > 1:
             plan: Any = {"0": ColwiseParallel(), "3": RowwiseParallel()}
@@ -61,21 +66,40 @@ class Model(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
 
 
+class FSDP1(FSDPStrategy):
+    """As Lightning wraps the model, but on CPUs."""
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        policy = ModuleWrapPolicy({nn.Linear})
+        return FullyShardedDataParallel(
+            model,
+            device_id=torch.device("cpu"),
+            auto_wrap_policy=policy,
+            sharding_strategy=self.sharding_strategy,
+            use_orig_params=True,
+        )
+
+
+def strategy_of(job: dict[str, Any]) -> Any:
+    if not job["tensor_parallel"]:
+        return FSDP1(process_group_backend="gloo", sharding_strategy=job.get("sharding", "FULL_SHARD"))
+    return ModelParallelStrategy(
+        data_parallel_size=job["size"] // job["tensor_parallel"],
+        tensor_parallel_size=job["tensor_parallel"],
+        process_group_backend="gloo",
+    )
+
+
 def main(job: dict[str, Any]) -> None:
     """Train to the end."""
     warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
-    data_parallel = job["size"] // job["tensor_parallel"]
     pl.seed_everything(job["seed"], verbose=False)
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=job["size"],
-        strategy=ModelParallelStrategy(
-            data_parallel_size=data_parallel,
-            tensor_parallel_size=job["tensor_parallel"],
-            process_group_backend="gloo",
-        ),
+        strategy=strategy_of(job),
         max_epochs=2,
         logger=False,
         enable_checkpointing=False,
@@ -88,9 +112,9 @@ def main(job: dict[str, Any]) -> None:
     )
     model = Model(job)
     trainer.fit(model, DataLoader(Samples(40), batch_size=4, shuffle=True), ckpt_path="auto")
-    whole = {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).flatten().tolist()
-        for name, value in model.state_dict().items()
-    }
+    options = StateDictOptions(full_state_dict=True)
+    trained = trainer.strategy.model
+    assert trained is not None
+    whole = {name: value.flatten().tolist() for name, value in get_model_state_dict(trained, options=options).items()}
     if trainer.is_global_zero:
         Path(job["trace"] + ".end").write_text(json.dumps(whole))

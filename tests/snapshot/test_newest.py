@@ -107,7 +107,7 @@ class FakeWriter:
     def drain(self, timeout: float) -> bool:
         return True
 
-    def close(self, timeout: float) -> bool:
+    def close(self, timeout: float, *, failed: bool = False) -> bool:
         self.closed = True
         for fd in self.slots.values():
             os.close(fd)

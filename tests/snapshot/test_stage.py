@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import threading
+import weakref
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from ckpt_engine.snapshot.arena import Slot, slot_bytes
 from ckpt_engine.snapshot.flatten import Flattener, Path
 from ckpt_engine.snapshot.plan import Planner
 from ckpt_engine.snapshot.slots import Slots
-from ckpt_engine.snapshot.stage import Copier, Staging
+from ckpt_engine.snapshot.stage import Copier, Staging, _Part
 
 
 def everything(_: Path) -> bool:
@@ -73,6 +74,55 @@ def test_background_thread_and_fence_share_the_work_without_tearing() -> None:
                 tensor.mul_(1.5).add_(1)
             assert done == [None]
             assert all(torch.equal(views[k], expected[k]) for k in state)
+    finally:
+        copier.close(10)
+
+
+class InPairs(Staging):
+    """Two copies that wait for each other: one thread alone never ends them."""
+
+    def __init__(self) -> None:
+        both = threading.Barrier(2)
+
+        class Task:
+            def run(self) -> None:
+                both.wait(10.0)
+
+        self.eager = _Part([Task(), Task()])  # type: ignore[list-item]
+
+    def help_lazily(self) -> None:
+        """There is nothing lazy."""
+
+
+def test_the_thread_that_helps_always_finds_what_is_copied() -> None:
+    """A thread that only helps with lazy parts may look first, and does not take the work from the one that helps.
+
+    Else the training thread copied everything alone in about every second snapshot.
+    """
+    copier = Copier()
+    copier._eager, copier._count = 1, 2
+    try:
+        for _ in range(40):
+            staging = InPairs()
+            copier.submit(staging)
+            staging.eager.finish()
+            assert staging.eager.error is None
+    finally:
+        copier.close(10)
+
+
+def test_threads_that_wait_do_not_keep_a_snapshot_alive() -> None:
+    """The tensors of the last snapshot are gone as soon as their owner lets go of them."""
+    copier = Copier()
+    try:
+        staging = InPairs()
+        gone = threading.Event()
+        weakref.finalize(staging, gone.set)
+        copier._eager, copier._count = 1, 2
+        copier.submit(staging)
+        staging.eager.finish()
+        del staging
+        assert gone.wait(10.0)
     finally:
         copier.close(10)
 

@@ -303,6 +303,7 @@ def other(moto: S3Server, bucket: str) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_a_process_holds_a_bucket_until_it_is_killed(
     moto: S3Server, bucket: str, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,9 +177,9 @@ def _edited(**changes: object) -> bytes:
 
 def test_a_newer_manifest_is_named_newer_and_not_corrupt() -> None:
     """The message says which versions and what to do; also when that version uses another digest."""
-    for data in (_edited(version=3), re.sub(rb'"xxh3-128:[0-9a-f]+"', b'"blake9:00ff"', _edited(version=3))):
+    for data in (_edited(version=4), re.sub(rb'"xxh3-128:[0-9a-f]+"', b'"blake9:00ff"', _edited(version=4))):
         for read in (decode, decode_info):
-            with pytest.raises(NewerFormatError, match=r"version 3, this program reads up to 2.*upgrade"):
+            with pytest.raises(NewerFormatError, match=r"version 4, this program reads up to 3.*upgrade"):
                 read(data)
 
 

@@ -1,0 +1,61 @@
+"""Takes the lease of the nearest tier for a writer: who asks, and for whom it waits."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ckpt_engine.observe.events import Event, Notice
+from ckpt_engine.observe.units import duration
+from ckpt_engine.persist.job import WriterConfig
+from ckpt_engine.store.lease import Holder, read_holder
+from ckpt_engine.store.storage.base import Storage
+
+
+def waiting(
+    storage: Storage, holder: Holder, seconds: float, emit: Callable[[Event], object]
+) -> Callable[[float], None]:
+    """Sleeps, and says once for whom: the trainer waits too, and its user sees nothing else.
+
+    Args:
+        seconds: how long the lease is waited for at most.
+    """
+    told = False
+
+    def pause(pause_seconds: float) -> None:
+        nonlocal told
+        other = None if told else read_holder(storage)
+        if other is not None and other != holder:
+            told = True
+            emit(_waits_for(other, storage.url, seconds))
+        time.sleep(pause_seconds)
+
+    return pause
+
+
+def _waits_for(other: Holder, url: str, seconds: float) -> Notice:
+    wait = duration(seconds)
+    if other.host == socket.gethostname() and not Path(f"/proc/{other.pid}").exists():
+        return Notice(
+            "INFO", f"process {other.pid} is gone, its writer still finishes at {url}; waiting for it, at most {wait}"
+        )
+    return Notice(
+        "WARNING",
+        f"the run at {url} is being written by {other}; waiting for its end, at most {wait}; `ckpt stop {url}` on "
+        f"{other.host} lets it save and end, or give this run another folder",
+    )
+
+
+def holder_of(config: WriterConfig) -> Holder:
+    """The holder as the lease names it: what the trainer said about itself, completed with this process."""
+    told = config.holder
+    return Holder(
+        pid=int(told.get("pid", os.getpid())),
+        host=str(told.get("host", socket.gethostname())),
+        started=float(told.get("started", time.time())),
+        command=str(told.get("command", sys.executable)),
+    )

@@ -1,0 +1,183 @@
+"""Before ranks load that have several roots, each leader says what is in its root, and lends it while they load."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from ckpt_engine.errors import CkptError
+from ckpt_engine.ranks.places import Places as RanksByRoot
+from ckpt_engine.ranks.session import LOAD_SECONDS, Session
+from ckpt_engine.restore import spread
+from ckpt_engine.restore.lending import Borrower, Lender, manifest_at
+from ckpt_engine.restore.spread import Known, Spread
+from ckpt_engine.store import layout
+from ckpt_engine.store.manifest import Manifest, SnapshotInfo
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.local import LocalStorage
+
+Places = Callable[[], Sequence[Repository]]
+
+
+class Gathered:
+    """The places of a run as all ranks together have them: with one root for all those of one rank. A context manager.
+
+    Every rank enters it, in the same order. A rank that leaves it lends nothing any more.
+
+    Args:
+        where: the places as this rank alone sees them.
+
+    Raises:
+        WaitTimeoutError, RanksError: rank 0 is not there.
+    """
+
+    def __init__(self, session: Session, where: Places) -> None:
+        self._session = session
+        self._where = where
+        self._lender: Lender | None = None
+        self._borrowers: list[Borrower | None] = []
+        self._spread: Spread | None = None
+        self._nearest: Repository | None = None
+        self._sizes: dict[str, dict[int, dict[str, int]]] = {}
+        """Where this rank chooses, of snapshots that were looked at: the data files that each place has."""
+
+    def __enter__(self) -> Self:
+        roots, own = self._session.places(), self._session.root
+        if len(roots) > 1 and own is not None:
+            try:
+                self._meet(roots, own)
+            except BaseException:
+                self._close()
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    def places(self) -> Sequence[Repository]:
+        """All places of the run, nearest first."""
+        found, own = self._where(), self._session.root
+        if self._nearest is None or own is None:
+            return found
+        return [self._nearest if one.storage.url == own.url else one for one in found]
+
+    def told(self, chosen: Manifest) -> str | None:
+        """What other ranks have to know of a snapshot that this one has chosen; None: nothing.
+
+        Where only a further tier has it whole, those of its data files that places have too are read there.
+        """
+        if self._spread is None:
+            return None
+        known = self._spread.known(chosen.info.id)
+        if known is None:
+            homes = {
+                file.name: number
+                for number, sizes in self._sizes.get(chosen.info.id, {}).items()
+                for file in chosen.files
+                if sizes.get(file.name) == file.nbytes
+            }
+            if not homes:
+                return None
+            known = Known.of(chosen, homes)
+            self._spread.learn(chosen.info.id, known)
+        return known.packed()
+
+    def learn(self, snapshot: str, told: str | None) -> None:
+        """Take what `told` has on rank 0."""
+        if told is not None and self._spread is not None and self._spread.known(snapshot) is None:
+            self._spread.learn(snapshot, Known.unpacked(told))
+
+    def _meet(self, roots: RanksByRoot, own: LocalStorage) -> None:
+        session, ranks = self._session, self._session.ranks
+        place = next(number for number, members in enumerate(roots) if ranks.rank in members)
+        secret = session.agree(lambda: secrets.token_hex(16), LOAD_SECONDS)
+        offers: dict[str, list[int]] = defaultdict(list)
+        silent: dict[str, str] = {}
+        since: dict[int, float] = {}
+
+        def look() -> dict[str, Any]:
+            if roots[place][0] != ranks.rank:
+                return {}
+            try:
+                repository = Repository(own)
+                ids = [parsed.id for parsed in repository.ids()]
+                record = own.get(layout.RECORD).decode() if repository.record() is not None else ""
+                self._lender = Lender(own, secret, ranks.size)
+                since = Path(own.path(layout.RECORD)).stat().st_mtime if record else None
+                lends = {"host": ranks.address, "port": self._lender.port}
+                return {**lends, "ids": ids, "record": record, "since": since}
+            except (CkptError, OSError) as err:
+                return {"why": f"it cannot be used: {err}"}
+
+        def combine(said: list[dict[str, Any] | None]) -> dict[str, Any]:
+            leaders = [said[members[0]] or {} for members in roots]
+            for number, one in enumerate(leaders):
+                if "port" not in one:
+                    url = _folder(roots[number][0])
+                    silent[url] = f"{url}: {one.get('why', 'the rank does not answer')}"
+                for snapshot in one.get("ids", ()):
+                    offers[snapshot].append(number)
+                if one.get("since") is not None:
+                    since[number] = one["since"]
+            return {
+                "lenders": [[one["host"], one["port"]] if "port" in one else None for one in leaders],
+                "record": next((str(one["record"]) for one in leaders if one.get("record")), ""),
+            }
+
+        met = session.meet(look, combine)
+        self._borrowers = [
+            None
+            if where is None or number == place
+            else Borrower(str(where[0]), int(where[1]), secret, roots[number][0], ranks.size)
+            for number, where in enumerate(met["lenders"])
+        ]
+
+        def ask(number: int, snapshot: str) -> tuple[bytes, dict[str, int]]:
+            borrower = self._borrowers[number]
+            try:
+                found = manifest_at(own, snapshot) if borrower is None else borrower.manifest(snapshot)
+            except CkptError:
+                if borrower is not None and borrower.gone is not None:
+                    silent[_folder(roots[number][0])] = borrower.gone
+                raise
+            self._sizes.setdefault(snapshot, {})[number] = found[1]
+            return found
+
+        def began(info: SnapshotInfo, lacking: Sequence[int]) -> bool:
+            # A later one says that there was more, and what is not there now may have been removed: nobody remembers
+            # that. Of the first one it is certain enough where the nodes that lack it have a folder that is older.
+            first = info.seq == 1 and info.parent is None and offers.keys() == {info.id}
+            held = [number for number, members in enumerate(roots) if not set(members) & set(lacking)]
+            if not first or info.partial is None or info.partial.size != ranks.size or held != offers[info.id]:
+                return False
+            rest = [number for number in range(len(roots)) if number not in held]
+            if not all(since.get(number, math.inf) < info.created for number in rest):
+                return False
+            assert self._spread is not None
+            self._spread.unfinished.add(info.id)
+            return True
+
+        def gathered(snapshot: str) -> Known:
+            return spread.gather(snapshot, offers[snapshot], ask, silent, began)
+
+        chooses = (offers.keys(), gathered) if session.coordinates else None
+        self._spread = Spread(own, place, self._borrowers, met["record"], chooses, silent)
+        self._nearest = Repository(self._spread)
+
+    def _close(self) -> None:
+        for borrower in self._borrowers:
+            if borrower is not None:
+                borrower.close()
+        if self._lender is not None:
+            self._lender.close()
+
+
+def _folder(leader: int) -> str:
+    return f"the folder of rank {leader}"

@@ -1,0 +1,84 @@
+"""Writers of several machines in one process, over real sockets, and orders as their trainers would send them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from typing import Any
+
+from ckpt_engine.persist import protocol
+from ckpt_engine.persist.intake import Intake, Order
+from ckpt_engine.persist.job import RankConfig, job_to_json, layout_to_json
+from ckpt_engine.persist.peers import Peers
+from ckpt_engine.ranks.partners import neighbours
+from ckpt_engine.store.layout import session_id
+from ckpt_engine.store.transfer import RunText
+from tests.persist.staged import NONE, WAIT_SECONDS, Stage
+
+RUN = RunText("0" * 32, b"{}")
+SECRET = "session"
+
+
+def until(condition: Any) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+class Writer:
+    """The peers of a rank, and orders as its trainer would send them.
+
+    Args:
+        parity: machines of a parity group; 0: every rank has a partner.
+        nbytes: about the size of its share.
+    """
+
+    def __init__(self, rank: int, size: int, parity: int = 0, nbytes: int = 64 << 10) -> None:
+        self.said: list[dict[str, Any]] = []
+        self.changes = False
+        self.ranks = RankConfig(rank, size, SECRET, None, 1.0, f"node{rank}", not parity, parity)
+        self.peers = Peers(self.ranks, lambda: RUN, lambda order: not self.changes, self.said.append)
+        self.stage = Stage(nbytes)
+        self.intake = Intake()
+        self.orders: list[Order] = []
+        self.intake.take({"kind": protocol.SLOT, "slot": 0, "nbytes": self.stage.nbytes}, [os.dup(self.stage.fd)])
+        self.intake.take({"kind": protocol.LAYOUT, "layout": layout_to_json(self.stage.layout)})
+        weight = {"weight": {"$": "tensor", "entry": "model.weight"}, "none": NONE}
+        self.intake.take({"kind": protocol.SKELETON, "id": 1, "tree": weight})
+        self.intake.take({"kind": protocol.SKELETON, "id": 2, "tree": {"epoch": {"$": "v", "i": 0}}})
+
+    def offer(self, step: int) -> str:
+        """A snapshot of `step` is in memory; its id."""
+        snapshot = session_id(SECRET, step, step)
+        job = dataclasses.replace(self.stage.job(step), snapshot=snapshot, rank=self.ranks.rank)
+        order = self.intake.take({"kind": protocol.HOLD, "job": job_to_json(job)})
+        assert order is not None
+        self.orders.append(order)
+        self.peers.offer(order)
+        return snapshot
+
+    @property
+    def mirrored(self) -> list[str]:
+        return [one["snapshot"] for one in self.said if one["kind"] == protocol.MIRRORED]
+
+    @property
+    def notices(self) -> list[str]:
+        return [one["event"]["message"] for one in self.said if one["kind"] == protocol.EVENT]
+
+    def close(self) -> None:
+        self.peers.close()
+        for order in self.orders:
+            order.release()
+        self.intake.close()
+
+
+def meet(writers: list[Writer], *, moved: int | None = None) -> None:
+    """Each on a machine of its own learns of the others; `moved`: this one alone, which took the place of another."""
+    addresses = [["127.0.0.1", one.peers.port] for one in writers]
+    nodes = [one.ranks.node for one in writers]
+    for rank, one in enumerate(writers):
+        if moved in (None, rank):
+            near = dataclasses.asdict(neighbours(rank, nodes, one.ranks.parity))
+            one.peers.meet({"addresses": addresses, **near, "moved": moved is not None})

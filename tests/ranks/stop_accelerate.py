@@ -1,0 +1,8 @@
+"""As `stop_run`, with Accelerate imported for all runs at once: for `launch`."""
+
+from __future__ import annotations
+
+import torch._dynamo  # noqa: F401 - by the first optimizer
+
+from accelerate_ckpt import AdaptiveCheckpoint  # noqa: F401
+from tests.ranks.stop_run import main as main

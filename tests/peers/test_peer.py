@@ -66,8 +66,7 @@ def test_a_slot_that_may_have_changed_is_not_sent(writers: list[Writer]) -> None
     """What was copied from it is nobody's snapshot."""
     writers[0].changes = True
     writers[0].offer(1)
-    writers[0].peers.poke()
-    until(lambda: writers[0].peers._mirror._next is None)
+    until(lambda: writers[0].asked == 1)
     writers[0].changes = False
     second = writers[0].offer(2)
     until(lambda: writers[1].peers.guests.ids())

@@ -38,8 +38,9 @@ class Writer:
     def __init__(self, rank: int, size: int, parity: int = 0, nbytes: int = 64 << 10) -> None:
         self.said: list[dict[str, Any]] = []
         self.changes = False
+        self.asked = 0
         self.ranks = RankConfig(rank, size, SECRET, None, 1.0, f"node{rank}", not parity, parity)
-        self.peers = Peers(self.ranks, lambda: RUN, lambda order: not self.changes, self.said.append)
+        self.peers = Peers(self.ranks, lambda: RUN, self._intact, self.said.append)
         self.stage = Stage(nbytes)
         self.intake = Intake()
         self.orders: list[Order] = []
@@ -48,6 +49,11 @@ class Writer:
         weight = {"weight": {"$": "tensor", "entry": "model.weight"}, "none": NONE}
         self.intake.take({"kind": protocol.SKELETON, "id": 1, "tree": weight})
         self.intake.take({"kind": protocol.SKELETON, "id": 2, "tree": {"epoch": {"$": "v", "i": 0}}})
+
+    def _intact(self, order: Order) -> bool:
+        intact = not self.changes
+        self.asked += 1  # last: who waits for it changes what is answered
+        return intact
 
     def offer(self, step: int) -> str:
         """A snapshot of `step` is in memory; its id."""

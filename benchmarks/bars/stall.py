@@ -13,7 +13,7 @@ from benchmarks.engine import save_timed, wait_ready
 from benchmarks.measure import interleave, timed
 from benchmarks.run import Bench, Scale
 from benchmarks.values import BarResult, Check, Series, ratios
-from benchmarks.workloads import State, everything_lazy, gpt2_state, state_bytes, tensors
+from benchmarks.workloads import State, change_everything, everything_lazy, gpt2_state, state_bytes, tensors
 from ckpt_engine import Checkpointer
 
 TITLE = "Stall: training blocked by one snapshot"
@@ -52,6 +52,7 @@ def run(bench: Bench) -> BarResult:
             counter = iter(range(1, 1_000_000))
 
             def save_eager() -> float:
+                change_everything(state)  # what did not change would not be copied
                 seconds, handle = save_timed(eager, state, next(counter))
                 handle.wait()
                 return seconds
@@ -79,6 +80,7 @@ def run(bench: Bench) -> BarResult:
         {
             "state": f"{nbytes / 1e9:.2f} GB fp32, {sum(1 for _ in tensors(state))} tensors (GPT-2 with Adam)",
             "threads": f"{torch.get_num_threads()} of torch",
+            "snapshots": "every element changes between two of them",
             "eager": "time of `save`; the snapshot before is durable, its slot is warm",
             "lazy": f"forward and backward: matrix products taking {COMPUTE_COPIES:g} copies when alone, all threads",
             "reference": "one `copy_` of one flat tensor of the same bytes into a touched buffer",
@@ -145,6 +147,7 @@ class LazySteps:
 
     def run(self) -> float:
         """One step; seconds from before `save` to after the fence."""
+        change_everything(self._state)
         began = time.perf_counter()
         self._step += 1
         _, handle = save_timed(self.checkpointer, self._state, self._step, lazy=everything_lazy)

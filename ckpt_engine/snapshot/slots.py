@@ -71,8 +71,10 @@ class Slots:
         return self._problem
 
     def ready(self) -> bool:
-        """Whether `take` would give a slot."""
+        """Whether `take` would give a slot. A warm-up that is in the way, and that no share limits, is hurried on."""
         self._collect_warm()
+        if not self._free and self._warm_up is not None:
+            self._warm_up.hurry()
         return bool(self._free) or (self._warm_up is None and len(self._busy) < self.count)
 
     def retain(self, index: int) -> None:
@@ -194,9 +196,11 @@ class _WarmUp:
         self.cpu_seconds = 0.0
         self._share = share
         self._done: list[Slot] = []
+        self._made: list[Slot] = []
         self._changed = threading.Condition()
         self._paused = False
         self._stopped = False
+        self._hurried: Slot | None = None
         self._error: CkptError | None = None
         self._thread = threading.Thread(target=self._run, args=(tuple(slots),), name="ckpt-prefault", daemon=True)
         self._thread.start()
@@ -221,6 +225,28 @@ class _WarmUp:
         with self._changed:
             if not self._changed.wait_for(lambda: self._done or self._error or self._stopped, PREFAULT_TIMEOUT_SECONDS):
                 raise WaitTimeoutError("the arena's background thread does not get on")
+
+    def hurry(self) -> None:
+        """A snapshot waits for the next slot: touch it at usual priority. Not where a share of a core was set."""
+        if self._share is not None or self._devices or not self.slots or self._hurried is self.slots[0]:
+            return
+        self._hurried = self.slots[0]
+        # Beside the thread that nearly starves: a priority once lowered cannot be raised without privileges.
+        threading.Thread(target=self._touch, args=(self.slots[0],), name="ckpt-prefault-now", daemon=True).start()
+
+    def _touch(self, slot: Slot) -> None:
+        with suppress(StateError):  # the other thread meets it, too, and tells it
+            slot.prefault(self._undisturbed)
+            if self._undisturbed():
+                self._add(slot)
+
+    def _add(self, slot: Slot) -> None:
+        """It can be used; said by whichever thread has touched all of it first."""
+        with self._changed:
+            if slot not in self._made:
+                self._made.append(slot)
+                self._done.append(slot)
+                self._changed.notify_all()
 
     def raise_error(self) -> None:
         if self._error is not None:
@@ -260,9 +286,7 @@ class _WarmUp:
                     self._changed.notify_all()
                 return
             self.cpu_seconds = time.thread_time()
-            with self._changed:
-                self._done.append(slot)
-                self._changed.notify_all()
+            self._add(slot)
 
     def _go_on(self, began: float) -> bool:
         """Wait for leave to touch some more; False when it is no longer wanted."""

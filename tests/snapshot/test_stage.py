@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 import threading
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from ckpt_engine.snapshot.flatten import Flattener, Path
 from ckpt_engine.snapshot.plan import Planner
 from ckpt_engine.snapshot.slots import Slots
 from ckpt_engine.snapshot.stage import Copier, Staging, _Part
+from tests.peers.writers import until
+from tests.persist.staged import WAIT_SECONDS
 
 
 def everything(_: Path) -> bool:
@@ -212,6 +215,32 @@ def test_a_warm_up_without_processor_time_makes_way_for_an_urgent_snapshot() -> 
     assert slot is not None and slot.nbytes >= plan.layout.nbytes
     assert slots.touched_seconds > 0
     slots.close()
+
+
+def test_a_snapshot_that_is_due_does_not_wait_until_cores_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The warm-up runs at the lowest priority; where no share limits it and `ready` has been asked, another helps."""
+    plan = Planner(Flattener()).capture({"a": torch.zeros(2_000_000)}).plan
+    prefault, idle = Slot.prefault, threading.Event()
+
+    def starved(self: Slot, go_on: Callable[[], bool] = lambda: True) -> None:
+        if threading.current_thread().name == "ckpt-prefault":
+            idle.wait(WAIT_SECONDS)
+        prefault(self, go_on)
+
+    monkeypatch.setattr(Slot, "prefault", starved)
+    slots, limited = Slots(2), Slots(2)
+    slots.warm_up(plan)
+    limited.warm_up(plan, share=0.5)
+    taken = []
+    for _ in range(2):
+        until(slots.ready)
+        assert not limited.ready()
+        taken.append(slots.take(plan))
+    assert len({slot.index for slot in taken if slot is not None}) == 2
+    idle.set()
+    until(limited.ready)
+    slots.close()
+    limited.close()
 
 
 def test_a_warm_up_for_a_state_that_has_grown_starts_anew() -> None:

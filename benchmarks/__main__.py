@@ -14,7 +14,7 @@ from benchmarks import bars
 from benchmarks.child import BarError, measure
 from benchmarks.machine import describe, slug, versions
 from benchmarks.page import write_page
-from benchmarks.record import Record, measured_bar
+from benchmarks.record import Record, measured_bar, read_all
 from benchmarks.run import Scale
 from benchmarks.table import print_bar, print_summary
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 1 if a bar could not be measured (a missed target is a result)."""
     options = _parse(arguments)
     if options.page:
-        write_page(PAGE, Record.read(options.page))
+        write_page(PAGE, read_all(RESULTS))
         return 0
     names = options.only or [name for name in bars.NAMES if bars.can_run(name)]
     scale = Scale.QUICK if options.quick else Scale.FULL
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = RESULTS / f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}-{slug(machine)}.json"
         merged = Record.read(path).merged(record) if path.exists() else record
         merged.write(path)
-        write_page(PAGE, merged)
+        write_page(PAGE, read_all(RESULTS))
         console.print(f"recorded in {path.relative_to(ROOT.parent)} and {PAGE.relative_to(ROOT.parent)}")
     return 1 if failed else 0
 
@@ -77,7 +77,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--folder", type=_folder, default=Path("bench-out").resolve(), help="where to write: decides the disk"
     )
     parser.add_argument("--record", action="store_true", help="add the measured bars to today's committed results")
-    parser.add_argument("--page", type=Path, metavar="RESULT", help="measure nothing; rewrite the page from a result")
+    parser.add_argument("--page", action="store_true", help="measure nothing; rewrite the page from committed results")
     return parser.parse_args(arguments)
 
 

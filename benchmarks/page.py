@@ -1,9 +1,12 @@
-"""Put the tables of a record into the page for readers, between two markers."""
+"""Put the tables of the newest results into the page for readers, between two markers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from benchmarks import bars
 from benchmarks.record import MeasuredBar, Record
 from benchmarks.run import Scale
 from benchmarks.table import disturbance, number, spread, target, verdict
@@ -12,7 +15,7 @@ BEGIN = "<!-- results: written by `python -m benchmarks`, do not edit -->"
 END = "<!-- end of results -->"
 
 
-def write_page(page: Path, record: Record) -> None:
+def write_page(page: Path, records: Sequence[Record]) -> None:
     """Replace what is between the markers of `page`.
 
     Raises:
@@ -22,40 +25,66 @@ def write_page(page: Path, record: Record) -> None:
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ValueError(f"{page} must have the lines {BEGIN!r} and {END!r} once each")
     head, rest = text.split(BEGIN)
-    page.write_text(f"{head}{BEGIN}\n{render(record)}{END}{rest.partition(END)[2]}")
+    page.write_text(f"{head}{BEGIN}\n{render(records)}{END}{rest.partition(END)[2]}")
 
 
-def render(record: Record) -> str:
-    """The record as Markdown."""
-    machine = record.machine
+def render(records: Sequence[Record]) -> str:
+    """The newest measurement of every bar, as Markdown, with the machine of each."""
+    found = newest(records)
+    machines: list[Mapping[str, Any]] = []
+    for record, _ in found:
+        if record.machine not in machines:
+            machines.append(record.machine)
+    places = {bar.result.name: _letter(machines.index(record.machine)) for record, bar in found}
     lines = [
         "",
-        f"Machine: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB memory, "
-        f"{machine['kernel']}, {machine['file_system']}, transparent huge pages: {machine['huge_pages']}.",
+        *(f"- {_machine(number, machine)}" for number, machine in enumerate(machines)),
         "",
         "### Targets",
         "",
-        "| bar | target | limit | median | quartiles (samples) | |",
-        "|---|---|---|---|---|---|",
+        "| bar | target | limit | median | quartiles (samples) | | measured |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for bar in record.bars.values():
+    for _, bar in found:
+        name = bar.result.name
         lines += [
-            f"| {bar.result.name} | {check.what} | {target(check)} | {number(check.measured, check.unit)} "
-            f"| {spread(check.series)} | {verdict(check)} |"
+            f"| {name} | {check.what} | {target(check)} | {number(check.measured, check.unit)} "
+            f"| {spread(check.series)} | {verdict(check)} | {bar.when[:10]}, {places[name]} |"
             for check in bar.result.checks
         ]
-    for bar in record.bars.values():
-        lines += ["", *_bar(bar)]
+    for _, bar in found:
+        lines += ["", *_bar(bar, places[bar.result.name])]
     return "\n".join([*lines, "", ""])
 
 
-def _bar(bar: MeasuredBar) -> list[str]:
+def newest(records: Sequence[Record]) -> list[tuple[Record, MeasuredBar]]:
+    """The newest measurement of every bar, and the record that has it, in the order of the bars."""
+    found: dict[str, tuple[Record, MeasuredBar]] = {}
+    for record in records:
+        for name, bar in record.bars.items():
+            if name not in found or found[name][1].when < bar.when:
+                found[name] = record, bar
+    return [found[name] for name in bars.NAMES if name in found]
+
+
+def _letter(number: int) -> str:
+    return chr(ord("A") + number)
+
+
+def _machine(number: int, machine: Mapping[str, Any]) -> str:
+    return (
+        f"Machine {_letter(number)}: {machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB memory, "
+        f"{machine['kernel']}, {machine['file_system']}, transparent huge pages: {machine['huge_pages']}."
+    )
+
+
+def _bar(bar: MeasuredBar, place: str) -> list[str]:
     software = ", ".join(f"{name} {version}" for name, version in bar.versions.items())
     rounds = "" if bar.scale is Scale.FULL else f" Only a {bar.scale.value} run: too few samples for a result."
     lines = [
         f"### {bar.result.title}",
         "",
-        f"Measured {bar.when[:10]}; {software}.{rounds}",
+        f"Measured {bar.when[:10]} on machine {place}; {software}.{rounds}",
         "",
         *(f"- {key}: {value}" for key, value in bar.result.conditions.items()),
         "",

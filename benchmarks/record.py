@@ -99,6 +99,11 @@ class Record:
         return cls(data["machine"], {bar.result.name: bar for bar in found})
 
 
+def read_all(folder: Path) -> list[Record]:
+    """The records of a folder, oldest file first. Raises as `Record.read`."""
+    return [Record.read(path) for path in sorted(folder.glob("*.json"))]
+
+
 def _rounded(node: Any) -> Any:
     """Six significant digits are more than any clock here can tell."""
     if isinstance(node, float):

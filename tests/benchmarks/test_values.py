@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.__main__ import PAGE, RESULTS
 from benchmarks.page import BEGIN, END, render, write_page
-from benchmarks.record import MeasuredBar, Record
+from benchmarks.record import MeasuredBar, Record, read_all
 from benchmarks.run import Scale
 from benchmarks.values import BarResult, Check, Series, from_json, ratios, to_json
 
@@ -22,14 +22,13 @@ MACHINE = {
 }
 
 
-def bar(name: str = "stall", measured: float = 1.0, others: float = 0.0) -> MeasuredBar:
+def bar(name: str = "stall", measured: float = 1.0, when: str = "2025-01-02", others: float = 0.0) -> MeasuredBar:
     check = Check("stall / copy", "x", "at most", 1.25, (measured, measured, measured))
     result = BarResult(
         name, f"About {name}", {"state": "1 GB"}, (check,), (Series("copy", "s", (0.1, 0.3)),), ("A note.",)
     )
-    return MeasuredBar(
-        result, "2025-01-02T03:04:05+00:00", Scale.FULL, {"others": others, "stolen": 0.0}, {"python": "3"}
-    )
+    shares = {"others": others, "stolen": 0.0}
+    return MeasuredBar(result, f"{when}T03:04:05+00:00", Scale.FULL, shares, {"python": "3"})
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def test_page_shows_misses_and_disturbance(tmp_path: Path) -> None:
     """A missed target and a noisy machine are said on the page, which is otherwise left alone."""
     page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    write_page(page, Record(MACHINE, {}).with_bar(bar(measured=1.5, others=0.4)))
+    write_page(page, [Record(MACHINE, {}).with_bar(bar(measured=1.5, others=0.4))])
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
     assert "| stall | stall / copy | ≤ 1.25 x | 1.5 x | 1.5 to 1.5 (3) | MISS |" in text
@@ -106,13 +105,23 @@ def test_page_without_markers_is_refused(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("hand-written")
     with pytest.raises(ValueError, match="must have the lines"):
-        write_page(page, Record(MACHINE, {}))
+        write_page(page, [Record(MACHINE, {})])
     assert page.read_text() == "hand-written"
 
 
+def test_page_has_the_newest_measurement_of_every_bar() -> None:
+    """Who measures one bar again does not take the others off the page; each says where it was measured."""
+    other = {**MACHINE, "cpu": "another"}
+    first = Record(MACHINE, {}).with_bar(bar("persist", when="2026-01-02")).with_bar(bar("stall", 3.0, "2026-01-02"))
+    second = Record(other, {}).with_bar(bar("stall", 9.0, when="2026-01-03"))
+    older = Record(other, {}).with_bar(bar("stall", 5.0, when="2026-01-01"))
+    for records in ([first, second, older], [older, second, first]):
+        text = render(records)
+        assert "| 9 x |" in text and "| 3 x |" not in text and "| 5 x |" not in text
+        assert "| 2026-01-03, A |" in text and "| 2026-01-02, B |" in text
+        assert "Machine A: another" in text
+
+
 def test_committed_page_shows_the_newest_committed_results() -> None:
-    """docs/benchmarks.md is what its generator makes of the newest result file."""
-    newest = max(RESULTS.glob("*.json"), default=None)
-    if newest is None:
-        pytest.skip("no results are committed yet")
-    assert render(Record.read(newest)) in PAGE.read_text()
+    """docs/benchmarks.md is what its generator makes of the result files."""
+    assert render(read_all(RESULTS)) in PAGE.read_text()

@@ -20,6 +20,8 @@ from tests.support.trainers import serve
 SEED = 7
 BATCH = 4
 READY_SECONDS = 60.0
+SLOW_SECONDS = 1.0
+"""Of a step after `slow_after` ones: a trainer that is to be killed is not over when somebody gets to that late."""
 
 
 class Training:
@@ -104,11 +106,12 @@ def run(job: dict[str, Any]) -> None:
     while not (ckpt.ready() and ckpt._pipeline._slots._warm_up is None):
         assert time.monotonic() < deadline, "the arena does not become ready"
         time.sleep(0.001)
+    slow_from = training.steps + job.get("slow_after", job["steps"])
     while training.steps < job["steps"]:
         ckpt.begin_step(training.steps + 1)
         trace.tell("begin", training.steps + 1)
         loss = training.forward_backward()
-        time.sleep(job["pace"])
+        time.sleep(job["pace"] if training.steps < slow_from else SLOW_SECONDS)
         ckpt.before_update()
         training.update()
         trace.tell("end", training.steps, loss.hex())

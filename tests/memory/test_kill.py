@@ -68,7 +68,7 @@ def kill_some(run: Run, draw: random.Random, kills: int, lost: Lost) -> None:
     """Kill so many trainers of a run, or fewer if it is done before; then let one finish."""
     before: Life | None = None
     for _ in range(kills):
-        life = run.live()
+        life = run.live(slow_after=20)
         die(life, draw)
         assert run.trainers.join() in (-9, 0), life.log()
         if before is not None and life.resumed is not None:
@@ -100,7 +100,7 @@ def test_killed_trainers_lose_one_iteration_and_nothing_else(lazy: bool, tmp_pat
     kill_some(run, random.Random(), 3, lost)
     run.assert_exact(run.reference())
     assert sum(count for (place, _), count in lost.rows.items() if "memory" in place) > 0, lost.table()
-    run.assert_no_writer_left(30.0)
+    run.assert_no_writer_left(60.0)
 
 
 def test_a_killed_writer_costs_nothing_and_the_next_one_keeps_what_comes(tmp_path: Path, trainers: Trainers) -> None:
@@ -112,11 +112,11 @@ def test_a_killed_writer_costs_nothing_and_the_next_one_keeps_what_comes(tmp_pat
     run.assert_exact(run.reference())
     assert last.resumed is not None
     assert last.resumed[1] == "memory", last.log()
-    run.assert_no_writer_left(30.0)
+    run.assert_no_writer_left(60.0)
 
 
 def kill_writer_then_trainer(run: Run, draw: random.Random) -> Life:
-    life = run.live()
+    life = run.live(slow_after=40)
     life.wait_for_steps(draw.randint(1, 12))
     _pause(draw.uniform(0.0, 0.03))
     first = life.writer()
@@ -139,7 +139,7 @@ def test_with_both_killed_the_durable_tier_has_the_run(tmp_path: Path, trainers:
 
 def kill_both(run: Run, draw: random.Random, lost: Lost) -> None:
     """Kill trainer and writer at once, after the first snapshot became durable; the next trainer has that, or more."""
-    life = run.live()
+    life = run.live(slow_after=60)
     until(lambda: _durable_steps(run) or life.over, life.log)
     life.wait_for_steps(len(life.steps("begin")) + draw.randint(1, 12))
     _pause(draw.uniform(0.0, 0.03))
@@ -174,11 +174,11 @@ def drop_cache(folder: Path) -> None:
 def test_without_a_restart_the_writer_leaves_a_durable_snapshot_and_goes(tmp_path: Path, trainers: Trainers) -> None:
     """It waits for `linger`, and the newest snapshot is on the disk."""
     run = Run(trainers, tmp_path, steps=1000, linger=1.0)
-    life = run.live()
+    life = run.live(slow_after=50)
     life.wait_for_steps(15)
     life.kill()
     trainers.join()
-    run.assert_no_writer_left(run.linger + 30.0)
+    run.assert_no_writer_left(run.linger + 60.0)
     with Checkpointer(run.root) as ckpt:
         newest = ckpt.snapshots()[-1]
     assert max(life.steps("begin")) - newest.step <= MOST_LOST
@@ -190,7 +190,7 @@ def test_whoever_only_loads_does_not_take_the_memory_from_the_next_trainer(
 ) -> None:
     """A look at the run after the crash, from memory; then the training is restarted, from memory too."""
     run = Run(trainers, tmp_path, steps=60)
-    life = run.live()
+    life = run.live(slow_after=20)
     life.wait_for_steps(10)
     life.kill()
     trainers.join()
@@ -203,7 +203,7 @@ def test_whoever_only_loads_does_not_take_the_memory_from_the_next_trainer(
     last = finish(run, life, Lost())
     assert last.resumed is not None
     assert last.resumed[1] == "memory", last.log()
-    run.assert_no_writer_left(30.0)
+    run.assert_no_writer_left(60.0)
 
 
 def test_the_end_of_a_run_leaves_nothing_behind(tmp_path: Path, trainers: Trainers) -> None:
@@ -215,7 +215,7 @@ def test_the_end_of_a_run_leaves_nothing_behind(tmp_path: Path, trainers: Traine
     assert trainers.join() == 0, life.log()
     with Checkpointer(run.root) as ckpt:
         assert ckpt.snapshots()[-1].step == 10
-    run.assert_no_writer_left(30.0)
+    run.assert_no_writer_left(60.0)
 
 
 @pytest.mark.slow
@@ -230,7 +230,7 @@ def test_two_hundred_random_moments(tmp_path: Path, trainers: Trainers) -> None:
         )
         kill_some(run, draw, 10, alone)
         run.assert_exact(run.reference())
-        run.assert_no_writer_left(30.0)
+        run.assert_no_writer_left(60.0)
     for number in range(30):
         run = Run(trainers, tmp_path / f"w{number}", steps=60, width=256, lazy=number % 2 == 1, pace=0.005)
         finish(run, kill_writer_then_trainer(run, draw), writers)

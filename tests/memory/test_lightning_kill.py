@@ -16,6 +16,7 @@ import pytest
 from tests.lightning.cases import CASES
 from tests.lightning.runs import fit
 from tests.lightning.test_kill import Trainers, kill_after, log, read
+from tests.preempt.held import HeldTrainers
 
 MOST_LOST = 2
 PACE_SECONDS = 0.01
@@ -23,7 +24,7 @@ PACE_SECONDS = 0.01
 
 @pytest.fixture(scope="module")
 def lightning_trainers() -> Iterator[Trainers]:
-    server = Trainers()
+    server = HeldTrainers()
     yield server
     server.close()
 
@@ -47,6 +48,8 @@ def survive(name: str, kills: list[tuple[int, float]], folder: Path, trainers: T
             "pace": PACE_SECONDS,
             "patient": True,
         }
+        if kill is not None:
+            job["hold_after"] = kill[0] + 4  # a busy machine may kill it late
         pid = trainers.start(job)
         try:
             if kill is not None:

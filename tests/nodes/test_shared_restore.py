@@ -13,7 +13,7 @@ from ckpt_engine.ranks.session import Session
 from ckpt_engine.restore import node
 from tests.nodes.restore_rank import state
 from tests.ranks.launch import Launcher
-from tests.ranks.runs import SharedStore, ThreadRanks, on_all
+from tests.ranks.runs import PATIENCE_SECONDS, SharedStore, ThreadRanks, on_all
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401
 from tests.servers.s3 import S3Server
 from tests.servers.wire import Wire
@@ -118,7 +118,7 @@ def test_a_rank_with_nothing_to_share_meets_the_others_all_the_same() -> None:
     sessions = [Session(ThreadRanks(rank, 3, store)) for rank in range(3)]
     seats = on_all(lambda rank: node.meet(sessions[rank], wanted=rank != 1), 3)
     assert [seat is not None and seat.count for seat in seats] == [2, False, 2]
-    assert on_all(lambda rank: sessions[rank].agree(lambda: "next", 10.0), 3) == ["next"] * 3
+    assert on_all(lambda rank: sessions[rank].agree(lambda: "next", PATIENCE_SECONDS), 3) == ["next"] * 3
     for seat in seats:
         if seat is not None:
             os.close(seat.fd)

@@ -134,15 +134,31 @@ def test_rank_0_hears_from_more_ranks_than_others_do() -> None:
     lead.close()
 
 
+def attempts_of(writer: Writer) -> list[bool]:
+    """What became of each attempt of its sender that has ended."""
+    mirror, found = writer.peers._mirror, list[bool]()
+    attempt = mirror._attempt
+
+    def note(*args: Any) -> bool:
+        kept = attempt(*args)
+        found.append(kept)
+        return kept
+
+    mirror._attempt = note  # type: ignore[method-assign]
+    return found
+
+
 def test_a_partner_that_is_gone_is_told_once_and_its_successor_is_used(writers: list[Writer]) -> None:
     """The next writer of that rank says where it is; the shares that come then go there."""
+    attempts = attempts_of(writers[0])
     writers[0].offer(1)
-    until(lambda: writers[1].peers.guests.ids())
+    until(lambda: attempts == [True])  # its sender waits for nothing of the partner any more
     writers[1].peers.close()
     writers[0].peers._mirror._keepers[1].hang_up()
     for step in (2, 3):
         writers[0].offer(step)
-        until(lambda: writers[0].peers._mirror._next is None and writers[0].notices)
+        until(lambda step=step: len(attempts) == step)
+    assert attempts == [True, False, False]
     assert len([one for one in writers[0].notices if "memory of this machine only" in one]) == 1
     successor = Writer(1, 2)
     meet([writers[0], successor], moved=1)

@@ -65,6 +65,12 @@ class Writer:
         self.peers.offer(order)
         return snapshot
 
+    def join(self) -> None:
+        """Wait until its sender, which was told to end, has let go of the slot and of its lines."""
+        if self.peers._mirror._thread.ident is not None:
+            self.peers._mirror._thread.join(WAIT_SECONDS)
+            assert not self.peers._mirror._thread.is_alive()
+
     @property
     def mirrored(self) -> list[str]:
         return [one["snapshot"] for one in self.said if one["kind"] == protocol.MIRRORED]
@@ -74,6 +80,8 @@ class Writer:
         return [one["event"]["message"] for one in self.said if one["kind"] == protocol.EVENT]
 
     def close(self) -> None:
+        self.peers._mirror.close()
+        self.join()
         self.peers.close()
         for order in self.orders:
             order.release()

@@ -10,6 +10,7 @@ from ckpt_engine.errors import StorageError
 from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.throttle import Pace
+from tests.persist.passing import it_hangs
 
 WAIT_SECONDS = 60.0
 
@@ -53,6 +54,7 @@ class Weather:
         operation, start, end = self._hanging
         if what == operation and name.startswith(start) and not end.is_set():
             self.hung.set()
+            it_hangs()
             assert end.wait(WAIT_SECONDS)
         if what in self.failing:
             raise StorageError(f"{what} {name}: the network is down")

@@ -185,10 +185,8 @@ def main(root: str, path: str, plan: str, *rest: str) -> None:
         client = start(rest[0], log, tiers=(TierConfig(root),))
         arena = Arena(client)
         arena.take(1, durable=True)
-        while arena.busy:
-            arena.poll(1.0)
-        heard: list[Any] = []
-        while not any(isinstance(message, SnapshotReplicated) for message in heard):
+        heard: list[Any] = []  # the copy may be told together with the outcome
+        while arena.busy or not any(isinstance(message, SnapshotReplicated) for message in heard):
             heard += arena.poll(1.0)
         shutil.rmtree(Path(rest[0]) / "data")
         (Path(rest[0]) / "data").write_text("in the way")

@@ -39,7 +39,8 @@ def echo() -> Echo:
 
 
 @pytest.fixture
-def served(tmp_path: Path, echo: Echo) -> Iterator[Control]:
+def served(tmp_path: Path, echo: Echo, monkeypatch: pytest.MonkeyPatch) -> Iterator[Control]:
+    monkeypatch.setattr(control, "REQUEST_SECONDS", WAIT_SECONDS)  # a busy machine may be slow at both ends
     made = Control(str(tmp_path), echo.answer)
     made.open(WAIT_SECONDS)
     yield made
@@ -150,7 +151,14 @@ def test_slow_clients_hold_up_nobody_and_are_hung_up_on(
     for number, sock in enumerate(slow):
         if number % 2:
             sock.sendall(struct.pack("<Q", 100) + b"{")
-    assert works(tmp_path)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while True:
+        try:
+            assert works(tmp_path)
+        except WriterError as err:  # the time was too short for us, too, on a busy machine
+            assert "hung up" in str(err) and time.monotonic() < deadline
+        else:
+            break
     for sock in slow:
         assert hung_up(sock)
         sock.close()

@@ -29,7 +29,7 @@ def test_what_is_held_becomes_durable_while_the_trainer_lives(tmp_path: Path) ->
     root = tmp_path / "run"
     with trainer(root, "wait") as process:
         until("held", process, root)
-        assert asked(root, FLUSH) == {"step": 1}
+        flush(root, 1)
         assert asked(root, FLUSH) == {"step": 1}
         until_durable(root, 1)
         assert steps(root) == [1]
@@ -106,7 +106,9 @@ def test_jobs_and_what_is_held_keep_their_order(
     heard: list[object] = []
     assert outcome(client, job.job, heard).error is None  # type: ignore[arg-type]
     until_durable(processes.root, 2)
-    heard += client.poll()
+    while len([one for one in heard if isinstance(one, SnapshotCommitted)]) < 2:  # what is durable is told afterwards
+        assert client.wait(WAIT_SECONDS)
+        heard += client.poll()
     assert [one.step for one in heard if isinstance(one, SnapshotCommitted)] == [1, 2]
     assert [info.step for info in check_all(processes.root)] == [1, 2]
     first.close()

@@ -12,8 +12,8 @@ import torch
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.observe.events import Event, SnapshotSkipped
-from ckpt_engine.persist import stall
 from ckpt_engine.store.storage.disk import Disk
+from tests.persist.passing import it_hangs, let_time_pass_where_calls_hang, until_it_is_back
 from tests.persist.staged import WAIT_SECONDS
 
 
@@ -32,6 +32,7 @@ class Frozen(Disk):
 
     def call(self, fd: int, *rest: Any) -> Any:
         if not self.thawed.is_set() and Path(f"/proc/self/fd/{fd}").readlink().is_relative_to(self._folder):
+            it_hangs()
             assert self.thawed.wait(WAIT_SECONDS)
         return self._real(self, fd, *rest)
 
@@ -46,8 +47,8 @@ class Sink:
 
 @pytest.fixture(params=["write", "sync"])
 def frozen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Frozen]:
-    """The near disk, which hangs after half a second."""
-    monkeypatch.setattr(stall, "STALL_SECONDS", 0.5)
+    """The near disk. When it hangs nobody waits for half a minute."""
+    let_time_pass_where_calls_hang(monkeypatch)
     made = Frozen(tmp_path / "near", request.param)
     monkeypatch.setattr(Disk, request.param, lambda _, *rest: made.call(*rest))
     yield made
@@ -86,6 +87,8 @@ def test_a_slot_is_not_filled_again_while_a_call_may_read_it(tmp_path: Path, fro
         if not ckpt._pipeline._held:
             break
         threading.Event().wait(0.05)
+    assert not ckpt._pipeline._held
+    until_it_is_back(f"file://{tmp_path / 'near'}")
     ckpt.save(state(4), step=4).wait(WAIT_SECONDS)
     ckpt.close(WAIT_SECONDS)
     kept = [1, 2, 4] if slots == 1 else [1, 2, 3, 4]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,8 +121,11 @@ def test_of_many_holds_the_newest_is_kept(tmp_path: Path) -> None:
     told = run_trainer(root, "die-holding", "50")
     place = attached(root)
     assert place.step == step_in_memory(place) == 50
-    links = [_target(fd) for fd in Path(f"/proc/{told['writer']}/fd").iterdir()]
-    assert sum("memfd:test-arena" in link for link in links) == 1
+    fds, deadline = Path(f"/proc/{told['writer']}/fd"), time.monotonic() + WAIT_SECONDS
+    while (kept := sum("memfd:test-arena" in _target(fd) for fd in fds.iterdir())) > 1:
+        assert time.monotonic() < deadline, "more than one slot is kept"  # a reply lets go of its own a moment later
+        time.sleep(0.005)
+    assert kept == 1
     place.release()
     assert gone(told["writer"])
     assert steps(root) == [50]

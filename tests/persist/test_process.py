@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,11 @@ def test_sigterm_limits_a_draining_writer_to_the_job_at_hand(tmp_path: Path) -> 
     while is_put_off(told["writer"], signal.SIGTERM):
         os.sched_yield()  # until it has noticed the trainer's end
     os.kill(told["writer"], signal.SIGTERM)
-    while int(_status(told["writer"], "SigPnd"), 16) | int(_status(told["writer"], "ShdPnd"), 16):
-        os.sched_yield()
+    # It has heeded that once the queued jobs, and with them their slots, are let go.
+    fds, deadline = Path(f"/proc/{told['writer']}/fd"), time.monotonic() + WAIT_SECONDS
+    while sum("memfd:test-arena" in _target(fd) for fd in fds.iterdir()) > 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     gate.touch()
     assert gone(told["writer"])
     assert [i.step for i in check_all(tmp_path / "run")] == [1]
@@ -385,7 +389,7 @@ def _watch_growth(processes: Writers, stage: Stage, jobs: int, before: int = 20,
         assert outcome(client, job.job).ok
     assert client.drain(WAIT_SECONDS)
     for pid, (files, memory) in zip(pids, then, strict=True):
-        assert _open_files(pid) == files
+        assert _open_files(pid) <= files  # some of what earlier tests have left may be gone by now
         assert _anonymous_bytes(pid) - memory < most_bytes
     assert len(check_all(processes.root)) <= 3
 

@@ -16,6 +16,7 @@ from ckpt_engine.persist.client import completed
 from ckpt_engine.persist.job import TierConfig, WriterConfig
 from ckpt_engine.persist.thread import ThreadWriter
 from ckpt_engine.store import layout
+from tests.persist.passing import until_it_is_back
 from tests.persist.staged import WAIT_SECONDS, check_all
 from tests.persist.tiered import Run, same_files, sent, steps
 
@@ -71,8 +72,8 @@ def test_a_tier_has_its_own_rhythm(run: Run) -> None:
 def test_a_quota_of_a_tier_holds_and_nothing_newer_goes_for_something_older(run: Run) -> None:
     """Where `keep` asks for more than fits, the newest are there, and nothing comes and goes."""
     quota = 2 * 70_000 + 100_000
+    run.weather[run.far].down("list")  # before its thread may be looking
     run.start(run.tier(keep={"last": 5, "quota": quota}), keep={"last": 5})
-    run.weather[run.far].down("list")
     for step in range(1, 5):
         run.save(step)
     run.weather[run.far].up()
@@ -92,8 +93,8 @@ def test_what_a_limit_removed_is_not_sent_again(run: Run) -> None:
     """A disk that others fill takes a copy and has to give it up: that is not tried over and over."""
     weather = run.weather[run.far]
     weather.free_bytes = plenty = 10**12
-    run.start(run.tier(keep={"last": 5, "min_free": 10**9}), keep={"last": 5})
     weather.down("list")
+    run.start(run.tier(keep={"last": 5, "min_free": 10**9}), keep={"last": 5})
     for step in (1, 2):
         run.save(step)
 
@@ -153,10 +154,10 @@ def test_a_quota_near_is_kept_even_against_a_copy(run: Run) -> None:
 def test_damage_is_not_copied(run: Run) -> None:
     """A snapshot whose bytes have rotted near is told and left out; the next one is copied."""
     weather = run.weather[run.far]
-    run.start(run.tier(keep={"last": 5}))
     weather.down("list")
-    name = run.save(1)
+    run.start(run.tier(keep={"last": 5}))
     run.until(lambda m: isinstance(m, TierDegraded))
+    name = run.save(1)
     assert name is not None
     path = run.near / layout.data_name(name)
     data = bytearray(path.read_bytes())
@@ -197,6 +198,7 @@ def test_one_tier_means_no_thread_and_no_message_more(run: Run) -> None:
     run.client = client = ThreadWriter.start(config)
     run.stage.share(client)
     run.save(1)
+    until_it_is_back(f"file://{run.near}")
     assert {thread.name for thread in set(threading.enumerate()) - before} == {"ckpt-writer"}
     assert [type(message).__name__ for message in run.heard] == ["SnapshotCommitted", "JobDone"]
     run.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,11 @@ def decoded_steps(root: Path) -> list[int]:
 
 
 def used_bytes(root: Path) -> int:
-    return sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    found = 0
+    for path in root.rglob("*"):
+        with suppress(FileNotFoundError):  # retention goes on behind what was copied
+            found += path.stat().st_size if path.is_file() else 0
+    return found
 
 
 def test_a_tier_stores_its_copies_encoded(run: Run) -> None:

@@ -62,7 +62,7 @@ def test_draining_is_bounded(run: Run) -> None:
     assert client.close(WAIT_SECONDS)
     assert client._worker.join(WAIT_SECONDS)
     run.client = None
-    with acquire(LocalStorage(run.far)):
+    with acquire(LocalStorage(run.far), wait_seconds=WAIT_SECONDS):
         assert steps(run.far) == []
 
 

@@ -13,7 +13,7 @@ from ckpt_engine.observe.events import (
     TierRecovered,
 )
 from ckpt_engine.persist import fleet
-from ckpt_engine.persist.status import AWAY, WORKING, read_status
+from ckpt_engine.persist.status import AWAY, WORKING
 from ckpt_engine.store import layout
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
@@ -37,10 +37,8 @@ def test_a_failing_tier_is_told_once_and_catches_up_newest_first(run: Run) -> No
     assert (degraded.tier, degraded.code, degraded.fatal) == (f"file://{run.far}", "CKPT300", False)
     assert "the network is down" in degraded.message
     assert run.all(SnapshotFailed) == []
-    status = read_status(LocalStorage(run.near))
-    assert status is not None
-    assert [tier.state for tier in status.tiers] == [WORKING, AWAY]
-    assert status.tiers[1].code == "CKPT300"
+    assert run.state_of(run.far, AWAY).code == "CKPT300"
+    run.state_of(run.near, WORKING)
     run.weather[run.far].up()
     run.until_copied(5)
     run.until(lambda m: isinstance(m, TierRecovered) and m.away_seconds > 0)
@@ -80,8 +78,7 @@ def test_nobody_waits_for_a_tier_that_hangs(run: Run) -> None:
     for step in (2, 3, 4):
         run.save(step)
     assert run.all(SnapshotReplicated) == []
-    status = read_status(LocalStorage(run.near))
-    assert status is not None and status.tiers[1].copying is not None
+    run.state_of(run.far, WORKING, copying=True)
     weather.gate.set()
     run.until_copied(4)
     run.close()
@@ -171,6 +168,7 @@ def test_a_tier_whose_folder_is_removed_starts_again(run: Run) -> None:
     run.start(run.tier(keep={"last": 1}))
     run.save(1)
     run.until_copied(1)
+    run.until_rest()
     for path in sorted(run.far.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     run.save(2)
@@ -184,6 +182,7 @@ def test_a_nearest_folder_that_is_removed_is_made_again(run: Run) -> None:
     run.start()
     run.save(1)
     run.until_copied(1)
+    run.until_rest()
     run.near.rename(run.near.with_name("gone"))
     run.save(2)
     run.until_copied(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -17,11 +16,11 @@ from ckpt_engine.observe.events import (
     TierDegraded,
     TierRecovered,
 )
-from ckpt_engine.persist import stall
 from ckpt_engine.persist.job import JobDone, SlotFreed
-from ckpt_engine.persist.status import HANGS, WORKING, TierStatus, read_status
+from ckpt_engine.persist.status import HANGS, WORKING
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.storage.local import LocalStorage
+from tests.persist.passing import let_time_pass_where_calls_hang, until_it_is_back
 from tests.persist.staged import WAIT_SECONDS, Stage, outcome
 from tests.persist.tiered import Run, steps
 
@@ -30,8 +29,8 @@ CODE = StorageStalledError.code
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier hangs after half a second instead of half a minute."""
-    monkeypatch.setattr(stall, "STALL_SECONDS", 0.5)
+    """Nobody waits for half a minute."""
+    let_time_pass_where_calls_hang(monkeypatch)
 
 
 @pytest.fixture
@@ -50,15 +49,8 @@ def use(run: Run, stage: Stage) -> None:
     run.stage = stage
 
 
-def state_of(run: Run, path: Path, state: str) -> TierStatus:
-    """Wait until the status file says this of a tier."""
-    for _ in range(int(WAIT_SECONDS * 20)):
-        status = read_status(LocalStorage(run.near))
-        for tier in status.tiers if status else ():
-            if tier.url == f"file://{path}" and tier.state == state:
-                return tier
-        threading.Event().wait(0.05)
-    raise AssertionError(f"{path} is never said to be {state}: {status}")
+def until_near_is_back(run: Run) -> None:
+    until_it_is_back(f"file://{run.near}")
 
 
 def save_until_near(run: Run, step: int) -> int:
@@ -96,6 +88,7 @@ def test_a_first_tier_that_hangs_is_left_behind(run: Run, second: Stage, start: 
     end.set()
     freed = run.until(lambda m: isinstance(m, SlotFreed))
     assert isinstance(freed, SlotFreed) and freed.slot == first.slot
+    until_near_is_back(run)
     run.save(6)
     run.until(lambda m: isinstance(m, TierRecovered) and m.tier == f"file://{run.near}")
     run.until_copied(6)
@@ -138,6 +131,7 @@ def test_everything_hangs(run: Run, second: Stage) -> None:
     for end in ends:
         end.set()
     run.until(lambda m: isinstance(m, SlotFreed))
+    until_near_is_back(run)
     run.save(5)
     run.until_copied(5)
     run.close()
@@ -156,6 +150,7 @@ def test_one_tier_that_hangs_fails_its_snapshot(run: Run, second: Stage) -> None
     run.save(3, ok=False)
     end.set()
     run.until(lambda m: isinstance(m, SlotFreed))
+    until_near_is_back(run)
     run.save(4)
     run.close()
     assert steps(run.near) == [1, 4]
@@ -217,13 +212,13 @@ def test_a_further_tier_that_hangs_is_told_and_shown(run: Run) -> None:
         run.save(step)
         run.until_copied(step, run.third)
     run.until(lambda m: isinstance(m, TierDegraded) and m.tier == f"file://{run.far}" and m.code == CODE)
-    said = state_of(run, run.far, HANGS)
+    said = run.state_of(run.far, HANGS)
     assert said.code == CODE and said.copying is not None
     assert len(run.all(TierDegraded)) == 1
     end.set()
     run.until(lambda m: isinstance(m, TierRecovered) and m.tier == f"file://{run.far}")
     run.until_copied(3)
-    state_of(run, run.far, WORKING)
+    run.state_of(run.far, WORKING)
     run.close()
     assert steps(run.far) == [3]
     assert [e.step for e in run.all(SnapshotReplicated) if e.tier == f"file://{run.far}"] == [1, 2, 3]
@@ -252,13 +247,15 @@ def test_a_copy_goes_without_a_nearer_tier_that_hangs(run: Run) -> None:
 
 def test_closing_does_not_wait_for_a_further_tier_that_hangs(run: Run) -> None:
     """What gets on is finished; the one that hangs is named with what it lacks."""
-    client = run.start(run.tier(), run.tier(run.third), drain_seconds=1.5)
+    client = run.start(run.tier(), run.tier(run.third), drain_seconds=0.5)
     run.save(1)
     run.until_copied(1)
     run.until_copied(1, run.third)
     end = run.weather[run.far].hang("put", "data/")
     name = run.save(2)
-    assert run.weather[run.far].hung.wait(WAIT_SECONDS)
+    run.until(lambda m: isinstance(m, TierDegraded) and m.tier == f"file://{run.far}")
+    run.until_copied(2, run.third)
+    run.until_rest(run.third)
     assert client.close(WAIT_SECONDS)
     run.heard += client.poll()
     notice = run.until(lambda m: isinstance(m, Notice) and str(run.far) in m.message)
@@ -305,6 +302,7 @@ def test_on_failure_fail_holds_for_a_hang_too(run: Run, second: Stage) -> None:
     assert steps(run.far) == [1]
     end.set()
     run.until(lambda m: isinstance(m, SlotFreed))
+    until_near_is_back(run)
     end = run.weather[run.far].hang("put", "data/")
     run.save(3)
     event = run.until(lambda m: isinstance(m, TierDegraded) and m.tier == f"file://{run.far}")
@@ -330,6 +328,7 @@ def test_the_arena_under_a_call_that_hangs_is_never_torn(run: Run, second: Stage
         already = len(run.all(SlotFreed))
         end.set()
         run.until(lambda m, n=already: isinstance(m, SlotFreed) and len(run.all(SlotFreed)) > n)
+        until_near_is_back(run)
         use(run, first)
         run.save(12 + 10 * round_)
         run.until_copied(12 + 10 * round_)
@@ -385,6 +384,7 @@ def test_a_further_tier_whose_direct_write_hangs_is_left_too(run: Run, second: S
     ends[0].set()
     ends[1].set()
     run.until(lambda m: isinstance(m, SlotFreed))
+    until_near_is_back(run)
     run.save(4)
     run.until_copied(4)
     run.until_copied(4, run.third)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from ckpt_engine.observe.events import (
 from ckpt_engine.persist.client import completed
 from ckpt_engine.persist.job import TierConfig, WriterConfig
 from ckpt_engine.persist.mailbox import Message
+from ckpt_engine.persist.status import TierStatus, read_status
 from ckpt_engine.persist.thread import ThreadWriter
 from ckpt_engine.store import layout
+from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
 from tests.persist.faulty import Faulty, Weather
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
@@ -54,8 +57,8 @@ class Run:
     def until(self, found: Callable[[Message], bool]) -> Message:
         """Wait until something like this was heard since the start or the last `forget`."""
         assert self.client is not None
-        seen = 0
-        for _ in range(int(WAIT_SECONDS)):
+        seen, deadline = 0, time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < deadline:
             for message in self.heard[seen:]:
                 if found(message):
                     return message
@@ -69,6 +72,27 @@ class Run:
         found = self.until(lambda m: isinstance(m, SnapshotReplicated) and m.step == step and m.tier == url)
         assert isinstance(found, SnapshotReplicated)
         return found
+
+    def until_rest(self, path: Path | None = None) -> None:
+        """Wait until a further tier wants nothing and is not asked for anything."""
+        assert self.client is not None
+        fleet, deadline = self.client._worker._writer._fleet, time.monotonic() + WAIT_SECONDS
+        assert fleet is not None
+        (found,) = (one for one in fleet._replicators if one.tier.url == f"file://{path or self.far}")
+        while not found.idle:
+            assert time.monotonic() < deadline, f"{found.tier.url} does not come to rest"
+            time.sleep(0.005)
+
+    def state_of(self, path: Path, state: str, *, copying: bool = False) -> TierStatus:
+        """What the status file says of a tier, once it says this of it; it is written on a thread of its own."""
+        deadline = time.monotonic() + WAIT_SECONDS
+        while True:
+            status = read_status(LocalStorage(self.near))
+            for tier in status.tiers if status else ():
+                if (tier.url, tier.state) == (f"file://{path}", state) and (tier.copying is not None or not copying):
+                    return tier
+            assert time.monotonic() < deadline, f"{path} is never said to be {state}: {status}"
+            time.sleep(0.01)
 
     def all(self, kind: type) -> list[Any]:
         if self.client is not None:

@@ -20,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ckpt_engine.errors import WriterError
 from ckpt_engine.persist import spawn
 from ckpt_engine.persist.client import WriterClient, completed, open_client
 from ckpt_engine.persist.job import JobDone, TierConfig, WriterConfig
@@ -58,7 +59,10 @@ def storm(root: str, log: Log, *tiers: TierConfig) -> None:
             stage = free.pop()
             step, stage.jobs, job = step + 1, job, job + 1
             busy[job] = (stage, step)
-            client.submit(stage.job(step))
+            try:
+                client.submit(stage.job(step))
+            except WriterError:  # it has just been killed
+                break
         client.wait(60.0)
         for message in client.poll():
             if isinstance(message, JobDone):
@@ -118,7 +122,7 @@ def main(root: str, path: str, plan: str, *rest: str) -> None:
         os.environ["TEST_GATE"] = rest[0]
         die_after(root, log, int(rest[1]), drain_seconds=float(rest[2]))
     elif plan == "leave":
-        config = WriterConfig(root, lease_wait_seconds=60.0)
+        config = WriterConfig(root, lease_wait_seconds=3600.0)
         submit(open_client(config, thread=rest[0] == "thread", emit=lambda event: sys.exit(str(event))), 2)
     else:
         raise SystemExit(f"no such plan: {plan}")

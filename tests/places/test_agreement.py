@@ -18,7 +18,7 @@ from ckpt_engine.ranks.places import Beacon, Sight, divide, sees
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from tests.ranks.runs import SharedStore, ThreadRanks, on_all
+from tests.ranks.runs import PATIENCE_SECONDS, SharedStore, ThreadRanks, on_all
 
 EVERYBODY = ((0, 1, 2, 3),)
 
@@ -243,7 +243,7 @@ def test_a_rank_that_cannot_look_is_heard_of(tmp_path: Path, monkeypatch: pytest
     def ask(rank: int) -> str:
         with pytest.raises(KeyError if rank == 1 else WriterError, match=r"^'x'$|on rank 1: KeyError: 'x'"):
             found[rank].places(make=True)
-        return found[rank].agree(lambda: "next", 10)
+        return found[rank].agree(lambda: "next", PATIENCE_SECONDS)
 
     assert on_all(ask, 4) == ["next"] * 4
 
@@ -254,18 +254,18 @@ def test_what_ranks_agree_on_may_be_large(mib: int) -> None:
     store = SharedStore()
     found = [Session(ThreadRanks(rank, 2, store)) for rank in range(2)]
     large = "ä" + "0123456789abcdef" * (mib << 16)
-    assert on_all(lambda rank: found[rank].agree(lambda: large, 10), 2) == [large] * 2
+    assert on_all(lambda rank: found[rank].agree(lambda: large, PATIENCE_SECONDS), 2) == [large] * 2
     assert on_all(lambda rank: found[rank].meet(lambda: large, lambda said: said[1]), 2) == [large] * 2
-    assert on_all(lambda rank: found[rank].agree(lambda: rank, 10), 2) == [0] * 2
+    assert on_all(lambda rank: found[rank].agree(lambda: rank, PATIENCE_SECONDS), 2) == [0] * 2
 
 
 def test_pieces_of_something_else_are_not_taken() -> None:
     """Their digest is compared."""
     store = SharedStore()
     answers.say(store, "key", {"value": "x" * (5 << 20)})
-    store.set("key/piece/1", store.wait("key/piece/1", 1).replace("x", "y", 1))
+    store.set("key/piece/1", store.wait("key/piece/1", PATIENCE_SECONDS).replace("x", "y", 1))
     with pytest.raises(RanksError, match="are not what was put there"):
-        answers.hear(store, "key", 1)
+        answers.hear(store, "key", PATIENCE_SECONDS)
 
 
 def test_what_rank_0_cannot_say_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +276,7 @@ def test_what_rank_0_cannot_say_is_said(monkeypatch: pytest.MonkeyPatch) -> None
 
     def ask(rank: int) -> None:
         with pytest.raises(RanksError, match="the connection is reset"):
-            found[rank].agree(lambda: "x" * (9 << 20), 10)
+            found[rank].agree(lambda: "x" * (9 << 20), PATIENCE_SECONDS)
 
     on_all(ask, 2)
 

@@ -14,7 +14,7 @@ from ckpt_engine.store import layout
 from ckpt_engine.store.manifest import RANKS, Partial
 from ckpt_engine.store.storage.base import Storage
 from tests.places.committing import Nodes
-from tests.ranks.runs import on_all
+from tests.ranks.runs import Patience, on_all
 from tests.ranks.test_checkpointer import state_of
 
 
@@ -52,15 +52,21 @@ def test_each_node_has_its_part_and_all_parts_are_the_snapshot(tmp_path: Path, o
     assert any("a lost node takes all of them with it" in message for message in told)
 
 
-def test_what_fails_at_one_node_is_absent_there_and_the_next_one_is_fine(tmp_path: Path) -> None:
+def test_what_fails_at_one_node_is_absent_there_and_the_next_one_is_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that does not come costs its node the part; nobody waits for ever, and other nodes keep theirs."""
-    nodes = Nodes(tmp_path, (0, 0, 1, 1), wait_seconds=0.5)
+    patience = Patience(monkeypatch)
+    nodes = Nodes(tmp_path, (0, 0, 1, 1))
     nodes.save(1)
-    here = [0, 1, 2]
-    handles = on_all(lambda i: nodes.ranks[here[i]].save(state_of(2, here[i]), step=2), 3)
-    handles[0].wait(60)
+    here = [0, 1]
+    for handle in on_all(lambda i: nodes.ranks[here[i]].save(state_of(2, here[i]), step=2), 2):
+        handle.wait(60)
+    patience.over = True
+    late = nodes.ranks[2].save(state_of(2, 2), step=2)
     with pytest.raises(SnapshotFailedError, match=r"no part of .* came from rank 3 in time"):
-        handles[2].wait(60)
+        late.wait(60)
+    patience.over = False
     nodes.ranks[3].save(state_of(2, 3), step=2).wait(60)
     nodes.save(3)
     nodes.close()
@@ -70,7 +76,7 @@ def test_what_fails_at_one_node_is_absent_there_and_the_next_one_is_fine(tmp_pat
 
 def test_no_node_removes_the_newest_that_all_have(tmp_path: Path) -> None:
     """Retention goes on once something newer is known to be on all nodes; quotas and full disks have to wait, too."""
-    nodes = Nodes(tmp_path, (0, 1), wait_seconds=0.5, keep={"last": 1})
+    nodes = Nodes(tmp_path, (0, 1), keep={"last": 1})
     nodes.save(1)
     for step in (2, 3, 4):  # rank 1 skips: its node has none of them
         nodes.ranks[1].miss(step, "busy")

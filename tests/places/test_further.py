@@ -239,7 +239,7 @@ def test_what_more_nodes_have_saved_is_asked_of_nobody(tmp_path: Path, monkeypat
     before.save(1)
     before.close()
     asked = asked_for(monkeypatch)
-    after = Nodes(tmp_path, (0, 1), tiers=[str(tmp_path / "far")], wait_seconds=0.5)
+    after = Nodes(tmp_path, (0, 1), tiers=[str(tmp_path / "far")])
     after.save(4)
     after.close()
     assert [one.step for one in far(tmp_path).ids()] == [4]
@@ -252,7 +252,7 @@ def test_a_node_that_never_had_it_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     nodes, snapshot = lay_out(tmp_path)
     (nodes.root(1) / layout.manifest_name(snapshot)).unlink()
     asked = asked_for(monkeypatch)
-    again = Nodes(tmp_path, NODES, tiers=[str(tmp_path / "far")], wait_seconds=5.0)
+    again = Nodes(tmp_path, NODES, tiers=[str(tmp_path / "far")])
     on_all(lambda rank: again.ranks[rank].start(), 4)
 
     def told() -> list[str]:

@@ -146,15 +146,18 @@ def test_a_leader_reads_for_so_many_at_once(root: LocalStorage, monkeypatch: pyt
     """The others wait without memory of their own."""
     monkeypatch.setattr(lending, "AT_ONCE", 2)
     lock, busy, most = threading.Lock(), 0, 0
-    found, together = Lender._found, threading.Event()
+    found, both, together = Lender._found, threading.Event(), threading.Event()
 
     def count(self: Lender, request: dict[str, Any]) -> Any:
         nonlocal busy, most
         with lock:
             busy += 1
             most = max(most, busy)
+            if busy == 2:
+                both.set()
             if busy > 2:
                 together.set()
+        assert both.wait(60)
         together.wait(0.05)
         try:
             return found(self, request)

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.lightning.test_kill import Trainers
+from tests.preempt.held import HeldTrainers
 
 
 @pytest.fixture(scope="package")
-def trainers() -> Iterator[Trainers]:
-    server = Trainers()
+def trainers() -> Iterator[HeldTrainers]:
+    server = HeldTrainers()
     yield server
     server.close()

@@ -16,6 +16,7 @@ from ckpt_engine.store.storage.open import open_storage
 from tests.lightning.cases import CASES
 from tests.lightning.runs import fit
 from tests.lightning.test_kill import Trainers, log, read
+from tests.preempt.held import go_file
 
 PATIENCE_SECONDS = 60.0
 
@@ -25,7 +26,7 @@ class Life:
 
     Args:
         number: of the life; a resumed one must not depend on its seed.
-        job: more of it; see `tests.lightning.train_script`.
+        job: more of it; see `held`.
     """
 
     def __init__(self, trainers: Trainers, folder: Path, case: str, number: int = 0, **job: Any) -> None:
@@ -42,6 +43,10 @@ class Life:
                 **job,
             }
         )
+
+    def go(self) -> None:
+        """Let it go on that was started with `hold_after`, once it was told what to do."""
+        go_file(self.trace).touch()
 
     def join(self) -> int:
         """The exit status."""

@@ -103,13 +103,13 @@ def test_what_is_in_memory_is_written_when_the_step_is_too_long(
 ) -> None:
     """As late as it can be, because a snapshot at the end of the step would be newer; and it is watched."""
     caplog.set_level(logging.INFO)
-    one = desk(signals=[], grace="10 s")
-    one.committed(4, seconds=8.0)
+    one = desk(signals=[], grace="1000 s")
+    one.committed(4, seconds=800.0)
     one.ledger.emit(SnapshotStaged("", 7, 0.5, MB, durable=False))
     one.held = 7
     one.watch.boundary(7)
     one.watch.start()
-    one.watch.emit(Requested("stop", "ann"))  # 10 s of 10
+    one.watch.emit(Requested("stop", "ann"))  # 1000 s of 1000
     until(one.looked.is_set)
     assert one.flushed == 1 and one.watch.flushing
     assert "the writer makes the snapshot of step 7 in memory durable now" in caplog.text
@@ -122,7 +122,7 @@ def test_what_is_in_memory_is_written_when_the_step_is_too_long(
 
 def test_a_boundary_that_comes_after_all_waits_for_what_is_written(desk: Callable[..., Desk]) -> None:  # noqa: F811
     """The plan counts it as in flight; it is over when the writer has told that it is durable, or is not."""
-    one = desk(signals=[], grace="1 s")
+    one = desk(signals=[], grace="1000 s")
     one.ledger.emit(SnapshotStaged("", 7, 0.0, MB, durable=False))
     one.held = 7
     one.watch.boundary(7)

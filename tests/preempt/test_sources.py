@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,12 @@ from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.preempt import sources
 from ckpt_engine.preempt.notice import PreemptionSource, SourceError
 from ckpt_engine.preempt.sources import open_source
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands and pages may take their time."""
+    monkeypatch.setattr(sources, "ANSWER_SECONDS", 60.0)
 
 
 def source(**options: Any) -> PreemptionSource:
@@ -160,7 +168,8 @@ def test_a_server_in_trouble_is_no_notice(page: Page, monkeypatch: pytest.Monkey
         watched.poll()
     page.status = 200
     page.quiet.clear()
-    monkeypatch.setattr(sources, "ANSWER_SECONDS", 0.2)
+    moments = itertools.count(0.0, 25.0)  # each look at the clock is later
+    monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=lambda: next(moments)))
     with pytest.raises(SourceError, match="no whole answer"):
         watched.poll()
     page.close()

@@ -20,7 +20,7 @@ from ckpt_engine.observe.ledger import Ledger
 from ckpt_engine.preempt.plan import Choice
 from ckpt_engine.preempt.watch import PreemptionWatch
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 MB = 1_000_000
 
 
@@ -33,9 +33,14 @@ class Desk:
         self.looked = threading.Event()
         self.held: int | None = None
         self.flushed = 0
+        self.passed = 0.0
+        """Seconds beyond those that have passed."""
         self.watch = PreemptionWatch(
-            Preemption(**options), self.ledger, SystemClock(), slots=2, newest=self._look, flush=self._flush
+            Preemption(**options), self.ledger, self, slots=2, newest=self._look, flush=self._flush
         )
+
+    def monotonic(self) -> float:
+        return SystemClock.monotonic() + self.passed
 
     def _look(self) -> int | None:
         self.looked.set()
@@ -144,25 +149,25 @@ def test_requests_come_as_events(desk: Callable[..., Desk]) -> None:
 
 def test_the_plan_knows_what_was_measured(desk: Callable[..., Desk]) -> None:
     """State and speed from the ledger, the step from the boundary."""
-    one = desk(grace="10 s")
-    one.committed(4, seconds=2.0)
+    one = desk(grace="1000 s")
+    one.committed(4, seconds=200.0)
     one.watch.boundary(9)
     one.watch.emit(Requested("stop", "ann"))
     stop = one.watch.stop
     assert stop is not None
     plan = one.watch.plan(stop)
     assert (plan.choice, plan.step) == (Choice.SNAPSHOT, 9)
-    assert plan.seconds == pytest.approx(2.5)
+    assert plan.seconds == pytest.approx(250.0)
     assert one.watch.durable() == "step 4 is durable on /run, 5 steps behind"
 
 
 def test_a_step_that_is_too_long_is_told_in_time(desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture) -> None:
     """As soon as a snapshot at its end would be late: what is durable, and what is lost."""
-    one = desk(signals=[], grace="10 s")
-    one.committed(4, seconds=9.0)
+    one = desk(signals=[], grace="1000 s")
+    one.committed(4, seconds=900.0)
     one.watch.boundary(7)
     one.watch.start()
-    one.watch.emit(Requested("stop", "ann"))  # a new one needs 11 s
+    one.watch.emit(Requested("stop", "ann"))  # a new one needs 1100 s
     until(lambda: "too long for a snapshot at its end" in caplog.text)
     assert "the snapshot of step 4 is durable on /run already" in caplog.text
     assert "3 steps are lost" in caplog.text
@@ -174,12 +179,12 @@ def test_the_last_complete_snapshot_is_watched_until_it_is_durable(
 ) -> None:
     """The training thread hears nothing in the middle of a step, so the tier itself is asked."""
     caplog.set_level(logging.INFO)
-    one = desk(signals=[], grace="10 s")
-    one.committed(4, seconds=5.0)
+    one = desk(signals=[], grace="1000 s")
+    one.committed(4, seconds=500.0)
     one.ledger.emit(SnapshotStaged("", 6, 0.0, MB))
     one.watch.boundary(7)
     one.watch.start()
-    one.watch.emit(Requested("stop", "ann"))  # 6.25 s in flight and as much for a new one
+    one.watch.emit(Requested("stop", "ann"))  # 625 s in flight and as much for a new one
     until(one.looked.is_set)
     assert "the snapshot of step 6 in flight will be durable on /run within" in caplog.text
     assert "the snapshot of step 6 is durable\n" not in caplog.text
@@ -188,14 +193,23 @@ def test_the_last_complete_snapshot_is_watched_until_it_is_durable(
 
 
 def test_a_run_that_reaches_its_boundary_is_not_told_off(
-    desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture
+    desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From there on the training thread decides."""
-    one = desk(signals=[], grace="0.3 s")
+    one = desk(signals=[], grace="1 min")
+    waits, wait = list[float](), one.watch._wake.wait
+
+    def listen(seconds: float) -> list[int]:
+        waits.append(seconds)
+        return wait(seconds)
+
+    monkeypatch.setattr(one.watch._wake, "wait", listen)
     one.watch.start()
     one.watch.emit(Requested("stop", "ann"))
     one.watch.attend()
-    stop = one.watch.stop
-    assert stop is not None
-    until(lambda: time.monotonic() > stop.deadline + 0.2)
+    one.passed = 3600.0
+    for _ in range(2):  # at the first one it may have been on its way already
+        looks = len(waits)
+        one.watch._wake.ring()
+        until(lambda looks=looks: len(waits) > looks)
     assert "too long" not in caplog.text

@@ -12,6 +12,7 @@ import importlib
 import json
 import logging
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -28,9 +29,12 @@ PATIENCE_SECONDS = 120.0
 
 
 def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+    """One that nobody has, nor gets by chance until it is used: the system gives others to those who connect."""
+    given = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        with socket.socket() as sock, suppress(OSError):
+            sock.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, given) if given > 11_000 else 0))
+            return int(sock.getsockname()[1])
 
 
 class Launcher:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
+from types import SimpleNamespace
 from typing import Any, TypeVar
+
+import pytest
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import RanksError, WaitTimeoutError
+from ckpt_engine.persist import commit
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 60.0
@@ -73,6 +77,20 @@ class ThreadRanks:
 
     def divides(self, path: tuple[Any, ...]) -> bool:
         return self._alike(path)
+
+
+class Patience:
+    """Of coordinators that wait for the parts of other ranks: as long as it takes, and none at all once it is over."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.over = False
+        self._ahead = 0.0
+        patch.setattr(commit, "time", SimpleNamespace(monotonic=self._now))
+
+    def _now(self) -> float:
+        if self.over:
+            self._ahead += 2 * PATIENCE_SECONDS  # each time somebody looks
+        return time.monotonic() + self._ahead
 
 
 def on_all(work: Callable[[int], T], size: int) -> list[T]:

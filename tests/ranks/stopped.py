@@ -82,8 +82,12 @@ def snapshots(folder: Path) -> list[tuple[int, str]]:
 
 def gone(pids: list[int]) -> bool:
     """Whether none of these processes is left, within a while: writers finish by themselves."""
-    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-    return not psutil.wait_procs([one for one in left if one.status() != psutil.STATUS_ZOMBIE], PATIENCE_SECONDS)[1]
+    left = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            one = psutil.Process(pid)
+            left += [one] if one.status() != psutil.STATUS_ZOMBIE else []
+    return not psutil.wait_procs(left, PATIENCE_SECONDS)[1]
 
 
 class Lives:

@@ -20,7 +20,7 @@ from ckpt_engine.store import layout
 from ckpt_engine.store.manifest import RANKS
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
-from tests.ranks.runs import SharedStore, ThreadRanks, on_all, open_ranks
+from tests.ranks.runs import Patience, SharedStore, ThreadRanks, on_all, open_ranks
 
 
 def state_of(step: int, rank: int) -> dict[str, Any]:
@@ -129,13 +129,18 @@ def test_tensors_are_read_into_live_ones(tmp_path: Path) -> None:
     close_all(ranks)
 
 
-def test_a_rank_that_does_not_come_makes_the_snapshot_absent_and_nobody_waits_for_ever(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_makes_the_snapshot_absent_and_nobody_waits_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other ranks' snapshot fails after the patience of the coordinator; the next one of all ranks is fine."""
-    ranks = open_ranks(tmp_path / "run", 2, wait_seconds=0.5)
+    patience = Patience(monkeypatch)
+    ranks = open_ranks(tmp_path / "run", 2)
     save_all(ranks, 1)
+    patience.over = True
     late = ranks[0].save(state_of(2, 0), step=2)
     with pytest.raises(SnapshotFailedError, match=r"no part of .* came from rank 1 in time"):
         late.wait(60)
+    patience.over = False
     ranks[1].save(state_of(2, 1), step=2).wait(60)
     save_all(ranks, 3)
     close_all(ranks)
@@ -152,7 +157,7 @@ def test_a_rank_that_skips_says_so(tmp_path: Path) -> None:
     handles = on_all(lambda rank: ranks[rank].save(state_of(2, rank), step=2), 2)
     assert handles[1].skipped is not None
     with pytest.raises(SnapshotFailedError, match="rank 1 has no part in it: busy"):
-        handles[0].wait(20)
+        handles[0].wait(60)
     pipeline._slots.take = take  # type: ignore[method-assign]
     save_all(ranks, 3)
     close_all(ranks)

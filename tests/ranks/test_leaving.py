@@ -23,7 +23,7 @@ from ckpt_engine.tracking.halt import Halt
 from ckpt_engine.tracking.shared import SharedCadence
 from tests.ranks.runs import ThreadRanks
 
-LATE_SECONDS = 5.0
+LATE_SECONDS = 30.0
 PATIENCE_SECONDS = 60.0
 
 

@@ -40,12 +40,12 @@ def server_of(servers: dict[str, Launcher], loop: str) -> Launcher:
 def test_a_signal_to_one_rank_stops_all(servers: dict[str, Launcher], tmp_path: Path) -> None:
     """Of a plain loop: after the same step, with one last snapshot. More of it is in the slow suite."""
     lives = Lives(server_of(servers, "plain"), "plain", tmp_path)
-    first = lives.start(pace=0.02, epochs=1)
+    first = lives.start(pace=0.02, epochs=10_000)  # nothing but the signal ends it
     first.reach(2)
     os.kill(lives.pids[1], TERM)
     assert_stopped(lives, first)
     step = len(first.batches(0))
-    assert len(first.batches(1)) == step < BATCHES
+    assert len(first.batches(1)) == step
     assert snapshots(tmp_path) == [(step, "signal")]
 
 

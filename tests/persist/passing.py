@@ -1,0 +1,42 @@
+"""Time passes at once for calls that hang, and as ever for all others, however slow the machine is."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+
+from ckpt_engine.persist import stall
+from ckpt_engine.persist.stall import Lane
+from tests.persist.staged import WAIT_SECONDS
+
+_this = threading.local()
+
+
+def let_time_pass_where_calls_hang(patch: pytest.MonkeyPatch) -> None:
+    """From now on `it_hangs` tells who hangs; nobody else is taken for it."""
+    run = Lane._run
+
+    def noted(lane: Lane, *call: object) -> None:
+        _this.lane = lane
+        run(lane, *call)  # type: ignore[arg-type]
+
+    patch.setattr(Lane, "_run", noted)
+    patch.setattr(stall, "STALL_SECONDS", WAIT_SECONDS)
+
+
+def it_hangs() -> None:
+    """The call on this thread will not get on: whoever waits for it has waited for long enough."""
+    lane: Lane | None = getattr(_this, "lane", None)
+    if lane is not None:
+        lane.progress.moved(-math.inf)
+        lane.look()
+
+
+def until_it_is_back(url: str) -> None:
+    """Wait until no call to a tier is left: one that has hung frees its slot before others may use the tier."""
+    for thread in threading.enumerate():
+        if thread.name == f"ckpt-tier {url}":
+            thread.join(WAIT_SECONDS)
+            assert not thread.is_alive(), f"{thread.name} does not end"

@@ -99,6 +99,7 @@ class LiveFile:
         self._options = dict(options)
         self._seen = self._mark()
         self._found: Config | str | None = None
+        self._lock = threading.Lock()
         self._ending = threading.Event()
         self._thread: threading.Thread | None = None
         self._owner = os.getpid()
@@ -122,9 +123,10 @@ class LiveFile:
 
     def take(self) -> Config | str | None:
         """What the file says since it was edited, or what is wrong with it; None: nothing new. Never waits."""
-        found = self._found
-        if found is not None:
-            self._found = None
+        if self._found is None:
+            return None
+        with self._lock:  # what is found meanwhile is not thrown away with it
+            found, self._found = self._found, None
         return found
 
     def _run(self) -> None:
@@ -136,9 +138,11 @@ class LiveFile:
                 continue
             self._seen = mark
             try:
-                self._found = load_config(self._path, **self._options)
+                found: Config | str = load_config(self._path, **self._options)
             except ConfigError as err:
-                self._found = str(err)
+                found = str(err)
+            with self._lock:
+                self._found = found
 
     def _mark(self) -> tuple[int, int, int] | None:
         try:

@@ -23,6 +23,7 @@ KEPT_OF_RANKS = 2
 class _Told:
     slot: int
     handle: SaveHandle | None
+    writer: int
 
 
 class Newest:
@@ -37,14 +38,18 @@ class Newest:
         self._release = release
         self.keep = keep
         self._told: deque[_Told] = deque()
+        self._why: CkptError | None = None
+        self.writer = 0
+        """Counts the writers: those that were lost, and the one there is."""
 
-    def tell(self, slot: int, handle: SaveHandle | None) -> None:
-        """The writer was told of the snapshot in `slot`. Any thread, one at a time, oldest first.
+    def tell(self, slot: int, handle: SaveHandle | None, writer: int) -> None:
+        """A writer was told of the snapshot in `slot`. Any thread, one at a time, oldest first.
 
         Args:
             handle: set to held once the message cannot be lost any more; None for snapshots that become durable.
+            writer: which one it was; it may be lost by now.
         """
-        self._told.append(_Told(slot, handle))
+        self._told.append(_Told(slot, handle, writer))
 
     def settle(self, flushed: Callable[[], bool]) -> None:
         """Release what is no longer needed. Training thread only.
@@ -52,6 +57,8 @@ class Newest:
         Args:
             flushed: whether everything sent so far is with the kernel, and the writer alive.
         """
+        while self._told and self._told[0].writer != self.writer:
+            self._give_up(self._told.popleft())
         # Count first: what is told after the question is not part of the answer.
         count = len(self._told)
         if not self._open(count) or not flushed():
@@ -64,11 +71,15 @@ class Newest:
 
     def lose(self, why: CkptError) -> None:
         """The writer is gone, and with it everything it was told."""
+        self._why = why
+        self.writer += 1
         while self._told:
-            told = self._told.popleft()
-            if told.handle is not None and not told.handle.held:
-                told.handle.error = why
-            self._release(told.slot)
+            self._give_up(self._told.popleft())
+
+    def _give_up(self, told: _Told) -> None:
+        if told.handle is not None and not told.handle.held:
+            told.handle.error = self._why
+        self._release(told.slot)
 
     def _open(self, count: int) -> bool:
         if count > self.keep:

@@ -283,10 +283,10 @@ class Pipeline:
                 self._settle(JobDone(job.job, None), error)
             else:
                 self._fail(handle, error)
-        if self._writer is None:
+        client = self._writer.client if self._writer is not None else None
+        self._newest.settle(lambda: client is not None and client.alive and client.flushed)
+        if client is None:
             return
-        client = self._writer.client
-        self._newest.settle(lambda: client.alive and client.flushed)
         for message in client.poll():
             if isinstance(message, JobDone):
                 self._settle(message, message.error.exception() if message.error else None)
@@ -413,7 +413,7 @@ class Pipeline:
     def _submitter(
         self, job: PersistJob, writer: Handover, handle: SaveHandle, claims: Claims
     ) -> Callable[[BaseException | None], None]:
-        memory = self.memory
+        memory, told = self.memory, self._newest.writer
 
         def submit(error: BaseException | None) -> None:
             """Any thread; never raises, so that the fence always opens."""
@@ -427,7 +427,7 @@ class Pipeline:
                 self._unsent[job.job] = (job, handle, err)
             else:
                 if memory:
-                    self._newest.tell(job.slot, None if handle.durable else handle)
+                    self._newest.tell(job.slot, None if handle.durable else handle, told)
 
         return submit
 

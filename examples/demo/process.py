@@ -93,6 +93,22 @@ class TrainingProcess:
         _wait_until_dead(others)
         return now
 
+    def pause(self) -> None:
+        """Let it stand still, unless it has ended; its loader workers and the checkpoint writer go on."""
+        deadline = time.monotonic() + REAP_SECONDS
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.pid)
+            process.suspend()
+            while process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{process} does not stop within {REAP_SECONDS:.0f} s")
+                time.sleep(0.0001)
+
+    def go_on(self) -> None:
+        """Undo `pause`."""
+        with suppress(psutil.NoSuchProcess):
+            psutil.Process(self.pid).resume()
+
     def log_tail(self) -> str:
         """The end of its output."""
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])

@@ -202,16 +202,20 @@ def _kill_while_saving(
 ) -> Kill | None:
     """Wait until a snapshot is being written in the middle of an epoch, let a random moment pass, and kill."""
     latest = min(progress.step + PATIENCE_STEPS, settings.steps - 2)
-    saving = None
-    while progress.look():
+
+    def due() -> bool:
         folder.look()
-        saving = folder.unfinished()
-        if progress.step >= latest:
-            break
-        if saving is not None and settings.mid_epoch(progress.step):
+        is_time = folder.unfinished() is not None or progress.step >= latest
+        return is_time and settings.mid_epoch(progress.step)
+
+    while progress.look():
+        if due():
             time.sleep(rng.uniform(0.0, LONGEST_DELAY_SECONDS))
-            if (saving := folder.unfinished()) is not None:
+            process.pause()  # a machine that lets us wait must not let it go on meanwhile
+            progress.look()
+            if due():
                 break
+            process.go_on()
         time.sleep(LOOK_AT_SAVING_SECONDS)
     else:
         return None

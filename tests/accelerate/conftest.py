@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from tests.accelerate.test_kill import Trainers
+from tests.support.arena import arena_at_once
+
+__all__ = ["arena_at_once"]
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,8 @@ import pytest
 from ckpt_engine.persist.control import Control, Reply
 
 Ckpt = Callable[..., Any]
+PATIENCE_SECONDS = 60.0
+WAIT = "60 s"
 
 
 class Writer:
@@ -21,19 +23,27 @@ class Writer:
         self.asked: list[dict[str, Any]] = []
         self.trainer = True
         self.then: Callable[[], object] = lambda: None
+        self._timers: list[threading.Timer] = []
         self._control = Control(str(root), self._answer)
-        self._control.open(10.0)
+        self._control.open(PATIENCE_SECONDS)
 
     def _answer(self, request: dict[str, Any]) -> Reply:
         if request["what"] == "status":
             return Reply({"pid": 1, "trainer": self.trainer})
         self.asked.append(request)
         reply = Reply({"trainer": self.trainer})
-        threading.Timer(0.1, self.then).start()
+        self._timers.append(threading.Timer(0.1, self.then))
+        self._timers[-1].start()
         return reply
 
+    def done(self) -> None:
+        """Return when what was to happen `then` is over."""
+        for timer in self._timers:
+            timer.join(PATIENCE_SECONDS)
+
     def close(self) -> None:
-        self._control.close(10.0)
+        self.done()
+        self._control.close(PATIENCE_SECONDS)
 
 
 @pytest.fixture
@@ -62,14 +72,15 @@ def test_save_now_waits_for_the_new_snapshot(ckpt: Ckpt, run_folder: Any, arrays
     run_folder.add(10, arrays)
     made: list[str] = []
     writer.then = lambda: made.append(run_folder.add(20, arrays))
-    done = ckpt("save-now", run_folder.path, "--wait", "20 s")
+    done = ckpt("save-now", run_folder.path, "--wait", WAIT)
+    writer.done()
     assert (done.code, done.out) == (0, f"{made[0]} is durable at {run_folder.path}\n")
 
 
 def test_stop_waits_for_the_end(ckpt: Ckpt, run_folder: Any, writer: Writer) -> None:
     """The writer then serves no trainer, or is gone."""
     writer.then = lambda: setattr(writer, "trainer", False)
-    assert ckpt("stop", run_folder.path, "--wait", "20 s", "--json").json == {
+    assert ckpt("stop", run_folder.path, "--wait", WAIT, "--json").json == {
         "root": str(run_folder.path),
         "asked": True,
         "ended": True,

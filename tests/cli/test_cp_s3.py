@@ -32,7 +32,7 @@ def test_a_download_that_breaks_is_continued_within_the_file(
     rng = np.random.default_rng(0)
     snapshot = run_folder.add(1, {f"state_dict/w{i:02d}": rng.standard_normal(10_000) for i in range(30)})
     yaml = tmp_path / "s3.yaml"
-    options = json.dumps(moto.options(wire.url, retry_seconds=0.2, timeout_seconds=5.0))
+    options = json.dumps(moto.options(wire.url, retry_seconds=0.2, timeout_seconds=60.0))
     yaml.write_text(f"tiers: [{{url: 's3://{bucket}/run', storage_options: {options}}}]")
     assert ckpt("cp", run_folder.path, yaml).code == 0
 

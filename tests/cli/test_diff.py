@@ -204,7 +204,9 @@ _TREES = st.dictionaries(
 )
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 @given(a=_TREES, b=_TREES)
 def test_there_is_a_difference_if_and_only_if_the_states_differ(
     tmp_path_factory: pytest.TempPathFactory, a: Any, b: Any

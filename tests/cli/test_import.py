@@ -382,7 +382,12 @@ def test_a_full_disk_leaves_no_snapshot(ckpt: Ckpt, tmp_path: Path, monkeypatch:
     assert sorted(tmp_path.rglob("run/*/*")) == before
 
 
-@settings(derandomize=True, max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    derandomize=True,
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(seed=st.integers(0, 10**9), flips=st.integers(1, 8), cut=st.floats(0, 1))
 def test_nonsense_ends_with_a_message(
     tmp_path_factory: pytest.TempPathFactory, seed: int, flips: int, cut: float

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt_engine.cli import status
 from ckpt_engine.persist.status import HANGS, WORKING, StatusFile, TierStatus
 from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.local import LocalStorage
+from tests.support import hanging as support
 
 Ckpt = Callable[..., Any]
-
-WAIT_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -41,21 +38,22 @@ def test_a_tier_that_hangs_is_shown_as_such(ckpt: Ckpt, config: Path, run_folder
 @pytest.fixture
 def hanging(run_folder: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Listings and reads of the nearest tier hang."""
-    end, real_list, real_get = threading.Event(), LocalStorage.list, LocalStorage.get
-    monkeypatch.setattr(status, "ANSWER_SECONDS", 0.3)
+    real_list, real_get = LocalStorage.list, LocalStorage.get
+    with support.hanging(monkeypatch) as hangs:
 
-    def listed(self: LocalStorage, prefix: str) -> Iterator[ObjectInfo]:
-        assert self.root != str(run_folder.path) or end.wait(WAIT_SECONDS)
-        return real_list(self, prefix)
+        def listed(self: LocalStorage, prefix: str) -> Iterator[ObjectInfo]:
+            if self.root == str(run_folder.path):
+                hangs.here()
+            return real_list(self, prefix)
 
-    def get(self: LocalStorage, *rest: Any) -> bytes:
-        assert self.root != str(run_folder.path) or end.wait(WAIT_SECONDS)
-        return real_get(self, *rest)
+        def get(self: LocalStorage, *rest: Any) -> bytes:
+            if self.root == str(run_folder.path):
+                hangs.here()
+            return real_get(self, *rest)
 
-    monkeypatch.setattr(LocalStorage, "list", listed)
-    monkeypatch.setattr(LocalStorage, "get", get)
-    yield
-    end.set()
+        monkeypatch.setattr(LocalStorage, "list", listed)
+        monkeypatch.setattr(LocalStorage, "get", get)
+        yield
 
 
 def test_a_nearest_tier_that_hangs_does_not_hold_it_up(

@@ -6,14 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from ckpt_engine.cli import status
 from tests.persist.test_memory import attached, logged, trainer
 from tests.persist.test_memory_ends import until
 
 Ckpt = Callable[..., Any]
 
 
-def test_the_writer_says_what_it_has_in_memory(ckpt: Ckpt, tmp_path: Path) -> None:
+def test_the_writer_says_what_it_has_in_memory(ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the trainer lives, and after it was killed; nothing needs to be durable yet."""
+    monkeypatch.setattr(status, "LIVE_SECONDS", 60.0)  # a busy machine is no writer that hangs
     root = tmp_path / "run"
     with trainer(root, "wait") as process:
         until("held", process, root)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.errors import CkptError, CorruptError, NewerFormatError
@@ -122,7 +122,7 @@ def awkward(draw: st.DrawFn) -> tuple[State, State, dict[str, float]]:
 
 
 @given(case=awkward())
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, deadline=None)
 def test_any_bits_come_back(case: tuple[State, State, dict[str, float]]) -> None:
     """NaN payloads, infinities and subnormal numbers are kept to the bit."""
     new, old, told = case
@@ -131,7 +131,7 @@ def test_any_bits_come_back(case: tuple[State, State, dict[str, float]]) -> None
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None)
 def test_damage_never_decodes_to_other_bits(data: st.DataObject) -> None:
     """A flipped, cut or swapped member raises CorruptError: what comes out is checked by its own digest."""
     steps = one_step(before=3, size=8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.errors import CkptError, CorruptError, NewerFormatError
@@ -34,7 +34,7 @@ def _encode(codec: Codec, sample: Sample) -> bytes | None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(sample=samples())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None)
 def test_decoding_gives_back_every_bit(name: str, sample: Sample) -> None:
     """Whatever is encoded decodes to the same bytes, and takes less room than them."""
     codec = get_codec(name)
@@ -50,7 +50,7 @@ def test_decoding_gives_back_every_bit(name: str, sample: Sample) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @given(sample=samples(), data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25, deadline=None)
 def test_damaged_bytes_raise_an_error_of_the_tree_or_decode_to_something(
     name: str, sample: Sample, data: st.DataObject
 ) -> None:

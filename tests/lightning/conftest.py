@@ -8,6 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.support.arena import arena_at_once
+
+__all__ = ["arena_at_once"]
+
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:

@@ -83,7 +83,7 @@ def test_what_is_in_flight_at_a_crash_becomes_durable(tmp_path: Path, monkeypatc
 
     def slow_put(self: LocalStorage, name: str, blocks: Any, **options: Any) -> None:
         if name.startswith(layout.DATA):
-            assert crashed.wait(30)  # every write is still on its way when training fails
+            assert crashed.wait(60)  # every write is still on its way when training fails
         put(self, name, blocks, **options)
 
     def fail() -> None:

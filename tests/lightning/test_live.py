@@ -14,7 +14,7 @@ from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import Case, fit, saved
 from tests.support.files import replace_text
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 
 
 class Edit(Callback):

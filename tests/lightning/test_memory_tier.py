@@ -7,36 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch.callbacks import Callback
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.persist.job import PersistJob
 from ckpt_engine.persist.spawn import ProcessWriter
-from ckpt_engine.snapshot.pipeline import Pipeline
-from lightning_ckpt import AdaptiveCheckpoint
+from lightning_ckpt import AdaptiveCheckpoint, run
 from tests.lightning.cases import CASES
 from tests.lightning.runs import fit, saved
 
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Steps of the snapshots that the writer was told to keep in memory only; the arena is ready at once."""
+    """Steps of the snapshots that the writer was told to keep in memory only."""
     steps: list[int] = []
-    hold, prepare = ProcessWriter.hold, Pipeline.prepare
+    hold = ProcessWriter.hold
 
     def noted(self: ProcessWriter, job: PersistJob) -> None:
         assert job.reason == "memory"
         steps.append(job.step)
         hold(self, job)
 
-    def at_once(self: Pipeline, state: Any, lazy: Any = None, share: float | None = None) -> None:
-        prepare(self, state, lazy, share)
-        while (warm := self._slots._warm_up) is not None:
-            warm._thread.join()
-            self._slots.ready()
-
     monkeypatch.setattr(ProcessWriter, "hold", noted)
-    monkeypatch.setattr(Pipeline, "prepare", at_once)
     return steps
 
 
@@ -98,14 +91,32 @@ def test_no_snapshot_in_memory_while_gradients_accumulate(
     assert not set(refused) & set(held)
 
 
-def test_without_a_rhythm_the_budget_decides(tmp_path: Path, held: list[int]) -> None:
-    """A generous one has them at many steps, the default one of 1 % at few of so short steps."""
-    case = CASES["shuffled"]
-    fit(case, [AdaptiveCheckpoint(tiers=["memory", str(tmp_path / "a")], every_n_steps=1000, overhead="99%")])
+class Steps(Callback):
+    """A clock of the cadence by which every step takes a second, and every snapshot a tenth of one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        make, tell = run.cadence_of, Cadence.held
+        monkeypatch.setattr(run, "cadence_of", lambda settings, clock, engine: make(settings, self, engine))
+        monkeypatch.setattr(Cadence, "held", lambda cadence, step, stall_seconds: tell(cadence, step, 0.1))
+        monkeypatch.setattr(Cadence, "fence", lambda cadence, seconds: None)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.now += 1.0
+
+
+def test_without_a_rhythm_the_budget_decides(tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A generous one has them at nearly all steps, the default one of 1 % at few."""
+    case, steps = CASES["shuffled"], Steps(monkeypatch)
+    tiers = ["memory", str(tmp_path / "a")]
+    fit(case, [steps, AdaptiveCheckpoint(tiers=tiers, every_n_steps=1000, overhead="99%")])
     many = len(held)
     held.clear()
-    fit(case, [AdaptiveCheckpoint(tiers=["memory", str(tmp_path / "b")], every_n_steps=1000)])
-    assert len(held) < many
+    fit(case, [steps, AdaptiveCheckpoint(tiers=["memory", str(tmp_path / "b")], every_n_steps=1000)])
+    assert 0 < 3 * len(held) < many
 
 
 def test_without_a_memory_tier_nothing_is_kept(tmp_path: Path, held: list[int]) -> None:

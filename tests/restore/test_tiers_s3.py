@@ -51,7 +51,7 @@ class Heard:
 @pytest.fixture
 def far(moto: S3Server, bucket: str, wire: Wire) -> dict[str, Any]:  # noqa: F811
     """The further tier, seen through the wire."""
-    more = {"retry_seconds": 1.0, "timeout_seconds": 5.0, "part_bytes": 5 << 20}
+    more = {"retry_seconds": 1.0, "timeout_seconds": 60.0, "part_bytes": 5 << 20}
     return {"url": f"s3://{bucket}/run", "keep": {"last": 2}, "storage_options": moto.options(wire.url, **more)}
 
 

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import signal
 import socket
@@ -28,6 +29,7 @@ from botocore.config import Config
 
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
+_LOWEST_PORT = 10_000
 
 
 @dataclass(frozen=True)
@@ -139,10 +141,18 @@ class Killable:
 
 
 def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on, and that the system gives to nobody by itself.
+
+    One of those that it hands out may be the other end of any connection by the time a server asks for it; and who
+    connects to it while nobody listens there may get itself.
+    """
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    others = [*range(_LOWEST_PORT, low), *range(high + 1, 1 << 16)] or range(_LOWEST_PORT, 1 << 16)
+    for port in random.SystemRandom().choices(others, k=100):
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("no port is free")
 
 
 def listens(host: str, port: int) -> bool:

@@ -30,9 +30,10 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 _PIECE_BYTES = 256 << 10
+_PATIENCE_SECONDS = 60.0
 _ANSWERS = {"503": ("SlowDown", "Please reduce your request rate."), "500": ("InternalError", "Internal error.")}
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -62,7 +63,11 @@ class _Head:
 
 
 class Wire:
-    """A proxy in a thread of its own. `log` has (method, path, action) of each request, `answers` its bytes."""
+    """A proxy in a thread of its own.
+
+    `log` has (method, path, action) of each request. `answers` has method, path and bytes of each answer that is passed
+    on, counted before they are sent: whoever has got all of them finds them there.
+    """
 
     def __init__(self, host: str, port: int, *, seed: int = 0) -> None:
         self._target = (host, port)
@@ -74,7 +79,7 @@ class Wire:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name="wire", daemon=True)
         self.log: list[tuple[str, str, str]] = []
-        self.answers: list[tuple[str, str, int]] = []
+        self.answers: list[list[Any]] = []
         self.port = 0
 
     @property
@@ -126,12 +131,12 @@ class Wire:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(_PATIENCE_SECONDS)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop)
-        self._thread.join(10)
+        self._thread.join(_PATIENCE_SECONDS)
         assert not self._thread.is_alive()
         self._loop.close()
 
@@ -229,6 +234,9 @@ class Wire:
                 pass
             _reset(client[1])
             return False
+        method, path, _ = request.line.split(" ", 2)
+        counted: list[Any] = [method, path, 0]
+        self.answers.append(counted)
         client[1].write(answer.raw)
         passed, half = 0, answer.length // 2
         spot = self._random.randrange(answer.length) if answer.length else 0
@@ -239,12 +247,11 @@ class Wire:
                 return False
             if action == "corrupt" and passed <= spot < passed + len(piece):
                 piece = _flipped(piece, spot - passed)
+            counted[2] += len(piece)
             client[1].write(piece)
             await client[1].drain()
             passed += len(piece)
         await client[1].drain()
-        method, path, _ = request.line.split(" ", 2)
-        self.answers.append((method, path, passed))
         return answer.fields.get("connection", "").lower() != "close"
 
 

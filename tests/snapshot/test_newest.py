@@ -23,6 +23,7 @@ from ckpt_engine.snapshot.headroom import Room
 from ckpt_engine.snapshot.pipeline import Pipeline
 
 NUMBERS = 2000
+PATIENCE_SECONDS = 60.0
 
 
 class FakeWriter:
@@ -129,7 +130,7 @@ class Arena:
 
     def _open(self, memory: bool, emit: Callable[[Event], None]) -> FakeWriter:
         if self.lease is not None:
-            assert self.lease.wait(10.0)
+            assert self.lease.wait(PATIENCE_SECONDS)
             emit(Notice("INFO", "had to wait"))
         if self.refused is not None:
             raise self.refused
@@ -214,9 +215,11 @@ class Rotation(RuleBasedStateMachine):
             pipeline.start()
         self.arena.writer.delayed = False
         self.arena.writer.wait(0.0)
-        assert self.arena.save().wait(10.0) == "", "slots have leaked: nothing is in flight, and still none is free"
+        assert self.arena.save().wait(PATIENCE_SECONDS) == "", (
+            "slots have leaked: nothing is in flight, and still none is free"
+        )
         assert len(self.arena.pipeline._slots.known()) <= self.count
-        pipeline.close(10.0)
+        pipeline.close(PATIENCE_SECONDS)
         for writer in self.arena.writers:
             writer.close(0.0)
 
@@ -236,7 +239,7 @@ def test_a_snapshot_in_memory_is_done_when_the_message_is_with_the_kernel() -> N
     assert handle.done()
     assert handle.wait() == ""
     assert "in memory" in repr(handle)
-    arena.pipeline.close(10.0)
+    arena.pipeline.close(PATIENCE_SECONDS)
 
 
 def test_a_writer_that_dies_before_it_was_told_leaves_no_snapshot_in_memory() -> None:
@@ -248,7 +251,30 @@ def test_a_writer_that_dies_before_it_was_told_leaves_no_snapshot_in_memory() ->
     arena.writer.die()
     assert handle.done()
     assert isinstance(handle.error, WriterError)
-    arena.pipeline.close(10.0)
+    arena.pipeline.close(PATIENCE_SECONDS)
+
+
+def test_what_a_lost_writer_was_told_is_not_taken_for_what_the_next_one_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that has sent a snapshot may be late to say so: the writer has died meanwhile, and that was noticed."""
+    arena = Arena()
+    arena.pipeline.start()
+    newest = arena.pipeline._newest
+    tell = newest.tell
+
+    def late(*told: Any) -> None:
+        arena.writer.die()
+        arena.pipeline.poll()
+        tell(*told)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(newest, "tell", late)
+        handle = arena.save()
+    assert not arena.save().skipped
+    assert handle.done()
+    assert isinstance(handle.error, WriterError)
+    assert not handle.held
+    assert len(arena.writers) == 2
+    arena.pipeline.close(PATIENCE_SECONDS)
 
 
 def test_every_step_goes_on_while_a_durable_one_is_written() -> None:
@@ -263,7 +289,7 @@ def test_every_step_goes_on_while_a_durable_one_is_written() -> None:
     arena.writer.finish()
     assert arena.pipeline.ready()
     assert not arena.save(durable=True).skipped
-    arena.pipeline.close(10.0)
+    arena.pipeline.close(PATIENCE_SECONDS)
 
 
 def test_with_two_slots_those_in_memory_pause_for_the_durable_one() -> None:
@@ -275,7 +301,7 @@ def test_with_two_slots_those_in_memory_pause_for_the_durable_one() -> None:
     assert isinstance(arena.events[-1], SnapshotSkipped)
     arena.writer.finish()
     assert not arena.save().skipped
-    arena.pipeline.close(10.0)
+    arena.pipeline.close(PATIENCE_SECONDS)
 
 
 def test_a_dead_writer_costs_nothing_but_its_snapshots() -> None:
@@ -287,7 +313,7 @@ def test_a_dead_writer_costs_nothing_but_its_snapshots() -> None:
     for _ in range(5):
         assert not arena.save().skipped
     assert len(arena.writers) == 2
-    arena.pipeline.close(10.0)
+    arena.pipeline.close(PATIENCE_SECONDS)
 
 
 def test_a_snapshot_that_cannot_be_handed_over_fails_and_frees_its_slot() -> None:
@@ -301,7 +327,7 @@ def test_a_snapshot_that_cannot_be_handed_over_fails_and_frees_its_slot() -> Non
         assert isinstance(handle.error, WriterError)
         arena.writer.alive = True
         assert not arena.save().skipped
-    arena.pipeline.close(10.0)
+    arena.pipeline.close(PATIENCE_SECONDS)
 
 
 @pytest.mark.parametrize(("slots", "memory"), [(2, True), (1, False)])
@@ -322,7 +348,7 @@ def test_too_little_host_memory_means_fewer_slots_then_no_memory_tier(slots: int
         arena.save(durable=True)
         arena.writer.wait(0.0)
     assert len(arena.pipeline._slots.known()) <= slots
-    arena.pipeline.close(10.0)
+    arena.pipeline.close(PATIENCE_SECONDS)
 
 
 def test_training_goes_on_while_the_writer_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,11 +362,11 @@ def test_training_goes_on_while_the_writer_waits_for_the_one_before_it(monkeypat
     assert "waits for the one before it" in str(arena.save().skipped)
     assert not arena.pipeline.drain(0.0)
     arena.lease.set()
-    assert arena.pipeline.drain(10.0)
+    assert arena.pipeline.drain(PATIENCE_SECONDS)
     assert [event.message for event in arena.events if isinstance(event, Notice)] == ["had to wait"]
     assert arena.pipeline.ready()
     assert not arena.save().skipped
-    arena.pipeline.close(10.0)
+    arena.pipeline.close(PATIENCE_SECONDS)
 
 
 def test_what_went_wrong_behind_a_writer_is_raised_by_the_next_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,4 +379,4 @@ def test_what_went_wrong_behind_a_writer_is_raised_by_the_next_snapshot(monkeypa
     assert arena.save().skipped
     arena.lease.set()
     with pytest.raises(LeaseHeldError, match="faster"):
-        arena.pipeline.drain(10.0)
+        arena.pipeline.drain(PATIENCE_SECONDS)

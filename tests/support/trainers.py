@@ -78,17 +78,34 @@ class TraceFile(list[Any]):
 
     Args:
         pace_seconds: how long each entry takes, so that there are moments to be killed at.
+        hold: after so many entries the next one waits for `go_on`; None: none does.
     """
 
-    def __init__(self, path: str, pace_seconds: float = 0.0) -> None:
+    def __init__(self, path: str, pace_seconds: float = 0.0, hold: int | None = None) -> None:
         super().__init__()
         self._pace_seconds = pace_seconds
+        self._hold = hold
+        self._go = _go(path)
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def append(self, entry: Any) -> None:
         super().append(entry)
         os.write(self._descriptor, f"{entry!r}\n".encode())
         time.sleep(self._pace_seconds)
+        if len(self) == self._hold:
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while not self._go.exists():
+                assert time.monotonic() < deadline, "nobody lets it go on"
+                time.sleep(0.001)
+
+
+def go_on(trace: Path | str) -> None:
+    """Let go of a trainer that is held. What was done to it before happens while it is held."""
+    _go(trace).touch()
+
+
+def _go(trace: Path | str) -> Path:
+    return Path(f"{trace}.go")
 
 
 def read(trace: Path) -> list[str]:

@@ -13,7 +13,7 @@ from ckpt_engine.config import live
 from tests.support.files import replace_text
 from tests.tracking.runs import LOADERS, Net, saved, seed_everything
 
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 
 
 def test_an_edited_file_changes_a_loop_at_its_next_step(

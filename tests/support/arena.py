@@ -1,0 +1,32 @@
+"""Host memory for snapshots that is there when a trainer has announced its state."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from ckpt_engine.snapshot.pipeline import Pipeline
+
+PATIENCE_SECONDS = 60.0
+
+
+@pytest.fixture(autouse=True)
+def arena_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every announcement of a state wait for its arena.
+
+    A snapshot that is due before the arena is ready is taken later, and the thread that makes the arena gives way to
+    everybody: on a busy machine that takes any number of steps. Tests that say which snapshots there are need this.
+    """
+    prepare = Pipeline.prepare
+
+    def at_once(self: Pipeline, state: Any, lazy: Any = None, share: float | None = None) -> None:
+        prepare(self, state, lazy, None)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while self._slots._warm_up is not None:
+            assert time.monotonic() < deadline, "the arena does not become ready"
+            time.sleep(0.001)
+            self._slots.ready()
+
+    monkeypatch.setattr(Pipeline, "prepare", at_once)

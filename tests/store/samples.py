@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from ckpt_engine.store import layout
@@ -58,3 +59,12 @@ def save(
 def files(root: Path) -> set[str]:
     """All files below `root`, hidden ones included, by relative name."""
     return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def opened_below(root: Path) -> list[str]:
+    """The files below `root` that this process has open. Others come and go with threads that other tests have left."""
+    found = []
+    for fd in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found.append(str(fd.readlink()))
+    return [path for path in found if Path(path).is_relative_to(root)]

@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from ckpt_engine.errors import CorruptError, StorageError, StorageExistsError, StorageMissingError
 from ckpt_engine.store.storage.base import ObjectInfo, Storage
 
+PATIENCE_SECONDS = 60.0
+
 
 def put(storage: Storage, name: str, *parts: bytes, exclusive: bool = True) -> None:
     """`put` with bytes."""
@@ -80,7 +82,11 @@ class StorageContract:
 
     @settings(
         max_examples=40,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.function_scoped_fixture,
+            HealthCheck.differing_executors,
+        ],
         deadline=None,
     )
     @given(st.integers(0, 3 << 20), st.integers(0, 3 << 20), st.integers(0, 64))
@@ -186,7 +192,7 @@ class StorageContract:
         start = threading.Barrier(6)
 
         def write(number: int) -> None:
-            start.wait(10)
+            start.wait(PATIENCE_SECONDS)
             try:
                 put(storage, "data/one", bytes([number]) * 50_000)
                 won.append(number)
@@ -241,6 +247,6 @@ def _together(jobs: Sequence[object]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
     assert not failed, repr(failed)

@@ -21,7 +21,7 @@ from ckpt_engine.store import lease as lease_module
 from ckpt_engine.store.lease import Holder, acquire, read_holder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from tests.store.samples import files, save
+from tests.store.samples import files, opened_below, save
 
 _HOLD = """
 import sys
@@ -287,11 +287,7 @@ def test_a_shorter_holder_replaces_a_longer_one(tmp_path: Path) -> None:
 def test_no_descriptor_leaks(tmp_path: Path) -> None:
     """Refused attempts and releases close their files."""
 
-    def opened() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
-    before = opened()
     for _ in range(3):
         with acquire(LocalStorage(tmp_path)), pytest.raises(LeaseHeldError):
             acquire(LocalStorage(tmp_path))
-    assert opened() == before
+        assert opened_below(tmp_path) == []

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from tests.servers.wire import Wire
 from tests.store.samples import save
 
 ME = {"pid": 1, "host": "a", "started": 0.0, "command": "train.py"}
+PATIENCE_SECONDS = 60.0
 ELSEWHERE = Place("another boot", "ns", 1, 1)
 
 
@@ -84,7 +86,10 @@ def clock() -> Clock:
 def no_threads_stay() -> Iterator[None]:
     """Every lease of a test has ended."""
     yield
-    assert "ckpt-lease" not in [thread.name for thread in threading.enumerate()]
+    for thread in threading.enumerate():
+        if thread.name == "ckpt-lease":
+            thread.join(PATIENCE_SECONDS)
+            assert not thread.is_alive()
 
 
 def written_elsewhere(cell: Cell, beat: int = 0) -> None:
@@ -239,7 +244,7 @@ def test_the_thread_beats() -> None:
 
     cell.write = watched  # type: ignore[method-assign]
     with take(cell, ME, 0, Timing(ttl_seconds=0.2, settle_seconds=0.0)):
-        assert beaten.wait(30)
+        assert beaten.wait(PATIENCE_SECONDS)
 
 
 # On real storages
@@ -256,22 +261,84 @@ def slot(request: pytest.FixtureRequest, tmp_path: Path) -> Slot:
     return slot_of(LocalStorage(tmp_path / "run"))
 
 
+class Settled:
+    """A slot, and pauses in which every write is over that was under way when they began: what settling relies on."""
+
+    def __init__(self, slot: Slot) -> None:
+        self.url = slot.url
+        self._slot = slot
+        self._under_way: dict[int, int] = {}
+        self._count = itertools.count()
+        self._turns: dict[int, int] = {}
+        self._changed = threading.Condition()
+
+    def read(self) -> tuple[bytes, str] | None:
+        with self._changed:
+            self._under_way[threading.get_ident()] = next(self._count)
+        return self._slot.read()
+
+    def write(self, data: bytes, version: str | None) -> None:
+        try:
+            self._slot.write(data, version)
+        finally:
+            self._over()
+
+    def begin(self) -> None:
+        """This thread is a taker from now on."""
+        with self._changed:
+            self._turns[threading.get_ident()] = 0
+
+    def end(self) -> None:
+        """It is none any more."""
+        with self._changed:
+            del self._turns[threading.get_ident()]
+            self._changed.notify_all()
+
+    def let_others_try(self) -> None:
+        """Return when every other taker has looked again, or is done."""
+        self._over()
+        with self._changed:
+            wanted = {taker: turns + 2 for taker, turns in self._turns.items() if taker != threading.get_ident()}
+            tried = lambda: all(self._turns.get(one, least) >= least for one, least in wanted.items())  # noqa: E731
+            assert self._changed.wait_for(tried, PATIENCE_SECONDS)
+
+    def pause(self, seconds: float) -> None:
+        with self._changed:
+            self._turns[threading.get_ident()] += 1
+        self._over()
+        time.sleep(0.01)  # others get their turn
+        with self._changed:
+            before = set(self._under_way.values())
+            over = lambda: before.isdisjoint(self._under_way.values())  # noqa: E731
+            assert self._changed.wait_for(over, PATIENCE_SECONDS)
+
+    def _over(self) -> None:
+        with self._changed:
+            self._under_way.pop(threading.get_ident(), None)
+            self._changed.notify_all()
+
+
 def test_many_takers_on_a_real_storage_get_it_one_after_another(slot: Slot) -> None:
     """Threads stand for machines; nobody ever holds it beside another."""
-    timing = Timing(ttl_seconds=20.0, settle_seconds=0.2, look_seconds=0.02)
+    settled = Settled(slot)
+    timing = Timing(ttl_seconds=60.0, pause=settled.pause)
     holding: list[int] = []
     most: list[int] = []
     failed: list[BaseException] = []
 
     def work(number: int) -> None:
+        settled.begin()
         try:
-            with take(slot, ME, 60, timing) as lease:
+            with take(settled, ME, 60, timing) as lease:
                 holding.append(number)
+                settled.let_others_try()
                 most.append(len(holding))
                 lease.check()
                 holding.remove(number)
         except BaseException as err:  # noqa: BLE001 - handed to the test's thread
             failed.append(err)
+        finally:
+            settled.end()
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
     for thread in threads:
@@ -329,7 +396,7 @@ def test_a_process_holds_a_bucket_until_it_is_killed(
 
 def test_a_lease_survives_a_bad_network(moto: S3Server, bucket: str, wire: Wire) -> None:
     """A renewal whose answer was lost is ours, not somebody else's."""
-    options = moto.options(wire.url, timeout_seconds=0.5)
+    options = moto.options(wire.url)
     slot = slot_of(S3Storage(f"s3://{bucket}/run", options))
     with take(slot, ME, 0, Timing(settle_seconds=0.0)) as lease:
         for fault in ("lost", "503", "refuse", "midbody", "lost"):

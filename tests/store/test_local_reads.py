@@ -10,6 +10,7 @@ import pytest
 
 from ckpt_engine.store.storage import blockio
 from ckpt_engine.store.storage.local import LocalStorage
+from tests.store.samples import opened_below
 from tests.store.storage_contract import aligned
 
 BIG = aligned(bytes(range(256)) * (3 << 12) + b"tail")
@@ -69,9 +70,8 @@ def test_cold_data_is_read_around_the_page_cache_in_large_calls(
     _evict(tmp_path / "data" / "x")
     out = aligned(bytes(BIG.nbytes))
     log = _ReadLog(monkeypatch)
-    before = len(list(Path("/proc/self/fd").iterdir()))
     storage.get_into("data/x", 0, out)
-    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert opened_below(tmp_path) == []
     assert out == BIG
     assert log.calls == [("direct", 1 << 20)] * 3 + [("buffered", 4)]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -91,7 +92,7 @@ def options(url: str, **more: Any) -> dict[str, Any]:
         "endpoint_url": url,
         "client_kwargs": {"region_name": "us-east-1"},
         "config_kwargs": {"s3": {"addressing_style": "path"}},
-        "timeout_seconds": 10.0,
+        "timeout_seconds": 60.0,
         "retry_seconds": 0.1,
         "part_bytes": 5 << 20,
         **more,
@@ -114,7 +115,7 @@ def everything_shown(error: BaseException) -> str:
 def test_no_failing_request_shows_a_secret(way: str, endpoint: str, caplog: pytest.LogCaptureFixture) -> None:
     """Neither in messages, tracebacks and what caused them, nor in what is logged."""
     caplog.set_level(logging.INFO)
-    storage = S3Storage("s3://bucket/run", options(endpoint, timeout_seconds=0.3 if way == "stall" else 10.0))
+    storage = S3Storage("s3://bucket/run", options(endpoint, timeout_seconds=0.3 if way == "stall" else 60.0))
     uses: list[Callable[[], object]] = [
         lambda: put(storage, "a", b"x"),
         lambda: put(storage, "data/big", bytes(6 << 20)),
@@ -247,12 +248,12 @@ def test_no_trace_of_a_run_shows_a_secret(
     sink = _Away()
     with Checkpointer(tiers=[str(tmp_path / "run"), far], writer=writer) as checkpointer:
         checkpointer.events = sink
-        step = 0
-        while not any(isinstance(event, TierDegraded) for event in sink.seen):
-            step += 1
-            assert step < 1000
+        for step in range(3):
             checkpointer.save({"w": torch.zeros(1000)}, step=step).wait(WAIT_SECONDS)
-            checkpointer.wait(WAIT_SECONDS)
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not any(isinstance(event, TierDegraded) for event in sink.seen):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
             checkpointer.poll()
         for process in psutil.Process().children(recursive=True):
             check(" ".join(process.cmdline()))

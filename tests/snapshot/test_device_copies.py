@@ -144,7 +144,7 @@ class Training:
             self.mutate("eager")
         devices.pump(pumps[2])
         self.join(devices.main, self.update)
-        assert done == [] or staging.complete
+        assert not staging.complete or done == [None]
         devices.pump()
         assert staging.wait(30.0) and done == [None]
         self.torn += [n for n, view in zip(names, views, strict=True) if not same_bytes(view, expected[n])]
@@ -326,7 +326,7 @@ def test_snapshots_in_a_row_are_each_one_instant_and_come_back_onto_the_device(
                 devices.launch(lambda t=tensor: t.add_(1))
             state["step"] = step
             while not ckpt.ready():
-                next(h for h in handles if not h.done()).wait(30.0)
+                next((h for h in handles if not h.done()), handles[-1]).wait(30.0)
             handles.append(ckpt.save(state, step=step, lazy=lazily))
         handles[-1].wait(30.0)
     assert not devices.registered, "nothing stays page-locked"

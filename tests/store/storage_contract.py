@@ -82,11 +82,7 @@ class StorageContract:
 
     @settings(
         max_examples=40,
-        suppress_health_check=[
-            HealthCheck.too_slow,
-            HealthCheck.function_scoped_fixture,
-            HealthCheck.differing_executors,
-        ],
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
         deadline=None,
     )
     @given(st.integers(0, 3 << 20), st.integers(0, 3 << 20), st.integers(0, 64))

@@ -24,6 +24,8 @@ from tests.persist.staged import WAIT_SECONDS
 
 PATIENCE_SECONDS = 60.0
 
+PATIENCE_SECONDS = 60.0
+
 
 def everything(_: Path) -> bool:
     return True

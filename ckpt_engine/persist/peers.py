@@ -172,15 +172,16 @@ class Peers:
             self._count(snapshot, 0)
             return
         for _ in range(2):  # rank 0 may have another writer since
+            line = self._line  # `close` takes it away at any moment
             try:
-                if self._line is None:
+                if line is None:
                     assert self._lead is not None
-                    self._line = connect(*self._lead, self._ranks.session)
-                self._line.send({"what": "mirrored", "rank": self._ranks.rank, "snapshot": snapshot})
-                self._line.receive()
+                    line = self._line = connect(*self._lead, self._ranks.session)
+                line.send({"what": "mirrored", "rank": self._ranks.rank, "snapshot": snapshot})
+                line.receive()
             except (OSError, CkptError):
-                if self._line is not None:
-                    self._line.close()
+                if line is not None:
+                    line.close()
                 self._line = None  # if it stays away, rank 0 does not wait for ever
             else:
                 return

@@ -59,8 +59,8 @@ def test_one_step_of_torch_takes_a_third(
 
 
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-def test_weights_are_predicted_to_the_last_bit_nearly_everywhere(options: dict[str, bool]) -> None:
-    """Of a thousand weights at most one is off: torch's vector library does not always round square roots right."""
+def test_weights_are_predicted_to_the_last_bit(options: dict[str, bool]) -> None:
+    """All but those whose square root torch's vector library rounds wrong: on some processors every sixth root."""
     from ckpt_engine.store.codecs.planes import scratch
     from ckpt_engine.store.codecs.predict import AdamStep, predict_weights
 
@@ -68,7 +68,10 @@ def test_weights_are_predicted_to_the_last_bit_nearly_everywhere(options: dict[s
     told = AdamStep(**{**steps.told, "step": int(steps.told["step"])})
     new, old = ({r: np.frombuffer(d, np.float32) for r, d in s.items()} for s in (steps.new, steps.old))
     predicted = predict_weights(old["p"], new["m"], new["v"], told, scratch())
-    assert np.count_nonzero(predicted.view(np.uint32) != new["p"].view(np.uint32)) <= 0.001 * predicted.size
+    off = predicted.view(np.uint32) != new["p"].view(np.uint32)
+    roots = torch.from_numpy(new["v"].copy()).sqrt().numpy()
+    assert not np.any(off & (roots == np.sqrt(new["v"])))
+    assert np.count_nonzero(off) <= 0.01 * predicted.size
 
 
 @pytest.mark.parametrize("wrong", [{"lr": 2e-3}, {"step": 3}, {"beta2": 0.9}, {"weight_decay": 0.0}], ids=str)

@@ -93,6 +93,7 @@ class Diverging:
                 if found is not None:
                     return self._lead(verdicts, found)
                 verdicts.say(_NONE)
+                verdicts.stay()  # whoever still looks for it finds no store where this process is gone
                 return None
             verdicts.come()
             error = self._follow(verdicts)
@@ -135,11 +136,11 @@ class Diverging:
         if "ask" in said:
             assert self._rollbacks is not None
             said = verdicts.answer(said, self._rollbacks.holds(self._watch, self._halt.seconds_left))
-        if said["error"] is None:
-            return None
         if said["remember"] is not None and self._rollbacks is not None:
             self._rollbacks.remember(said["remember"])
         verdicts.heard()
+        if said["error"] is None:
+            return None
         self._halt.diverged()
         error = ErrorRecord(**said["error"]).exception()
         assert isinstance(error, DivergedError)

@@ -25,10 +25,9 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch._dynamo  # by the first optimizer
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
@@ -36,6 +35,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from ckpt_engine.errors import RollbackRequestedError
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.ranks.stop_run import wait_for_the_arena
+from tests.sharded.train_lightning import FSDP1
 
 BATCH = 4
 
@@ -127,7 +127,7 @@ def _rank() -> int:
 def _strategy(job: dict[str, Any]) -> Any:
     divide = job.get("divide", "ddp") if job["size"] > 1 else "alone"
     if divide == "fsdp1":
-        return FSDPStrategy(auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), process_group_backend="gloo")
+        return FSDP1(process_group_backend="gloo")
     if divide in ("fsdp2", "tp"):
         team = 2 if divide == "tp" else 1
         return ModelParallelStrategy(job["size"] // team, team, process_group_backend="gloo")
@@ -181,7 +181,7 @@ def main(job: dict[str, Any]) -> None:
     """Train to the end, and write down what has ended it."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    form = f"[{_rank()}] %(levelname)s %(message)s"
+    form = f"%(asctime)s [{_rank()}] %(levelname)s %(message)s"
     logging.basicConfig(level=logging.INFO, format=form, force=True, handlers=[logging.StreamHandler(sys.stderr)])
     say(job, {"pid": os.getpid()})
     try:

@@ -54,7 +54,7 @@ class Samples(Dataset[Any]):
 
 
 class Leaving(BatchSampler):
-    """Leaves batches of an epoch out."""
+    """Leaves batches of an epoch out. Its length is that of other epochs: a trainer may ask for it only once."""
 
     def __init__(self, sampler: DistributedSampler[Any], leave: list[list[int]]) -> None:
         super().__init__(sampler, BATCH, drop_last=False)
@@ -64,9 +64,6 @@ class Leaving(BatchSampler):
         for number, batch in enumerate(super().__iter__()):
             if not self._is_left(number):
                 yield batch
-
-    def __len__(self) -> int:
-        return sum(not self._is_left(number) for number in range(super().__len__()))
 
     def _is_left(self, number: int) -> bool:
         return any(
@@ -111,7 +108,8 @@ class Model(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+        # By steps: of an epoch that is shorter than its loader says Lightning does not see the end.
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9), "interval": "step"}]
 
 
 def say(job: dict[str, Any], line: dict[str, Any]) -> None:

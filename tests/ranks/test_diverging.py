@@ -171,6 +171,20 @@ def test_all_ranks_end_with_the_error_that_rank_0_has_found(tmp_path: Path) -> N
     close_all(again)
 
 
+def test_what_was_told_after_the_decision_counts_too(tmp_path: Path) -> None:
+    """One rank has a spike, and knows it at its fourth loss, when that of another one was lost already."""
+    engines = open_ranks(tmp_path / "run", 3, **OPTIONS)
+    save_all(engines, 1)
+    ends = [End(engine) for engine in engines]
+    spike = Divergence(5, 2, 900.0, 1.0, rank=2)
+    ends[2].shared.tell(spike)
+    errors = on_all(lambda rank: ends[rank].together({1: LOST, 2: spike}.get(rank)), 3)
+    ((_, text),) = texts([*errors])
+    assert "the loss on rank 2 is far above its usual 1 since step 2, and 900 at step 5" in text
+    assert json.loads((tmp_path / "run" / "rollback.json").read_text())["diverged_step"] == 2
+    close_all(engines)
+
+
 def test_a_guard_ends_all_ranks_with_one_error(tmp_path: Path) -> None:
     """Nothing is remembered then."""
     engines = open_ranks(tmp_path / "run", 2, guard="nan")
@@ -268,6 +282,7 @@ def test_at_the_end_of_a_good_training_nothing_happens(tmp_path: Path) -> None:
 def test_who_comes_too_late_to_the_end_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others go on, and the final snapshot is absent at once, because its share is missed."""
     monkeypatch.setattr(diverging, "LAST_SECONDS", SOON)
+    monkeypatch.setattr(verdict, "HEARD_SECONDS", SOON)
     engines = open_ranks(tmp_path / "run", 3, **OPTIONS)
     save_all(engines, 2)
     ends = [End(engine) for engine in engines]

@@ -188,6 +188,20 @@ def test_sharded_models_too(divide: str, lives: Lives) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_ranks_that_share_a_model_have_the_same_samples(lives: Lives) -> None:
+    """Of four ranks two have samples of their own: that is what the batches are counted by."""
+    job: dict[str, Any] = {"size": 4, "divide": "tp", "options": ROLLBACK, "sick": [[3, 1, 2, 1, "nan"]]}
+    first = lives.run(**job)
+    assert first.statuses == [1] * 4, first.log()
+    assert first.error()[1].endswith("skips 2 batches of each of 2 ranks")
+    assert lives.rollback()["ranks"] == 2
+    second = lives.whole(**job)
+    assert second.batches(0) == second.batches(3) == [(1, batch) for batch in range(4, BATCHES)]
+    assert second.weights() == lives.without([1, 2, 2], size=4, divide="tp")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_nodes_with_disks_of_their_own_all_remember_it(lives: Lives) -> None:
     """Rank 0 may start on another node next time: here both folders change places."""
     folder = lives.folder

@@ -136,14 +136,17 @@ def train(job: dict[str, Any]) -> None:
     """Train to the end."""
     pl.seed_everything(5, verbose=False)  # of the sampler, which is the same on all ranks, and of the weights
     model = Model(job)
-    torch.manual_seed(job["seed"] + 10 * _rank())
+    torch.manual_seed(job["seed"] + 10 * (_rank() // 2 if job.get("divide") == "tp" else _rank()))
     options = {"tiers": job["root"].replace("{rank}", str(_rank())), "every_n_steps": 1, "keep": {"last": 100}}
     # Whether the next one can be taken is asked right after one was: nothing may be busy with it then.
     ckpt = AdaptiveCheckpoint({**options, "slots": 4, "lazy": "off", "writer": "thread", **job.get("options", {})})
     samples = Samples(job.get("samples", 64))
     loader: DataLoader[Any] = DataLoader(samples, batch_size=BATCH, shuffle=True)
     if "leave" in job:
-        sampler: DistributedSampler[Any] = DistributedSampler(samples, job["size"], _rank(), shuffle=True, seed=5)
+        team = 2 if job.get("divide") == "tp" else 1
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            samples, job["size"] // team, _rank() // team, shuffle=True, seed=5
+        )
         loader = DataLoader(samples, batch_sampler=Leaving(sampler, job["leave"]))
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -225,6 +225,7 @@ def test_what_all_have_in_memory_counts(lives: Lives) -> None:
         "tiers": [{"url": "memory", "every_n_steps": 1}, str(lives.folder / "run")],
         "every_n_steps": 10**6,
         "writer": "process",
+        "linger": 1,
         **ROLLBACK,
     }
     life = lives.run(options=options, sick=[SICK])

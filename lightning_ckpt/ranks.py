@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, ParallelStrategy
 
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
@@ -45,3 +45,11 @@ def ranks_of(trainer: pl.Trainer, module: pl.LightningModule) -> Ranks | None:
         return path[0] == "optimizer_states" and len(path) > 2 and path[2] == "state"
 
     return ProcessGroupRanks(own={OWN_KEY}, divides=alike)
+
+
+def replicas_of(trainer: pl.Trainer) -> int:
+    """By how many the training samples are divided: ranks that share a model have the same ones."""
+    strategy = trainer.strategy
+    if trainer.world_size == 1 or not isinstance(strategy, ParallelStrategy):
+        return 1
+    return int(strategy.distributed_sampler_kwargs["num_replicas"])

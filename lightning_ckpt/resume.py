@@ -43,6 +43,7 @@ from lightning_ckpt.boundary import Kind
 from lightning_ckpt.capture import OWN_KEY, OWN_VERSION
 from lightning_ckpt.compat import Internals, callbacks_of
 from lightning_ckpt.loaders import TrainLoaders
+from lightning_ckpt.ranks import replicas_of
 
 _log = logging.getLogger("lightning_ckpt")
 
@@ -159,8 +160,10 @@ class Resume:
         self.report = ReportDraft(self._checkpointer.root_url, loaded)
         self.report.notes += [_where(own), *notes]
         if back is not None:
-            self.report.notes.append(back.text())
-            _log.warning("%s; training goes on at step %d", back.text(), back.step)
+            said = back.text(replicas_of(self._trainer))
+            self.report.notes.append(said)
+            if self._trainer.is_global_zero:
+                _log.warning("%s; training goes on at step %d", said, back.step)
             if self._internals.user_fetches:
                 self.report.not_restored.append(NotRestored("skipped batches", "training_step fetches itself"))
         self.pending = True
@@ -271,7 +274,9 @@ class Resume:
     @property
     def skip_batches(self) -> int:
         """Batches to leave out from here on, because the run has diverged in them."""
-        return 0 if self._rollback is None or self._internals.user_fetches else self._rollback.skip_batches
+        if self._rollback is None or self._internals.user_fetches:
+            return 0
+        return self._rollback.batches_of(replicas_of(self._trainer))
 
     @property
     def stopped_early(self) -> bool:

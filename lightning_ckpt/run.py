@@ -15,28 +15,28 @@ from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config
 from ckpt_engine.config.live import LiveFile
 from ckpt_engine.config.status import Status
-from ckpt_engine.data.torch_private import is_dead_worker
-from ckpt_engine.errors import CkptError, ConfigError, LeaseHeldError, StorageError, WriterError
+from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
 from ckpt_engine.observe.log import LogSink
-from ckpt_engine.preempt.notice import Stop
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.laziness import copies_lazily
 from ckpt_engine.tracking import flags
+from ckpt_engine.tracking.diverging import Diverging
 from ckpt_engine.tracking.fence import StepFence
 from ckpt_engine.tracking.halt import Halt
 from ckpt_engine.tracking.rollback import Rollbacks
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
-from ckpt_engine.tracking.shared import SharedCadence, cadence_of
+from ckpt_engine.tracking.shared import cadence_of
 from lightning_ckpt import loop_state, sharded
 from lightning_ckpt.boundary import Kind, Position, kind_of, postponed
 from lightning_ckpt.capture import Capture, Instant
 from lightning_ckpt.compat import Internals, callbacks_of
+from lightning_ckpt.endings import Endings
 from lightning_ckpt.guard import FenceGuard
 from lightning_ckpt.loaders import TrainLoaders
-from lightning_ckpt.ranks import ranks_of
+from lightning_ckpt.ranks import ranks_of, replicas_of
 from lightning_ckpt.resume import Resume
 from lightning_ckpt.stopping import StopWatch, finish_again
 from lightning_ckpt.telemetry import BAR_NAMES, Telemetry
@@ -75,11 +75,6 @@ class FitRun:
         self._internals.probe()
         sinks, clock = FanOutSink(LogSink()), SystemClock()
         ranks = ranks_of(trainer, module)
-        if ranks is not None and config.rollback is not None:
-            raise ConfigError(
-                "rollback is for one process: several ranks do not agree yet on where to go back to",
-                hint="use guard: loss_spike, and choose by hand where to go on",
-            )
         self.checkpointer = Checkpointer(config, ranks=ranks)
         self.checkpointer.events = sinks
         self.cadence = cadence_of(cadence_settings(config), clock, self.checkpointer)
@@ -89,17 +84,19 @@ class FitRun:
         watched = config if ranks is None or ranks.rank == 0 else config.model_copy(update={"status": Status()})
         self.watches = Watches(watched, clock, sinks, self._internals, self.telemetry, self.cadence, live, ranks)
         self._loaders = TrainLoaders(self._internals, trainer)
-        if config.rollback is not None:
-            self.watches.rollbacks = Rollbacks(self.checkpointer, _log)
-        self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders, self.watches.rollbacks)
+        rollbacks = Rollbacks(self.checkpointer, _log, replicas_of(trainer)) if config.rollback is not None else None
+        self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders, rollbacks)
         self._skip_batches = 0
         self._capture = Capture(self._internals, trainer, module)
         self._lazy = self._capture.lazy() if copies_lazily(config.lazy, trainer.strategy.root_device) else None
         self._prepare_share = prepare_share(config, trainer.strategy.root_device)
         self.guard = FenceGuard(self.fence, self)
         self._stop = StopWatch(trainer)
-        self._halt = Halt(self.watches.preemption, self.checkpointer, SIGTERMException, _log, self.cadence)
+        preemption = self.watches.preemption
+        self._halt = Halt(preemption, self.checkpointer, SIGTERMException, _log, self.cadence)
         self._shared = self._halt.shared
+        diverging = Diverging(self.checkpointer, preemption, self._halt, rollbacks, _log)
+        self._endings = Endings(self.watches, self._halt, diverging, self._take_here)
         self._asked = False
         self._given: Any = None
         self._step_fence = StepFence(self.fence)
@@ -257,17 +254,13 @@ class FitRun:
         if self._prepare_share is not None:
             self.cadence.background(self.checkpointer.prepare_seconds)
         step = self.step
-        stop = self.watches.boundary(step)
-        if self._shared is not None:
-            self._stop_together(self._shared, step, stop)
-        elif stop is not None:
-            raise self._halt.now(stop, self._take_here)
+        self._asked |= self.watches.preemption.take_save() is not None
+        self._endings.boundary(step, asked=self._asked)
         self._given = self._internals.combined_position
         self._config = self.watches.edits.apply(self._config)
-        self._asked |= self.watches.preemption.take_save() is not None
         self.checkpointer.begin_step(step + 1)
         reason = self.cadence.boundary(step) or ("manual" if self._asked and self._shared is None else None)
-        vetoed = self.watches.vetoed(due=reason is not None)
+        vetoed = self._endings.vetoed(due=reason is not None)
         if reason is None:
             self._announce()
         else:
@@ -283,14 +276,6 @@ class FitRun:
             self._take_into_memory(step)
             self.cadence.memory_over(step)
 
-    def _stop_together(self, shared: SharedCadence, step: int, own: Stop | None) -> None:
-        """All ranks stop after the same step."""
-        preemption = self.watches.preemption
-        self._asked |= preemption.take_save() is not None
-        stop = shared.stop(step, own, asked=self._asked, fits=self._halt.fits)
-        if stop is not None:
-            raise self._halt.together(stop, self._take_here)
-
     def _take_into_memory(self, step: int) -> None:
         position = self._position()
         if postponed(position) is None and self.checkpointer.ready(durable=False):
@@ -298,18 +283,9 @@ class FitRun:
 
     def _batch_failed(self, error: Exception) -> None:
         """A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then."""
-        stop = self.watches.preemption.stop
-        if stop is None or self._halt.done or not self._loaders.one_with_workers:
-            return
         nothing_came = self._given is not None and self._given == self._internals.combined_position
-        if not nothing_came or not is_dead_worker(error):
-            return
-        shared = self._shared
-        if shared is not None and not shared.stop_stuck(stop, str(self._internals.batches_in_total)):
-            return
-        _log.warning("%s: no batch came: %s", stop.notice.who, error)
-        end = self._halt.now if shared is None else self._halt.together
-        raise end(stop, self._take_here) from error
+        still_there = nothing_came and self._loaders.one_with_workers
+        self._endings.no_batch(error, str(self._internals.batches_in_total) if still_there else None)
 
     def _position(self) -> Position:
         return Position(
@@ -325,13 +301,18 @@ class FitRun:
 
     def epoch_over(self) -> None:
         self._stop.before()
-        if self._active and self._internals.ends_mid_epoch and self._config.at_end:
-            # A longer run would go on in this epoch, so this must be captured before anything sees its end.
-            self._take_at_end(Kind.STOPPED)
+        if self._active and self._internals.ends_mid_epoch:
+            self._endings.training_over(self.step)
+            if self._config.at_end:
+                # A longer run would go on in this epoch, so this must be captured before anything sees its end.
+                self._take_at_end(Kind.STOPPED)
 
     def training_over(self) -> None:
         self._stop.after()
-        if self._active and self._config.at_end and not self._end_taken:
+        if not self._active:
+            return
+        self._endings.training_over(self.step)
+        if self._config.at_end and not self._end_taken:
             # Weight averaging has not replaced the weights yet; a longer run would go on with these.
             self._take_at_end(Kind.FINISHED)
 
@@ -371,7 +352,7 @@ class FitRun:
         return self._take(kind_of(self._position()), reason, self.step)
 
     def _take(self, kind: Kind, reason: str, step: int, *, durable: bool = True) -> SaveHandle | None:
-        if self.watches.vetoed(due=True):
+        if self._endings.vetoed(due=True):
             if durable:
                 _log.error("no snapshot of step %d: its loss is far above the usual ones", step)
                 self.checkpointer.miss(step, "loss spike")

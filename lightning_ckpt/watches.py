@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 
 from ckpt_engine.config import Config
 from ckpt_engine.config.live import LiveFile
-from ckpt_engine.errors import DivergedError
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.observe.clock import Clock
 from ckpt_engine.observe.fanout import FanOutSink
 from ckpt_engine.preempt.board import Board
-from ckpt_engine.preempt.divergence import On
+from ckpt_engine.preempt.divergence import Divergence, On
 from ckpt_engine.preempt.notice import Stop
 from ckpt_engine.preempt.stale import StaleWatch
 from ckpt_engine.preempt.watch import open_watch
@@ -23,7 +23,6 @@ from ckpt_engine.restore.load import Loaded
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.tracking.edits import Edits
-from ckpt_engine.tracking.rollback import Rollbacks
 from lightning_ckpt.compat import Internals
 from lightning_ckpt.losses import Losses
 from lightning_ckpt.telemetry import Telemetry
@@ -58,14 +57,13 @@ class Watches:
     ) -> None:
         self._config = config
         self._sinks = sinks
+        self._rank = None if ranks is None else ranks.rank
         self._ledger, self.preemption = open_watch(config, clock, ranks, internals.forget_sigterm)
         self._board = Board(config.status, self.preemption.outlook, telemetry.plain_numbers)
         on = config.guard if config.rollback is None else config.rollback.on
         self._losses = Losses(On(on)) if on != "off" else None
         self._stale: StaleWatch | None = None
         self.edits = Edits(live, cadence, self.preemption, _log)
-        self.rollbacks: Rollbacks | None = None
-        """Set by whoever has the engine, where the options have `rollback`."""
         sinks.add(self._ledger)
         sinks.add(self.preemption)
 
@@ -100,18 +98,17 @@ class Watches:
         self.preemption.boundary(step)
         return self.preemption.stop
 
-    def vetoed(self, *, due: bool) -> bool:
-        """Whether the loss speaks against a snapshot now; `due`: one would be taken.
+    @property
+    def guards(self) -> bool:
+        """Whether somebody judges the losses."""
+        return self._losses is not None
 
-        Raises:
-            DivergedError: training has diverged; says from where it can go on.
-            RollbackRequestedError: the next start goes back by itself.
-        """
-        try:
-            return self._losses is not None and self._losses.veto(due=due)
-        except DivergedError as err:
-            losses, self._losses = self._losses, None
-            if self.rollbacks is not None and losses is not None and losses.divergence is not None:
-                raise self.rollbacks.error(losses.divergence, self.preemption) from None
-            hint = f"{self.preemption.durable()}, from before; ckpt_path='auto' goes on there, with the same batches"
-            raise DivergedError(err.message, hint=hint) from None
+    def vetoed(self, *, due: bool) -> bool:
+        """Whether the losses so far speak against a snapshot now; `due`: one would be taken."""
+        return self._losses is not None and self._losses.veto(due=due)
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """What `vetoed` has found: training has diverged; of several ranks, on this one."""
+        found = None if self._losses is None else self._losses.divergence
+        return found if found is None or self._rank is None else replace(found, rank=self._rank)

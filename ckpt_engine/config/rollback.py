@@ -16,6 +16,6 @@ class Rollback(Section):
         description="What ends training and makes the next start go back: as for guard."
     )
     skip_batches: Count = Field(
-        default=100, description="Batches that are left out from there on; whole optimizer steps."
+        default=100, description="Batches that each rank leaves out from there on; whole optimizer steps."
     )
     at_most: Count = Field(default=3, description="Rollbacks in a run; one more divergence ends it for good.")

@@ -88,6 +88,9 @@ class Reunion:
         self._place = place
         self._patience_seconds = patience_seconds
         self._bad: set[str] = set()
+        self._held: Sequence[str] = ()
+        self._over: set[str] = set()
+        """What was newer than a snapshot that all had: it will never be complete, and its data may be left already."""
         self._pause = threading.Event()
 
     def run(self, orders: Sequence[Order], again: Callable[[CkptError], bool]) -> None:
@@ -120,6 +123,8 @@ class Reunion:
         mine: dict[str, Order] = {}
         for order in orders:
             snapshot = order.snapshot or ""
+            if snapshot in self._over:
+                continue
             if order.durable and (rank == 0 or rank not in there.get(snapshot, ())):
                 if rank == 0 or self._place.exists(snapshot):
                     break  # nothing older matters
@@ -127,7 +132,7 @@ class Reunion:
             mine[snapshot] = order
         if not mine:
             return
-        newest = next(iter(mine))
+        self._held, newest = list(mine), next(iter(mine))
         left = {newest, *(snapshot for snapshot in mine if rank in there.get(snapshot, ()))}
         # What was persisted before says nothing of what the others hold now: something newer may be on its way.
         fresh = {snapshot: order for snapshot, order in mine.items() if snapshot == newest or snapshot not in left}
@@ -174,6 +179,7 @@ class Reunion:
             if len(there.get(snapshot, ())) < self._ranks.size or snapshot in self._bad:
                 continue
             if self._place.commit(order):
+                self._over.update(self._held[: self._held.index(snapshot)])
                 return True
             self._bad.add(snapshot)
         return False

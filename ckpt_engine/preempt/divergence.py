@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -31,19 +31,35 @@ class On(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Training has diverged. `first_step` is that of the first loss in question, `usual` the median before it."""
+    """Training has diverged.
+
+    Args:
+        step: of the loss that has shown it.
+        first_step: of the first loss in question.
+        loss: of `step`.
+        usual: the median before it.
+        rank: of several, which has seen it.
+    """
 
     step: int
     first_step: int
     loss: float
     usual: float | None
+    rank: int | None = None
 
     def text(self) -> str:
         """For people."""
+        where = "" if self.rank is None else f" on rank {self.rank}"
         if not math.isfinite(self.loss):
-            return f"the loss of step {self.step} is {self.loss}"
+            return f"the loss of step {self.step} is {self.loss}{where}"
         since = f"since step {self.first_step}, and {self.loss:.4g} at step {self.step}"
-        return f"the loss is far above its usual {self.usual:.4g} {since}"
+        return f"the loss{where} is far above its usual {self.usual:.4g} {since}"
+
+
+def earliest(found: Iterable[Divergence | None]) -> Divergence | None:
+    """What several ranks have seen, as one: that with the earliest first loss; None: none has seen anything."""
+    seen = [one for one in found if one is not None]
+    return min(seen, key=lambda one: (one.first_step, one.step, one.rank or 0), default=None)
 
 
 def limit_of(usual: Sequence[float]) -> float:

@@ -25,9 +25,10 @@ class Rollback:
         snapshot, step: where it goes on.
         newest: id of the newest snapshot when that was decided.
         diverged_step: of the first loss in question.
-        skip_batches: that are left out from there on.
+        skip_batches: that each rank leaves out from there on.
         count: how many rollbacks the run has had, this one included.
         why: what the loss was, for people.
+        ranks: with samples of their own, that were there when it was decided.
     """
 
     snapshot: str
@@ -37,20 +38,40 @@ class Rollback:
     skip_batches: int
     count: int
     why: str
+    ranks: int = 1
 
-    def text(self) -> str:
-        """For the resume report."""
-        return f"rollback {self.count}: {self.why}; {self.skip_batches} batches are skipped"
+    def batches_of(self, ranks: int) -> int:
+        """Batches that each of `ranks` ranks leaves out: together as many as `skip_batches` of each were, or more.
+
+        All ranks together go through an epoch in one order, whatever their number is. So these are the same samples.
+        """
+        return -(-self.skip_batches * self.ranks // ranks)
+
+    def text(self, ranks: int | None = None) -> str:
+        """For the resume report of a start with so many ranks."""
+        return f"rollback {self.count}: {self.why}; {self.skipped(ranks)} are skipped"
+
+    def skipped(self, ranks: int | None = None) -> str:
+        """What is left out, for people."""
+        ranks = ranks or self.ranks
+        return f"{self.batches_of(ranks)} batches" + (f" of each of {ranks} ranks" if ranks > 1 else "")
 
 
 def plan_rollback(
-    snapshots: Sequence[tuple[str, int]], found: Divergence, before: Rollback | None, *, skip_batches: int, at_most: int
+    snapshots: Sequence[tuple[str, int]],
+    found: Divergence,
+    before: Rollback | None,
+    *,
+    skip_batches: int,
+    at_most: int,
+    ranks: int = 1,
 ) -> Rollback | str:
     """Go back to the newest snapshot; to an older one than last time if that did not get beyond the last divergence.
 
     Args:
         snapshots: id and step of those that are durable, oldest first; none was taken after the divergence began.
         before: the last rollback.
+        ranks: see `Rollback`.
 
     Returns:
         The rollback, or why there is none.
@@ -64,7 +85,7 @@ def plan_rollback(
         older = "" if below is None else f"; the rollback to step {below} did not get beyond step {found.first_step}"
         return f"there is no snapshot to go back to{older}"
     snapshot, step = fitting[-1]
-    return Rollback(snapshot, step, snapshots[-1][0], found.first_step, skip_batches, count, found.text())
+    return Rollback(snapshot, step, snapshots[-1][0], found.first_step, skip_batches, count, found.text(), ranks)
 
 
 def is_pending(rollback: Rollback | None, newest: str) -> bool:
@@ -78,7 +99,7 @@ def write_rollback(storage: Storage, rollback: Rollback) -> None:
     Raises:
         StorageError
     """
-    text = json.dumps(dataclasses.asdict(rollback)).encode() + b"\n"
+    text = json.dumps(to_json(rollback)).encode() + b"\n"
     storage.put(layout.ROLLBACK, [memoryview(text)], exclusive=False)
 
 
@@ -96,17 +117,32 @@ def read_rollback(storage: Storage) -> Rollback | None:
     except ValueError as err:
         raise _damaged(storage, err) from err
     try:
-        return Rollback(
-            str(row["snapshot"]),
-            int(row["step"]),
-            str(row["newest"]),
-            int(row["diverged_step"]),
-            int(row["skip_batches"]),
-            int(row["count"]),
-            str(row["why"]),
-        )
+        return of_json(row)
     except (LookupError, TypeError, ValueError) as err:
         raise _damaged(storage, err) from err
+
+
+def to_json(rollback: Rollback) -> dict[str, Any]:
+    """The inverse of `of_json`."""
+    return dataclasses.asdict(rollback)
+
+
+def of_json(row: dict[str, Any]) -> Rollback:
+    """What a JSON object says.
+
+    Raises:
+        LookupError, TypeError, ValueError: it is none.
+    """
+    return Rollback(
+        str(row["snapshot"]),
+        int(row["step"]),
+        str(row["newest"]),
+        int(row["diverged_step"]),
+        int(row["skip_batches"]),
+        int(row["count"]),
+        str(row["why"]),
+        max(1, int(row.get("ranks", 1))),
+    )
 
 
 def _damaged(storage: Storage, err: Exception) -> CorruptError:

@@ -20,6 +20,8 @@ from ckpt_engine.tracking.shared import SharedCadence
 from ckpt_engine.tracking.together import Take
 
 _LOOK_SECONDS = 0.05
+_LEAVE_SECONDS = 60.0
+"""How long other ranks wait for rank 0 to have closed a run that has diverged."""
 _FOR_THE_EXIT = 0.1
 """Share of the time left that is not waited for further tiers: the process must end too."""
 
@@ -53,7 +55,11 @@ class Halt:
         self.complete = False
         """Training has come to its end by itself."""
         self._exit: BaseException | None = None
+        self._until: float | None = None
+        """Without a stop: so long others wait for rank 0."""
         engine.ending = self
+        if self.shared is not None:
+            self.shared.verdicts.patience = self.seconds_left
 
     def now(self, stop: Stop, take: Take) -> BaseException:
         """Do what fits, wait for it as long as there is time, say what came of it.
@@ -95,6 +101,11 @@ class Halt:
         self.done = True
         return self.exit_of(stop)
 
+    def diverged(self) -> None:
+        """All ranks end now with an error that they agree on."""
+        self.done = True
+        self._until = time.monotonic() + _LEAVE_SECONDS
+
     def exit_of(self, stop: Stop) -> BaseException:
         """What ends a run that has stopped: `KeyboardInterrupt` after a Ctrl-C, else what carries the exit code."""
         self._exit = KeyboardInterrupt() if stop.notice.interrupts else self._ends_with(stop.notice.exit_code)
@@ -114,7 +125,14 @@ class Halt:
         """See `Together.leave`. One that has failed waits for nobody, nor does one after a second Ctrl-C."""
         if self.shared is not None:
             waits = (self.done or self.complete) and not self._is_interrupted()
-            self.shared.leave(self._stop if waits else None)
+            self.shared.leave(self._leave_seconds if waits else 0.0)
+
+    @property
+    def _leave_seconds(self) -> float:
+        """How long other ranks wait for rank 0: nobody does in a run that ends by itself."""
+        if self._until is not None:
+            return self.seconds_left(self._until - time.monotonic())
+        return 0.0 if (stop := self._stop) is None else stop.deadline - time.monotonic()
 
     def seconds_left(self, at_most: float) -> float:
         """How long something may be waited for: `at_most`, and not beyond a stop's deadline, or a second Ctrl-C."""

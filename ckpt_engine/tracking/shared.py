@@ -10,9 +10,11 @@ from ckpt_engine.frequency.settings import FrequencySettings
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import Clock
 from ckpt_engine.observe.events import EventSink
+from ckpt_engine.preempt.divergence import Divergence
 from ckpt_engine.preempt.notice import Stop
 from ckpt_engine.tracking.engine import Engine
 from ckpt_engine.tracking.together import Decision, Take, Together
+from ckpt_engine.tracking.verdict import Verdicts
 
 
 class SharedCadence(Cadence):
@@ -26,6 +28,8 @@ class SharedCadence(Cadence):
         self._decision: Decision | None = None
         self._halting: tuple[Stop, str | None] | None = None
         """How all ranks stop, and the reason of the last snapshot if there is to be one."""
+        self.diverged: Divergence | None = None
+        """What all ranks have agreed to end for, once they are there."""
         self._own_stop: Stop | None = None
         self._asked = False
         self._fits: Callable[[Stop], bool] = lambda _: False
@@ -38,7 +42,7 @@ class SharedCadence(Cadence):
         self._together.start(step)
 
     def stop(self, step: int, own: Stop | None, *, asked: bool, fits: Callable[[Stop], bool]) -> Stop | None:
-        """The stop of all ranks after `step`, if there is one.
+        """The stop of all ranks after `step`, if there is one; `diverged` tells if they end for another reason.
 
         Args:
             own: what this rank knows of a stop.
@@ -51,7 +55,24 @@ class SharedCadence(Cadence):
         if self._decision is not None and self._decision.stop is not None:
             self._halting = self._together.stop_of(self._decision), self._decision.reason
             self._decision = None
+        elif self._decision is not None and self._decision.diverged is not None:
+            self.diverged = Divergence(**self._decision.diverged)
+            self._decision = None
         return self.halting
+
+    @property
+    def due(self) -> bool:
+        """Between `stop` and `boundary`: whether all ranks take a snapshot now, be it into memory."""
+        return self._decision is not None and self._decision.reason is not None
+
+    def tell(self, found: Divergence) -> None:
+        """See `Together.tell`. Between `stop` and `boundary`."""
+        self._together.tell(found)
+
+    @property
+    def verdicts(self) -> Verdicts:
+        """How the ranks end for a divergence."""
+        return self._together.verdicts
 
     def halt(self, take: Take) -> None:
         """See `Together.halt`."""
@@ -69,9 +90,9 @@ class SharedCadence(Cadence):
         """The stop that all ranks have agreed on, once they are there."""
         return None if self._halting is None else self._halting[0]
 
-    def leave(self, stop: Stop | None) -> None:
-        """See `Together.leave`; nobody is waited for without a stop."""
-        self._together.leave(0.0 if stop is None else stop.deadline - time.monotonic())
+    def leave(self, seconds: float) -> None:
+        """See `Together.leave`."""
+        self._together.leave(seconds)
 
     def boundary(self, step: int) -> str | None:
         decision, self._decision = self._decision, None

@@ -1,4 +1,4 @@
-"""When several ranks take a snapshot or stop: rank 0 decides one step ahead, the others learn it from the store.
+"""When several ranks take a snapshot or end: rank 0 decides one step ahead, the others learn it from the store.
 
 Rank 0 publishes what happens after optimizer step n before it begins that step. Whoever has finished step n has taken
 part in its all-reduce, which rank 0 entered after it had published: one look into the store then finds the decision. No
@@ -9,28 +9,28 @@ snapshot, says so, and goes on.
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from ckpt_engine.errors import RanksError, WaitTimeoutError
 from ckpt_engine.frequency.triggers import MEMORY
+from ckpt_engine.preempt.divergence import Divergence, earliest
 from ckpt_engine.preempt.notice import Stop, StopNotice
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.tracking.verdict import Verdicts, hear
 
 _DECISIONS = "decisions"
 _STOP = "stop"
+"""What rank 0 looks for at each boundary: the reason to end that another rank was the first to tell."""
 _OVER = "over"
 _STUCK = "stuck"
 _STUCK_SECONDS = 15.0
 """How much later than others a rank may find that no batch comes: torch looks for dead workers every 5 seconds."""
-_TURN_SECONDS = 0.1
-"""Between two looks for what another rank says: handlers of signals run there, and none while the store waits."""
 _REMEMBERED = 64
 """Decisions in the store: more than a rank can be behind rank 0."""
 
@@ -60,6 +60,7 @@ class Decision:
         stop: who stops the run; None: nobody.
         left_seconds: then, how long it had at the boundary before.
         exit_code, interrupts: see `StopNotice`.
+        diverged: the run ends here for that (a `Divergence`): `reason` and `stop` are None.
     """
 
     number: int
@@ -70,6 +71,7 @@ class Decision:
     left_seconds: float = 0.0
     exit_code: int = 0
     interrupts: bool = False
+    diverged: dict[str, Any] | None = None
 
     def as_stop(self, since: float) -> Stop:
         """The stop, with its deadline on this machine's clock.
@@ -109,6 +111,10 @@ class Together:
         self._boundaries, self._step, self._stride = 0, 0, 1
         self._led = -1
         self._told_stop = False
+        """On rank 0: how the run ends was decided."""
+        self.diverged: Divergence | None = None
+        """What this rank has seen itself."""
+        self.verdicts = Verdicts(ranks)
         self._passed = self._before = time.monotonic()
         """When this rank was at the last two boundaries."""
 
@@ -132,8 +138,8 @@ class Together:
             if one.number <= self._handled or one.boundary > self._boundaries:
                 continue
             self._handled = one.number
-            if one.boundary == self._boundaries:
-                found = one
+            if one.boundary == self._boundaries or one.diverged is not None:
+                found = one  # who is past the boundary at which a run ends that has diverged ends late
             elif one.reason is not None:
                 self._engine.miss(one.step, "it was past that step already", durable=one.reason != MEMORY)
         return found
@@ -145,6 +151,9 @@ class Together:
             stop: what this rank knows of a stop.
             asked: somebody wants a snapshot.
             fits: whether a last snapshot after the next step fits into the time that a stop leaves.
+
+        Of a stop and a divergence that which rank 0 has heard of first is how the run ends; of both at once the stop,
+        which cannot wait.
         """
         if self._boundaries == self._led:
             return
@@ -152,17 +161,41 @@ class Together:
         if not self._leads:
             if stop is not None and not self._told_stop:
                 self._told_stop = True
-                self._ranks.store.set(_STOP, json.dumps(_stop_to_json(stop, self._passed)))
+                self._tell_first(_stop_to_json(stop, self._passed))
             return
         reason = self._due(step + self._stride) or ("manual" if asked else None)
-        found = None if self._told_stop else stop or self._stop_of_others()
-        if found is not None:
+        found = None if self._told_stop else self._end(stop)
+        if isinstance(found, Divergence):
             self._told_stop = True
-            self._publish(step + self._stride, "signal" if fits(found) else None, **_stop_to_json(found, self._passed))
+            self._publish(step + self._stride, None, diverged=asdict(found))
+        elif found is not None:
+            self._told_stop = True
+            last = "signal" if fits(found) and self.diverged is None else None
+            self._publish(step + self._stride, last, **_stop_to_json(found, self._passed))
         elif reason is not None and self._engine.ready():
             self._publish(step + self._stride, reason)
         elif self._memory_due(step + self._stride) and self._engine.ready(durable=False):
             self._publish(step + self._stride, MEMORY)
+
+    def tell(self, found: Divergence) -> None:
+        """This rank has seen a divergence, and takes part in no snapshot any more: the run ends on all ranks.
+
+        Idempotent. On rank 0 before `lead`.
+
+        Raises:
+            RanksError: the store is gone.
+        """
+        if self.diverged is not None:
+            return
+        self.diverged = found
+        if not self._leads:
+            self.verdicts.tell(found)
+            self._tell_first({"diverged": asdict(found)})
+
+    def _tell_first(self, why: dict[str, Any]) -> None:
+        """Two ranks that do this at once are as good as told in any order."""
+        if self._ranks.store.get(_STOP) is None:
+            self._ranks.store.set(_STOP, json.dumps(why))
 
     def stop_of(self, decision: Decision) -> Stop:
         """The stop that was decided, asked at its boundary."""
@@ -192,9 +225,9 @@ class Together:
         try:
             if not self._leads:
                 store.set(f"{_STUCK}/{self._ranks.rank}", mine)
-                return self._hear(_STUCK, max(0.1, seconds)) == mine
+                return hear(store, _STUCK, max(0.1, seconds)) == mine
             left = (max(0.1, deadline - time.monotonic()) for _ in range(size))
-            others = [self._hear(f"{_STUCK}/{rank}", next(left)) for rank in range(1, size)]
+            others = [hear(store, f"{_STUCK}/{rank}", next(left)) for rank in range(1, size)]
             store.set(_STUCK, mine if all(one == mine for one in others) else "")
             return all(one == mine for one in others)
         except (WaitTimeoutError, RanksError):
@@ -216,21 +249,11 @@ class Together:
             if self._leads:
                 self._ranks.store.set(_OVER, "")
             elif seconds > 0.0:
-                self._hear(_OVER, seconds)
+                hear(self._ranks.store, _OVER, seconds)
 
-    def _hear(self, key: str, seconds: float) -> str:
-        """What another rank says; a Ctrl-C ends the wait, unlike one in the store. Raises as `Store.wait`."""
-        deadline, pause = time.monotonic() + seconds, threading.Event()
-        while (text := self._ranks.store.get(key)) is None:
-            left = deadline - time.monotonic()
-            if left <= 0.0:
-                raise WaitTimeoutError(f"no rank has said {key!r} within {seconds:.0f} s")
-            pause.wait(min(_TURN_SECONDS, left))
-        return text
-
-    def _publish(self, step: int, reason: str | None, **stop: object) -> None:
+    def _publish(self, step: int, reason: str | None, **end: Any) -> None:
         self._made += 1
-        self._published.append(Decision(self._made, self._boundaries + 1, step, reason, **stop))  # type: ignore[arg-type]
+        self._published.append(Decision(self._made, self._boundaries + 1, step, reason, **end))
         self._ranks.store.set(_DECISIONS, json.dumps([asdict(one) for one in self._published]))
 
     def _read(self) -> deque[Decision]:
@@ -241,11 +264,17 @@ class Together:
                 self._published = deque((Decision(**one) for one in json.loads(text)), maxlen=_REMEMBERED)
         return self._published
 
-    def _stop_of_others(self) -> Stop | None:
+    def _end(self, stop: Stop | None) -> Stop | Divergence | None:
+        """Why the run is to end, as rank 0 knows it by now."""
         text = self._ranks.store.get(_STOP)
-        if text is None:
-            return None
-        row = json.loads(text)
+        row = None if text is None else json.loads(text)
+        if row is None:
+            return stop or self.diverged
+        if "diverged" in row:
+            return earliest((Divergence(**row["diverged"]), self.diverged))
+        return stop or self._stop_of_others(row)
+
+    def _stop_of_others(self, row: dict[str, Any]) -> Stop:
         left = float(row["left_seconds"])  # from this boundary on, or the one before
         notice = StopNotice(row["stop"], self._before, left, row["exit_code"], row["interrupts"])
         return Stop(notice, self._before + left)

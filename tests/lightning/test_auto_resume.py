@@ -45,7 +45,6 @@ from tests.lightning.runs import (
     train,
 )
 from tests.lightning.runs import tail as tail_of
-from tests.ranks.runs import SharedStore, ThreadRanks
 
 
 def val_loader() -> Any:
@@ -364,14 +363,6 @@ def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("lightning.pytorch.trainer.trainer.Trainer.world_size", 2)
     callback = resumer(tmp_path)
     with pytest.raises(ConfigError, match="with DDP, FSDP and ModelParallelStrategy"):
-        callback.setup(make_trainer(Case(), [callback], False), Model(Case(), []), "fit")
-
-
-def test_several_ranks_do_not_roll_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would have to agree on where to; that is said before anything is trained."""
-    monkeypatch.setattr("lightning_ckpt.run.ranks_of", lambda *_: ThreadRanks(1, 2, SharedStore()))
-    callback = resumer(tmp_path, rollback={"on": "loss_spike"})
-    with pytest.raises(ConfigError, match="rollback is for one process"):
         callback.setup(make_trainer(Case(), [callback], False), Model(Case(), []), "fit")
 
 

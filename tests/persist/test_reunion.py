@@ -141,3 +141,26 @@ def test_ranks_at_different_snapshots_meet_at_the_newest_that_all_hold(ahead: tu
     """Each holds three; how far each was when it died."""
     held = [[Order(str(7 + far - back)) for back in range(3)] for far in ahead]
     assert meet(Tier({}), held) == ["7"]
+
+
+def test_what_was_newer_than_the_common_one_is_not_left_again() -> None:
+    """The writers of living trainers have met, and do again when these end: data that is there cannot be put anew."""
+
+    class Once(Place):
+        def leave(self, order: Order) -> None:
+            assert order.snapshot not in left, "it is there already"
+            left.append(order.snapshot)
+            super().leave(order)
+
+    left: list[str] = []
+    tier = Tier({"x": {1}})
+    held: Any = [Order("z"), Order("y"), Order("x")]
+    ranks: Any = SimpleNamespace(rank=0, size=2)
+    reunion = Reunion(ranks, Once(tier, 0), PATIENCE_SECONDS)
+    reunion.run(held, lambda err: False)
+    assert (tier.committed, left) == (["x"], ["z", "x"])
+    reunion.run(held, lambda err: False)
+    assert left == ["z", "x"]
+    tier.there["zz"] = {1}
+    reunion.run([Order("zz"), *held], lambda err: False)  # type: ignore[list-item]
+    assert tier.committed == ["x", "zz"]

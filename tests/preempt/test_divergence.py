@@ -94,8 +94,12 @@ def test_losses_of_any_form_are_found() -> None:
         watched.add(1, outputs)
     assert watched.veto(due=True) is False
     watched.add(2, {"loss": torch.tensor(math.nan)})
-    with pytest.raises(DivergedError, match="the loss of step 2 is nan"):
-        watched.veto(due=False)
+    assert watched.divergence is None
+    assert watched.veto(due=False) is True
+    assert watched.divergence is not None and watched.divergence.text() == "the loss of step 2 is nan"
+    watched.add(3, torch.tensor(1.0))
+    assert watched.veto(due=False) is True  # the update after it was of no use: nothing is saved any more
+    assert watched.divergence.step == 2
 
 
 # ---------------------------------------------------------------------- in training

@@ -195,9 +195,10 @@ class TransformersCallback(TrainerCallback):
         try:
             if self._tracker is not None:
                 best = args.load_best_model_at_end and state.best_model_checkpoint is not None
-                # Resumed in the middle of an epoch, transformers would train one more step before it sees that it is
-                # done.
-                over = state.global_step >= state.max_steps and float(state.epoch or 0.0).is_integer()
+                # Resumed in an epoch that is not the last one's end, transformers would train one more step before it
+                # sees that it is done.
+                ended = float(state.epoch or 0.0) >= state.num_train_epochs
+                over = state.global_step >= state.max_steps and ended
                 assert self._engine is not None
                 if self._unchecked and self._tracker.epoch < state.num_train_epochs:
                     self._require_same_epoch(state.num_train_epochs)  # no step was left for transformers

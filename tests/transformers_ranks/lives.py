@@ -53,6 +53,11 @@ class Life:
         """The ends of what all ranks have printed."""
         return "\n".join(path.read_text()[-4000:] for path in sorted(self._log.parent.glob(self._log.name + "*")))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether no rank has ended."""
+        return all(psutil.pid_exists(pid) for pid in self.pids)
+
     def until(self, condition: Any) -> None:
         """Wait for something; fails with the log."""
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -62,12 +67,7 @@ class Life:
 
     def reach(self, batches: int) -> None:
         """Wait until every rank has begun so many batches, or one has ended."""
-        self.until(
-            lambda: (
-                all(len(self.batches(rank)) >= batches for rank in range(self.size))
-                or not all(psutil.pid_exists(pid) for pid in self.pids)
-            )
-        )
+        self.until(lambda: not self.is_whole or all(len(self.batches(rank)) >= batches for rank in range(self.size)))
 
 
 class Lives:
@@ -76,6 +76,7 @@ class Lives:
     def __init__(self, launcher: Launcher, folder: Path, **job: Any) -> None:
         self._launcher, self.folder, self._job = launcher, folder, job
         self.lives: list[Life] = []
+        self._launched: Life | None = None
         folder.mkdir(exist_ok=True)
 
     def job(self, **changes: Any) -> dict[str, Any]:
@@ -90,12 +91,20 @@ class Lives:
         job = self.job(**changes, **({"alone": True} if size == 1 else {}))
         life = Life(job, size, self.folder / f"log{len(self.lives)}")
         self.lives.append(life)
+        self._launched = life
         life.pids = self._launcher.start(job, size, life._log, lets_end=lets_end)
         return life
 
     def join(self) -> list[int]:
         """The exit statuses."""
+        self._launched = None
         return self._launcher.join()
+
+    def end(self) -> None:
+        """Kill a life that was not joined: its test has failed."""
+        if self._launched is not None:
+            kill(self._launched.pids)
+            self.join()
 
     def whole(self, size: int = 2, **changes: Any) -> Life:
         """A life that comes to its end."""

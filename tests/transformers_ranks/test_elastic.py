@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.ranks.launch import Launcher
 from tests.transformers_ranks.lives import Life, Lives, kill, require_each_sample_once
 from tests.transformers_ranks.train import SAMPLES
 
@@ -39,9 +38,9 @@ def killed(lives: Lives, size: int, after: int, **changes: Any) -> Life:
     ],
     ids=["batch size", "fewer ranks accumulate", "more ranks"],
 )
-def test_generations(generations: list[tuple[int, dict[str, Any]]], tmp_path: Path, launcher: Launcher) -> None:
+def test_generations(generations: list[tuple[int, dict[str, Any]]], lives_in: Callable[..., Lives]) -> None:
     """Each sample of each epoch comes once, and the run has as many steps as any of them would have had."""
-    lives = Lives(launcher, tmp_path, samples=128)
+    lives = lives_in("lives", samples=128)
     for size, changes in generations[:-1]:
         killed(lives, size, 4 * changes["arguments"]["gradient_accumulation_steps"], **changes)
     size, changes = generations[-1]
@@ -53,9 +52,9 @@ def test_generations(generations: list[tuple[int, dict[str, Any]]], tmp_path: Pa
         assert len({life.batches(rank)[0]["step"] for rank in range(life.size)}) == 1
 
 
-def test_other_steps_are_refused(tmp_path: Path, launcher: Launcher) -> None:
+def test_other_steps_are_refused(lives_in: Callable[..., Lives]) -> None:
     """With twice as many ranks an epoch would have half the steps; the message says what to change."""
-    lives = Lives(launcher, tmp_path)
+    lives = lives_in("lives")
     killed(lives, 1, 4, **of(8))
     life = lives.start(2, **of(8))
     assert any(lives.join()), life.log()
@@ -66,9 +65,9 @@ def test_other_steps_are_refused(tmp_path: Path, launcher: Launcher) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_would_end_at_once_is_refused(tmp_path: Path, launcher: Launcher) -> None:
+def test_a_run_that_would_end_at_once_is_refused(lives_in: Callable[..., Lives]) -> None:
     """In its last epoch, with so many ranks that transformers takes it for complete."""
-    lives = Lives(launcher, tmp_path)
+    lives = lives_in("lives")
     killed(lives, 1, 18, **of(8))
     life = lives.start(2, **of(8))
     assert any(lives.join()), life.log()

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.ranks.launch import Launcher
 from tests.transformers_ranks.lives import Lives
 
 SECONDS = 2.0
@@ -21,24 +20,20 @@ ONE_RUN = "has its snapshots in"
         ({"1": {"without": True}}, [0], "1 of 2 ranks have not called resume_from(): 1"),
         ({"1": {"forgets": True}}, [0], "1 of 2 ranks have not called resume_from(): 1"),
         ({"0": {"without": True}}, [1], "rank 0 has not called resume_from()"),
-        ({"1": {"root": "{root}-other"}}, [0, 1], ONE_RUN),
+        ({"1": {"subfolder": "other"}}, [0, 1], ONE_RUN),
         ({"1": {"arguments": {"ignore_data_skip": True}}}, [0, 1], "ignore_data_skip=True moves the position"),
     ],
     ids=["no callback", "no resume_from", "not on rank 0", "another folder", "another argument"],
 )
 def test_nonsense_is_one_clear_error(
-    wrong: dict[str, Any], who: list[int], why: str, tmp_path: Path, launcher: Launcher
+    wrong: dict[str, Any], who: list[int], why: str, lives_in: Callable[..., Lives]
 ) -> None:
     """No rank hangs, and nothing is written."""
-    wrong = {
-        rank: {k: v.format(root=tmp_path / "run") if k == "root" else v for k, v in one.items()}
-        for rank, one in wrong.items()
-    }
-    lives = Lives(launcher, tmp_path, ranks=wrong, agree_seconds=SECONDS)
+    lives = lives_in("lives", ranks=wrong, agree_seconds=SECONDS)
     life = lives.start(lets_end=len(who) > 1)
     statuses = lives.join()
     assert all(statuses), life.log()
     for rank in who:
         assert str(life.exit(rank)).startswith("ConfigError: "), life.log()
         assert why in life.exit(rank)
-    assert not (tmp_path / "run").exists()
+    assert not (lives.folder / "run").exists()

@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from tests.ranks.launch import REPOSITORY, Launcher, writers_of
+from tests.ranks.launch import REPOSITORY, writers_of
 from tests.ranks.stopped import gone
-from tests.transformers_ranks.lives import Life, Lives, require_continuation, require_same_end
+from tests.transformers_ranks.lives import Life, Lives, kill, require_continuation, require_same_end
 
 SIZE = 2
 RARELY = {"every_n_steps": 10**9}
@@ -21,10 +22,10 @@ PATIENCE_SECONDS = 240.0
 
 
 @pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_sigterm_to_one_rank_loses_nothing(victim: int, tmp_path: Path, launcher: Launcher) -> None:
+def test_sigterm_to_one_rank_loses_nothing(victim: int, lives_in: Callable[..., Lives]) -> None:
     """Every rank says 143; the next life goes on with the next batch."""
-    reference = Lives(launcher, tmp_path / "reference", options=RARELY).whole()
-    lives = Lives(launcher, tmp_path / "stopped", options=RARELY)
+    reference = lives_in("reference", options=RARELY).whole()
+    lives = lives_in("stopped", options=RARELY)
     first = lives.start(pace=0.05, lets_end=True)
     first.reach(3)
     os.kill(first.pids[victim], signal.SIGTERM)
@@ -47,29 +48,29 @@ def require_stopped(life: Life, lives: Lives) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_under_torchrun(tmp_path: Path, launcher: Launcher) -> None:
+def test_under_torchrun(lives_in: Callable[..., Lives]) -> None:
     """As users start it: SIGTERM to a rank, to the other, to the launcher; kill -9; then to its end."""
-    reference = Lives(launcher, tmp_path / "reference", options=RARELY).whole()
-    lives = Lives(launcher, tmp_path / "torchrun", options=RARELY)
+    reference = lives_in("reference", options=RARELY).whole()
+    lives = lives_in("torchrun", options=RARELY)
     for target in ("1", "0", "launcher"):
-        life, process = torchrun(lives, pace=0.05)
-        life.reach(2)
-        ranks = [next(line["pid"] for line in life.lines(rank)) for rank in range(SIZE)]
-        processes = [*ranks, *writers_of(ranks)]
-        os.kill(process.pid if target == "launcher" else ranks[int(target)], signal.SIGTERM)
-        assert process.wait(PATIENCE_SECONDS) == 1, life.log()
-        require_stopped(life, lives)
-        assert "SIGKILL" not in life.log(), life.log()
-        assert gone(processes), life.log()
-    last, process = torchrun(lives, pace=0.0)
-    assert process.wait(PATIENCE_SECONDS) == 0, last.log()
+        with torchrun(lives, pace=0.05) as (life, process):
+            life.reach(2)
+            processes = [*life.pids, *writers_of(life.pids)]
+            os.kill(process.pid if target == "launcher" else life.pids[int(target)], signal.SIGTERM)
+            assert process.wait(PATIENCE_SECONDS) == 1, life.log()
+            require_stopped(life, lives)
+            assert "SIGKILL" not in life.log(), life.log()
+            assert gone(processes), life.log()
+    with torchrun(lives, pace=0.0) as (last, process):
+        assert process.wait(PATIENCE_SECONDS) == 0, last.log()
     for life in lives.lives:
         require_continuation(life, reference)
     require_same_end(last, reference)
 
 
-def torchrun(lives: Lives, **changes: float) -> tuple[Life, subprocess.Popen[bytes]]:
-    """A life that torchrun has started."""
+@contextmanager
+def torchrun(lives: Lives, **changes: float) -> Iterator[tuple[Life, subprocess.Popen[bytes]]]:
+    """A life that torchrun has started, once its ranks are there; it does not outlive the test."""
     life = Life(lives.job(**changes), SIZE, lives.folder / f"log{len(lives.lives)}")
     lives.lives.append(life)
     command = ["-m", "torch.distributed.run", "--nproc-per-node", str(SIZE), "--standalone"]
@@ -82,4 +83,12 @@ def torchrun(lives: Lives, **changes: float) -> tuple[Life, subprocess.Popen[byt
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
-    return life, process
+    try:
+        life.until(lambda: process.poll() is not None or all(life.lines(rank) for rank in range(SIZE)))
+        life.pids = [life.lines(rank)[0]["pid"] for rank in range(SIZE)]
+        yield life, process
+    finally:
+        if process.poll() is None:
+            kill(life.pids)
+            process.kill()
+            process.wait(PATIENCE_SECONDS)

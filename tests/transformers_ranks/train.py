@@ -13,6 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from tests.support.digests import digest, seed_everything
 
 _TIMED = ("runtime", "per_second", "train_loss")
 SAMPLES = 64
-PATIENCE_SECONDS = 60.0
 
 
 class Samples(Dataset[Any]):
@@ -48,18 +48,24 @@ class Samples(Dataset[Any]):
         return len(self.x)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        x = self.x[index] + 0.1 * torch.rand(())
+        plain = self.plain(index)
+        return {**plain, "x": plain["x"] + 0.1 * torch.rand(())}
+
+    def plain(self, index: int) -> dict[str, Any]:
         labels = self.y[index].clone()
         labels[: index % 5] = -100
-        return {"index": index, "x": x, "labels": labels, "input_ids": [0] * (1 + index % 7)}
+        return {"index": index, "x": self.x[index], "labels": labels, "input_ids": [0] * (1 + index % 7)}
 
 
 class Stream(IterableDataset[Any]):
-    """The same samples without a length."""
+    """The same samples without a length and without an augmentation, which no position of such a dataset repeats."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
 
     def __iter__(self) -> Iterator[Any]:
-        samples = Samples()
-        return (samples[index] for index in range(len(samples)))
+        samples = Samples(self._count)
+        return (samples.plain(index) for index in range(len(samples)))
 
 
 def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -82,14 +88,15 @@ class Net(nn.Module):
 class Language(GPT2LMHeadModel):  # type: ignore[misc]
     """Tied weights and a configuration."""
 
-    def __init__(self) -> None:
-        super().__init__(GPT2Config(vocab_size=16, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+    def __init__(self, *, ties: bool = True) -> None:
+        size = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+        super().__init__(GPT2Config(**size, tie_word_embeddings=ties))
 
     def forward(self, index: Any, x: Any, labels: Any, **more: Any) -> Any:
         return super().forward(input_ids=labels.clamp(min=0), labels=labels, **more)
 
 
-MODELS = {"net": Net, "language": Language}
+MODELS = {"net": Net, "language": Language, "untied": partial(Language, ties=False)}
 
 
 class Trace:
@@ -123,7 +130,8 @@ def make_trainer(job: Mapping[str, Any], trace: Trace, callbacks: list[Any]) -> 
 
     class Recorder(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            seed_everything(job["seed"] + rank_of())  # after the sampler was made, which is the same on all ranks
+            if not job.get("together"):
+                seed_everything(job["seed"] + rank_of())  # after the sampler was made, which is the same on all ranks
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             trace.write(log=state.global_step, **timeless(logs))
@@ -147,7 +155,7 @@ def make_trainer(job: Mapping[str, Any], trace: Trace, callbacks: list[Any]) -> 
     trainer = Trainer(
         model=model,
         args=TrainingArguments(f"{job['root']}-out", **arguments),
-        train_dataset=Stream() if job.get("stream") else Samples(job.get("samples", SAMPLES)),
+        train_dataset=(Stream if job.get("stream") else Samples)(job.get("samples", SAMPLES)),
         eval_dataset=Samples(13),
         data_collator=collate,
         callbacks=[*callbacks, Recorder()],
@@ -162,30 +170,6 @@ def shard(trainer: Trainer) -> None:
     PartialState._shared_state.update(kind)
     AcceleratorState._shared_state.update(kind, fsdp_plugin=plugin)
     trainer.is_fsdp_enabled = True
-
-
-def wait_for_the_arena(checkpointer: Any) -> None:
-    """If it is being made ready: until all of its slots are. On a busy machine that takes several batches."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    slots = checkpointer._pipeline._slots
-    while slots._warm_up is not None:
-        slots.ready()
-        assert time.monotonic() < deadline, "the arena does not become ready"
-        time.sleep(0.001)
-
-
-class Patience(TrainerCallback):  # type: ignore[misc]
-    """Goes on when the last snapshot is durable, so that none is left out."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for ckpt in OURS:
-            if ckpt.tracker is not None:
-                wait_for_the_arena(ckpt.tracker._engine)
-                ckpt.tracker.before_update()
-                assert ckpt.tracker._engine.wait(PATIENCE_SECONDS)
-
-
-OURS: list[TransformersCallback] = []
 
 
 def main(job: dict[str, Any]) -> None:
@@ -212,14 +196,19 @@ def train(job: dict[str, Any], trace: Trace) -> None:
     mine = job.get("ranks", {}).get(str(rank_of()), {})
     job = {**job, **mine}
     seed_everything(job["seed"])
-    options = {"tiers": job["root"], "every_n_steps": 2, "keep": {"last": 3}, **job.get("options", {})}
-    OURS[:] = [] if job.get("without") else [TransformersCallback(options)]
-    trainer = make_trainer(job, trace, [*OURS, *([Patience()] if job.get("patient") else [])])
+    options = {
+        "tiers": job["root"] + job.get("subfolder", ""),
+        "every_n_steps": 2,
+        "keep": {"last": 3},
+        **job.get("options", {}),
+    }
+    ours = [] if job.get("without") else [TransformersCallback(options)]
+    trainer = make_trainer(job, trace, ours)
     if trainer.args.fsdp:
         shard(trainer)
-    resumes = OURS and not job.get("forgets")
-    trainer.train(resume_from_checkpoint=OURS[0].resume_from(trainer) if resumes else None)
-    if trainer.args.fsdp:
+    resumes = ours and not job.get("forgets")
+    trainer.train(resume_from_checkpoint=ours[0].resume_from(trainer) if resumes else None)
+    if trainer.args.fsdp and trainer.args.fsdp_config["version"] == 2:
         assert any(isinstance(one, DTensor) for one in trainer.model.parameters())
     found = digest(
         **tree_map(_local, {"weights": trainer.model.state_dict(), "optimizer": trainer.optimizer.state_dict()})

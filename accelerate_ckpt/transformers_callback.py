@@ -110,6 +110,9 @@ class TransformersCallback(TrainerCallback):
                 hint="give this run its own folder",
             )
         self._imported = IMPORTED in candidate.manifest.notes
+        if not self._imported:
+            # transformers 4 takes the saved one instead of the argument; what follows of another one is checked later.
+            state = {**state, "train_batch_size": trainer.args.train_batch_size}
         self._folder = Path(tempfile.mkdtemp(prefix="ckpt-resume-"))
         (self._folder / _FILE).write_text(as_file(state), encoding="utf-8")
         internals.keep_weights()

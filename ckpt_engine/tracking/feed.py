@@ -113,7 +113,7 @@ class Feed:
         """Every batch of the pass was given, as far as that is known."""
         dealt = self.position.dealt
         length = self._length if dealt is None else dealt[1]
-        exhausted = self.position.exhausted or self._elsewhere_ended
+        exhausted = bool(getattr(self._live(), self._ended_by)) if self._share == 0 else self.position.exhausted
         return self.delivered > 0 and (self.delivered == length or exhausted)
 
     @property
@@ -233,16 +233,10 @@ class Feed:
 
     def _position(self) -> State:
         """Of the torch loader, after what was given of it."""
-        if self._elsewhere_ended:
-            return self.position.next_epoch_state()
         taken = self.delivered * self._share
         if self._share > 1 and self.position.exhausted:
             taken = min(taken, self.position.fetched)  # the last batch may be made of fewer
         return self.position.state(taken)
-
-    @property
-    def _elsewhere_ended(self) -> bool:
-        return self._share == 0 and bool(getattr(self._live(), self._ended_by))
 
     def _assemble(self, position: State, delivered: int, counter: int) -> State:
         return {

@@ -39,6 +39,22 @@ def test_sigterm_to_one_rank_loses_nothing(victim: int, lives_in: Callable[..., 
     require_same_end(last, reference)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatches", [False, True])
+def test_a_stop_at_the_end_of_an_epoch(dispatches: bool, lives_in: Callable[..., Lives]) -> None:
+    """All ranks go on to the first batch of the next one, also those that fetch nothing themselves."""
+    arguments = {"accelerator_config": {"dispatch_batches": dispatches}}
+    reference = lives_in("reference", options=RARELY, arguments=arguments).whole()
+    lives = lives_in("stopped", options=RARELY, arguments=arguments)
+    first = lives.start(lets_end=True, pace=0.05, ranks={"0": {"stops_in": 6}})
+    assert lives.join() == [143] * SIZE, first.log()
+    require_stopped(first, lives)
+    assert lives.snapshots() == [(9, "signal")]
+    last = lives.whole()
+    assert require_continuation(last, reference) == 9
+    require_same_end(last, reference)
+
+
 def require_stopped(life: Life, lives: Lives) -> None:
     """Every rank has said 143, and there is one snapshot, of the last step."""
     step = max(line["step"] for line in life.batches(0)) + 1

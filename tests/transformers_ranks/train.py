@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import warnings
@@ -126,6 +127,8 @@ def make_trainer(job: Mapping[str, Any], trace: Trace, callbacks: list[Any]) -> 
             draw, loss = torch.rand(()).item().hex(), output["loss"].detach().item().hex()
             step = trainer.state.global_step
             trace.write(step=step, epoch=trainer.state.epoch, samples=kwargs["index"].tolist(), draw=draw, loss=loss)
+            if step == job.get("stops_in"):
+                os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(job.get("pace", 0.0))
 
     class Recorder(TrainerCallback):  # type: ignore[misc]

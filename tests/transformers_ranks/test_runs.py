@@ -50,7 +50,12 @@ CASES: dict[str, dict[str, Any]] = {
         "arguments": {"max_steps": 16, "accelerator_config": {"dispatch_batches": False}},
     },
     "dispatched": {"arguments": {"accelerator_config": {"dispatch_batches": True}}},
-    "dispatched and split": {"arguments": {"accelerator_config": {"dispatch_batches": True, "split_batches": True}}},
+    "dispatched and split": {
+        "arguments": {
+            "per_device_train_batch_size": 8,
+            "accelerator_config": {"dispatch_batches": True, "split_batches": True},
+        }
+    },
     "dispatched, with workers": {
         "arguments": {"dataloader_num_workers": 2, "accelerator_config": {"dispatch_batches": True}}
     },

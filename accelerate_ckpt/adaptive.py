@@ -93,12 +93,3 @@ class AdaptiveCheckpoint(Tracker):
 
     def _before_load_state(self, models: list[Any], input_dir: str) -> None:  # noqa: ARG002
         self.abandon_resume()
-
-
-def require_one_process(accelerator: Accelerator) -> None:
-    """Raises ConfigError in one of several processes."""
-    if accelerator.num_processes > 1:
-        raise ConfigError(
-            f"AdaptiveCheckpoint supports one process in this version, this run has {accelerator.num_processes}",
-            hint="launch one process, or use accelerator.save_state for this run",
-        )

@@ -53,6 +53,10 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("shard", "iteration", "the epoch of seedable samplers after a resume"),
     PrivateName("dispatcher", "base_dataloader", "the data position of a snapshot"),
     PrivateName("dispatcher", "iteration", "the epoch of seedable samplers after a resume"),
+    PrivateName("dispatcher", "end_of_dataloader", "the end of an epoch where another process has the batches"),
+    PrivateName("dispatcher", "split_batches", "how many batches one process fetches for all"),
+    PrivateName("dispatcher", "state", "which process fetches for all"),
+    PrivateName("dispatcher", "submesh_tp", "how many batches one process fetches for all"),
 )
 """Every such name in use; `tests/accelerate/test_compat.py` has one test for each."""
 
@@ -177,7 +181,11 @@ def source_of(loader: Any) -> Source:
             f"a prepared loader is a {type(loader).__name__}, whose position cannot be followed",
             hint="loaders of XLA devices are not supported",
         )
-    return Source(loader, base, LOOKAHEAD, "iteration")
+    share = 1
+    if isinstance(loader, DataLoaderDispatcher):  # the first process fetches for all
+        whole = loader.split_batches or loader.submesh_tp
+        share = 0 if loader.state.process_index else 1 if whole else loader.state.num_processes
+    return Source(loader, base, LOOKAHEAD * max(share, 1), "iteration", share, "end_of_dataloader")
 
 
 def _numbered(name: str, values: list[Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from accelerate import Accelerator
@@ -21,7 +22,7 @@ _HINTS = {
 
 
 def ranks_of(accelerator: Accelerator, internals: Internals) -> Ranks | None:
-    """All ranks of `accelerator`, after `prepare`; None: it is one process.
+    """All ranks of `accelerator`; None: it is one process. What was prepared is looked at when a snapshot is.
 
     Parameters and what optimizers know of them are the same on all ranks of DDP; DTensors and FSDP1 tell who has what.
     Everything else is that of rank 0, and streams and positions are each rank's own.
@@ -37,18 +38,18 @@ def ranks_of(accelerator: Accelerator, internals: Internals) -> Ranks | None:
             f"several processes are supported with DDP and FSDP, and this run has {kind}",
             hint=_HINTS.get(kind, "use accelerator.save_state for this run"),
         )
-    names = {
-        clean_name(name)
-        for model in internals.models()
-        for name, _ in accelerator.unwrap_model(model, keep_torch_compile=False).named_parameters(
-            remove_duplicate=False
+
+    @cache
+    def names() -> frozenset[str]:
+        models = (accelerator.unwrap_model(model, keep_torch_compile=False) for model in internals.models())
+        return frozenset(
+            clean_name(name) for model in models for name, _ in model.named_parameters(remove_duplicate=False)
         )
-    }
 
     def alike(path: tuple[Any, ...]) -> bool:
         component = str(path[0])
         if component.startswith("model"):
-            return len(path) == 2 and path[1] in names
+            return len(path) == 2 and path[1] in names()
         return component.startswith("optimizer") and len(path) > 1 and path[1] == "state"
 
     return ProcessGroupRanks(own={OWN_KEY}, divides=alike)

@@ -9,24 +9,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
-from accelerate_ckpt.adaptive import require_one_process
 from accelerate_ckpt.compat import Internals, source_of
 from accelerate_ckpt.parts import AcceleratedParts
+from accelerate_ckpt.ranks import ranks_of
 from accelerate_ckpt.transformers_compat import TrainerInternals
+from accelerate_ckpt.transformers_ranks import meet
 from accelerate_ckpt.transformers_state import NOTE, TrainerSurroundings, as_file
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.convert import transformers_folder
 from ckpt_engine.data import native
+from ckpt_engine.data.position import attach
 from ckpt_engine.errors import ConfigError, ResumeError
 from ckpt_engine.tracking.resume import IMPORTED
 from ckpt_engine.tracking.tracker import Tracker
 
 _FILE = "trainer_state.json"
 _LOADER = "loader"
+_OTHERS = "the samples of a step (batch size x gradient_accumulation_steps x processes) are others"
+_SAME = (
+    "use the arguments of the saved run; with another number of processes another per_device_train_batch_size or "
+    "gradient_accumulation_steps, so that each step has as many samples as before"
+)
 
 
 class TransformersCallback(TrainerCallback):
@@ -38,7 +46,8 @@ class TransformersCallback(TrainerCallback):
     trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer))     # None on a fresh start
     ```
 
-    The trainer's own checkpoints, `load_best_model_at_end` included, stay as they are.
+    The trainer's own checkpoints, `load_best_model_at_end` included, stay as they are. With several ranks (`torchrun`)
+    each of them makes the callback and calls `resume_from`.
 
     Args:
         config: a YAML file, a folder or storage URL, or a mapping; see docs/configuration.md.
@@ -56,6 +65,8 @@ class TransformersCallback(TrainerCallback):
         self._tracker: Tracker | None = None
         self._folder: Path | None = None
         self._imported = False
+        self._unchecked = False
+        """transformers has counted where it resumes, and nobody has compared that yet."""
 
     @property
     def tracker(self) -> Tracker | None:
@@ -68,19 +79,26 @@ class TransformersCallback(TrainerCallback):
         The folder holds the trainer's counters only and is gone once training begins; everything else comes from the
         snapshot.
 
+        Of several ranks each one calls it, and gets a folder of its own.
+
         Raises:
             ConfigError: this callback is not one of the trainer's, or the trainer is set up in a way that has no exact
-                resume.
+                resume, or the ranks do not all call this for the same run.
             CkptError: this version of transformers lacks something that is needed; names it.
             NoUsableSnapshotError: there are snapshots, and none is usable.
             ResumeError: the newest snapshot is not of a `Trainer`.
             LeaseHeldError, StorageError, WriterError: as `Checkpointer.start`.
         """
         self._release()
-        _require(self, trainer)
-        self._trainer, self._internals = trainer, TrainerInternals(trainer)
-        self._internals.probe()
-        self._engine = engine = Checkpointer(self.config)
+        internals = TrainerInternals(trainer)
+
+        def check() -> None:
+            _require(self, trainer)
+            internals.probe()
+
+        engine = Checkpointer(self.config, ranks=ranks_of(trainer.accelerator, Internals(trainer.accelerator)))
+        meet(engine, check)
+        self._trainer, self._internals, self._engine = trainer, internals, engine
         engine.start()
         candidate = engine.choose()
         if candidate is None:
@@ -92,9 +110,12 @@ class TransformersCallback(TrainerCallback):
                 hint="give this run its own folder",
             )
         self._imported = IMPORTED in candidate.manifest.notes
+        if not self._imported:
+            # transformers 4 takes the saved one instead of the argument; what follows of another one is checked later.
+            state = {**state, "train_batch_size": trainer.args.train_batch_size}
         self._folder = Path(tempfile.mkdtemp(prefix="ckpt-resume-"))
         (self._folder / _FILE).write_text(as_file(state), encoding="utf-8")
-        self._internals.keep_weights()
+        internals.keep_weights()
         return str(self._folder)
 
     # ---- events
@@ -129,9 +150,12 @@ class TransformersCallback(TrainerCallback):
             trainer="transformers",
             folder=Path(args.output_dir or "."),
         )
+        self._unchecked = resumed and not self._imported
         if resumed:
             internals.skip_with(self._skip_imported if self._imported else self._skip)
         _require_same_step(tracker, engine, state, resumed=resumed)
+        if resumed:
+            surroundings.share_history(engine.agree)
         if self._imported and self._folder is not None:
             tracker.continue_after(_LOADER, int(state.epoch or 0), 0)
             if surroundings.streams is not None:
@@ -144,7 +168,11 @@ class TransformersCallback(TrainerCallback):
         """The first batches are fetched, and nothing is trained yet."""
         if self._internals is not None and self._internals.skips:
             self._internals.unskip()
-            self._require_same_batch(0)
+            self._require_same_batch(objects["train_dataloader"], 0)
+        if self._unchecked:
+            self._unchecked = False
+            loader = objects["train_dataloader"]
+            self._require_same_epoch(int(getattr(loader, source_of(loader).counter)))
         self._remove_folder()  # an imported run has its random streams from there by now
 
     @override
@@ -170,10 +198,15 @@ class TransformersCallback(TrainerCallback):
         try:
             if self._tracker is not None:
                 best = args.load_best_model_at_end and state.best_model_checkpoint is not None
-                # Resumed in the middle of an epoch, transformers would train one more step before it sees that it is
-                # done.
-                over = state.global_step >= state.max_steps and float(state.epoch or 0.0).is_integer()
-                self._tracker.finish(complete=over and not best)
+                # Resumed in an epoch that is not the last one's end, transformers would train one more step before it
+                # sees that it is done.
+                ended = float(state.epoch or 0.0) >= state.num_train_epochs
+                over = state.global_step >= state.max_steps and ended
+                assert self._engine is not None
+                if self._unchecked and self._tracker.epoch < state.num_train_epochs:
+                    self._require_same_epoch(state.num_train_epochs)  # no step was left for transformers
+                # A machine that does not see the best checkpoint has no other weights: then the ranks differ.
+                self._tracker.finish(complete=self._engine.meet(lambda: over and not best, all))
         finally:
             self._release()
 
@@ -181,7 +214,7 @@ class TransformersCallback(TrainerCallback):
 
     def _skip(self, loader: Any, batches: int) -> Any:
         """Instead of `skip_first_batches`: the loader itself stands after these batches."""
-        self._require_same_batch(batches)
+        self._require_same_batch(loader, batches)
         return loader
 
     def _skip_imported(self, loader: Any, batches: int) -> Any:
@@ -193,15 +226,30 @@ class TransformersCallback(TrainerCallback):
         self._tracker.continue_after(_LOADER, epoch, batches)
         return loader
 
-    def _require_same_batch(self, batches: int) -> None:
+    def _require_same_batch(self, loader: Any, batches: int) -> None:
         tracker = self._tracker
         assert tracker is not None
-        if batches != tracker.resumed_batches:
+        dealt = attach(source_of(loader).base).dealt
+        if dealt is None and batches != tracker.resumed_batches:
             raise ResumeError(
                 f"transformers resumes after {batches} batches of the epoch, the snapshot is after "
-                f"{tracker.resumed_batches}: an earlier epoch was ended early by a callback, or the batch size or "
-                "gradient_accumulation_steps is another one",
-                hint="use the arguments of the saved run",
+                f"{tracker.resumed_batches}: an earlier epoch was ended early by a callback, or {_OTHERS}",
+                hint=_SAME,
+            )
+        # Another number of ranks has begun this epoch: what was trained is counted in their batches.
+        if dealt is not None and len(loader) - batches != (left := dealt[1] - tracker.resumed_batches):
+            raise ResumeError(
+                f"transformers would train {len(loader) - batches} more batches of the epoch, the snapshot leaves "
+                f"{left} to this number of processes: {_OTHERS}",
+                hint=_SAME,
+            )
+
+    def _require_same_epoch(self, epoch: int) -> None:
+        assert self._tracker is not None
+        if epoch != self._tracker.epoch:
+            raise ResumeError(
+                f"transformers resumes in epoch {epoch}, the snapshot is of epoch {self._tracker.epoch}: {_OTHERS}",
+                hint=_SAME,
             )
 
     def _release(self) -> None:
@@ -230,7 +278,11 @@ def _require(callback: TransformersCallback, trainer: Trainer) -> None:
             "the trainer does not know this callback",
             hint="Trainer(..., callbacks=[ckpt]) or trainer.add_callback(ckpt)",
         )
-    require_one_process(trainer.accelerator)
+    if trainer.accelerator.distributed_type is DistributedType.DEEPSPEED:
+        raise ConfigError(
+            "DeepSpeed keeps its state to itself",
+            hint="use the Trainer's own checkpoints, or TrainingArguments(fsdp=...)",
+        )
     if arguments.n_gpu > 1:
         raise ConfigError(
             f"this trainer spreads its model over {arguments.n_gpu} GPUs with DataParallel, which is not supported",

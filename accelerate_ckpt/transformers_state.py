@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import PreTrainedModel, Trainer, TrainerState
@@ -17,6 +17,7 @@ from ckpt_engine.observe.resume_report import NotRestored, Restored
 NOTE = TRAINER_STATE
 """The key in a manifest's notes under which `resume_from` finds the trainer's state."""
 _LONG = "log_history"
+_RANKS = "ranks"
 _SINCE_THE_RESUME = "the next logged loss covers only the steps since the resume"
 
 
@@ -33,6 +34,8 @@ class TrainerSurroundings:
         self._trainer = trainer
         self._internals = internals
         self._own = own
+        self._rank, self._size = trainer.accelerator.process_index, trainer.accelerator.num_processes
+        self._history: list[Any] = []
         self.streams: Mapping[str, Any] | None = None
         """Random streams of an imported checkpoint, which belong right before the first step."""
         model = trainer.model
@@ -43,8 +46,11 @@ class TrainerSurroundings:
         return not self._trainer.accelerator.sync_gradients
 
     def dump(self) -> dict[str, Any]:
+        state = self._state()
+        if self._rank:
+            del state[_LONG]  # it is the same on all ranks, and grows with the run: see `share_history`
         return {
-            "state": json.dumps(self._state()),
+            "state": json.dumps(state),
             "callbacks": [
                 [type(callback).__name__, json.dumps(callback.state())]
                 for callback in self._internals.callbacks
@@ -52,6 +58,7 @@ class TrainerSurroundings:
             ],
             "loss": self._internals.running_loss(),
             "files": self._files,
+            _RANKS: self._size,
         }
 
     def notes(self) -> dict[str, Any]:
@@ -59,11 +66,25 @@ class TrainerSurroundings:
         return {NOTE: {**self._state(), _LONG: []}}
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
-        self._restore_state(json.loads(saved["state"]))
+        self._restore_state({_LONG: list(self._history), **json.loads(saved["state"])})
+        ranks = int(saved.get(_RANKS, 1))
+        loss = {**saved["loss"], "flos": saved["loss"]["flos"] * ranks / self._size}  # of all ranks they are added up
         missing = []
-        if not self._internals.restore_running_loss(saved["loss"]):
+        if not self._internals.restore_running_loss(loss):
             missing.append(NotRestored("running loss", _SINCE_THE_RESUME))
+        elif self._size % ranks and bool(loss["loss"]) and not self._rank:
+            why = f"each rank has that of saved rank r mod {ranks}: the next logged loss is not the mean of all"
+            missing.append(NotRestored("running loss", why))
         return missing + self._restore_callbacks([(name, json.loads(text)) for name, text in saved["callbacks"]])
+
+    def share_history(self, agree: Callable[[Callable[[], list[Any]]], list[Any]]) -> None:
+        """Every rank has the history of rank 0 now, in whose part of a snapshot alone it is.
+
+        Args:
+            agree: see `Checkpointer.agree`.
+        """
+        self._history = agree(lambda: list(self._trainer.state.log_history))
+        self._trainer.state.log_history = list(self._history)
 
     def adopt(self, state: dict[str, Any]) -> tuple[list[Restored], list[NotRestored]]:
         saved = state.pop(TRAINER_STATE, None)
@@ -77,7 +98,8 @@ class TrainerSurroundings:
             for one in (found if isinstance(found, list) else [found])
         ]
         restored = [Restored("data position", "as the Trainer finds it: order and number of its batches")]
-        self.streams = state.get(STREAMS)
+        # Of several processes an imported folder has the streams of the first one only.
+        self.streams = state.get(STREAMS) if self._size == 1 else None
         if self.streams is not None:
             restored.append(Restored("random streams", "right before the first step, as the Trainer itself does it"))
         missing = [NotRestored("running loss", _SINCE_THE_RESUME)]

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from ckpt_engine.data import fingerprint, swap
+from ckpt_engine.data import fingerprint, rng, swap
 from ckpt_engine.data.exactness import Restoration
 from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.data.sampling import deref
@@ -46,12 +46,16 @@ class Source:
         base: where batches come from; `outer` itself, if it is a torch loader.
         lookahead: batches that `outer` has fetched when it gives one, beyond that one.
         counter: attribute of `outer` that counts its passes, or "".
+        share: batches of `base` that make one of `outer`; 0: `base` is never asked, as another rank has the batches.
+        ended: attribute of `outer` that is true once it has given its last batch; asked where `share` is 0.
     """
 
     outer: Any
     base: DataLoader[Any]
     lookahead: int = 0
     counter: str = ""
+    share: int = 1
+    ended: str = ""
 
 
 class Feed:
@@ -78,11 +82,13 @@ class Feed:
         """A snapshot could have been taken in the middle of it."""
         self.starts_only = False
         """In the last pass in which weights changed, none could: epochs are too short."""
-        self._counter = source.counter
+        self._counter, self._share, self._ended_by = source.counter, source.share, source.ended
         self._count_at_begin = 0
         self._base_begun = False
         self._open = False
         self._resumed: State | None = None
+        self._streams: Mapping[str, Any] | None = None
+        """Where no batch of the torch loader is fetched: what is to be installed once its iterator is there."""
         self._before = (0, 0, False, False, 0)
         self._pass: weakref.ref[_Pass] | None = None
         # Weak, as all that a loader reaches: a loader in a cycle would wait for the garbage collector, and a worker
@@ -90,7 +96,7 @@ class Feed:
         self._outer = weakref.ref(source.outer)
         self._listener = weakref.ref(listener)
         self.position: LoaderPosition = attach(source.base, lookahead=source.lookahead)
-        self._length = fingerprint.known_length(source.base)
+        self._length = fingerprint.known_length(source.base) if source.share == 1 else None
         if source.outer is source.base:
             self.position.wrap = self._begin_plain
         else:
@@ -107,7 +113,8 @@ class Feed:
         """Every batch of the pass was given, as far as that is known."""
         dealt = self.position.dealt
         length = self._length if dealt is None else dealt[1]
-        return self.delivered > 0 and (self.delivered == length or self.position.exhausted)
+        exhausted = bool(getattr(self._live(), self._ended_by)) if self._share == 0 else self.position.exhausted
+        return self.delivered > 0 and (self.delivered == length or exhausted)
 
     @property
     def resuming(self) -> bool:
@@ -124,7 +131,7 @@ class Feed:
         if self._resumed is not None:
             return self._resumed
         if self._open and (self.delivered > 0 or self._base_begun):
-            return self._assemble(self.position.state(self.delivered), self.delivered, self._count_at_begin)
+            return self._assemble(self._position(), self.delivered, self._count_at_begin)
         return self.next_pass_state()
 
     def next_pass_state(self) -> State:
@@ -133,14 +140,17 @@ class Feed:
             return self._resumed
         return self._assemble(self.position.next_epoch_state(), 0, self._count())
 
-    def load(self, state: State, rng: Mapping[str, Any] | None) -> None:
-        """The next pass continues at `state`; `rng` is installed before the first batch that was not fetched yet.
+    def load(self, state: State, streams: Mapping[str, Any] | None) -> None:
+        """The next pass continues at `state`; `streams` are installed before the first batch that was not fetched yet.
 
         Raises:
             MismatchError: the loader is not the one that was saved.
         """
         self._before = (self.delivered, self.epochs, self.starts_only, self.finished, self._count())
-        self.position.load_state(state["position"], rng=rng)
+        # The position installs them at the first fetch of a batch.
+        late = self._share == 0 and state["position"]["phase"] == "within"
+        self._streams = streams if late else None
+        self.position.load_state(state["position"], rng=None if late else streams)
         self._resumed = state
         self.delivered, self.epochs = int(state["delivered"]), int(state["epochs"])
         self.starts_only, self.finished = bool(state["starts_only"]), False
@@ -153,7 +163,8 @@ class Feed:
         For a run whose position nobody has recorded. The loader must have been told its epoch before.
         """
         if batches:
-            state = {"position": self.position.state_after(batches), "counter": self._count(), "delivered": batches}
+            position = self.position.state_after(batches * self._share)
+            state = {"position": position, "counter": self._count(), "delivered": batches}
             self.load({**state, "epochs": epochs, "starts_only": False}, None)
         self.epochs = epochs
 
@@ -161,7 +172,7 @@ class Feed:
         """The next pass starts by itself: what was loaded, and not begun yet, does not count any more."""
         if self._resumed is None:
             return
-        self._resumed = None
+        self._resumed = self._streams = None
         self.delivered, self.epochs, self.starts_only, self.finished, count = self._before
         if self._counter:
             setattr(self._live(), self._counter, count)
@@ -185,6 +196,9 @@ class Feed:
 
     def _base_begin(self, iterator: Iterator[Any]) -> Iterator[Any]:
         self._base_begun = True
+        if self._streams is not None:
+            rng.restore(self._streams)
+            self._streams = None
         return iterator
 
     def _begin_plain(self, iterator: Iterator[Any]) -> Iterator[Any]:
@@ -217,6 +231,13 @@ class Feed:
         if (listener := self._listener()) is not None:
             listener.over(self)
 
+    def _position(self) -> State:
+        """Of the torch loader, after what was given of it."""
+        taken = self.delivered * self._share
+        if self._share > 1 and self.position.exhausted:
+            taken = min(taken, self.position.fetched)  # the last batch may be made of fewer
+        return self.position.state(taken)
+
     def _assemble(self, position: State, delivered: int, counter: int) -> State:
         return {
             "position": position,
@@ -243,6 +264,8 @@ class Feed:
         self.delivered += 1
         if (listener := self._listener()) is not None:
             listener.given(self)
+        if self._share == 0:
+            self.position.forget()  # a loaded position holds until a batch is fetched
 
     def _failed(self, error: Exception) -> None:
         if (listener := self._listener()) is not None:

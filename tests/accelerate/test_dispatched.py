@@ -1,0 +1,80 @@
+"""A loader whose batches one process fetches for all: where each of the others stands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from ckpt_engine.data import rng
+from ckpt_engine.tracking.boundary import obstacle_of
+from ckpt_engine.tracking.feed import Feed, Source
+
+BATCHES = 3
+
+
+class Elsewhere:
+    """Gives what another process fetches: the loader inside is begun, as Accelerate does it, and never asked."""
+
+    def __init__(self, left: int = BATCHES) -> None:
+        self.base: DataLoader[Any] = DataLoader(range(12), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+        self.iteration, self.ended, self._left = 0, False, left
+
+    def __iter__(self) -> Iterator[int]:
+        self.ended, begun = False, iter(self.base)
+        for number in range(self._left):
+            self.ended = number == self._left - 1
+            yield number
+        self.iteration, self._left = self.iteration + 1, BATCHES
+        del begun
+
+
+class Boundaries:
+    """Notes at each boundary what is in the way of a snapshot, and the state."""
+
+    def __init__(self) -> None:
+        self.obstacles: list[str | None] = []
+        self.states: list[Any] = []
+
+    def asked(self, feed: Feed) -> None:
+        self.obstacles.append(obstacle_of(feed, accumulating=False))
+        self.states.append(feed.state())
+
+    def given(self, feed: Feed) -> None: ...
+
+    def failed(self, feed: Feed, error: Exception) -> None: ...
+
+    def over(self, feed: Feed) -> None: ...
+
+
+def followed(left: int = BATCHES) -> tuple[Elsewhere, Boundaries, Feed]:
+    loader, seen = Elsewhere(left), Boundaries()
+    return loader, seen, Feed("loader", Source(loader, loader.base, 1, "iteration", 0, "ended"), seen)
+
+
+def test_the_end_of_an_epoch_is_known_where_no_batch_is_fetched() -> None:
+    """Else one rank would stop there, and the one that fetches would go on."""
+    loader, seen, feed = followed()
+    assert list(loader) == list(range(BATCHES))
+    assert seen.obstacles == ["start of an epoch", None, None, "end of an epoch"]
+    feed.release()
+
+
+def test_streams_are_put_back_where_no_batch_is_fetched() -> None:
+    """Once the loader inside is begun; the next epoch begins by itself, and draws as it would have."""
+    loader, seen, feed = followed()
+    torch.manual_seed(1)
+    draws, streams = [], []
+    for _ in range(2):
+        for _ in loader:
+            draws.append(torch.rand(()).item())
+            streams.append(rng.capture())
+    feed.release()
+    torch.manual_seed(2)
+    loader, _, feed = followed(BATCHES - 1)
+    feed.load(seen.states[1], streams[0])  # after the first batch
+    torch.manual_seed(3)
+    assert [torch.rand(()).item() for _ in range(2) for _ in loader] == draws[1:]
+    feed.release()

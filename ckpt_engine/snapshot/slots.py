@@ -181,7 +181,9 @@ class Slots:
             return
         done = warm.take_done()
         self._free.extend(done)
-        if warm.finished:
+        if not warm.slots:
+            warm.let_go()  # all were hurried, and its own thread may starve for long
+        if warm.finished or not warm.slots:
             self._touched_seconds += warm.cpu_seconds
             self._warm_up = None
             warm.raise_error()
@@ -261,10 +263,14 @@ class _WarmUp:
             self._paused = False
             self._changed.notify_all()
 
-    def stop(self) -> None:
+    def let_go(self) -> None:
+        """Its threads end by themselves."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+
+    def stop(self) -> None:
+        self.let_go()
         self._thread.join(PREFAULT_TIMEOUT_SECONDS)
         if self._thread.is_alive():
             raise WaitTimeoutError("the arena's background thread did not stop")

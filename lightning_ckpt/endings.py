@@ -44,7 +44,7 @@ class Endings:
 
         Raises:
             SIGTERMException, KeyboardInterrupt: a stop.
-            DivergedError: all ranks end here.
+            DivergedError: all ranks end here. Where they are stopped as well they end for that: see `Halt.end_of`.
         """
         stop = self._watches.boundary(step)
         if self._shared is None:
@@ -59,10 +59,10 @@ class Endings:
             if (own := self._watches.divergence) is not None:
                 raise self._diverging.cut_off(own, err) from err
             raise
+        if self._shared.diverged is not None:
+            raise self._halt.end_of(self._diverging.together(self._shared.diverged, self._watches.divergence))
         if stop is not None:
             raise self._halt.together(stop, self._take)
-        if self._shared.diverged is not None:
-            raise self._diverging.together(self._shared.diverged, self._watches.divergence)
 
     def vetoed(self, *, due: bool) -> bool:
         """Whether the losses speak against a snapshot now; `due`: one would be taken.
@@ -102,6 +102,7 @@ class Endings:
 
         Raises:
             DivergedError: the last losses say so, of several ranks those of any of them.
+            SIGTERMException, KeyboardInterrupt: and somebody stops the run.
         """
         if self._judged_the_end or not self._watches.guards:
             return
@@ -115,7 +116,7 @@ class Endings:
                 _log.error("other ranks cannot be told that this one has diverged: %s", err)
         error = self._diverging.at_the_end(self._watches.divergence, step)
         if error is not None:
-            raise error
+            raise self._halt.end_of(error)
 
     def _judge(self, shared: SharedCadence, *, due: bool) -> None:
         self._watches.vetoed(due=due)

@@ -15,7 +15,7 @@ from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config
 from ckpt_engine.config.live import LiveFile
 from ckpt_engine.config.status import Status
-from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
+from ckpt_engine.errors import CkptError, DivergedError, LeaseHeldError, StorageError, WriterError
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
@@ -23,7 +23,7 @@ from ckpt_engine.observe.log import LogSink
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.laziness import copies_lazily
 from ckpt_engine.tracking import flags
-from ckpt_engine.tracking.diverging import Diverging
+from ckpt_engine.tracking.diverging import Diverging, require_alike
 from ckpt_engine.tracking.fence import StepFence
 from ckpt_engine.tracking.halt import Halt
 from ckpt_engine.tracking.rollback import Rollbacks
@@ -76,6 +76,7 @@ class FitRun:
         sinks, clock = FanOutSink(LogSink()), SystemClock()
         ranks = ranks_of(trainer, module)
         self.checkpointer = Checkpointer(config, ranks=ranks)
+        require_alike(self.checkpointer)
         self.checkpointer.events = sinks
         self.cadence = cadence_of(cadence_settings(config), clock, self.checkpointer)
         self.telemetry = Telemetry(self.cadence)
@@ -216,6 +217,8 @@ class FitRun:
             _log.error("while handling %s: %s", type(exception).__name__, err)
         finally:
             self.disconnect()
+        if isinstance(exception, DivergedError) and self._halt.stops:
+            raise self._halt.end_of(exception)  # it came meanwhile
 
     def fence(self) -> None:
         """Wait until lazily copied tensors may change."""

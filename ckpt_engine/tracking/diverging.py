@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import asdict
 from typing import Any
 
-from ckpt_engine.errors import CkptError, DivergedError, RanksError, WaitTimeoutError
+from ckpt_engine.errors import CkptError, ConfigError, DivergedError, RanksError, WaitTimeoutError
 from ckpt_engine.persist.job import ErrorRecord
 from ckpt_engine.preempt.divergence import Divergence, earliest
 from ckpt_engine.preempt.watch import PreemptionWatch
 from ckpt_engine.tracking.engine import Engine
 from ckpt_engine.tracking.halt import Halt
 from ckpt_engine.tracking.rollback import Rollbacks
-from ckpt_engine.tracking.verdict import Verdicts
+from ckpt_engine.tracking.verdict import FLUSHED, HEARD_SECONDS, Verdicts, stop_of_json, stop_to_json
 
 LAST_SECONDS = 60.0
 """How long the end of a training waits for the ranks that have not judged their last losses."""
-_NONE: dict[str, Any] = {"error": None, "remember": None}
+_NONE: dict[str, Any] = {"error": None, "remember": None, "stop": None}
 """The verdict where no rank has diverged."""
 
 
@@ -59,11 +60,14 @@ class Diverging:
         assert self._verdicts is not None
         found = earliest((decided, own))
         assert found is not None
+        try:
+            if self._verdicts.leads:
+                self._verdicts.wait_for_all(HEARD_SECONDS)  # they may know of a stop
+        except RanksError as err:
+            self._log.error("other ranks cannot be waited for: %s", err)
         if self._verdicts.leads:
             return self._lead(self._verdicts, found)
         try:
-            if self._rollbacks is not None and self._engine.memory:
-                self._watch.flush()  # rank 0 reaches the writers of its own machine only
             self._verdicts.come()
             error = self._follow(self._verdicts)
         except (WaitTimeoutError, RanksError) as err:
@@ -119,32 +123,54 @@ class Diverging:
     def _lead(self, verdicts: Verdicts, found: Divergence) -> DivergedError:
         try:
             found = earliest((found, *verdicts.seen())) or found
+            self._take_over(verdicts)
+            if self._rollbacks is not None and self._engine.memory:
+                verdicts.ask_to_flush()
         except RanksError as err:
             self._log.error("what other ranks have seen is not known: %s", err)
         error, elsewhere = self._rule(found)
         try:
-            verdicts.say({"error": asdict(ErrorRecord.of(error)), "remember": elsewhere})
+            self._take_over(verdicts)
+            stop = self._halt.stop
+            said = None if stop is None else stop_to_json(stop, time.monotonic())
+            verdicts.say({"error": asdict(ErrorRecord.of(error)), "remember": elsewhere, "stop": said})
             verdicts.stay()
         except RanksError as err:
             self._log.error("other ranks cannot be told how the run ends: %s", err)
         self._halt.diverged()
         return error
 
+    def _take_over(self, verdicts: Verdicts) -> None:
+        """A stop that is known on any rank is one of all: that which leaves the least time."""
+        own = self._halt.stop
+        stops = [*verdicts.stops(), *([] if own is None else [own])]
+        if stops:
+            self._halt.stop_too(min(stops, key=lambda one: one.deadline))
+
     def _follow(self, verdicts: Verdicts) -> DivergedError | None:
         """What rank 0 has found; None: nobody has diverged. Raises as `Verdicts.hear`."""
         said = verdicts.hear()
-        if "ask" in said:
-            assert self._rollbacks is not None
-            said = verdicts.answer(said, self._rollbacks.holds(self._watch, self._halt.seconds_left))
+        while "ask" in said:
+            said = verdicts.answer(said, self._answer(said))
         if said["remember"] is not None and self._rollbacks is not None:
             self._rollbacks.remember(said["remember"])
         verdicts.heard()
         if said["error"] is None:
             return None
+        if said["stop"] is not None:
+            self._halt.stop_too(stop_of_json(said["stop"], time.monotonic()))
         self._halt.diverged()
         error = ErrorRecord(**said["error"]).exception()
         assert isinstance(error, DivergedError)
         return error
+
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        assert self._rollbacks is not None
+        if question["ask"] == FLUSHED:
+            if self._engine.memory:
+                self._watch.flush()
+            return {}
+        return self._rollbacks.holds(self._watch, self._halt.seconds_left)
 
     def _silent(self, found: Divergence, why: CkptError | None) -> DivergedError:
         said = "rank 0 did not wait for this one" if why is None else f"rank 0 has not said how to go on: {why.message}"
@@ -158,3 +184,35 @@ class Diverging:
             return self._rollbacks.error(found, self._watch, self._halt.seconds_left, self._verdicts)
         hint = f"{self._watch.durable()}, from before; ckpt_path='auto' goes on there, with the same batches"
         return DivergedError(found.text(), hint=hint), None
+
+
+def require_alike(engine: Engine) -> None:
+    """Of several ranks: all have the same `guard` and `rollback`. Asked of all at once, before anything else is.
+
+    A rank that judges no losses would not come to the meetings of the others.
+
+    Raises:
+        ConfigError: on all ranks.
+    """
+    config = engine.config
+
+    def options() -> dict[str, Any]:
+        rollback = None if config.rollback is None else config.rollback.model_dump(mode="json")
+        return {"guard": config.guard, "rollback": rollback}
+
+    def compare(said: list[dict[str, Any] | None]) -> None:
+        for rank, one in enumerate(said):
+            if one is None or said[0] is None:
+                continue  # a rank that is late is missed by what comes next
+            for name, value in said[0].items():
+                if one[name] != value:
+                    raise ConfigError(
+                        f"{name} differs between ranks: {_shown(value)} on rank 0, {_shown(one[name])} on rank {rank}",
+                        hint="give all ranks the same options",
+                    )
+
+    engine.meet(options, compare)
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)

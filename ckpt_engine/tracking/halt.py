@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
-from ckpt_engine.errors import CkptError
+from ckpt_engine.errors import CkptError, DivergedError
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.observe.units import duration
 from ckpt_engine.preempt.notice import Stop
@@ -60,6 +61,7 @@ class Halt:
         engine.ending = self
         if self.shared is not None:
             self.shared.verdicts.patience = self.seconds_left
+            self.shared.verdicts.stop = lambda: self.stop
 
     def now(self, stop: Stop, take: Take) -> BaseException:
         """Do what fits, wait for it as long as there is time, say what came of it.
@@ -106,6 +108,28 @@ class Halt:
         self.done = True
         self._until = time.monotonic() + _LEAVE_SECONDS
 
+    def stop_too(self, stop: Stop) -> None:
+        """All ranks end for a divergence, and have agreed that they are stopped as well."""
+        assert self.shared is not None
+        own = self._watch.stop
+        deadline = stop.deadline if own is None else min(stop.deadline, own.deadline)
+        self.shared.stop_too(replace(stop, deadline=deadline))
+
+    def end_of(self, error: DivergedError) -> BaseException:
+        """What ends a run that has diverged: of one that is to stop as well, what ends that.
+
+        `fit` may be called again after a rollback, and the notice would be lost.
+        """
+        stop = self.stop
+        if stop is None:
+            return error
+        self._watch.attend()
+        self._log.error("%s: %s", stop.notice.who, error)
+        self.done = True
+        end = self.exit_of(stop)
+        end.__cause__ = error
+        return end
+
     def exit_of(self, stop: Stop) -> BaseException:
         """What ends a run that has stopped: `KeyboardInterrupt` after a Ctrl-C, else what carries the exit code."""
         self._exit = KeyboardInterrupt() if stop.notice.interrupts else self._ends_with(stop.notice.exit_code)
@@ -114,10 +138,11 @@ class Halt:
     @property
     def stops(self) -> bool:
         """Whether this rank was told to stop, or all were."""
-        return self._stop is not None
+        return self.stop is not None
 
     @property
-    def _stop(self) -> Stop | None:
+    def stop(self) -> Stop | None:
+        """The stop that all ranks have agreed on, or what this one knows."""
         agreed = self.shared.halting if self.shared is not None else None
         return self._watch.stop if agreed is None else agreed
 
@@ -132,13 +157,13 @@ class Halt:
         """How long other ranks wait for rank 0: nobody does in a run that ends by itself."""
         if self._until is not None:
             return self.seconds_left(self._until - time.monotonic())
-        return 0.0 if (stop := self._stop) is None else stop.deadline - time.monotonic()
+        return 0.0 if (stop := self.stop) is None else stop.deadline - time.monotonic()
 
     def seconds_left(self, at_most: float) -> float:
         """How long something may be waited for: `at_most`, and not beyond a stop's deadline, or a second Ctrl-C."""
         if self._watch.interrupted:
             return 0.0
-        stop = self._stop
+        stop = self.stop
         return at_most if stop is None else max(0.0, min(at_most, (1.0 - _FOR_THE_EXIT) * _left(stop)))
 
     def seconds_after(self, exception: BaseException, usual: float) -> float:

@@ -42,7 +42,7 @@ class SharedCadence(Cadence):
         self._together.start(step)
 
     def stop(self, step: int, own: Stop | None, *, asked: bool, fits: Callable[[Stop], bool]) -> Stop | None:
-        """The stop of all ranks after `step`, if there is one; `diverged` tells if they end for another reason.
+        """The stop of all ranks after `step`, if there is one; `diverged` tells if they end for another reason too.
 
         Args:
             own: what this rank knows of a stop.
@@ -52,13 +52,17 @@ class SharedCadence(Cadence):
         self._settle_memory()
         self._own_stop, self._asked, self._fits = own, asked, fits
         self._decision = self._together.decided(step)
-        if self._decision is not None and self._decision.stop is not None:
-            self._halting = self._together.stop_of(self._decision), self._decision.reason
-            self._decision = None
-        elif self._decision is not None and self._decision.diverged is not None:
-            self.diverged = Divergence(**self._decision.diverged)
-            self._decision = None
+        decision = self._decision
+        if decision is not None and decision.stop is not None:
+            self._halting, self._decision = (self._together.stop_of(decision), decision.reason), None
+        if decision is not None and decision.diverged is not None:
+            self.diverged, self._decision = Divergence(**decision.diverged), None
         return self.halting
+
+    def stop_too(self, stop: Stop) -> None:
+        """See `Halt.stop_too`; one that was agreed on before stays."""
+        if self._halting is None:
+            self._halting = stop, None
 
     @property
     def due(self) -> bool:

@@ -19,15 +19,18 @@ from typing import Any, Protocol
 from ckpt_engine.errors import RanksError, WaitTimeoutError
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.preempt.divergence import Divergence, earliest
-from ckpt_engine.preempt.notice import Stop, StopNotice
+from ckpt_engine.preempt.notice import Stop
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.snapshot.handle import SaveHandle
-from ckpt_engine.tracking.verdict import Verdicts, hear
+from ckpt_engine.tracking.verdict import Verdicts, hear, stop_of_json, stop_to_json
 
 _DECISIONS = "decisions"
 _STOP = "stop"
 """What rank 0 looks for at each boundary: the reason to end that another rank was the first to tell."""
 _OVER = "over"
+_LEFT = "left"
+_HEARD_SECONDS = 2.0
+"""So long rank 0 stays for those that may not know yet that it is over."""
 _STUCK = "stuck"
 _STUCK_SECONDS = 15.0
 """How much later than others a rank may find that no batch comes: torch looks for dead workers every 5 seconds."""
@@ -60,7 +63,7 @@ class Decision:
         stop: who stops the run; None: nobody.
         left_seconds: then, how long it had at the boundary before.
         exit_code, interrupts: see `StopNotice`.
-        diverged: the run ends here for that (a `Divergence`): `reason` and `stop` are None.
+        diverged: the run ends here, because of that (a `Divergence`) too or alone: `reason` is None.
     """
 
     number: int
@@ -79,8 +82,7 @@ class Decision:
         Args:
             since: monotonic seconds of the boundary after which this was published, as this rank has passed it.
         """
-        notice = StopNotice(self.stop or "", since, self.left_seconds, self.exit_code, self.interrupts)
-        return Stop(notice, since + self.left_seconds)
+        return stop_of_json(asdict(self), since)
 
 
 class Together:
@@ -152,8 +154,8 @@ class Together:
             asked: somebody wants a snapshot.
             fits: whether a last snapshot after the next step fits into the time that a stop leaves.
 
-        Of a stop and a divergence that which rank 0 has heard of first is how the run ends; of both at once the stop,
-        which cannot wait.
+        A divergence that is told after a stop was decided changes nothing. Of both at once all end as stopped, with
+        the time that the stop leaves, and the divergence is what the next start is told.
         """
         if self._boundaries == self._led:
             return
@@ -161,17 +163,15 @@ class Together:
         if not self._leads:
             if stop is not None and not self._told_stop:
                 self._told_stop = True
-                self._tell_first(_stop_to_json(stop, self._passed))
+                self._tell_first(stop_to_json(stop, self._passed))
             return
         reason = self._due(step + self._stride) or ("manual" if asked else None)
-        found = None if self._told_stop else self._end(stop)
-        if isinstance(found, Divergence):
+        stop, seen = (None, None) if self._told_stop else self._end(stop)
+        if stop is not None or seen is not None:
             self._told_stop = True
-            self._publish(step + self._stride, None, diverged=asdict(found))
-        elif found is not None:
-            self._told_stop = True
-            last = "signal" if fits(found) and self.diverged is None else None
-            self._publish(step + self._stride, last, **_stop_to_json(found, self._passed))
+            last = "signal" if seen is None and stop is not None and fits(stop) else None
+            end: dict[str, Any] = {} if stop is None else stop_to_json(stop, self._passed)
+            self._publish(step + self._stride, last, **end, diverged=None if seen is None else asdict(seen))
         elif reason is not None and self._engine.ready():
             self._publish(step + self._stride, reason)
         elif self._memory_due(step + self._stride) and self._engine.ready(durable=False):
@@ -236,6 +236,9 @@ class Together:
     def leave(self, seconds: float) -> None:
         """This rank has nothing more to do, and its process may end: rank 0 says so, others wait for that.
 
+        Rank 0, whose process may keep the store, stays for a moment until they have heard: torch complains at length of
+        a store that is gone.
+
         Who has started the processes takes the first one that ends before its time for a failure, and kills the others:
         that must not be in the middle of what rank 0 does for all.
 
@@ -245,11 +248,16 @@ class Together:
         Raises:
             KeyboardInterrupt: Ctrl-C came meanwhile.
         """
+        store = self._ranks.store
         with suppress(WaitTimeoutError, RanksError):  # then it is gone, or there is no time left
             if self._leads:
-                self._ranks.store.set(_OVER, "")
+                store.set(_OVER, "")
+                deadline = time.monotonic() + min(seconds, _HEARD_SECONDS)
+                for rank in range(1, self._ranks.size):
+                    hear(store, f"{_LEFT}/{rank}", max(0.0, deadline - time.monotonic()))
             elif seconds > 0.0:
-                hear(self._ranks.store, _OVER, seconds)
+                hear(store, _OVER, seconds)
+                store.set(f"{_LEFT}/{self._ranks.rank}", "")
 
     def _publish(self, step: int, reason: str | None, **end: Any) -> None:
         self._made += 1
@@ -264,26 +272,13 @@ class Together:
                 self._published = deque((Decision(**one) for one in json.loads(text)), maxlen=_REMEMBERED)
         return self._published
 
-    def _end(self, stop: Stop | None) -> Stop | Divergence | None:
+    def _end(self, stop: Stop | None) -> tuple[Stop | None, Divergence | None]:
         """Why the run is to end, as rank 0 knows it by now."""
         text = self._ranks.store.get(_STOP)
         row = None if text is None else json.loads(text)
         if row is None:
-            return stop or self.diverged
+            return stop, self.diverged
         if "diverged" in row:
-            return earliest((Divergence(**row["diverged"]), self.diverged))
-        return stop or self._stop_of_others(row)
-
-    def _stop_of_others(self, row: dict[str, Any]) -> Stop:
-        left = float(row["left_seconds"])  # from this boundary on, or the one before
-        notice = StopNotice(row["stop"], self._before, left, row["exit_code"], row["interrupts"])
-        return Stop(notice, self._before + left)
-
-
-def _stop_to_json(stop: Stop, at: float) -> dict[str, object]:
-    return {
-        "stop": stop.notice.who,
-        "left_seconds": max(0.0, stop.deadline - at),
-        "exit_code": stop.notice.exit_code,
-        "interrupts": stop.notice.interrupts,
-    }
+            return stop, earliest((Divergence(**row["diverged"]), self.diverged))
+        # What is left counts from this boundary on, or the one before.
+        return stop or stop_of_json(row, self._before), self.diverged

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ckpt_engine.errors import DivergedError
+from ckpt_engine.errors import DivergedError, RollbackRequestedError
 from ckpt_engine.preempt.divergence import LEAST, PATIENCE, LossGuard, On, limit_of
+from ckpt_engine.tracking.rollback import Rollbacks
 from lightning_ckpt import AdaptiveCheckpoint
 from lightning_ckpt.losses import Losses
 from tests.lightning.runs import Case, Model, every_batch, fit, resumer, saved
@@ -137,6 +141,22 @@ def test_a_run_that_diverges_ends_before_it_is_saved(
     assert "ckpt_path='auto'" in str(caught.value)
     resumed = fit(Case(trainer={"max_epochs": 4}), [resumer(tmp_path)], ckpt_path="auto")
     assert resumed.trace[0][3] == last  # the step it goes on with
+
+
+def test_a_signal_while_it_ends_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else who calls `fit` again after a rollback would go on training."""
+    found = Rollbacks.error
+
+    def late(*args: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return found(*args)
+
+    monkeypatch.setattr(Rollbacks, "error", late)
+    with pytest.raises(SIGTERMException) as caught:
+        fit(Case(model=Loses, trainer=LONG), every_batch(tmp_path, rollback={"on": "nan"}))
+    assert caught.value.code == 143
+    assert isinstance(caught.value.__cause__, RollbackRequestedError)
+    assert (tmp_path / "rollback.json").exists()
 
 
 def test_a_guarded_run_is_the_same_run(tmp_path: Path) -> None:

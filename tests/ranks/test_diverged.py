@@ -128,7 +128,7 @@ def test_a_rank_that_is_killed_while_this_goes_on(victim: int, after: int, lives
     """In one of the steps after the bad loss: the other rank ends by an error, and the next start works."""
     # A writer that outlives its rank says that it has no part in a snapshot.
     job: dict[str, Any] = {"options": {**ROLLBACK, "writer": "process"}, "sick": [SICK]}
-    life = lives.run(**job, events={f"{victim}/1/{2 + after}": "kill"})
+    life = lives.run(**job, events={f"{victim}/1/{2 + after}": "SIGKILL"})
     assert life.statuses[victim] in (-9, 1), life.log()  # all may have ended before that step
     assert life.statuses[1 - victim] == 1, life.log()
     assert all(step < AT for step in lives.steps())
@@ -149,6 +149,33 @@ def test_the_same_processes_may_call_fit_again(lives: Lives) -> None:
     assert len(life.of(0, "again")) == len(life.of(1, "again")) == 1
     assert life.of(0, "again") == life.of(1, "again")
     assert life.weights() == lives.without([1, 2, 2])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("told", [0, 1])
+def test_a_signal_is_not_lost_on_who_calls_fit_again(told: int, lives: Lives) -> None:
+    """It comes in the step whose loss is bad, or after it where rank 0 has been told already."""
+    job: dict[str, Any] = {"options": ROLLBACK, "sick": [SICK], "fits": 3}
+    life = lives.run(**job, events={f"{told}/1/{2 + (told == 0)}": "SIGTERM"})
+    assert life.statuses == [143, 143], life.log()
+    assert not life.of(0, "again") and not life.of(1, "again")
+    assert lives.rollback()["step"] == AT - 1
+    rest = lives.whole(**job)
+    assert rest.batches(0) == rest.batches(1) == [(1, batch) for batch in range(4, BATCHES)], rest.log()
+    assert rest.weights() == lives.without([1, 2, 2])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("extra", [{"guard": "nan"}, ROLLBACK])
+def test_one_rank_alone_has_no_guard(extra: dict[str, Any], lives: Lives) -> None:
+    """All are told at once, where they would wait for each other in vain."""
+    life = lives.run(only=1, extra=extra)
+    assert life.statuses == [1, 1], life.log()
+    kind, text = life.error()
+    assert kind == "ConfigError" and "differs between ranks" in text
+    assert not life.batches(0) and not life.batches(1)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from ckpt_engine.tracking.rollback import Rollbacks, whole
 from ckpt_engine.tracking.shared import SharedCadence
 from ckpt_engine.tracking.verdict import hear
 from tests.places.nodes import open_nodes
-from tests.ranks.runs import SharedStore, on_all, open_ranks
+from tests.ranks.runs import PATIENCE_SECONDS, SharedStore, on_all, open_ranks
 from tests.ranks.test_checkpointer import close_all, save_all
 from tests.ranks.test_together import Rank, ranks
 
@@ -74,16 +74,25 @@ def test_what_one_rank_sees_ends_all_after_the_same_step(rank: int) -> None:
         assert (found.first_step, found.rank) == (3, rank)
 
 
-def test_of_two_that_are_told_the_first_decides() -> None:
-    """A divergence after a stop leaves it a stop, and the other way round; on one rank, or on two."""
+def test_a_divergence_after_a_stop_was_decided_changes_nothing() -> None:
+    """On one rank, or on two."""
     now = time.monotonic()
     stop = Stop(StopNotice("SIGTERM", now, 30.0, 143), now + 30.0)
     for first, second in ((1, 1), (1, 0), (0, 1)):
         ends = steps_until_the_end([*ranks(100)], {(3, first): stop, (4, second): LOST})
-        assert all(decision.stop == "SIGTERM" for _, decision in ends), (first, second)
-        ends = steps_until_the_end([*ranks(100)], {(3, first): LOST, (4, second): stop})
-        assert all(decision.diverged is not None for _, decision in ends), (first, second)
-        assert len(ends) == 2
+        assert [decision.stop for _, decision in ends] == ["SIGTERM"] * 2, (first, second)
+
+
+def test_of_both_at_once_none_is_forgotten() -> None:
+    """Rank 0 has a stop where it hears of the divergence: one decision for both, without a last snapshot."""
+    now = time.monotonic()
+    stop = Stop(StopNotice("SIGTERM", now, 30.0, 143), now + 30.0)
+    for told in ({(3, 1): LOST, (4, 0): stop}, {(3, 0): LOST, (4, 0): stop}, {(3, 1): LOST, (4, 1): stop}):
+        ends = steps_until_the_end([*ranks(100)], told)
+        assert all(decision.diverged is not None for _, decision in ends), told
+        stops = ["SIGTERM"] * 2 if (3, 1) in told and (4, 0) in told else [None] * 2
+        assert [decision.stop for _, decision in ends] == stops, told
+        assert all(decision.reason is None for _, decision in ends)
 
 
 def test_a_rank_that_is_past_that_boundary_ends_at_its_next_one() -> None:
@@ -125,6 +134,13 @@ class End:
         rollbacks = Rollbacks(engine, _log, engine.ranks.size) if engine.config.rollback is not None else None
         self.rollbacks = rollbacks
         self.diverging = Diverging(engine, watch, self.halt, rollbacks, _log)
+
+    def until_told(self) -> None:
+        """Another rank has told of its stop."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not self.shared.verdicts.stops():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
 
     def together(self, own: Divergence | None = None) -> DivergedError:
         if own is not None:

@@ -12,8 +12,9 @@ from ckpt_engine.frequency.settings import FrequencySettings
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.log import LogSink
 from ckpt_engine.preempt.notice import Stop, StopNotice
+from ckpt_engine.tracking import together
 from ckpt_engine.tracking.together import Together
-from tests.ranks.runs import SharedStore, ThreadRanks
+from tests.ranks.runs import PATIENCE_SECONDS, SharedStore, ThreadRanks, on_all
 
 
 class Engine:
@@ -150,5 +151,20 @@ def test_rank_0_leaves_first() -> None:
         second.store.wait("over", 0.01)
     second.together.leave(0.05)  # too early: it waits as long as it may
     assert time.monotonic() - began >= 0.05
-    first.together.leave(30.0)
+    first.together.leave(0.0)
     second.together.leave(30.0)
+
+
+def test_rank_0_stays_until_others_know_that_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process may keep the store, in which they look for that again and again."""
+    monkeypatch.setattr(together, "_HEARD_SECONDS", PATIENCE_SECONDS)
+    found = ranks(100)
+    known: list[bool] = []
+
+    def leave(rank: int) -> None:
+        found[rank].together.leave(PATIENCE_SECONDS)
+        if rank == 0:
+            known.append(found[0].store.get("left/1") is not None)
+
+    on_all(leave, 2)
+    assert known == [True]

@@ -3,7 +3,8 @@
 The job is JSON: `root`, `trace`, `size`, `epochs`, `seed`, `options`, and
 - `sick`: rows of rank, epoch, first batch, batches, factor: what the losses there are multiplied by;
 - `leave`: rows of epoch, first batch, batches: without snapshots, and the loader does not give these;
-- `events`: `rank/epoch/batch` to `kill`, which is done right before that batch is trained;
+- `events`: `rank/epoch/batch` to the name of a signal that the rank sends itself right before that batch is trained;
+- `only`: a rank that alone has the options `extra`;
 - `fits`: how often `fit` is called in this process while it asks for that; 1 if absent;
 - `divide`: "ddp", "fsdp1", "fsdp2" or "tp".
 
@@ -92,8 +93,8 @@ class Model(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         ids, x = batch
         epoch, rank = self.current_epoch, self.global_rank
-        if self._job.get("events", {}).get(f"{rank}/{epoch}/{batch_idx}") == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
+        if (name := self._job.get("events", {}).get(f"{rank}/{epoch}/{batch_idx}")) is not None:
+            os.kill(os.getpid(), signal.Signals[name])
         loss: torch.Tensor = self.net(x).square().mean()
         for who, when, first, count, factor in self._job.get("sick", ()):
             if (who, when) == (rank, epoch) and first <= batch_idx < first + count:
@@ -138,6 +139,8 @@ def train(job: dict[str, Any]) -> None:
     model = Model(job)
     torch.manual_seed(job["seed"] + 10 * (_rank() // 2 if job.get("divide") == "tp" else _rank()))
     options = {"tiers": job["root"].replace("{rank}", str(_rank())), "every_n_steps": 1, "keep": {"last": 100}}
+    if job.get("only") == _rank():
+        options |= job["extra"]
     # Whether the next one can be taken is asked right after one was: nothing may be busy with it then.
     ckpt = AdaptiveCheckpoint({**options, "slots": 4, "lazy": "off", "writer": "thread", **job.get("options", {})})
     samples = Samples(job.get("samples", 64))

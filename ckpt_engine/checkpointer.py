@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import logging
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -239,6 +240,11 @@ class Checkpointer:
         """Who takes the snapshots together; None: this process alone."""
         return self._session.ranks if self._session is not None else None
 
+    @property
+    def divided(self) -> bool:
+        """Whether the ranks are on nodes with roots of their own; known once the writer was started."""
+        return self._session is not None and self._session.divided
+
     def before_update(self) -> float:
         """The fence: call right before the state is mutated. Returns the seconds it waited; cheap if nothing stages.
 
@@ -296,18 +302,16 @@ class Checkpointer:
             MismatchError: `into` has other tensors; names them. Nothing was overwritten.
         """
         try:
-            pickled = self.config.pickle
+            how: dict[str, Any] = {"into": into, "live": live, "check": check, "pickle_paths": self.config.pickle}
             if self._session is not None:
                 self._attach()
-                found = together.load(
-                    self._session, self._places, step, into=into, live=live, check=check, pickle_paths=pickled
-                )
+                found = together.load(self._session, self._places, step, **how)
             else:
-                found = restore.load(self._places(), step, into=into, live=live, check=check, pickle_paths=pickled)
+                found = restore.load(self._places(), step, **how)
         finally:
             self._detach()
         # The state belongs to the caller: a second reference here would hold its memory for the whole run.
-        self.loaded = found and dataclasses.replace(found, state=None)
+        self.loaded = found and replace(found, state=None)
         if found is None:
             return None
         self._pipeline.parent = found.info.id
@@ -377,12 +381,8 @@ class Checkpointer:
 
     def _open_writer(self, memory: bool, emit: Callable[[Event], None]) -> WriterClient:
         config = writer_config(self.config, memory=memory, ranks=self._session is not None)
-        is_thread = self.config.writer == "thread"
-        if self._session is None:
-            return open_client(config, thread=is_thread, emit=emit)
-        return self._session.open(
-            lambda ranks: open_client(dataclasses.replace(config, ranks=ranks), thread=is_thread, emit=emit)
-        )
+        start = partial(open_client, thread=self.config.writer == "thread", emit=emit)
+        return self._session.open(lambda ranks: start(replace(config, ranks=ranks))) if self._session else start(config)
 
     @property
     def _has_memory(self) -> bool:

@@ -124,7 +124,8 @@ class Resume:
             original(None, *args, **kwargs)
         else:
             if self._rollbacks is not None:
-                self._rollback = self._rollbacks.pending(candidate.info.id)
+                back = self._rollbacks.pending(candidate.info.id)
+                self._rollback = back and back.on(replicas_of(self._trainer), self._internals.in_whole_steps)
             self._load()
 
     def _load(self) -> None:
@@ -160,10 +161,9 @@ class Resume:
         self.report = ReportDraft(self._checkpointer.root_url, loaded)
         self.report.notes += [_where(own), *notes]
         if back is not None:
-            said = back.text(replicas_of(self._trainer))
-            self.report.notes.append(said)
+            self.report.notes.append(back.text())
             if self._trainer.is_global_zero:
-                _log.warning("%s; training goes on at step %d", said, back.step)
+                _log.warning("%s; training goes on at step %d", back.text(), back.step)
             if self._internals.user_fetches:
                 self.report.not_restored.append(NotRestored("skipped batches", "training_step fetches itself"))
         self.pending = True
@@ -276,7 +276,7 @@ class Resume:
         """Batches to leave out from here on, because the run has diverged in them."""
         if self._rollback is None or self._internals.user_fetches:
             return 0
-        return self._rollback.batches_of(replicas_of(self._trainer))
+        return self._rollback.skip_batches
 
     @property
     def stopped_early(self) -> bool:

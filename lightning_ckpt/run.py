@@ -85,7 +85,9 @@ class FitRun:
         watched = config if ranks is None or ranks.rank == 0 else config.model_copy(update={"status": Status()})
         self.watches = Watches(watched, clock, sinks, self._internals, self.telemetry, self.cadence, live, ranks)
         self._loaders = TrainLoaders(self._internals, trainer)
-        rollbacks = Rollbacks(self.checkpointer, _log, replicas_of(trainer)) if config.rollback is not None else None
+        rollbacks: Rollbacks | None = None
+        if config.rollback is not None:
+            rollbacks = Rollbacks(self.checkpointer, _log, replicas_of(trainer), self._internals.in_whole_steps)
         self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders, rollbacks)
         self._skip_batches = 0
         self._capture = Capture(self._internals, trainer, module)

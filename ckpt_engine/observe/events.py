@@ -77,6 +77,18 @@ class SnapshotFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryFlushed(Event):
+    """The writer was asked to make durable what was only in memory, `step` the newest of it, and is done with that.
+
+    Of several ranks that is what all of them had, which may be older, or nothing. `instant_monotonic`: when it was.
+    """
+
+    name: ClassVar[str] = "memory_flushed"
+    step: int
+    instant_monotonic: float
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotSkipped(Event):
     """A due snapshot was not taken (`reason`: busy, accumulating, ...); training was not blocked."""
 
@@ -186,6 +198,7 @@ KINDS: Mapping[str, type[Event]] = {
         SnapshotCommitted,
         SnapshotFound,
         SnapshotFailed,
+        MemoryFlushed,
         SnapshotSkipped,
         SnapshotsForgotten,
         SnapshotReplicated,

@@ -7,6 +7,7 @@ import logging
 from ckpt_engine.observe.events import (
     Event,
     IntervalChanged,
+    MemoryFlushed,
     Notice,
     Requested,
     SnapshotCommitted,
@@ -82,6 +83,8 @@ def line(event: Event, *, again: bool = False) -> str:
             )
         case SnapshotFound():
             return f"step {event.step}: snapshot {event.snapshot} is the newest on {event.tier}"
+        case MemoryFlushed():
+            return f"step {event.step}: the newest in memory when that was to become durable; what could, is"
         case SnapshotFailed() if again:
             return f"step {event.step}: snapshot not durable either, as before [{event.code}]" + _hint(event)
         case SnapshotFailed():

@@ -22,8 +22,9 @@ from ckpt_engine.persist import parts
 from ckpt_engine.persist.commit import FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS, Contributing, InFlight
 from ckpt_engine.persist.intake import Order
 from ckpt_engine.persist.job import RankConfig
-from ckpt_engine.persist.snapshots import Staged, write_snapshot
+from ckpt_engine.persist.snapshots import Staged, share_of, write_snapshot
 from ckpt_engine.persist.stall import Progress
+from ckpt_engine.store import presence
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 
@@ -62,7 +63,7 @@ class Place(Protocol):
         ...
 
     def leave(self, order: Order) -> None:
-        """Make a share durable, and say so. Raises `CkptError`."""
+        """Make a share durable, and say so; only that again if it was left before. Raises `CkptError`."""
         ...
 
     def commit(self, order: Order) -> bool:
@@ -89,20 +90,24 @@ class Reunion:
         self._patience_seconds = patience_seconds
         self._bad: set[str] = set()
         self._held: Sequence[str] = ()
+        self._left: set[str] = set()
         self._over: set[str] = set()
-        """What was newer than a snapshot that all had: it will never be complete, and its data may be left already."""
+        """What was newer than a snapshot that all had: waiting for it once more is in vain, most of the time."""
         self._pause = threading.Event()
 
-    def run(self, orders: Sequence[Order], again: Callable[[CkptError], bool]) -> None:
+    def run(self, orders: Sequence[Order], again: Callable[[CkptError], bool], *, last: bool = False) -> None:
         """Make durable the newest of these orders that all ranks hold, as far as it depends on this writer.
+
+        What was too new for an earlier meeting counts again if another rank has left it by now.
 
         Args:
             orders: newest first, numbered by the ranks.
             again: told why something failed; whether to try again in a while.
+            last: the ranks have died. It counts anyway: others may have got theirs since, and be about to leave it.
         """
         while True:
             try:
-                self._attempt(orders)
+                self._attempt(orders, last=last)
             except CkptError as err:
                 if not again(err):
                     return
@@ -117,18 +122,20 @@ class Reunion:
         except CkptError:
             return False
 
-    def _attempt(self, orders: Sequence[Order]) -> None:
+    def _attempt(self, orders: Sequence[Order], *, last: bool) -> None:
         rank, size = self._ranks.rank, self._ranks.size
         there = self._place.look()
         mine: dict[str, Order] = {}
         for order in orders:
             snapshot = order.snapshot or ""
-            if snapshot in self._over:
+            counts_again = last or any(other != rank for other in there.get(snapshot, ()))
+            if snapshot in self._over and not counts_again:
                 continue
             if order.durable and (rank == 0 or rank not in there.get(snapshot, ())):
                 if rank == 0 or self._place.exists(snapshot):
                     break  # nothing older matters
-                continue  # the coordinator has taken it back: it failed on some rank
+                if snapshot not in self._left or not counts_again:
+                    continue  # the coordinator has taken it back: it failed on some rank
             mine[snapshot] = order
         if not mine:
             return
@@ -137,7 +144,7 @@ class Reunion:
         # What was persisted before says nothing of what the others hold now: something newer may be on its way.
         fresh = {snapshot: order for snapshot, order in mine.items() if snapshot == newest or snapshot not in left}
         if rank not in there.get(newest, ()):
-            self._place.leave(mine[newest])
+            self._leave(mine[newest])
         deadline, pause = time.monotonic() + self._patience_seconds, FIRST_LOOK_SECONDS
         while True:
             there = self._place.look()
@@ -145,7 +152,7 @@ class Reunion:
                 return  # what is not there any more is committed, or was dropped by a new start
             wanted = follow(list(mine), there, rank, size)
             if wanted is not None:
-                self._place.leave(mine[wanted])
+                self._leave(mine[wanted])
                 left.add(wanted)
                 deadline, pause = time.monotonic() + self._patience_seconds, FIRST_LOOK_SECONDS
                 continue
@@ -155,8 +162,12 @@ class Reunion:
             self._pause.wait(min(pause, remaining))
             pause = min(pause * _LOOKS_GROW, LAST_LOOK_SECONDS)
         for snapshot in [one for one in mine if one not in left]:
-            self._place.leave(mine[snapshot])
+            self._leave(mine[snapshot])
         self._collect(mine)
+
+    def _leave(self, order: Order) -> None:
+        self._place.leave(order)
+        self._left.add(order.snapshot or "")
 
     def _collect(self, mine: Mapping[str, Order]) -> None:
         """Everybody leaves everything now: the coordinator waits once more for what becomes complete."""
@@ -237,6 +248,12 @@ class NearestTier:
         staged = order.staged(order.snapshot or "")
 
         def write() -> None:
+            storage = self._repository.storage
+            if staged.snapshot in self._written:
+                share = share_of(staged, self._repository, None)
+                if not presence.lacking(storage, share.files):
+                    parts.put(storage, parts.part_of(share, staged.cut_layout.layout, self._ranks))
+                    return
             event, _ = write_snapshot(
                 staged,
                 self._repository,

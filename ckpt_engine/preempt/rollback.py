@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_engine.errors import CorruptError, StorageMissingError
@@ -25,7 +25,7 @@ class Rollback:
         snapshot, step: where it goes on.
         newest: id of the newest snapshot when that was decided.
         diverged_step: of the first loss in question.
-        skip_batches: that each rank leaves out from there on.
+        skip_batches: that each rank leaves out from there on; whole optimizer steps.
         count: how many rollbacks the run has had, this one included.
         why: what the loss was, for people.
         ranks: with samples of their own, that were there when it was decided.
@@ -47,14 +47,21 @@ class Rollback:
         """
         return -(-self.skip_batches * self.ranks // ranks)
 
-    def text(self, ranks: int | None = None) -> str:
-        """For the resume report of a start with so many ranks."""
-        return f"rollback {self.count}: {self.why}; {self.skipped(ranks)} are skipped"
+    def on(self, ranks: int, in_whole_steps: Callable[[int], int]) -> Rollback:
+        """As a start with so many ranks does it; see `batches_of`.
 
-    def skipped(self, ranks: int | None = None) -> str:
+        Args:
+            in_whole_steps: so many batches, or a few more, that no optimizer step is cut in two.
+        """
+        return replace(self, skip_batches=in_whole_steps(self.batches_of(ranks)), ranks=ranks)
+
+    def text(self) -> str:
+        """For the resume report."""
+        return f"rollback {self.count}: {self.why}; {self.skipped()} are skipped"
+
+    def skipped(self) -> str:
         """What is left out, for people."""
-        ranks = ranks or self.ranks
-        return f"{self.batches_of(ranks)} batches" + (f" of each of {ranks} ranks" if ranks > 1 else "")
+        return f"{self.skip_batches} batches" + (f" of each of {self.ranks} ranks" if self.ranks > 1 else "")
 
 
 def plan_rollback(
@@ -118,7 +125,7 @@ def read_rollback(storage: Storage) -> Rollback | None:
         raise _damaged(storage, err) from err
     try:
         return of_json(row)
-    except (LookupError, TypeError, ValueError) as err:
+    except (LookupError, TypeError, ValueError, OverflowError) as err:  # the last is that of an infinite number
         raise _damaged(storage, err) from err
 
 
@@ -131,7 +138,7 @@ def of_json(row: dict[str, Any]) -> Rollback:
     """What a JSON object says.
 
     Raises:
-        LookupError, TypeError, ValueError: it is none.
+        LookupError, TypeError, ValueError, OverflowError: it is none.
     """
     return Rollback(
         str(row["snapshot"]),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ckpt_engine.config import Config, Preemption
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.clock import Clock
-from ckpt_engine.observe.events import Event, Requested, SnapshotFailed
+from ckpt_engine.observe.events import Event, MemoryFlushed, Requested, SnapshotFailed
 from ckpt_engine.observe.ledger import Flying, Ledger, Standing
 from ckpt_engine.observe.log import LOGGER_NAME
 from ckpt_engine.observe.units import duration
@@ -149,7 +149,15 @@ class PreemptionWatch:
     def emit(self, event: Event) -> None:
         """Takes requests; an event sink."""
         flushed = self._flushed
-        if isinstance(event, SnapshotFailed) and flushed is not None and event.step == flushed.step:
+        if flushed is not None and (
+            (isinstance(event, SnapshotFailed) and event.step == flushed.step)
+            # `flush` knows the lowest step of several writers; and an answer to an earlier one may come only now.
+            or (
+                isinstance(event, MemoryFlushed)
+                and event.step >= flushed.step
+                and event.instant_monotonic >= flushed.since
+            )
+        ):
             self._flushed = None
         if not isinstance(event, Requested):
             return
@@ -172,9 +180,9 @@ class PreemptionWatch:
 
         Any thread. Waits for an answer of the writer, some seconds at most, and not for its disk.
         """
-        step = self._ask_to_flush()
+        since, step = self._now(), self._ask_to_flush()
         if step is not None:
-            self._flushed = Flying(step, int(self._ledger.standing.state_bytes), self._now())
+            self._flushed = Flying(step, int(self._ledger.standing.state_bytes), since)
         return step
 
     @property

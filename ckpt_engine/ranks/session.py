@@ -172,7 +172,7 @@ class Session:
     def _open_first(self, start: Callable[[RankConfig], WriterClient]) -> WriterClient | None:
         """Rank 0's writer, and there only."""
         clients: list[WriterClient] = []
-        several = self._several
+        several = self.divided
 
         def begin() -> dict[str, Any]:
             session = os.urandom(16).hex()
@@ -320,7 +320,7 @@ class Session:
         return {**shared, RANKS: {str(self.ranks.rank): own}}
 
     def _config(self, session: str, first_seq: int | None) -> RankConfig:
-        places = self._places if self._places is not None and self._several else ()
+        places = self._places if self._places is not None and self.divided else ()
         return RankConfig(
             self.ranks.rank,
             self.ranks.size,
@@ -339,11 +339,12 @@ class Session:
     @property
     def led_places(self) -> int:
         """Once it is open, on a rank that leads one of several places: how many there are; else 0."""
-        places = self._places if self._several else None
+        places = self._places if self.divided else None
         return len(places) if places and any(place[0] == self.ranks.rank for place in places) else 0
 
     @property
-    def _several(self) -> bool:
+    def divided(self) -> bool:
+        """Whether there are several places, as far as `places` has told."""
         return self._places is not None and len(self._places) > 1
 
 

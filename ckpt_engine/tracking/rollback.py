@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from ckpt_engine.errors import CkptError, DivergedError, RollbackRequestedError
+from ckpt_engine.errors import CkptError, CorruptError, DivergedError, RollbackRequestedError
 from ckpt_engine.preempt.divergence import Divergence
 from ckpt_engine.preempt.rollback import (
     Rollback,
@@ -38,16 +38,24 @@ class Rollbacks:
         engine: of the run, whose options have `rollback`.
         log: of the adapter.
         replicas: ranks that have samples of their own.
+        in_whole_steps: so many batches, or a few more, that no optimizer step is cut in two.
 
     Raises:
         StorageError: a place that no storage serves.
     """
 
-    def __init__(self, engine: Engine, log: logging.Logger, replicas: int = 1) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        log: logging.Logger,
+        replicas: int = 1,
+        in_whole_steps: Callable[[int], int] = lambda batches: batches,
+    ) -> None:
         assert engine.config.rollback is not None
         self._engine = engine
         self._options = engine.config.rollback
         self.replicas = replicas
+        self._in_whole_steps = in_whole_steps
         nearest = engine.config.tiers[0]
         self._storage = open_storage(nearest.url, nearest.for_storage())
         self._may_differ = engine.ranks is not None and nearest.is_folder
@@ -66,10 +74,13 @@ class Rollbacks:
         """
 
         def read() -> dict[str, Any] | None:
-            found = read_rollback(self._storage)
+            found = self._read()
             return None if found is None else to_json(found)
 
-        row = self._engine.meet(read, _last) if self._may_differ else self._engine.agree(read)
+        def known(rows: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+            return _last([row for row in rows if row is not None and row["newest"] == newest]) or _last(rows)
+
+        row = self._engine.meet(read, known) if self._may_differ else self._engine.agree(read)
         found = None if row is None else of_json(row)
         return found if is_pending(found, newest) else None
 
@@ -105,7 +116,7 @@ class Rollbacks:
         """What this rank's node has on its own disk, for rank 0."""
         self._settle(watch, patience)
         try:
-            found = read_rollback(self._storage)
+            found = self._read()
             rows = [_row(info) for info in self._engine.snapshots()]
         except CkptError as err:
             self._log.error("what is on the disk of this node cannot be told: %s", err)
@@ -123,9 +134,9 @@ class Rollbacks:
         self, found: Divergence, watch: PreemptionWatch, patience: Patience, verdicts: Verdicts | None
     ) -> tuple[Rollback | str, dict[str, Any] | None]:
         self._settle(watch, patience)
-        before, infos = read_rollback(self._storage), self._engine.snapshots()
+        before, infos = self._read(), self._engine.snapshots()
         snapshots = [(info.id, info.step) for info in infos]
-        divided = verdicts is not None and any(info.partial is not None for info in infos)
+        divided = verdicts is not None and self._engine.divided
         if divided:
             assert verdicts is not None
             said = verdicts.ask(_PLACES_SECONDS)
@@ -136,7 +147,7 @@ class Rollbacks:
             snapshots,
             found,
             before,
-            skip_batches=self._options.skip_batches,
+            skip_batches=self._in_whole_steps(self._options.skip_batches),
             at_most=self._options.at_most,
             ranks=self.replicas,
         )
@@ -145,6 +156,16 @@ class Rollbacks:
         write_rollback(self._storage, made)
         self._log.warning("%s; the next start goes back to step %d", made.text(), made.step)
         return made, to_json(made) if divided else None
+
+    def _read(self) -> Rollback | None:
+        try:
+            return read_rollback(self._storage)
+        except CorruptError as err:
+            if not self._engine.divided or self._engine.ranks is None:
+                raise
+            node = self._engine.ranks.node
+            hint = f"remove it there, on {node}: others may have it; or on all nodes, to go on at the newest snapshot"
+            raise CorruptError(err.message, hint=hint) from err
 
     def _settle(self, watch: PreemptionWatch, patience: Patience) -> None:
         """What was taken before the divergence counts, also if it is still on its way or only in memory."""

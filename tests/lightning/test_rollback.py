@@ -142,10 +142,13 @@ def test_accumulated_steps_are_skipped_whole(tmp_path: Path) -> None:
     at = next(n for n, entry in enumerate(batches(reference)) if entry[:2] == (2, 1))
     options: dict[str, Any] = {"rollback": {"on": "nan", "skip_batches": 2}}
     broken = Case(model=sick(reference, at), trainer=case.trainer)
-    with pytest.raises(RollbackRequestedError):
+    with pytest.raises(RollbackRequestedError, match=f"skips {batches_per_step} batches"):
         fit(broken, every_batch(tmp_path, **options))
+    assert json.loads((tmp_path / "rollback.json").read_text())["skip_batches"] == batches_per_step
     resumed = fit(broken, every_batch(tmp_path, **options), ckpt_path="auto", seed=7)
     assert batches(resumed.trace)[0][:2] == (2, batches_per_step)
+    notes = json.loads((tmp_path / "resume-report.json").read_text())["notes"]
+    assert any(note.endswith(f"{batches_per_step} batches are skipped") for note in notes), notes
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ SAMPLES: list[Event] = [
     events.SnapshotStaged("id", 5, 0.25, 10**9),
     events.SnapshotCommitted("id", 5, "file:///run", 10**9, 10**9, 9.0, 8.0, 0.2, 1.7e9),
     events.SnapshotFailed("id", 5, "file:///run", "CKPT301", "no space left"),
+    events.MemoryFlushed(5, 70.0),
     events.SnapshotSkipped(5, "busy"),
     events.SnapshotsForgotten(("a", "b"), 2 * 10**9),
     events.SnapshotReplicated("id", 5, "s3://b/r", 10**9, 5.0, 12.0, 1.7e9),

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.observe.events import Event, MemoryFlushed
+from ckpt_engine.observe.fanout import FanOutSink
+from ckpt_engine.persist import control
 from ckpt_engine.persist.reunion import Reunion
+from ckpt_engine.preempt.watch import open_watch
+from ckpt_engine.store import layout
+from tests.ranks.runs import SharedStore, ThreadRanks, on_all
+from tests.ranks.train_plain import state_of
 
 WAIT_SECONDS = 60.0
 PATIENCE_SECONDS = 2 * WAIT_SECONDS
@@ -108,6 +119,14 @@ def meet(
     return tier.committed
 
 
+def until(condition: Callable[[], object]) -> None:
+    """Wait for it, with an end."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.01)
+
+
 def until_looked_twice(place: Place) -> None:
     """Rank 0 has left its newest share, and has seen what the others have left."""
     for _ in range(int(WAIT_SECONDS * 100)):
@@ -164,3 +183,103 @@ def test_what_was_newer_than_the_common_one_is_not_left_again() -> None:
     tier.there["zz"] = {1}
     reunion.run([Order("zz"), *held], lambda err: False)  # type: ignore[list-item]
     assert tier.committed == ["x", "zz"]
+
+
+def met_before(tier: Tier, rank: int, orders: list[Order]) -> Reunion:
+    """One of two writers after a meeting at x."""
+    ranks: Any = SimpleNamespace(rank=rank, size=2)
+    held: Any = orders
+    reunion = Reunion(ranks, Place(tier, rank), PATIENCE_SECONDS)
+    reunion.run(held, lambda err: False)
+    return reunion
+
+
+def test_what_was_newer_than_the_common_one_counts_again_when_others_have_left_it() -> None:
+    """Their copy of it has come since."""
+    tier = Tier({"x": {1}})
+    held: Any = [Order("z"), Order("y"), Order("x")]
+    reunion = met_before(tier, 0, held)
+    assert tier.committed == ["x"]
+    tier.there["z"] = {1}
+    reunion.run(held, lambda err: False)
+    assert tier.committed == ["x", "z"]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_that_die_after_a_meeting_meet_once_more(late: int) -> None:
+    """By then both hold z, and neither has to be the first to leave it; either was the one without it before."""
+    tier = Tier({})
+    held: list[Any] = [[Order("z"), Order("x")], [Order("z"), Order("x")]]
+    first: list[Any] = [orders[1:] if rank == late else orders for rank, orders in enumerate(held)]
+    reunions = [Reunion(_rank(rank), Place(tier, rank), PATIENCE_SECONDS) for rank in range(2)]
+
+    def meet_again(orders: list[Any], *, last: bool) -> None:
+        def run(rank: int) -> None:
+            reunions[rank].run(orders[rank], lambda err: False, last=last)
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_SECONDS)
+            assert not thread.is_alive()
+
+    meet_again(first, last=False)
+    assert tier.committed == ["x"]
+    meet_again(held, last=True)
+    assert tier.committed == ["x", "z"]
+
+
+def _rank(rank: int) -> Any:
+    return SimpleNamespace(rank=rank, size=2)
+
+
+class Over:
+    """Hears of meetings that are over."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def emit(self, event: Event) -> None:
+        if isinstance(event, MemoryFlushed):
+            self.steps.append(event.step)
+
+
+def flushes(root: Path, rank: int) -> object:
+    """The step that a rank's writer makes durable now."""
+    reply = control.ask(str(root), {"what": control.FLUSH}, WAIT_SECONDS, rank)
+    return None if reply is None else reply.body["step"]
+
+
+def test_writers_of_living_trainers_meet_twice(tmp_path: Path) -> None:
+    """Rank 1 has only the first of two at the first meeting, and both at the second: data is not written anew."""
+    root, store = tmp_path / "run", SharedStore()
+    tiers = ["memory", str(root)]
+    engines = [Checkpointer(tiers=tiers, ranks=ThreadRanks(rank, 2, store), linger=1) for rank in range(2)]
+    on_all(lambda rank: engines[rank].start(), 2)
+    ledger, watch = open_watch(engines[0].config, SystemClock(), engines[0].ranks)
+    engines[0].events = FanOutSink(ledger)
+    engines[0].events.add(watch)
+    over = Over()
+    engines[0].events.add(over)
+
+    def hold(rank: int, step: int) -> None:
+        engines[rank].save(state_of(step, rank), step=step, durable=False).wait(WAIT_SECONDS)
+
+    def meet(step: int) -> None:
+        """Rank 1 has left that before rank 0 looks."""
+        until(lambda: flushes(root, 1) == step)
+        until(lambda: list((root / layout.PARTS).glob(f"*-s{step:010}-*-r00001.json")))
+        assert watch.flush() == step
+        until(lambda: engines[0].poll() or over.steps)
+        over.steps.clear()
+        assert not watch.flushing
+
+    on_all(lambda rank: hold(rank, 1), 2)
+    hold(0, 2)
+    meet(1)
+    assert [info.step for info in engines[0].snapshots()] == [1]
+    hold(1, 2)
+    meet(2)
+    assert [info.step for info in engines[0].snapshots()] == [1, 2]
+    on_all(lambda rank: engines[rank].close(), 2)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.observe.events import Requested, SnapshotFailed, SnapshotStaged
+from ckpt_engine.observe.events import MemoryFlushed, Requested, SnapshotFailed, SnapshotStaged
 from ckpt_engine.preempt.plan import Choice
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
@@ -135,6 +135,21 @@ def test_a_boundary_that_comes_after_all_waits_for_what_is_written(desk: Callabl
     one.held = 8
     one.watch.flush()
     one.watch.emit(SnapshotFailed("", 8, "/run", "CKPT300", "the disk is gone"))
+    assert not one.watch.flushing
+
+
+def test_of_several_ranks_less_may_become_durable(desk: Callable[..., Desk]) -> None:  # noqa: F811
+    """What all have is older than what this one has, or nothing: the writer says when the meeting is over."""
+    one = desk(signals=[], grace="1000 s")
+    one.held = 7
+    one.watch.boundary(8)
+    assert one.watch.flush() == 7
+    one.committed(5)
+    now = one.watch._now()
+    for earlier in (MemoryFlushed(6, now), MemoryFlushed(8, now - 1000.0)):
+        one.watch.emit(earlier)
+        assert one.watch.flushing, "that was an earlier meeting"
+    one.watch.emit(MemoryFlushed(8, now))
     assert not one.watch.flushing
 
 

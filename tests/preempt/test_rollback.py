@@ -59,7 +59,8 @@ def test_it_is_remembered_at_the_root(tmp_path: Path) -> None:
     write_rollback(storage, made)
     assert read_rollback(storage) == made
     assert layout.is_ours(layout.ROLLBACK)
-    for text in ("{", "[]", '{"snapshot": "a"}'):
+    endless = (tmp_path / layout.ROLLBACK).read_text().replace("21", "Infinity")
+    for text in ("{", "[]", '{"snapshot": "a"}', endless, endless.replace("Infinity", "NaN")):
         (tmp_path / layout.ROLLBACK).write_text(text)
         with pytest.raises(CorruptError, match="is damaged"):
             read_rollback(storage)
@@ -74,3 +75,19 @@ def test_the_options() -> None:
         load_config("/data/run1", rollback={"on": "nan"}, guard="nan")
     with pytest.raises(ConfigError, match=r"rollback\.on"):
         load_config("/data/run1", rollback={"skip_batches": 7})
+
+
+@given(st.integers(1, 500), st.integers(1, 9), st.integers(1, 9), st.integers(1, 5))
+def test_another_number_of_ranks_leaves_no_sample_in(batches: int, ranks: int, now: int, per_step: int) -> None:
+    """Whole optimizer steps, before and after: all that was left out is left out, and what is said is what is done."""
+
+    def in_whole_steps(count: int) -> int:
+        return -(-count // per_step) * per_step
+
+    made = Rollback("a", 10, "b", 21, in_whole_steps(batches), 1, "why", ranks)
+    done = made.on(now, in_whole_steps)
+    assert done.skip_batches * now >= made.skip_batches * ranks
+    assert done.skip_batches % per_step == 0
+    assert done.skip_batches * now < made.skip_batches * ranks + now * per_step
+    assert done.text().startswith(f"rollback 1: why; {done.skip_batches} batches")
+    assert made.on(ranks, in_whole_steps) == made

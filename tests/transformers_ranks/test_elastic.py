@@ -73,3 +73,16 @@ def test_a_run_that_would_end_at_once_is_refused(lives_in: Callable[..., Lives])
     found = re.search(r"resumes in epoch 3, the snapshot is of epoch 1: the samples of a step", life.exit(0))
     assert found, life.log()
     assert "end" not in [reason for _, reason in lives.snapshots()]
+
+
+@pytest.mark.slow
+def test_a_dispatched_epoch_is_not_divided(lives_in: Callable[..., Lives]) -> None:
+    """The message names the reason, and what goes on: as many processes as before."""
+    lives = lives_in("lives")
+    dispatched = {"accelerator_config": {"dispatch_batches": True}}
+    killed(lives, 1, 3, **of(8, **dispatched))
+    life = lives.start(2, **of(4, **dispatched))
+    assert any(lives.join()), life.log()
+    assert "one process fetches the batches of all (dispatch_batches)" in life.exit(0), life.log()
+    assert "resume with 1 rank to the end of the epoch" in life.exit(0)
+    lives.whole(1, **of(8, **dispatched))

@@ -122,7 +122,8 @@ def test_an_unknown_last_batch_is_told() -> None:
 
 def test_the_rest_of_an_epoch_is_not_divided() -> None:
     """One process has fetched for all: other ranks would have no position of their own."""
-    _, _, feed = followed()
+    loader, _, feed = followed()
+    assert not loader.iteration
     between = feed.state()["position"]
     require_between_epochs([between])
     with pytest.raises(ResumeError, match=r"one process fetches the batches of all \(dispatch_batches\)"):

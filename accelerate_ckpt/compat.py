@@ -14,12 +14,17 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
+from ckpt_engine.data import fingerprint
 from ckpt_engine.errors import CkptError
 from ckpt_engine.tracking.feed import Source
 
 VERSION: str = version("accelerate")
+_FILLED = (
+    "dispatch_batches: where an epoch's last batch does not divide, Accelerate fills it with the first samples of the "
+    "pass, and in the resumed epoch these are others"
+)
 LOOKAHEAD = 1
 """Batches that a prepared loader has fetched when it gives one, beyond that one: it must know which is the last."""
 
@@ -56,6 +61,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("dispatcher", "end_of_dataloader", "the end of an epoch where another process has the batches"),
     PrivateName("dispatcher", "split_batches", "how many batches one process fetches for all"),
     PrivateName("dispatcher", "state", "which process fetches for all"),
+    PrivateName("dispatcher", "_drop_last", "whether a short last batch is filled with other samples"),
     PrivateName("dispatcher", "submesh_tp", "how many batches one process fetches for all"),
 )
 """Every such name in use; `tests/accelerate/test_compat.py` has one test for each."""
@@ -181,11 +187,30 @@ def source_of(loader: Any) -> Source:
             f"a prepared loader is a {type(loader).__name__}, whose position cannot be followed",
             hint="loaders of XLA devices are not supported",
         )
-    share = 1
-    if isinstance(loader, DataLoaderDispatcher):  # the first process fetches for all
-        whole = loader.split_batches or loader.submesh_tp
-        share = 0 if loader.state.process_index else 1 if whole else loader.state.num_processes
-    return Source(loader, base, LOOKAHEAD * max(share, 1), "iteration", share, "end_of_dataloader")
+    if not isinstance(loader, DataLoaderDispatcher):
+        return Source(loader, base, LOOKAHEAD, "iteration")
+    # The first process fetches for all.
+    size, whole = loader.state.num_processes, loader.split_batches or loader.submesh_tp
+    share = 0 if loader.state.process_index else 1 if whole else size
+    return Source(
+        loader,
+        base,
+        LOOKAHEAD * max(share, 1),
+        "iteration",
+        share,
+        "end_of_dataloader",
+        dispatched=True,
+        inexact=_FILLED if _may_be_filled(loader, base, size) else "",
+    )
+
+
+def _may_be_filled(loader: Any, base: DataLoader[Any], size: int) -> bool:
+    """Whether the last batch may not divide; its length is not known where a batch sampler of the user's makes it."""
+    if size == 1 or loader._drop_last or loader.submesh_tp:
+        return False
+    known = type(base.batch_sampler) is BatchSampler and fingerprint.known_length(base) is not None
+    samples = fingerprint.length_of(base.sampler) if known else None
+    return samples is None or samples % size != 0
 
 
 def _numbered(name: str, values: list[Any]) -> dict[str, Any]:

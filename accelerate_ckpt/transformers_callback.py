@@ -30,10 +30,14 @@ from ckpt_engine.tracking.tracker import Tracker
 
 _FILE = "trainer_state.json"
 _LOADER = "loader"
-_OTHERS = "the samples of a step (batch size x gradient_accumulation_steps x processes) are others"
+_OTHERS = (
+    "the samples of a step (batch size x gradient_accumulation_steps x processes) are others, or a callback has ended "
+    "an earlier epoch before its last batch"
+)
 _SAME = (
     "use the arguments of the saved run; with another number of processes another per_device_train_batch_size or "
-    "gradient_accumulation_steps, so that each step has as many samples as before"
+    "gradient_accumulation_steps, so that each step has as many samples as before. transformers takes every epoch for "
+    "a whole one: where one was ended early (should_epoch_stop) only a snapshot from before that goes on"
 )
 
 
@@ -67,6 +71,8 @@ class TransformersCallback(TrainerCallback):
         self._imported = False
         self._unchecked = False
         """transformers has counted where it resumes, and nobody has compared that yet."""
+        self._saved_epoch = 0
+        """In which the loader continues. The tracker counts no epoch whose steps a GradScaler has all skipped."""
 
     @property
     def tracker(self) -> Tracker | None:
@@ -151,6 +157,7 @@ class TransformersCallback(TrainerCallback):
             folder=Path(args.output_dir or "."),
         )
         self._unchecked = resumed and not self._imported
+        self._saved_epoch = _saved_epoch(engine, int(getattr(source.outer, source.counter)))
         if resumed:
             internals.skip_with(self._skip_imported if self._imported else self._skip)
         _require_same_step(tracker, engine, state, resumed=resumed)
@@ -203,7 +210,7 @@ class TransformersCallback(TrainerCallback):
                 ended = float(state.epoch or 0.0) >= state.num_train_epochs
                 over = state.global_step >= state.max_steps and ended
                 assert self._engine is not None
-                if self._unchecked and self._tracker.epoch < state.num_train_epochs:
+                if self._unchecked and self._saved_epoch < state.num_train_epochs:
                     self._require_same_epoch(state.num_train_epochs)  # no step was left for transformers
                 # A machine that does not see the best checkpoint has no other weights: then the ranks differ.
                 self._tracker.finish(complete=self._engine.meet(lambda: over and not best, all))
@@ -233,7 +240,7 @@ class TransformersCallback(TrainerCallback):
         if dealt is None and batches != tracker.resumed_batches:
             raise ResumeError(
                 f"transformers resumes after {batches} batches of the epoch, the snapshot is after "
-                f"{tracker.resumed_batches}: an earlier epoch was ended early by a callback, or {_OTHERS}",
+                f"{tracker.resumed_batches}: {_OTHERS}",
                 hint=_SAME,
             )
         # Another number of ranks has begun this epoch: what was trained is counted in their batches.
@@ -245,10 +252,9 @@ class TransformersCallback(TrainerCallback):
             )
 
     def _require_same_epoch(self, epoch: int) -> None:
-        assert self._tracker is not None
-        if epoch != self._tracker.epoch:
+        if epoch != self._saved_epoch:
             raise ResumeError(
-                f"transformers resumes in epoch {epoch}, the snapshot is of epoch {self._tracker.epoch}: {_OTHERS}",
+                f"transformers resumes in epoch {epoch}, the snapshot is of epoch {self._saved_epoch}: {_OTHERS}",
                 hint=_SAME,
             )
 
@@ -291,6 +297,12 @@ def _require(callback: TransformersCallback, trainer: Trainer) -> None:
     for name in ("ignore_data_skip", "auto_find_batch_size"):
         if getattr(arguments, name):
             raise ConfigError(f"{name}=True moves the position in the data, so no resume is exact", hint="leave it out")
+
+
+def _saved_epoch(engine: Checkpointer, counted: int) -> int:
+    """In which the snapshot goes on; the loader has not counted an epoch whose end nobody has asked it for."""
+    loaded = engine.loaded
+    return counted if loaded is None else max(counted, int(loaded.manifest.notes[NOTE]["epoch"] or 0))
 
 
 def _require_same_step(tracker: Tracker, engine: Checkpointer, state: TrainerState, *, resumed: bool) -> None:

@@ -21,7 +21,7 @@ from ckpt_engine.data.rng import RngState
 from ckpt_engine.errors import ResumeError
 from ckpt_engine.ranks.elastic import Tail
 
-__all__ = ["resplit"]
+__all__ = ["require_between_epochs", "resplit"]
 
 State = dict[str, Any]
 
@@ -78,6 +78,16 @@ def resplit(
             "dealt": {"dealing": dealing.to_state(), "total": dealing.first + len(dealing.rest(order))},
         },
     }
+
+
+def require_between_epochs(states: Sequence[Mapping[str, Any]]) -> None:
+    """For a loader of which one process fetches the batches of all: no rank has samples of its own to divide.
+
+    Raises:
+        ResumeError: the states are in the middle of an epoch.
+    """
+    if any(state["phase"] == "within" and state["batches"] for state in states):
+        raise _refused(len(states), "one process fetches the batches of all (dispatch_batches)")
 
 
 def _dealings(states: Sequence[Mapping[str, Any]]) -> list[Dealing]:

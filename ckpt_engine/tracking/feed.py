@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
 from ckpt_engine.data import fingerprint, rng, swap
-from ckpt_engine.data.exactness import Restoration
+from ckpt_engine.data.exactness import Level, Restoration
 from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.data.sampling import deref
 
@@ -48,6 +48,8 @@ class Source:
         counter: attribute of `outer` that counts its passes, or "".
         share: batches of `base` that make one of `outer`; 0: `base` is never asked, as another rank has the batches.
         ended: attribute of `outer` that is true once it has given its last batch; asked where `share` is 0.
+        dispatched: one process fetches the batches of all.
+        inexact: why a resume within an epoch is less exact than the position of `base`, or "".
     """
 
     outer: Any
@@ -56,6 +58,8 @@ class Source:
     counter: str = ""
     share: int = 1
     ended: str = ""
+    dispatched: bool = False
+    inexact: str = ""
 
 
 class Feed:
@@ -82,6 +86,7 @@ class Feed:
         """A snapshot could have been taken in the middle of it."""
         self.starts_only = False
         """In the last pass in which weights changed, none could: epochs are too short."""
+        self.dispatched, self._inexact = source.dispatched, source.inexact
         self._counter, self._share, self._ended_by = source.counter, source.share, source.ended
         self._count_at_begin = 0
         self._base_begun = False
@@ -124,7 +129,10 @@ class Feed:
     @property
     def restoration(self) -> Restoration | None:
         """How exactly the position was put back."""
-        return self.position.restoration
+        found = self.position.restoration
+        if found is None or not self._inexact or found.phase != "within":
+            return found
+        return replace(found, exactness=found.exactness.lowered(Level.ORDER_ONLY, self._inexact))
 
     def state(self) -> State:
         """Where the consumer is, at a fetch boundary of any feed."""

@@ -11,6 +11,7 @@ from typing import Any
 from ckpt_engine.data import rng
 from ckpt_engine.data.derived import Teams
 from ckpt_engine.data.exactness import Level
+from ckpt_engine.data.resplit import require_between_epochs
 from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
 from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.resume_report import NotRestored, Restored
@@ -195,6 +196,8 @@ class Resume:
         streams, feeds = elastic.streams, dict(own["feeds"])
         for feed in self._feeds:
             positions = [one["feeds"][feed.name]["position"] for one in elastic.own if feed.name in one["feeds"]]
+            if feed.dispatched:
+                require_between_epochs(positions)
             if len(positions) == elastic.saved_size:
                 feeds[feed.name] = {**feeds[feed.name], "position": elastic.position(feed.position, positions)}
         if own["gradients"]:

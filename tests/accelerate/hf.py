@@ -55,9 +55,19 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
 
 
 def train_hf(
-    arguments: Mapping[str, Any], options: Mapping[str, Any] | None, folder: Path, *, seed: int = 0, trace: Any = None
+    arguments: Mapping[str, Any],
+    options: Mapping[str, Any] | None,
+    folder: Path,
+    *,
+    seed: int = 0,
+    trace: Any = None,
+    overflows: int = 0,
 ) -> Outcome:
-    """One process; without options there is no callback of ours."""
+    """One process; without options there is no callback of ours.
+
+    Args:
+        overflows: with so many steps at first that a GradScaler skips.
+    """
     seed_everything(seed)
     transformers.logging.set_verbosity_error()
     trace = [] if trace is None else trace
@@ -66,6 +76,8 @@ def train_hf(
     def seen(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         ids = hash(tuple(kwargs["input_ids"].flatten().tolist()))
         trace.append(("train" if module.training else "eval", ids, output.loss.detach().item().hex()))
+        if trainer.state.global_step < overflows:
+            output.loss = output.loss * float("inf")
 
     model.register_forward_hook(seen, with_kwargs=True)
     ours = [] if options is None else [TransformersCallback(options)]
@@ -99,6 +111,8 @@ def train_hf(
             eval_dataset=Text(8),
             callbacks=[*ours, recorder, *patience],
         )
+        if overflows:
+            trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
         seed_everything(seed)
         trainer.train(resume_from_checkpoint=ours[0].resume_from(trainer) if ours else None)
     found = digest(weights=trainer.model.state_dict(), optimizer=trainer.optimizer.state_dict())

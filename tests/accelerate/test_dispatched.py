@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
+from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import DataLoader
 
+from accelerate_ckpt.compat import source_of
 from ckpt_engine.data import rng
+from ckpt_engine.data.exactness import Level
+from ckpt_engine.data.resplit import require_between_epochs
+from ckpt_engine.errors import ResumeError
 from ckpt_engine.tracking.boundary import obstacle_of
 from ckpt_engine.tracking.feed import Feed, Source
+from tests.tracking.runs import Stream
 
 BATCHES = 3
 
@@ -77,4 +84,48 @@ def test_streams_are_put_back_where_no_batch_is_fetched() -> None:
     feed.load(seen.states[1], streams[0])  # after the first batch
     torch.manual_seed(3)
     assert [torch.rand(()).item() for _ in range(2) for _ in loader] == draws[1:]
+    feed.release()
+
+
+class Several:
+    """What a loader knows of the processes."""
+
+    num_processes, process_index = 2, 0
+
+
+@pytest.mark.parametrize(
+    ("samples", "drops", "told"),
+    [(24, False, False), (25, False, True), (25, True, False)],
+    ids=["divides", "does not divide", "is dropped"],
+)
+def test_a_last_batch_that_is_filled_is_told(samples: int, drops: bool, told: bool) -> None:
+    """With the first samples of the pass, of which a resumed one has others; a resume between epochs is exact."""
+    loader = DataLoaderDispatcher(range(samples), batch_size=4, _drop_last=drops)
+    loader.state = Several()
+    source = source_of(loader)
+    feed = Feed("loader", source, Boundaries())
+    feed.load(feed.state(), None)
+    assert feed.restoration is not None
+    assert feed.restoration.exactness.level is Level.EXACT
+    feed.begin_after(0, 2)
+    assert feed.restoration.exactness.level is (Level.ORDER_ONLY if told else Level.EXACT)
+    feed.release()
+
+
+def test_an_unknown_last_batch_is_told() -> None:
+    """A stream may end anywhere; alone, a process fills nothing."""
+    loader = DataLoaderDispatcher(Stream(), batch_size=4)
+    assert not source_of(loader).inexact
+    loader.state = Several()
+    assert source_of(loader).inexact
+
+
+def test_the_rest_of_an_epoch_is_not_divided() -> None:
+    """One process has fetched for all: other ranks would have no position of their own."""
+    loader, _, feed = followed()
+    assert not loader.iteration
+    between = feed.state()["position"]
+    require_between_epochs([between])
+    with pytest.raises(ResumeError, match=r"one process fetches the batches of all \(dispatch_batches\)"):
+        require_between_epochs([{**between, "phase": "within", "batches": 2}])
     feed.release()

@@ -55,6 +55,27 @@ def test_the_trainer_resumes_exactly(tmp_path: Path) -> None:
     assert_resumes("accumulation with a remainder", tmp_path, 3)  # one of them is between two logs
 
 
+def test_an_epoch_without_a_change_of_weights_counts(tmp_path: Path) -> None:
+    """A GradScaler skips all of its steps; transformers counts it, and a resume is in the same epoch, or complete."""
+    arguments = {"per_device_train_batch_size": 11, "optim": "adamw_torch"}  # the fused one is called and does nothing
+    reference = train_hf(arguments, None, tmp_path / "out", overflows=2)
+    watched = train_hf(arguments, every_boundary(tmp_path / "run"), tmp_path / "out", overflows=2)
+    assert watched.trace == reference.trace
+    snapshots = saved(tmp_path / "run")
+    assert [(one.step, one.reason) for one in snapshots[-1:]] == [(4, "end")], "no step was skipped"
+    for number, snapshot in enumerate(snapshots[:-1]):
+        root = only(tmp_path / "run", snapshot, tmp_path / str(number))
+        resumed = train_hf(arguments, resume_only(root), tmp_path / "out", seed=11, overflows=2)
+        where = f"step {snapshot.step}, epoch {snapshot.epoch}, batch {snapshot.batch}"
+        assert resumed.trace == reference.trace[len(reference.trace) - len(resumed.trace) :], where
+        assert resumed.trace, where
+        assert resumed.digest == reference.digest, where
+    root = only(tmp_path / "run", snapshots[-1], tmp_path / "end")
+    for epochs in (3, 4):
+        resumed = train_hf({**arguments, "num_train_epochs": epochs}, resume_only(root), tmp_path / "out", seed=11)
+        assert sum(one[0] == "train" for one in resumed.trace) == 2 * (epochs - 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_trainer_resumes_exactly_from_every_boundary(name: str, tmp_path: Path) -> None:

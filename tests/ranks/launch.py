@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 300.0
 
 
 def free_port() -> int:

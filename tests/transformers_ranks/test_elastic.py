@@ -18,12 +18,11 @@ def of(batch: int, accumulate: int = 1, **more: Any) -> dict[str, Any]:
     return {"arguments": {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulate, **more}}
 
 
-def killed(lives: Lives, size: int, after: int, **changes: Any) -> Life:
-    """A life that is killed when it has trained for a while and saved."""
+def killed(lives: Lives, size: int, steps: int, **changes: Any) -> Life:
+    """A life that trains and saves, stands still in its step after so many, and is killed there."""
     before = lives.snapshots()
-    life = lives.start(size, pace=0.03, **changes)
-    life.reach(after)
-    life.until(lambda: lives.snapshots() != before)
+    life = lives.start(size, stands_at=steps + (before[-1][0] if before else 0), **changes)
+    life.until(lambda: not life.is_whole or lives.snapshots() != before)
     kill(life.pids, writers=True)
     assert any(lives.join()), life.log()
     return life
@@ -32,7 +31,7 @@ def killed(lives: Lives, size: int, after: int, **changes: Any) -> Life:
 @pytest.mark.parametrize(
     "generations",
     [
-        [(2, of(4)), (1, of(8)), (2, of(4))],
+        pytest.param([(2, of(4)), (1, of(8)), (2, of(4))], marks=pytest.mark.slow),
         pytest.param([(4, of(2)), (2, of(2, 2)), (2, of(2, 2)), (1, of(8))], marks=pytest.mark.slow),
         pytest.param([(1, of(4, 2)), (2, of(4)), (4, of(2)), (4, of(2))], marks=pytest.mark.slow),
     ],
@@ -42,7 +41,7 @@ def test_generations(generations: list[tuple[int, dict[str, Any]]], lives_in: Ca
     """Each sample of each epoch comes once, and the run has as many steps as any of them would have had."""
     lives = lives_in("lives", samples=128)
     for size, changes in generations[:-1]:
-        killed(lives, size, 4 * changes["arguments"]["gradient_accumulation_steps"], **changes)
+        killed(lives, size, 5, **changes)
     size, changes = generations[-1]
     last = lives.whole(size, **changes)
     require_each_sample_once(lives.lives, 128)
@@ -55,7 +54,7 @@ def test_generations(generations: list[tuple[int, dict[str, Any]]], lives_in: Ca
 def test_other_steps_are_refused(lives_in: Callable[..., Lives]) -> None:
     """With twice as many ranks an epoch would have half the steps; the message says what to change."""
     lives = lives_in("lives")
-    killed(lives, 1, 4, **of(8))
+    killed(lives, 1, 3, **of(8))  # a snapshot of step 2, and of no other
     life = lives.start(2, **of(8))
     assert any(lives.join()), life.log()
     assert "transformers would train 2 more batches of the epoch, the snapshot leaves 3" in life.exit(0), life.log()
@@ -67,10 +66,23 @@ def test_other_steps_are_refused(lives_in: Callable[..., Lives]) -> None:
 @pytest.mark.slow
 def test_a_run_that_would_end_at_once_is_refused(lives_in: Callable[..., Lives]) -> None:
     """In its last epoch, with so many ranks that transformers takes it for complete."""
-    lives = lives_in("lives")
-    killed(lives, 1, 18, **of(8))
+    lives = lives_in("lives", options={"every_n_steps": 14})
+    killed(lives, 1, 16, **of(8))
     life = lives.start(2, **of(8))
     assert any(lives.join()), life.log()
-    found = re.search(r"resumes in epoch 3, the snapshot is of epoch [12]: the samples of a step", life.exit(0))
+    found = re.search(r"resumes in epoch 3, the snapshot is of epoch 1: the samples of a step", life.exit(0))
     assert found, life.log()
     assert "end" not in [reason for _, reason in lives.snapshots()]
+
+
+@pytest.mark.slow
+def test_a_dispatched_epoch_is_not_divided(lives_in: Callable[..., Lives]) -> None:
+    """The message names the reason, and what goes on: as many processes as before."""
+    lives = lives_in("lives")
+    dispatched = {"accelerator_config": {"dispatch_batches": True}}
+    killed(lives, 1, 3, **of(8, **dispatched))
+    life = lives.start(2, **of(4, **dispatched))
+    assert any(lives.join()), life.log()
+    assert "one process fetches the batches of all (dispatch_batches)" in life.exit(0), life.log()
+    assert "resume with 1 rank to the end of the epoch" in life.exit(0)
+    lives.whole(1, **of(8, **dispatched))

@@ -26,9 +26,7 @@ def test_sigterm_to_one_rank_loses_nothing(victim: int, lives_in: Callable[..., 
     """Every rank says 143; the next life goes on with the next batch."""
     reference = lives_in("reference", options=RARELY).whole()
     lives = lives_in("stopped", options=RARELY)
-    first = lives.start(pace=0.05, lets_end=True)
-    first.reach(3)
-    os.kill(first.pids[victim], signal.SIGTERM)
+    first = lives.start(pace=0.05, lets_end=True, ranks={str(victim): {"stops_in": 3}})
     assert lives.join() == [143] * SIZE, first.log()
     require_stopped(first, lives)
     last = lives.whole()

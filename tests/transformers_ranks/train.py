@@ -31,6 +31,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 import ckpt_engine.checkpointer
 from accelerate_ckpt import TransformersCallback
+from tests.ranks.launch import PATIENCE_SECONDS
 from tests.support.digests import digest, seed_everything
 
 _TIMED = ("runtime", "per_second", "train_loss")
@@ -129,6 +130,8 @@ def make_trainer(job: Mapping[str, Any], trace: Trace, callbacks: list[Any]) -> 
             trace.write(step=step, epoch=trainer.state.epoch, samples=kwargs["index"].tolist(), draw=draw, loss=loss)
             if step == job.get("stops_in"):
                 os.kill(os.getpid(), signal.SIGTERM)
+            if step == job.get("stands_at"):
+                time.sleep(PATIENCE_SECONDS)  # until somebody kills it
             time.sleep(job.get("pace", 0.0))
 
     class Recorder(TrainerCallback):  # type: ignore[misc]

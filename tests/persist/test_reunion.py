@@ -239,8 +239,10 @@ class Over:
 
     def __init__(self) -> None:
         self.steps: list[int] = []
+        self.all: list[Event] = []
 
     def emit(self, event: Event) -> None:
+        self.all.append(event)
         if isinstance(event, MemoryFlushed):
             self.steps.append(event.step)
 
@@ -281,5 +283,5 @@ def test_writers_of_living_trainers_meet_twice(tmp_path: Path) -> None:
     assert [info.step for info in engines[0].snapshots()] == [1]
     hold(1, 2)
     meet(2)
-    assert [info.step for info in engines[0].snapshots()] == [1, 2]
+    assert [info.step for info in engines[0].snapshots()] == [1, 2], over.all
     on_all(lambda rank: engines[rank].close(), 2)

@@ -253,6 +253,7 @@ def flushes(root: Path, rank: int) -> object:
     return None if reply is None else reply.body["step"]
 
 
+@pytest.mark.slow
 def test_writers_of_living_trainers_meet_twice(tmp_path: Path) -> None:
     """Rank 1 has only the first of two at the first meeting, and both at the second: data is not written anew."""
     root, store = tmp_path / "run", SharedStore()

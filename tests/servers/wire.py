@@ -73,6 +73,8 @@ class Wire:
         self._target = (host, port)
         self._rules: list[_Rule] = []
         self._random = random.Random(seed)
+        self.corrupted_byte: int | None = None
+        """Which byte of an answer's body `corrupt` flips, modulo its length; None: a random one."""
         self._writers: set[asyncio.StreamWriter] = set()
         self._down = False
         self._loop = asyncio.new_event_loop()
@@ -240,6 +242,8 @@ class Wire:
         client[1].write(answer.raw)
         passed, half = 0, answer.length // 2
         spot = self._random.randrange(answer.length) if answer.length else 0
+        if self.corrupted_byte is not None and answer.length:
+            spot = self.corrupted_byte % answer.length
         async for piece in _body(server[0], answer, bare=bare):
             if action == "truncate" and passed + len(piece) > half:
                 client[1].write(piece[: max(0, half - passed)])

@@ -196,6 +196,19 @@ def test_flipped_bytes_in_answers_mislead_nobody(
     assert "corrupt" in {action for _, _, action in wire.log}
 
 
+@pytest.mark.parametrize("every", [58, SLOW(1)])
+def test_any_flipped_byte_of_a_listing_is_asked_for_again(
+    through: Open, direct: S3Storage, wire: Wire, every: int
+) -> None:
+    """Wherever the byte is: in a name, a tag, a number or a date that the client cannot read then."""
+    put(direct, "snapshots/00000001-s0000000001-01234567.json", b"one")
+    storage = through()
+    for at in range(0, 1000, every):
+        wire.corrupted_byte = at
+        wire.rule("corrupt", "GET", times=1)
+        assert len(listed(storage)) == 1, at
+
+
 @pytest.mark.parametrize("fault", ["block", SLOW("503"), SLOW("refuse"), SLOW("stall")])
 def test_a_store_that_stays_away_is_given_up_in_time(through: Open, wire: Wire, fault: str) -> None:
     """Bounded, with an error that says where; never with somebody waiting for ever."""

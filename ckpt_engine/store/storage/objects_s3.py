@@ -332,7 +332,10 @@ class S3Storage:
         more: dict[str, Any] = {"ContinuationToken": after} if after else {}
         answer = await self._calls.call("list_objects_v2", Bucket=self._bucket, Prefix=prefix, **more, **self._extra)
         rows = answer.get("Contents") or ()
-        found = tuple((str(row["Key"]), int(row["Size"]), plain_etag(row.get("ETag", ""))) for row in rows)
+        try:
+            found = tuple((str(row["Key"]), int(row["Size"]), plain_etag(row.get("ETag", ""))) for row in rows)
+        except KeyError as err:
+            raise DamagedInTransitError(f"a row of the listing has no {err}") from err
         return found, answer.get("NextContinuationToken") if answer.get("IsTruncated") else None
 
     # Removing

@@ -108,7 +108,10 @@ class S3Calls:
         """The answer to a request without much of a body."""
 
         async def once(client: Any, _moved: Callable[[], None]) -> Answer:
-            answer: Answer = await getattr(client, method)(**arguments)
+            try:
+                answer: Answer = await getattr(client, method)(**arguments)
+            except ValueError as err:  # a flipped bit in a date or number of the answer; arguments fail otherwise
+                raise DamagedInTransitError(f"the answer to {method} cannot be read: {err}") from err
             return answer
 
         return await self.trying(once, backoff=backoff)

@@ -24,7 +24,7 @@ from ckpt_engine.persist.settings import writer_config
 from ckpt_engine.ranks.session import session_of
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import load as restore
-from ckpt_engine.restore import places, shares, together
+from ckpt_engine.restore import memory, places, shares, together
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.memory import MemoryPlace, attach, is_held
 from ckpt_engine.snapshot.flatten import LazyPredicate
@@ -315,7 +315,9 @@ class Checkpointer:
         if found is None:
             return None
         self._pipeline.parent = found.info.id
-        if found.from_memory and (self._session is None or self._session.coordinates):
+        for line in found.left_out if isinstance(self.events, LogSink) and self._tells else ():
+            logging.getLogger(LOGGER_NAME).warning("%s", line)
+        if found.from_memory and self._tells:
             self._tell(resumed_from_memory(found.lost_steps))
         return found.state
 
@@ -326,6 +328,10 @@ class Checkpointer:
             StorageError: no tier answers.
         """
         return places.snapshots(self._places())
+
+    def nearest_snapshots(self) -> list[SnapshotInfo]:
+        """As `snapshots`, of the nearest tier alone: for who must not wait for a tier that does not answer."""
+        return places.snapshots([place for place in self._places() if place.storage.url != memory.URL][:1])
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight; False if `timeout` seconds were not enough."""
@@ -417,6 +423,11 @@ class Checkpointer:
         if isinstance(event, TierDegraded) and event.fatal:
             self._fatal.append(event)
         self.events.emit(event)
+
+    @property
+    def _tells(self) -> bool:
+        """Whether this is the rank that says what is the same on all."""
+        return self._session is None or self._session.coordinates
 
     def _tell(self, line: str) -> None:
         if isinstance(self.events, LogSink):

@@ -112,7 +112,7 @@ class AdaptiveCheckpoint(Callback):
         else:
             self._run = FitRun(trainer, pl_module, self.config, self, live_file(self._source, self._options))
             self._run.connect()
-            allow_restart(trainer, has_snapshots=bool(self._run.checkpointer.snapshots()))
+            allow_restart(trainer, self._run.checkpointer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

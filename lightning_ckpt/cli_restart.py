@@ -5,19 +5,20 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.cli import SaveConfigCallback
 
+from ckpt_engine.checkpointer import Checkpointer
 from lightning_ckpt.compat import callbacks_of
 from lightning_ckpt.resume import AUTO
 
 
-def allow_restart(trainer: pl.Trainer, *, has_snapshots: bool) -> None:
+def allow_restart(trainer: pl.Trainer, checkpointer: Checkpointer) -> None:
     """Let LightningCLI overwrite the configuration file that the first start of this run has written.
 
     Its `SaveConfigCallback` refuses to, and would end every restart with the same log folder.
 
     Args:
-        has_snapshots: the run's folder has snapshots: then it is a restart even if the command line does not say so.
+        checkpointer: where the nearest tier has snapshots it is a restart even if the command line does not say so.
     """
     for callback in callbacks_of(trainer):
         if isinstance(callback, SaveConfigCallback):
             asked = getattr(callback.config, "ckpt_path", None) == AUTO
-            callback.overwrite = callback.overwrite or asked or has_snapshots
+            callback.overwrite = callback.overwrite or asked or bool(checkpointer.nearest_snapshots())

@@ -10,7 +10,7 @@ from functools import partial
 
 import click
 
-from ckpt_engine.cli.output import count, json_option, print_away, print_json, progress
+from ckpt_engine.cli.output import count, json_option, print_away, print_json, progress, say_waiting
 from ckpt_engine.cli.root import Run, open_run
 from ckpt_engine.config import load_config
 from ckpt_engine.errors import CkptError, FormatError, PartialError, StorageMissingError
@@ -18,6 +18,7 @@ from ckpt_engine.observe import units
 from ckpt_engine.persist import parts
 from ckpt_engine.persist.gather import give
 from ckpt_engine.persist.leftovers import complete
+from ckpt_engine.restore import places
 from ckpt_engine.store import layout, pins
 from ckpt_engine.store.collect import catalogue
 from ckpt_engine.store.lease import acquire
@@ -75,6 +76,7 @@ def command(source: str, target: str, wanted: tuple[str, ...], as_json: bool) ->
     run = open_run(source)
     tier = load_config(target).tiers[0]
     storage = open_storage(tier.url, tier.for_storage())
+    places.ask([Repository(storage)], Repository.record, places.at_most, say_waiting)
     ids = [run.find(one)[0] for one in wanted] or [parsed.id for parsed in run.holders]
     with acquire(storage):
         far = adopt_run(_record_of(run), storage)
@@ -85,7 +87,7 @@ def command(source: str, target: str, wanted: tuple[str, ...], as_json: bool) ->
             task = bar.add_task("copying", total=_data_bytes(run, missing))
             advance = partial(bar.advance, task)
             sink = paced(open_storage(tier.url, tier.for_storage()), _counting(advance))
-            holders = {parsed.id: places for parsed, places in run.holders.items()}
+            holders = {parsed.id: found for parsed, found in run.holders.items()}
             for snapshot in missing:
                 _copy(holders[snapshot], far, snapshot, sink, done, advance)
         if done.partial:
@@ -183,10 +185,10 @@ def _data_bytes(run: Run, ids: Sequence[str]) -> int:
     """Of all data files that the snapshots need, each once, as far as their manifests can be read: for the bar."""
     wanted = set(ids)
     needed: set[str] = set()
-    for parsed, places in run.holders.items():
+    for parsed, holders in run.holders.items():
         if parsed.id in wanted:
             with suppress(CkptError):
-                needed.update(places[0].files_of(parsed.id))
+                needed.update(holders[0].files_of(parsed.id))
     sizes = {item.name: item.nbytes for place in run.places for item in place.storage.list(layout.DATA)}
     return sum(nbytes for name, nbytes in sizes.items() if name in needed)
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import click
 
-from ckpt_engine.cli.output import age, count, json_option, metrics, print_away, print_json, print_table
-from ckpt_engine.cli.root import ANSWER_SECONDS, away_of, open_run
+from ckpt_engine.cli.output import age, count, json_option, metrics, print_away, print_json, print_table, say_waiting
+from ckpt_engine.cli.root import away_of, open_run
 from ckpt_engine.observe import units
 from ckpt_engine.restore import places
 from ckpt_engine.restore.choose import Away
@@ -35,7 +35,7 @@ class _Tier:
 def command(root: str, as_json: bool) -> None:
     """List the snapshots at ROOT, oldest first, and where they are if ROOT is a ckpt.yaml with several tiers."""
     run = open_run(root)
-    answers = places.ask(run.places, _look, ANSWER_SECONDS)
+    answers = places.ask(run.places, _look, say=say_waiting)
     tiers = [
         _Tier(run.tiers.index(answer.place.storage.url) + 1, answer.place.storage.url, *answer.value)
         for answer in answers

@@ -45,6 +45,11 @@ def print_away(away: Sequence[Away]) -> None:
         click.secho(f"{one.url} is left out: [{one.code}] {one.reason}", fg="red")
 
 
+def say_waiting(line: str) -> None:
+    """Says what takes so long, on the error stream."""
+    click.echo(line, err=True)
+
+
 def progress(*, hidden: bool) -> Progress:
     """A bar over bytes on the error stream; invisible where that is no terminal."""
     from rich.console import Console  # slow to import, and most verbs show no bar

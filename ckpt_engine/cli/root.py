@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ckpt_engine.cli.output import say_waiting
 from ckpt_engine.config import Config, Tier, load_config
 from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.restore import places
@@ -15,8 +16,6 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 
 LATEST = "latest"
-ANSWER_SECONDS = 60.0
-"""How long a tier may take to list its snapshots, if there are others."""
 _STEP = re.compile(r"(?:step=)?(\d+)")
 
 
@@ -69,7 +68,7 @@ def open_run(root: str) -> Run:
         CkptError: no tier answers; the error of the nearest.
     """
     repositories = [_repository(tier) for tier in load_config(root).tiers]
-    answers = places.of_one_run(places.ask(repositories, _ids_of_run, ANSWER_SECONDS))
+    answers = places.of_one_run(places.ask(repositories, _ids_of_run, places.at_most, say_waiting))
     there = [(answer.place, answer.value) for answer in answers if answer.value is not None]
     away = away_of(answers)
     holders: dict[ParsedId, tuple[Repository, ...]] = {}
@@ -101,18 +100,22 @@ def open_places(config: Config) -> list[tuple[Tier, Repository]]:
         ForeignError: files at one of them, and none of ours.
         StorageError: one of them cannot be read.
     """
-    places = [(tier, _repository(tier)) for tier in config.tiers]
-    _require_run(places[0][1])
-    return [places[0], *(place for place in places[1:] if place[1].record() is not None)]
+    answers = places.ask([_repository(tier) for tier in config.tiers], _is_run, places.at_most, say_waiting)
+    for answer in answers:
+        if answer.error is not None:
+            raise answer.error
+    if not answers[0].value:
+        raise _no_run(answers[0].place.storage.url)
+    asked = zip(config.tiers, answers, strict=True)
+    return [(tier, answer.place) for tier, answer in asked if answer is answers[0] or answer.place.record() is not None]
 
 
 def _repository(tier: Tier) -> Repository:
     return Repository(open_storage(tier.url, tier.for_storage()))
 
 
-def _require_run(repository: Repository) -> None:
-    if repository.record() is None and not repository.ids():
-        raise _no_run(repository.storage.url)
+def _is_run(place: Repository) -> bool:
+    return place.record() is not None or bool(place.ids())
 
 
 def _no_run(where: str, away: Sequence[Away] = ()) -> StorageMissingError:

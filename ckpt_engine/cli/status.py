@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ckpt_engine.cli.output import age, count, json_option, print_json, print_table
+from ckpt_engine.cli.output import age, count, json_option, print_json, print_table, say_waiting
 from ckpt_engine.config import load_config
 from ckpt_engine.errors import CkptError, StorageMissingError
 from ckpt_engine.observe import units
@@ -20,7 +20,6 @@ from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 
-ANSWER_SECONDS = 30.0
 LIVE_SECONDS = 5.0
 
 
@@ -94,7 +93,7 @@ def command(root: str, as_json: bool) -> None:
     All tiers are asked if ROOT is a ckpt.yaml; of a folder or URL, that one.
     """
     repositories = [Repository(open_storage(tier.url, tier.for_storage())) for tier in load_config(root).tiers]
-    answers = places.ask(repositories, lambda place: place.list(), ANSWER_SECONDS)
+    answers = places.ask(repositories, lambda place: place.list(), places.at_most, say_waiting)
     # A nearest tier that does not answer is not asked once more: it may hang.
     near = repositories[0] if answers[0].error is None else None
     status, why = _status(near) if near else (None, None)

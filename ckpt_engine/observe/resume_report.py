@@ -43,7 +43,8 @@ class ResumeReport:
     """What one resume did.
 
     Args:
-        url: the store that was looked at.
+        url: the run's root.
+        place: URL of the place that served the snapshot, if that is another one.
         snapshot: id of the snapshot restored; None: nothing was restored, the run starts fresh.
         step, epoch: those of the snapshot.
         restored, not_restored: parts of the state, in the order they were put back.
@@ -51,6 +52,7 @@ class ResumeReport:
         notes: sentences worth reading (e.g. partially accumulated gradients are kept).
         seconds: from looking at the store to the state being in place.
         read_bytes: read from storage.
+        away: sentences about places that were left out and may have something newer.
     """
 
     url: str
@@ -63,6 +65,8 @@ class ResumeReport:
     notes: tuple[str, ...] = ()
     seconds: float = 0.0
     read_bytes: int = 0
+    place: str = ""
+    away: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values."""
@@ -72,7 +76,7 @@ class ResumeReport:
                 key: [dataclasses.asdict(one) for one in getattr(self, key)]
                 for key in ("restored", "not_restored", "rejected")
             }
-            | {"notes": list(self.notes)}
+            | {"notes": list(self.notes), "away": list(self.away)}
         )
 
     @classmethod
@@ -91,6 +95,7 @@ class ResumeReport:
                 "not_restored": tuple(NotRestored(**one) for one in data["not_restored"]),
                 "rejected": tuple(Rejected(**one) for one in data["rejected"]),
                 "notes": tuple(data["notes"]),
+                "away": tuple(data.get("away", ())),
             }
         )
 
@@ -100,13 +105,17 @@ class ResumeReport:
         lines += _section("restored", [(one.name, one.detail) for one in self.restored])
         lines += _section("not restored", [(one.name, one.why) for one in self.not_restored])
         lines += _section("passed over", [(one.id, f"[{one.code}] {one.reason}") for one in self.rejected])
-        lines += [f"  note: {note}" for note in self.notes]
+        lines += [f"  note: {note}" for note in (*self.notes, *self.away)]
         return "\n".join(lines)
 
     def line(self) -> str:
         """The report in one line."""
         return "; ".join(
-            [self._headline(), *(note for note in self.notes if note.startswith((_FROM_MEMORY, _BY_OTHERS)))]
+            [
+                self._headline(),
+                *(note for note in self.notes if note.startswith((_FROM_MEMORY, _BY_OTHERS))),
+                *self.away,
+            ]
         )
 
     def _headline(self) -> str:
@@ -114,7 +123,7 @@ class ResumeReport:
             return f"starting fresh: nothing was restored from {self.url}"
         where = f"step {self.step}" + (f", epoch {self.epoch}" if self.epoch is not None else "")
         return (
-            f"resumed at {where} from {self.snapshot} in {self.url} "
+            f"resumed at {where} from {self.snapshot} in {self.place or self.url} "
             f"({size(self.read_bytes)} read, {duration(self.seconds)})"
         )
 

@@ -104,7 +104,7 @@ def candidates(
     """
     holders: dict[ParsedId, list[Repository]] = {}
     question = places.ids if len(where) > 1 else Repository.ids
-    for answer in places.of_one_run(places.ask(where, question)):
+    for answer in places.of_one_run(places.ask(where, question, places.until_one_has_some)):
         if answer.error is not None:
             search.away.append(Away(answer.place.storage.url, answer.error.code, answer.error.message))
         for parsed in answer.value or ():
@@ -269,9 +269,10 @@ def none_usable(where: Sequence[Repository], search: Search, step: int | None) -
             hint=f"look closer with `ckpt verify {named[0]}`, or {anew}",
         )
     if away:
+        missing = " and ".join(one.url for one in search.away)
         return NoUsableSnapshotError(
             f"there is no snapshot in {urls} as far as can be told, but not every place answers:\n{away}",
-            hint="try again when it does; to start without it, take it out of the tiers",
+            hint=f"start it again when {missing} answers; to begin a new run without it, remove it from `tiers`",
         )
     if step is not None:
         return ResumeError(f"no snapshot of step {step} in {urls}", hint=f"`ckpt ls {urls}` shows what there is")

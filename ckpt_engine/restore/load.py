@@ -37,7 +37,7 @@ class Loaded:
     Args:
         state: what was saved; None once it was handed over.
         notes: what came back as a plain equivalent, because its class is not imported here; and, where there are
-            several places, which one served, which were away, and what was repaired.
+            several places, which one served, and what was repaired.
         rejected: newer snapshots that could not be used.
         read_bytes: bytes read from storage.
         place: URL of the place that served.
@@ -61,6 +61,15 @@ class Loaded:
     lost_steps: int | None = None
     own: Mapping[int, Any] = field(default_factory=dict)
     unverified_bytes: int = 0
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """A sentence about each place in `away`."""
+        newer = "did not answer and may have something newer"
+        return tuple(
+            f"{one.url} {'is left out' if one.code == ForeignError.code else newer}: [{one.code}] {one.reason}"
+            for one in self.away
+        )
 
     @property
     def from_memory(self) -> bool:
@@ -202,9 +211,6 @@ def _told(
         if one.snapshot == candidate.info.id:
             yield f"another copy of {one.snapshot} is damaged: [{one.code}] {one.reason}"
     yield from _told_repairs(repairs)
-    for away in search.away:
-        what = "is left out" if away.code == ForeignError.code else "did not answer and may have something newer"
-        yield f"{away.url} {what}: [{away.code}] {away.reason}"
 
 
 def _told_repairs(repairs: Sequence[Repair]) -> Iterator[str]:

@@ -47,6 +47,8 @@ class ReportDraft:
             notes=(*notes, *self.loaded.notes),
             seconds=self.loaded.seconds,
             read_bytes=self.loaded.read_bytes,
+            place="" if self.loaded.from_memory else self.loaded.place,
+            away=self.loaded.left_out,
         )
 
 
@@ -67,7 +69,7 @@ def publish(
         if report.not_restored:
             log.warning("rank %d: %s", rank, report.text())
         return None
-    if report.not_restored or report.rejected:
+    if report.not_restored or report.rejected or report.away:
         log.warning("%s", report.text())
     else:
         announce(log, report.text(), line=report.line(), aloud=aloud)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 from collections.abc import Iterator
@@ -20,10 +21,12 @@ from ckpt_engine.store import layout
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.tracking.report import ReportDraft, publish
 from tests.snapshot.passage import same
 from tests.support.hanging import hanging
 
 N = 30_000
+WAIT_SECONDS = 60.0
 
 
 def state(step: int) -> dict[str, Any]:
@@ -189,7 +192,7 @@ def test_a_place_that_does_not_answer_is_said(run: Path) -> None:
     found = restore.load([Repository(Broken(run / "near", lists=False)), where(run)[1]])
     assert found is not None and found.info.step == 3
     assert [away.url for away in found.away] == [f"file://{run / 'near'}"]
-    assert any("may have something newer" in note for note in found.notes)
+    assert any("may have something newer" in line for line in found.left_out)
 
 
 def test_nothing_here_and_a_place_away_is_no_fresh_start(run: Path, tmp_path: Path) -> None:
@@ -213,16 +216,109 @@ def test_a_place_that_hangs_is_not_waited_for_forever(run: Path, monkeypatch: py
                 hangs.here()
             return len(place.ids())
 
-        near, far = places.ask(where(run), question, timeout=5.0)
-        assert near.error is not None and "did not answer within 5 s" in near.error.message
+        near, far = places.ask(where(run), question)
+        assert near.error is not None and "did not answer within 20 s" in near.error.message
         assert far.value == 3
 
 
-def test_a_lone_place_is_asked_without_a_thread(run: Path) -> None:
-    """The single-tier path starts nothing."""
-    main = threading.get_ident()
-    (answer,) = places.ask(where(run)[:1], lambda place: threading.get_ident())
-    assert answer.value == main
+class Slow(LocalStorage):
+    """A place whose listing comes when `answers` is set; `asked` counts."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.answers, self.asked = threading.Event(), 0
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self.asked += 1
+        assert self.answers.wait(WAIT_SECONDS)
+        return super().list(prefix)
+
+
+@pytest.fixture
+def slow(run: Path) -> Iterator[Slow]:
+    """The far place of the run."""
+    made = Slow(run / "far")
+    yield made
+    made.answers.set()
+
+
+def test_a_resume_goes_on_from_the_nearest_when_the_rest_is_late(
+    run: Path, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said which place was left out, and that one gets no second question before it has answered the first."""
+    monkeypatch.setattr(places, "ANSWER_SECONDS", 0.0)
+    for _ in range(2):
+        found = restore.load([where(run)[0], Repository(slow)])
+        assert found is not None and same(found.state, state(3))
+        (line,) = found.left_out
+        assert line.startswith(f"{slow.url} did not answer and may have something newer: [CKPT300]")
+    assert slow.asked == 1
+
+
+def test_a_resume_that_finds_nothing_nearer_waits_longer_and_says_so(
+    slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The far place answers after its time would have been over, which is when the line comes; and it serves."""
+    monkeypatch.setattr(places, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(places, "TELL_SECONDS", 0.01)
+    said: list[str] = []
+
+    def say(line: str) -> None:
+        said.append(line)
+        slow.answers.set()
+
+    empty = Repository(LocalStorage(tmp_path / "new"))
+    near, far = places.ask([empty, Repository(slow)], places.ids, places.until_one_has_some, say)
+    assert near.value == () and far.value is not None and len(far.value) == 3
+    assert said == [f"waiting for {slow.url}, up to 120 s: no other place has a snapshot"]
+
+
+def test_what_goes_on_without_the_missing_place_is_said(
+    run: Path, slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resume that finds nothing, and one place that does not answer: the error names it, and what works does."""
+    empty = Repository(LocalStorage(tmp_path / "new"))
+    patience = lambda answers: WAIT_SECONDS if answers[0].value is None else 0.0  # noqa: E731
+    monkeypatch.setattr(places, "until_one_has_some", patience)
+    with pytest.raises(NoUsableSnapshotError, match="remove it from `tiers`") as caught:
+        restore.choose([empty, Repository(slow)])
+    assert slow.url in str(caught.value.hint)
+    assert restore.choose([empty]) is None
+
+
+def test_a_place_that_breaks_the_question_is_not_taken_for_empty(run: Path) -> None:
+    """What is none of ours is raised where it was asked."""
+
+    def question(place: Repository) -> int:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        places.ask(where(run)[:1], question)
+
+
+def test_the_place_that_served_is_in_the_headline(run: Path) -> None:
+    """Not the empty near folder."""
+    shutil.rmtree(run / "near")
+    found = loaded(run)
+    line = ReportDraft(f"file://{run / 'near'}", found).finish().line()
+    assert f" in file://{run / 'far'} (" in line and str(run / "near") not in line
+
+
+def test_a_place_that_was_left_out_is_in_the_line_for_people(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a tracked run and of a plain load alike, as a warning."""
+    away = Broken(run / "far", lists=False)
+    found = restore.load([where(run)[0], Repository(away)])
+    assert found is not None
+    report = ReportDraft(f"file://{run / 'near'}", found).finish()
+    assert f"{away.url} did not answer" in report.line()
+    publish(report, run, logging.getLogger("test"))
+    assert [(one.levelno, away.url in one.getMessage()) for one in caplog.records] == [(logging.WARNING, True)]
+    shutil.rmtree(run / "far")
+    (run / "far").write_text("not a folder")
+    caplog.clear()
+    with Checkpointer(tiers=[str(run / "near"), str(run / "far")]) as ckpt:
+        assert ckpt.load() is not None
+    assert f"{away.url} did not answer" in caplog.text
 
 
 def test_the_run_goes_on_when_the_near_folder_is_gone(run: Path) -> None:

@@ -191,4 +191,4 @@ def test_another_run_at_a_place_is_not_resumed_from(pair: Pair, tmp_path: Path) 
     found = restore.load(where)
     assert found is not None and found.info.step == 2
     assert [one.code for one in found.away] == ["CKPT402"]
-    assert "holds another run" in found.notes[0]
+    assert "is left out: [CKPT402]" in found.left_out[0] and "holds another run" in found.left_out[0]

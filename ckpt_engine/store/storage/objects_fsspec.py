@@ -30,7 +30,7 @@ from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.objectnames import checked, split_url
 from ckpt_engine.store.storage.objectoptions import ObjectOptions
 from ckpt_engine.store.storage.oserrors import translated
-from ckpt_engine.store.storage.retries import Backoff
+from ckpt_engine.store.storage.retries import Backoff, is_hopeless
 
 WHOLE_AT_CLOSE = frozenset({"gs", "gcs", "az", "abfs", "abfss", "oci", "ocilake", "oss", "s3", "s3a"})
 """Schemes of stores that show an object only when its upload is complete."""
@@ -230,7 +230,7 @@ class FsspecStorage:
             except FileExistsError as err:
                 raise StorageExistsError(f"cannot {what} {where}: it exists") from err
             except Exception as err:  # noqa: BLE001 - raised again, translated, or tried again
-                wait = backoff.next_wait() if _is_transient(err) else None
+                wait = backoff.next_wait() if _is_transient(err) and not is_hopeless(err) else None
                 if wait is None:
                     raise _explained(err, what, where) from self._shown(err)
             time.sleep(wait)

@@ -5,15 +5,50 @@
 
 from __future__ import annotations
 
+import errno
 import random
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 BASE_SECONDS = 0.1
 CAP_SECONDS = 8.0
 
 # Never the global stream of `random`: training draws from it, and a server that dies must not change a training run.
 _uniform = random.SystemRandom().uniform
+
+
+_NOBODY = frozenset(
+    {errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, int(socket.EAI_NONAME), int(socket.EAI_NODATA)}
+)
+_asking: ContextVar[bool] = ContextVar("ckpt_asking", default=False)
+
+
+@contextmanager
+def asking() -> Iterator[None]:
+    """Within it a request to where nobody listens is not tried again.
+
+    For those who have other places to ask, or who come back later by themselves.
+    """
+    token = _asking.set(True)
+    try:
+        yield
+    finally:
+        _asking.reset(token)
+
+
+def is_hopeless(error: BaseException) -> bool:
+    """Whether nobody listens there, and whoever asks does not wait for somebody: see `asking`."""
+    if not _asking.get():
+        return False
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError) and link.errno in _NOBODY:
+            return True
+        link = link.__cause__ or link.__context__
+    return False
 
 
 class Backoff:

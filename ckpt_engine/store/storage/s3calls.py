@@ -20,7 +20,7 @@ from ckpt_engine.errors import StorageError
 from ckpt_engine.store.storage import ownrandom, redaction, s3errors
 from ckpt_engine.store.storage.objectoptions import ObjectOptions
 from ckpt_engine.store.storage.parts import Blocks
-from ckpt_engine.store.storage.retries import Backoff
+from ckpt_engine.store.storage.retries import Backoff, is_hopeless
 from ckpt_engine.store.storage.s3body import Body, Pace, PaceStoppedError, wait_of
 from ckpt_engine.store.storage.s3errors import DamagedInTransitError
 
@@ -215,7 +215,7 @@ class S3Calls:
             try:
                 return await self._bounded(once, nbytes)
             except Exception as err:
-                if not s3errors.is_transient(err):
+                if not s3errors.is_transient(err) or is_hopeless(err):
                     raise
                 wait = backoff.next_wait(s3errors.told_wait_seconds(err))
                 if wait is None:

@@ -14,6 +14,7 @@ from accelerate_ckpt.parts import AcceleratedParts
 from accelerate_ckpt.ranks import ranks_of
 from accelerate_ckpt.surroundings import Accumulation
 from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.config import Config
 from ckpt_engine.data import native
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.tracking.tracker import Tracker
@@ -85,6 +86,10 @@ class AdaptiveCheckpoint(Tracker):
         internals.before_end_training(self.close)
         self._handle = accelerator.register_load_state_pre_hook(self._before_load_state)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A run belongs to one accelerator and one process, so a copy has not begun."""
+        return UnstartedCheckpoint, (self._config, self.epoch, self.global_step, self.resumed_batches)
+
     def release(self) -> None:
         """Leave accelerator, loaders and optimizers as they were found, without a final snapshot."""
         super().release()
@@ -93,3 +98,26 @@ class AdaptiveCheckpoint(Tracker):
 
     def _before_load_state(self, models: list[Any], input_dir: str) -> None:  # noqa: ARG002
         self.abandon_resume()
+
+
+class UnstartedCheckpoint:
+    """What a copy of an `AdaptiveCheckpoint` is: it takes and restores nothing, `AdaptiveCheckpoint(accelerator,
+    copied.config)` does. The numbers are those of the moment of the copy.
+    """
+
+    def __init__(self, config: Config, epoch: int, global_step: int, resumed_batches: int) -> None:
+        self.config, self.epoch, self.global_step, self.resumed_batches = config, epoch, global_step, resumed_batches
+
+    def step(self) -> None: ...
+
+    def before_update(self) -> None: ...
+
+    def evaluated(self, seconds: float) -> None: ...
+
+    def finish(self, *, complete: bool | None = None) -> None: ...
+
+    def release(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def abandon_resume(self) -> None: ...

@@ -73,6 +73,11 @@ class TransformersCallback(TrainerCallback):
         """transformers has counted where it resumes, and nobody has compared that yet."""
         self._saved_epoch = 0
         """In which the loader continues. The tracker counts no epoch whose steps a GradScaler has all skipped."""
+        self._idle = dict(vars(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the options, and has not begun: a run belongs to one trainer and one process."""
+        return {**vars(self), **self._idle}
 
     @property
     def tracker(self) -> Tracker | None:

@@ -95,6 +95,10 @@ class AdaptiveCheckpoint(Callback):
         """Distinct per run folder, so that two instances can share a trainer."""
         return f"{type(self).__qualname__}{{'root': {self.config.root_url!r}}}"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the options, and has not begun: a run belongs to one trainer and one process."""
+        return {**vars(self), "_run": None, "_idle": None}
+
     # ---- setup and teardown
 
     @override

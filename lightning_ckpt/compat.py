@@ -21,6 +21,7 @@ from torchmetrics import Metric, SumMetric
 
 from ckpt_engine.errors import CkptError
 from lightning_ckpt.private_names import PRIVATE_NAMES, PrivateName
+from lightning_ckpt.sigterm import defer_sigterm
 
 VERSION: str = version("lightning")
 MINIMUM_VERSION = (2, 5)
@@ -64,6 +65,7 @@ class Internals:
         self._trainer: Any = trainer
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._usual: tuple[Any, Any] | None = None
+        self._undo_sigterm: Callable[[], None] = lambda: None
 
     # ---- probing
 
@@ -197,9 +199,14 @@ class Internals:
 
         self._wrap(connector, "_sigterm_notifier_fn", notify)
 
+    def defer_sigterm(self, deferred: Callable[[], bool]) -> None:
+        """See `sigterm.defer_sigterm`; undone by `unwrap`."""
+        self._undo_sigterm = defer_sigterm(self._trainer._signal_connector, deferred)
+
     def unwrap(self) -> None:
         """Puts back every method that was wrapped, and the length of epochs."""
         self.reset_epoch_length()
+        self._undo_sigterm()
         while self._wrapped:
             owner, name, before = self._wrapped.pop()
             if before is None:
@@ -210,12 +217,6 @@ class Internals:
     def set_callbacks(self, callbacks: list[Callback]) -> None:
         """Replace the list; a loop over the old one that is under way is not disturbed."""
         self._trainer.callbacks = callbacks
-
-    # ---- signals
-
-    def forget_sigterm(self) -> None:
-        """Lets training go on to the next boundary, where Lightning would stop by itself. Safe in a signal handler."""
-        self._trainer._signal_connector.received_sigterm = False
 
     # ---- checkpoint connector
 

@@ -8,7 +8,7 @@ epoch or of training; `FenceGuard` comes before them in the list of callbacks.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import lightning.pytorch as pl
 import torch
@@ -35,12 +35,15 @@ class FenceGuard(Callback):
 
     Args:
         fence: waits for lazy copies; cheap where none is under way.
-        listener: see `Listener`.
+        listener: see `Listener`; None: a guard that a copied trainer has, where there is nothing to guard.
     """
 
-    def __init__(self, fence: Fence, listener: Listener) -> None:
+    def __init__(self, fence: Fence, listener: Listener | None) -> None:
         self._fence = fence
         self._listener = listener
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FenceGuard, (_no_fence, None)
 
     @override
     def on_before_optimizer_step(
@@ -54,7 +57,8 @@ class FenceGuard(Callback):
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._listener.validation_over()
+        if self._listener is not None:
+            self._listener.validation_over()
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -63,17 +67,24 @@ class FenceGuard(Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._fence()
-        self._listener.epoch_over()
+        if self._listener is not None:
+            self._listener.epoch_over()
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._fence()
-        self._listener.training_over()
+        if self._listener is not None:
+            self._listener.training_over()
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._listener.fit_over()
+        if self._listener is not None:
+            self._listener.fit_over()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._fence()
+
+
+def _no_fence() -> None:
+    """Of a copy: nothing is copied lazily."""

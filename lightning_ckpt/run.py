@@ -83,7 +83,7 @@ class FitRun:
         sinks.add(self.cadence)
         sinks.add(self.telemetry)
         watched = config if ranks is None or ranks.rank == 0 else config.model_copy(update={"status": Status()})
-        self.watches = Watches(watched, clock, sinks, self._internals, self.telemetry, self.cadence, live, ranks)
+        self.watches = Watches(watched, clock, sinks, self.telemetry, self.cadence, live, ranks)
         self._loaders = TrainLoaders(self._internals, trainer)
         rollbacks: Rollbacks | None = None
         if config.rollback is not None:
@@ -121,6 +121,7 @@ class FitRun:
         internals.wrap_epoch_start(self._before_epoch, self._after_epoch_start)
         internals.wrap_loop_reset(lambda: self.resume.pending)
         internals.wrap_fetch(self._boundary, self._batch_failed)
+        internals.defer_sigterm(lambda: self.watches.preemption.stop is not None)
         if self._shared is not None and SIGTERM in self._config.preemption.numbers():
             internals.wrap_sigterm_notifier()
         self._step_fence.install()

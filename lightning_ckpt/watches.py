@@ -23,7 +23,6 @@ from ckpt_engine.restore.load import Loaded
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.tracking.edits import Edits
-from lightning_ckpt.compat import Internals
 from lightning_ckpt.losses import Losses
 from lightning_ckpt.telemetry import Telemetry
 
@@ -37,7 +36,6 @@ class Watches:
         config: options.
         clock: the source of moments.
         sinks: gets this run's events and takes those of the watches.
-        internals: of the trainer.
         telemetry: the numbers for the status page.
         cadence: is retuned when options change.
         live: the file that `config` came from.
@@ -49,7 +47,6 @@ class Watches:
         config: Config,
         clock: Clock,
         sinks: FanOutSink,
-        internals: Internals,
         telemetry: Telemetry,
         cadence: Cadence,
         live: LiveFile | None,
@@ -58,7 +55,7 @@ class Watches:
         self._config = config
         self._sinks = sinks
         self._rank = None if ranks is None else ranks.rank
-        self._ledger, self.preemption = open_watch(config, clock, ranks, internals.forget_sigterm)
+        self._ledger, self.preemption = open_watch(config, clock, ranks)
         self._board = Board(config.status, self.preemption.outlook, telemetry.plain_numbers)
         on = config.guard if config.rollback is None else config.rollback.on
         self._losses = Losses(On(on)) if on != "off" else None

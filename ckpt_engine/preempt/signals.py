@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -31,20 +31,12 @@ class SignalWatch:
         signals: which ones.
         clock: the source of moments.
         wake: rings with every signal; open.
-        then: called last, e.g. to take back what an earlier handler decided. As careful as a handler.
     """
 
-    def __init__(
-        self,
-        signals: Sequence[signal.Signals],
-        clock: Clock,
-        wake: Wake,
-        then: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, signals: Sequence[signal.Signals], clock: Clock, wake: Wake) -> None:
         self._signals = tuple(signals)
         self._now = clock.monotonic
         self._wake = wake
-        self._then = then
         self._owner = os.getpid()
         self._previous: dict[int, Any] = {}
         self._handler = self._handle  # a bound method is a new object each time
@@ -102,8 +94,6 @@ class SignalWatch:
         self._wake.ring()
         if callable(previous) and (previous is not signal.default_int_handler or again):
             previous(number, frame)
-        if self._then is not None:
-            self._then()
 
     def _handle_in_fork(self, number: int, frame: FrameType | None, previous: Any) -> None:
         if number == signal.SIGINT:

@@ -55,7 +55,6 @@ class PreemptionWatch:
         slots: snapshots that fit in host memory at once.
         newest: asks the nearest tier for the step of its newest snapshot; used by the thread, only when it is late.
         flush: lets the writer make the newest snapshot in memory durable; its step, None: there is none. Any thread.
-        then: called at the end of every signal handler.
         spare_seconds: that a flush may take besides writing.
     """
 
@@ -68,7 +67,6 @@ class PreemptionWatch:
         slots: int,
         newest: Callable[[], int | None],
         flush: Callable[[], int | None] = lambda: None,
-        then: Callable[[], None] | None = None,
         spare_seconds: float = _SPARE_SECONDS,
     ) -> None:
         self._spare_seconds = spare_seconds
@@ -80,7 +78,7 @@ class PreemptionWatch:
         self._ask_to_flush = flush
         self._flushed: Flying | None = None
         self._wake = Wake()
-        self._signals = SignalWatch(options.numbers(), clock, self._wake, then)
+        self._signals = SignalWatch(options.numbers(), clock, self._wake)
         self._sources = [open_source(one, clock) for one in options.sources]
         # One attribute per thread that sets it; readers take the earliest.
         self._noticed: StopNotice | None = None
@@ -342,9 +340,7 @@ class PreemptionWatch:
         return step
 
 
-def open_watch(
-    config: Config, clock: Clock, ranks: Ranks | None, then: Callable[[], None] | None = None
-) -> tuple[Ledger, PreemptionWatch]:
+def open_watch(config: Config, clock: Clock, ranks: Ranks | None) -> tuple[Ledger, PreemptionWatch]:
     """The ledger and the watch of a run, or of one of its ranks; both are event sinks.
 
     Raises:
@@ -362,7 +358,6 @@ def open_watch(
         slots=config.slots,
         newest=lambda: _newest_step(nearest),
         flush=lambda: _flush(config.root_url, ranks),
-        then=then,
         spare_seconds=_SPARE_SECONDS if ranks is None else _SPARE_SECONDS + _MEETING_SECONDS,
     )
     return ledger, watch

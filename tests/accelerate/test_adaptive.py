@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,24 @@ def test_objects_prepared_later_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="after AdaptiveCheckpoint was made"):
         script.train(3)
     ckpt.close()
+
+
+def test_a_copy_has_not_begun(tmp_path: Path) -> None:
+    """The copy has the options and leaves the run alone."""
+    script = Script()
+    ckpt = script.track(every_boundary(tmp_path))
+    script.train(3)
+    for copied in (copy.deepcopy(ckpt), pickle.loads(pickle.dumps(ckpt))):
+        assert copied.config == ckpt._config
+        assert (copied.epoch, copied.global_step, copied.resumed_batches) == (ckpt.epoch, ckpt.global_step, 0)
+        copied.step()
+        copied.close()
+    script.train(3)
+    ckpt.close()
+    assert [one.step for one in saved(tmp_path)] == [1, 2, 4, 5]
+    again = AdaptiveCheckpoint(Script().accelerator, copied.config)
+    assert again.global_step == 5
+    again.close()
 
 
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

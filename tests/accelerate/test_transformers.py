@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from accelerate_ckpt import TransformersCallback
 from tests.accelerate.hf import train_hf
 from tests.tracking.runs import every_boundary, only, report, resume_only, saved
 
@@ -53,6 +56,23 @@ def assert_resumes(name: str, tmp_path: Path, share: int) -> None:
 def test_the_trainer_resumes_exactly(tmp_path: Path) -> None:
     """The callback leaves the run as it is; boundaries in the middle resume it."""
     assert_resumes("accumulation with a remainder", tmp_path, 3)  # one of them is between two logs
+
+
+def test_a_copy_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of training; it has the options, and resumes the run in another trainer."""
+    copies: list[TransformersCallback] = []
+
+    def on_step_end(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not copies:
+            copies.extend([copy.deepcopy(self), pickle.loads(pickle.dumps(self))])
+
+    monkeypatch.setattr(TransformersCallback, "on_step_end", on_step_end)
+    reference = train_hf({}, None, tmp_path / "out")
+    assert train_hf({}, every_boundary(tmp_path / "run"), tmp_path / "out").digest == reference.digest
+    for copied in copies:
+        assert copied.tracker is None
+        assert copied.config.root_url.endswith(str(tmp_path / "run"))
+    assert len(copies) == 2
 
 
 def test_an_epoch_without_a_change_of_weights_counts(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def watch(*numbers: signal.Signals, then: Callable[[], None] | None = None) -> SignalWatch:
-    made = SignalWatch(numbers, SystemClock(), Wake(), then)
+def watch(*numbers: signal.Signals) -> SignalWatch:
+    made = SignalWatch(numbers, SystemClock(), Wake())
     assert made.install() == []
     return made
 
@@ -55,10 +55,10 @@ def test_the_handler_that_was_there_is_called_each_time_and_put_back() -> None:
         calls.append("theirs")
 
     signal.signal(TERM, theirs)
-    watched = watch(TERM, then=lambda: calls.append("then"))
+    watched = watch(TERM)
     send(TERM)
     send(TERM)
-    assert calls == ["theirs", "then", "theirs", "then"]
+    assert calls == ["theirs", "theirs"]
     watched.remove()
     assert signal.getsignal(TERM) is theirs
     watched.remove()

@@ -137,7 +137,10 @@ def lightning(job: dict[str, Any]) -> None:
     loader = DataLoader(Samples(64), batch_size=4, shuffle=True, num_workers=job.get("workers", 0))
     validation = DataLoader(Samples(40), batch_size=4) if job.get("validates") else None
     model = Model()
-    trainer.fit(model, loader, validation, ckpt_path="auto")
+    try:
+        trainer.fit(model, loader, validation, ckpt_path="auto")
+    finally:
+        logging.info("received_sigterm: %s", trainer.received_sigterm)
     model.lines.end(model.net.state_dict())
 
 

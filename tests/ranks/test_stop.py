@@ -80,6 +80,8 @@ def test_awkward_moments(lives: Lives, tmp_path: Path, tmp_path_factory: pytest.
     for pid in lives.pids:
         os.kill(pid, TERM)
     assert_stopped(lives, third)
+    if lives.loop == "lightning":
+        assert third.log().count("received_sigterm: True") == SIZE
     account.add(third)
     found = snapshots(tmp_path)
     assert found[-1] == (account.step, "signal")

@@ -1,0 +1,60 @@
+"""Callbacks that are copied while they run: the copies have the same options and have not begun."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from lightning_ckpt import AdaptiveCheckpoint
+from lightning_ckpt.guard import FenceGuard
+from tests.lightning.runs import Case, fit
+
+HOOKS = ("on_fit_start", "on_train_start", "on_train_batch_start", "on_train_epoch_end", "on_train_end")
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "copy": copy.deepcopy,
+    "pickle": lambda callbacks: pickle.loads(pickle.dumps(callbacks)),
+}
+
+
+class Copying(Callback):
+    """Copies all others at one hook, once."""
+
+    def __init__(self, hook: str, make: Callable[[Any], Any]) -> None:
+        self.copies: list[Callback] = []
+        self._make = make
+        setattr(self, hook, self._at)
+
+    def _at(self, trainer: Any, *_: Any) -> None:
+        if not self.copies:
+            self.copies = self._make([one for one in trainer.callbacks if one is not self])
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_copy_of_all_callbacks_is_one_that_has_not_begun(hook: str, tmp_path: Path) -> None:
+    """As Lightning's own tests copy `trainer.callbacks`; the copies take another run's snapshots."""
+    for name, make in COPIES.items():
+        ckpt = AdaptiveCheckpoint(str(tmp_path / name), every_n_steps=2, keep={"last": 3}, writer="thread")
+        copying = Copying(hook, make)
+        first = fit(Case(), [ckpt, copying], max_epochs=1)
+        copied = next(one for one in copying.copies if isinstance(one, AdaptiveCheckpoint))
+        assert copied is not ckpt
+        assert copied.config == ckpt.config
+        assert copied._run is None
+        assert any(isinstance(one, FenceGuard) for one in copying.copies)
+        # A second trainer with all the copies, the guard's too, continues the run.
+        second = fit(Case(), copying.copies, max_epochs=2, ckpt_path="auto", seed=1)
+        assert second.trainer.global_step == 2 * first.trainer.global_step
+        assert [type(one) for one in second.trainer.callbacks if isinstance(one, AdaptiveCheckpoint)]
+
+
+def test_copying_changes_nothing_of_the_run(tmp_path: Path) -> None:
+    """The run ends as one whose callbacks nobody copies."""
+    ckpt = AdaptiveCheckpoint(str(tmp_path), every_n_steps=2, writer="thread")
+    copying = Copying("on_train_batch_start", copy.deepcopy)
+    assert fit(Case(), [ckpt, copying]).digest == fit(Case()).digest

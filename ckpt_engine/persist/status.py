@@ -112,7 +112,10 @@ class StatusFile:
         """
         status = WriterStatus(self._pid, self._host, time.time(), ended, tuple(tiers))
         try:
-            self._temporary.write_text(json.dumps(dataclasses.asdict(status)) + "\n", encoding="utf-8")
+            # A link of this name, or what an earlier writer left, is removed and not written to.
+            self._temporary.unlink(missing_ok=True)
+            with self._temporary.open("x", encoding="utf-8") as file:
+                file.write(json.dumps(dataclasses.asdict(status)) + "\n")
             self._temporary.replace(self._path)
         except OSError:
             self._temporary.unlink(missing_ok=True)

@@ -32,6 +32,11 @@ DATA = "data/"
 PINS = "pins/"
 PARTS = "parts/"
 
+MANIFEST_BYTES = 128 << 20
+"""The most that a manifest, a part record or the catalog may have. Data files have no limit."""
+SMALL_BYTES = 1 << 20
+"""The most that any other of our JSON files may have, and what a pin may add to its manifest."""
+
 _ID = re.compile(r"([0-9]{8,})-s([0-9]{10,})-([0-9a-f]{8})")
 _MANIFEST = re.compile(rf"snapshots/({_ID.pattern})\.json")
 _PIN = re.compile(rf"pins/({_ID.pattern})\.json")
@@ -141,6 +146,13 @@ def data_rank(name: str) -> int | None:
 
 def _owner(match: re.Match[str] | None) -> ParsedId | None:
     return ParsedId(match[1], int(match[2]), int(match[3])) if match else None
+
+
+def most_bytes(name: str) -> int:
+    """How many bytes of the object of this name are read at most when it is read whole."""
+    if name in (RECORD, LEASE, STATUS, ROLLBACK) or wanted_id(name):
+        return SMALL_BYTES
+    return MANIFEST_BYTES + (SMALL_BYTES if pin_id(name) else 0)
 
 
 def is_ours(name: str) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from ckpt_engine.errors import LeaseHeldError, StorageError
+from ckpt_engine.errors import CkptError, LeaseHeldError
 from ckpt_engine.store import layout, lease_objects
 from ckpt_engine.store.lease_objects import Timing, slot_of
 from ckpt_engine.store.mounts import locks_are_shared
@@ -28,9 +28,11 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.oserrors import translating
+from ckpt_engine.store.storage.regular import open_regular
 
 RETRY_SECONDS = 0.1
 _TEXT_BYTES = 1023
+_COMMAND_CHARACTERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ class Holder:
     @classmethod
     def current(cls) -> Self:
         """This process, from now on."""
-        return cls(os.getpid(), socket.gethostname(), time.time(), " ".join([sys.executable, *sys.argv]))
+        command = " ".join([sys.executable, *sys.argv])[:_COMMAND_CHARACTERS]
+        return cls(os.getpid(), socket.gethostname(), time.time(), command)
 
     def __str__(self) -> str:
         since = datetime.fromtimestamp(self.started, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -89,6 +92,7 @@ def acquire(
         LeaseHeldError: naming the holder.
         ForeignError: the folder has other files; it is left untouched.
         StorageError: read-only, full, or not a folder.
+        CorruptError: the lease file is a link or a pipe: it is neither followed nor written.
     """
     Repository(storage).record()
     holder = holder or Holder.current()
@@ -127,7 +131,7 @@ def read_holder(storage: Storage) -> Holder | None:
         row = json.loads(storage.get(layout.LEASE))
         row.pop("lease", None)
         return Holder(**row)
-    except (StorageError, ValueError, TypeError, AttributeError):
+    except (CkptError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 
@@ -168,7 +172,7 @@ class LocalLease:
         path = storage.path(layout.LEASE)
         with translating("take the lease", path):
             storage.make_folder(storage.root)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            fd = open_regular(path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _write_text(fd, json.dumps(asdict(holder)))
@@ -186,7 +190,7 @@ class LocalLease:
         with translating("check the lease", self._path):
             mine = os.fstat(self._fd)
             try:
-                there = Path(self._path).stat()
+                there = Path(self._path).lstat()
             except FileNotFoundError:
                 there = None
         if there is None or (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_engine.errors import CorruptError, ForeignError, NewerFormatError
+from ckpt_engine.errors import CorruptError, ForeignError, NewerFormatError, SnapshotFailedError
 from ckpt_engine.store import layout
 from ckpt_engine.store.decode import is_plain, stored_pieces
 from ckpt_engine.store.digest import digest
@@ -51,6 +51,7 @@ def encode(manifest: Manifest) -> bytes:
 
     Raises:
         ValueError, TypeError: something in it is not JSON (NaN and infinity are not, except as metrics).
+        SnapshotFailedError: it is larger than any reader takes.
     """
     bases = {
         snapshot: {
@@ -74,7 +75,13 @@ def encode(manifest: Manifest) -> bytes:
             "notes": dict(manifest.notes),
         }
     )
-    return b'{"digest":"%s","manifest":%s}\n' % (digest(body).encode(), body)
+    text = b'{"digest":"%s","manifest":%s}\n' % (digest(body).encode(), body)
+    if len(text) > layout.MANIFEST_BYTES:
+        raise SnapshotFailedError(
+            f"the manifest of {manifest.info.id} has {len(text):,} bytes; the format allows {layout.MANIFEST_BYTES:,}",
+            hint="keep long lists of numbers in the state as tensors or arrays: their bytes are not in the manifest",
+        )
+    return text
 
 
 def version_of(manifest: Manifest) -> int:

@@ -18,12 +18,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckpt_engine.errors import FormatError, StorageExistsError, StorageMissingError
+from ckpt_engine.errors import ConfigError, CorruptError, FormatError, StorageExistsError, StorageMissingError
 from ckpt_engine.store import layout, manifest_codec
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 
+_NOTE_CHARACTERS = 100_000
 _HEAD_BYTES = 4096
 """Enough of a pin for its note, unless that is very long."""
 
@@ -55,6 +56,7 @@ def pin(repository: Repository, snapshot: str, note: str = "", *, created: float
     Raises:
         StorageMissingError: there is no such snapshot, or retention removed it at this moment.
         StorageError: it is not pinned, as before.
+        ConfigError: the note is too long.
     """
     storage, name = repository.storage, layout.pin_name(snapshot)
     try:
@@ -63,6 +65,8 @@ def pin(repository: Repository, snapshot: str, note: str = "", *, created: float
         raise _missing(repository, snapshot) from err
     made = Pin(snapshot, note, time.time() if created is None else created)
     head = json.dumps({"note": made.note, "created": made.created}, ensure_ascii=False)
+    if len(head) > _NOTE_CHARACTERS:
+        raise ConfigError(f"the note has {len(note):,} characters", hint="give a shorter one")
     blocks = [memoryview(head.encode() + b"\n"), memoryview(manifest)]
     try:
         storage.put(name, blocks)
@@ -147,6 +151,8 @@ def _read(storage: Storage, snapshot: str) -> Pin | None:
             head = storage.get(name).partition(b"\n")[0]
     except StorageMissingError:
         return None  # unpinned meanwhile
+    except CorruptError:
+        return Pin(snapshot, "", 0.0)
     try:
         row = json.loads(head)
         return Pin(snapshot, str(row["note"]), float(row["created"]))

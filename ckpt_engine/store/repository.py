@@ -287,6 +287,8 @@ class Repository:
                 if parsed.id in self._files
             )
             text = catalog.encode(self.run_id, cards)
+            if len(text) > layout.most_bytes(layout.CATALOG):
+                return  # no reader takes it
             require_room(len(text))
             self.storage.put(layout.CATALOG, [memoryview(text)], exclusive=False)
 

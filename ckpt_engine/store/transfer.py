@@ -29,6 +29,7 @@ from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.oserrors import translating
 from ckpt_engine.store.storage.partial import Partial
+from ckpt_engine.store.storage.regular import open_regular
 
 RANGE_BYTES = 16 << 20
 """Bytes per read of a remote object, and at most per read of the check before a copy."""
@@ -298,7 +299,7 @@ def _map_local(source: LocalStorage, file: DataFile, pieces: Sequence[Piece]) ->
         _require_digest(file, piece, buffer[: piece.nbytes])
     path = source.path(file.name)
     with translating("read", path):
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(path, os.O_RDONLY)
         try:
             if os.fstat(fd).st_size != file.nbytes:
                 raise CorruptError(f"{path} does not have {file.nbytes} bytes")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckpt_engine.restore.rebuild import _KINDS
 from ckpt_engine.snapshot.flatten import INLINE_BYTES
-from ckpt_engine.store import catalog, container, digest, manifest, manifest_codec
+from ckpt_engine.store import catalog, container, digest, layout, manifest, manifest_codec
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
@@ -21,6 +21,8 @@ def test_constants_on_the_page_are_those_of_the_code() -> None:
     assert f"at most {digest.PIECE_BYTES} bytes" in PAGE
     assert f"`{digest.ALGORITHM}:`" in PAGE
     assert f"if at most {INLINE_BYTES} bytes" in PAGE
+    assert f"have at most {layout.MANIFEST_BYTES} bytes" in PAGE
+    assert f"the other JSON files at most {layout.SMALL_BYTES}" in PAGE
     assert f"when at least {catalog.EVERY} snapshots" in PAGE
 
 

@@ -50,8 +50,12 @@ class Storage(Protocol):
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         """At most `nbytes` bytes from `start` on; fewer where the object ends.
 
+        Args:
+            nbytes: None: all that the format allows for an object of this name (`layout.most_bytes`).
+
         Raises:
             StorageMissingError
+            CorruptError: it has more than the format allows, or it is no regular file.
         """
         ...
 
@@ -60,7 +64,7 @@ class Storage(Protocol):
 
         Raises:
             StorageMissingError
-            CorruptError: the object ends too early.
+            CorruptError: the object ends too early, or it is no regular file.
         """
         ...
 

@@ -11,6 +11,7 @@ import os
 from collections.abc import Sequence
 
 from ckpt_engine.store.storage.disk import Disk
+from ckpt_engine.store.storage.regular import open_regular
 
 PAGE_BYTES = 4096
 SLICE_BYTES = 64 << 20
@@ -63,6 +64,7 @@ def read_into(path: str, start: int, out: memoryview) -> int:
     is faster, takes a fifth of the processor time and evicts nothing. Several threads may read one file.
 
     Raises:
+        CorruptError: it is no regular file.
         OSError: from the file system.
     """
     reader = _Reader(path)
@@ -86,7 +88,7 @@ class _Reader:
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = open_regular(path, os.O_RDONLY)
         self._direct_fd: int | None = None
         self._direct_works = True
         self._probe_works = True
@@ -119,7 +121,7 @@ class _Reader:
             return 0
         try:
             if self._direct_fd is None:
-                self._direct_fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                self._direct_fd = open_regular(self._path, os.O_RDONLY | os.O_DIRECT)
             return os.preadv(self._direct_fd, [part[:whole]], at)
         except OSError as err:
             if err.errno != errno.EINVAL:

@@ -9,6 +9,8 @@ import fcntl
 import os
 from pathlib import Path
 
+from ckpt_engine.store.storage.regular import open_regular
+
 
 class Disk:
     """Changes to a real file system. Methods raise `OSError` and hold no state."""
@@ -19,7 +21,7 @@ class Disk:
 
     def open(self, path: str) -> int:
         """A file, opened for writing, with what it has; a new one if there is none."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        return open_regular(path, os.O_WRONLY | os.O_CREAT)
 
     def bypass_cache(self, fd: int, *, on: bool) -> None:
         """Whether writes go around the page cache (`O_DIRECT`); `OSError` (EINVAL) where the file system cannot."""

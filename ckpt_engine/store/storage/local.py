@@ -17,11 +17,13 @@ from stat import S_ISDIR
 from urllib.parse import quote
 
 from ckpt_engine.errors import CorruptError, StorageError
+from ckpt_engine.store import layout
 from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.blockio import DIRECT_MIN_BYTES, SLICE_BYTES, read_into, write_blocks
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.oserrors import translated, translating
 from ckpt_engine.store.storage.partial import Partial, reserve
+from ckpt_engine.store.storage.regular import open_regular, require_size
 
 TEMP = ".tmp-"
 """Begins the name of every file that is not yet an object."""
@@ -123,13 +125,15 @@ class LocalStorage:
         path = self.path(name)
         with translating("read", path):
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = open_regular(path, os.O_RDONLY)
             except FileNotFoundError:
                 self._look_afresh(path.rpartition("/")[0])
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                fd = open_regular(path, os.O_RDONLY)
             try:
                 if nbytes is None:
-                    nbytes = max(0, os.fstat(fd).st_size - start)
+                    size = os.fstat(fd).st_size
+                    require_size(path, size, layout.most_bytes(name))
+                    nbytes = max(0, size - start)
                 parts = []
                 while nbytes > 0 and (part := os.pread(fd, min(nbytes, SLICE_BYTES), start)):
                     parts.append(part)
@@ -296,8 +300,8 @@ class LocalStorage:
 
     def _sweep_one(self, path: str) -> int:
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)  # NFS locks only what is open for writing
-        except FileNotFoundError:
+            fd = open_regular(path, os.O_RDWR)  # NFS locks only what is open for writing
+        except (FileNotFoundError, CorruptError):
             return 0
         try:
             # Whoever put it may have named or removed it since it was opened, and closed it, which frees the lock.
@@ -324,7 +328,7 @@ class LocalStorage:
                         yield from self._walk(name, prefix)
                 elif name.startswith(prefix) and not entry.name.startswith(TEMP):
                     try:
-                        stat = entry.stat()
+                        stat = entry.stat(follow_symlinks=False)
                         yield ObjectInfo(name, stat.st_size, f"{stat.st_mtime_ns:x}")
                     except FileNotFoundError:
                         continue

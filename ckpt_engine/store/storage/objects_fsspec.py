@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import fsspec
 
 from ckpt_engine.errors import (
+    CkptError,
     CorruptError,
     StorageError,
     StorageExistsError,
@@ -25,11 +26,13 @@ from ckpt_engine.errors import (
     StorageMissingError,
     StorageReadOnlyError,
 )
+from ckpt_engine.store import layout
 from ckpt_engine.store.storage import ownrandom, redaction
 from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.objectnames import checked, split_url
 from ckpt_engine.store.storage.objectoptions import ObjectOptions
 from ckpt_engine.store.storage.oserrors import translated
+from ckpt_engine.store.storage.regular import require_size
 from ckpt_engine.store.storage.retries import Backoff, is_hopeless
 
 WHOLE_AT_CLOSE = frozenset({"gs", "gcs", "az", "abfs", "abfss", "oci", "ocilake", "oss", "s3", "s3a"})
@@ -85,7 +88,7 @@ class FsspecStorage:
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         path = self._path(name)
-        return self._trying(lambda: self._read(path, start, nbytes), "read", name)
+        return self._trying(lambda: self._read(name, path, start, nbytes), "read", name)
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         target = out.cast("B")
@@ -170,8 +173,10 @@ class FsspecStorage:
                 mode = "wb"  # this library has no exclusive mode; we have looked
         return self._fs.open(path, mode, **sized)
 
-    def _read(self, path: str, start: int, nbytes: int | None) -> bytes:
+    def _read(self, name: str, path: str, start: int, nbytes: int | None) -> bytes:
         size = int(self._fs.info(path)["size"])
+        if nbytes is None:
+            require_size(f"{self.url}/{name}", size, layout.most_bytes(name))
         stop = size if nbytes is None else min(start + nbytes, size)
         if start >= stop:
             return b""
@@ -223,7 +228,7 @@ class FsspecStorage:
         while True:
             try:
                 return work()
-            except StorageError:
+            except CkptError:
                 raise
             except FileNotFoundError as err:
                 raise StorageMissingError(f"cannot {what} {where}: it does not exist") from err

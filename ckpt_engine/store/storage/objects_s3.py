@@ -76,11 +76,11 @@ class S3Storage:
             whole.release()
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        key = self._key(name)
+        checked(name)
         if nbytes is not None and nbytes <= 0:
             return b""
         try:
-            return self._calls.run(self._get(key, start, nbytes), "read", name)
+            return self._calls.run(self._get(name, start, nbytes), "read", name)
         except StorageMissingError as err:
             raise StorageMissingError(f"no object {self.url}/{name}", hint=err.hint) from err
 
@@ -126,7 +126,7 @@ class S3Storage:
 
     def read_versioned(self, name: str) -> tuple[bytes, str] | None:
         """A small object and its version, None if there is none. For `replace`."""
-        return self._calls.run(self._read_versioned(self._key(name)), "read", name)
+        return self._calls.run(self._read_versioned(name), "read", name)
 
     def replace(self, name: str, data: bytes, version: str | None) -> None:
         """Write a small object if it still has this version (None: if there is none), where the store can do that.
@@ -256,48 +256,50 @@ class S3Storage:
 
     # Reading
 
-    async def _get(self, key: str, start: int, nbytes: int | None) -> bytes:
+    async def _get(self, name: str, start: int, nbytes: int | None) -> bytes:
         if not self._calls.verifying:
-            return await self._read(key, start, nbytes)
-        return await self._get_verified(key, start, nbytes)
+            return await self._read(name, start, nbytes)
+        return await self._get_verified(name, start, nbytes)
 
-    async def _get_verified(self, key: str, start: int, nbytes: int | None) -> bytes:
+    async def _get_verified(self, name: str, start: int, nbytes: int | None) -> bytes:
         """Small objects steer what is kept and what is deleted: they have to match the store's own digest.
 
         Of the others (which have digests of ours) a small part has to be answered twice alike.
         """
+        key = self._key(name)
         head = await self._multipart.head(key)
         if head is None:
             raise StorageMissingError(f"no object {key}")
         size = int(head["ContentLength"])
         if size > _SMALL_BYTES and (nbytes is None or nbytes > _SMALL_BYTES):
-            return await self._read(key, start, nbytes)
+            return await self._read(name, start, nbytes)
         if size <= _SMALL_BYTES:
-            return (await self._get_small(key))[0][start:][:nbytes]
-        before = await self._read(key, start, nbytes)
+            return (await self._get_small(name))[0][start:][:nbytes]
+        before = await self._read(name, start, nbytes)
         for _ in range(_LOOKS):
-            again = await self._read(key, start, nbytes)
+            again = await self._read(name, start, nbytes)
             if again == before:
                 return again
             before = again
         raise DamagedInTransitError(f"{key} reads differently each time")
 
-    async def _get_small(self, key: str) -> tuple[bytes, str]:
+    async def _get_small(self, name: str) -> tuple[bytes, str]:
         """A small object and its ETag, which has to match where it is a digest of the bytes."""
+        key = self._key(name)
         for _ in range(_LOOKS):
-            data, answer = await self._calls.receive_all(Bucket=self._bucket, Key=key, **self._extra)
+            data, answer = await self._calls.receive_all(name, Bucket=self._bucket, Key=key, **self._extra)
             digest = hashlib.md5(data, usedforsecurity=False).hexdigest()
             etag = plain_etag(answer["ETag"])
             if not self._calls.verifying or "-" in etag or arrived_whole(answer, digest):
                 return data, etag
         raise DamagedInTransitError(f"{key} does not arrive as it is")
 
-    async def _read(self, key: str, start: int, nbytes: int | None) -> bytes:
+    async def _read(self, name: str, start: int, nbytes: int | None) -> bytes:
         if nbytes is None:
-            data, _ = await self._calls.receive_all(Bucket=self._bucket, Key=key, **self._extra)
+            data, _ = await self._calls.receive_all(name, Bucket=self._bucket, Key=self._key(name), **self._extra)
             return data[start:] if start else data
         out = bytearray(nbytes)
-        done = await self._get_into(key, start, memoryview(out))
+        done = await self._get_into(self._key(name), start, memoryview(out))
         return bytes(memoryview(out)[:done])
 
     async def _get_into(self, key: str, start: int, out: memoryview) -> int:
@@ -308,9 +310,9 @@ class S3Storage:
                 return 0
             raise
 
-    async def _read_versioned(self, key: str) -> tuple[bytes, str] | None:
+    async def _read_versioned(self, name: str) -> tuple[bytes, str] | None:
         try:
-            return await self._get_small(key)
+            return await self._get_small(name)
         except ClientError as err:
             if status_of(err) == 404 and code_of(err) != "NoSuchBucket":
                 return None

@@ -16,10 +16,12 @@ from typing import Any, TypeVar
 
 from s3fs import S3FileSystem  # type: ignore[import-untyped]
 
-from ckpt_engine.errors import StorageError
+from ckpt_engine.errors import CkptError, StorageError
+from ckpt_engine.store import layout
 from ckpt_engine.store.storage import ownrandom, redaction, s3errors
 from ckpt_engine.store.storage.objectoptions import ObjectOptions
 from ckpt_engine.store.storage.parts import Blocks
+from ckpt_engine.store.storage.regular import require_size
 from ckpt_engine.store.storage.retries import Backoff, is_hopeless
 from ckpt_engine.store.storage.s3body import Body, Pace, PaceStoppedError, wait_of
 from ckpt_engine.store.storage.s3errors import DamagedInTransitError
@@ -79,7 +81,7 @@ class S3Calls:
                         raise StorageError(f"cannot {what} {self.url}: the program is ending") from None
                     if future.done():
                         return future.result()
-        except (StorageError, KeyboardInterrupt, SystemExit):
+        except (CkptError, KeyboardInterrupt, SystemExit):
             raise
         except PaceStoppedError as err:
             raise err.cause from None
@@ -173,18 +175,24 @@ class S3Calls:
             await self.trying(once, nbytes=len(out), backoff=backoff)
         return done
 
-    async def receive_all(self, **arguments: Any) -> tuple[bytes, Answer]:
-        """A whole object of moderate size, and what the store says of it."""
+    async def receive_all(self, name: str, **arguments: Any) -> tuple[bytes, Answer]:
+        """A whole object of moderate size, and what the store says of it.
+
+        Raises:
+            CorruptError: it has more bytes than an object of this name can have.
+        """
 
         async def once(client: Any, moved: Callable[[], None]) -> tuple[bytes, Answer]:
             answer = await client.get_object(**arguments)
+            expected = int(answer["ContentLength"])
             found = bytearray()
             async with answer["Body"] as body:
-                while data := await body.read(READ_BYTES):
+                require_size(f"{self.url}/{name}", expected, layout.most_bytes(name))
+                while len(found) <= expected and (data := await body.read(READ_BYTES)):
                     found += data
                     moved()
-            if len(found) != int(answer["ContentLength"]):
-                raise DamagedInTransitError(f"{len(found)} bytes came instead of {answer['ContentLength']}")
+            if len(found) != expected:
+                raise DamagedInTransitError(f"{len(found)} bytes came instead of {expected}")
             return bytes(found), answer
 
         return await self.trying(once, nbytes=1 << 30)

@@ -15,7 +15,6 @@ from typing import Any, Self, TypeVar
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
 from ckpt_engine.errors import ConfigError, SnapshotFailedError, WaitTimeoutError
-from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.events import Event, EventSink, Notice, TierDegraded
 from ckpt_engine.observe.log import LOGGER_NAME, LogSink
 from ckpt_engine.observe.resume_report import resumed_from_memory
@@ -24,7 +23,7 @@ from ckpt_engine.persist.settings import writer_config
 from ckpt_engine.ranks.session import session_of
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import load as restore
-from ckpt_engine.restore import memory, places, shares, together
+from ckpt_engine.restore import places, shares, together
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.memory import MemoryPlace, attach, is_held
 from ckpt_engine.snapshot.flatten import LazyPredicate
@@ -315,23 +314,17 @@ class Checkpointer:
         if found is None:
             return None
         self._pipeline.parent = found.info.id
-        for line in found.left_out if isinstance(self.events, LogSink) and self._tells else ():
-            logging.getLogger(LOGGER_NAME).warning("%s", line)
-        if found.from_memory and self._tells:
-            self._tell(resumed_from_memory(found.lost_steps))
+        if self._session is None or self._session.coordinates:
+            self._tell(found)
         return found.state
 
-    def snapshots(self) -> list[SnapshotInfo]:
-        """All snapshots that any tier has, oldest first.
+    def snapshots(self, *, nearest: bool = False) -> list[SnapshotInfo]:
+        """All snapshots that any tier has, or the `nearest` one, which no other tier can hold up, oldest first.
 
         Raises:
             StorageError: no tier answers.
         """
-        return places.snapshots(self._places())
-
-    def nearest_snapshots(self) -> list[SnapshotInfo]:
-        """As `snapshots`, of the nearest tier alone: for who must not wait for a tier that does not answer."""
-        return places.snapshots([place for place in self._places() if place.storage.url != memory.URL][:1])
+        return places.snapshots(self._places(), nearest=nearest)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight; False if `timeout` seconds were not enough."""
@@ -424,15 +417,11 @@ class Checkpointer:
             self._fatal.append(event)
         self.events.emit(event)
 
-    @property
-    def _tells(self) -> bool:
-        """Whether this is the rank that says what is the same on all."""
-        return self._session is None or self._session.coordinates
-
-    def _tell(self, line: str) -> None:
-        if isinstance(self.events, LogSink):
-            announce(logging.getLogger(LOGGER_NAME), line)  # nobody else reports of this resume
-        else:
+    def _tell(self, found: restore.Loaded) -> None:
+        line = resumed_from_memory(found.lost_steps)
+        if isinstance(self.events, LogSink):  # nobody else reports of this resume
+            found.announce(logging.getLogger(LOGGER_NAME), line)
+        elif found.from_memory:
             self._emit(Notice("INFO", line))
 
     def _surface(self) -> None:

@@ -21,4 +21,4 @@ def allow_restart(trainer: pl.Trainer, checkpointer: Checkpointer) -> None:
     for callback in callbacks_of(trainer):
         if isinstance(callback, SaveConfigCallback):
             asked = getattr(callback.config, "ckpt_path", None) == AUTO
-            callback.overwrite = callback.overwrite or asked or bool(checkpointer.nearest_snapshots())
+            callback.overwrite = callback.overwrite or asked or bool(checkpointer.snapshots(nearest=True))

@@ -253,7 +253,7 @@ class Resume:
         """A run that starts fresh although there are snapshots is most often a forgotten `ckpt_path`."""
         if self._loaders is None:
             return
-        snapshots = self._checkpointer.nearest_snapshots()
+        snapshots = self._checkpointer.snapshots(nearest=True)
         if snapshots:
             _log.warning(
                 "%s has %d snapshots up to step %d, and fit(ckpt_path=%r) does not resume from them; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,6 +10,7 @@ from typing import Any
 
 from ckpt_engine.errors import ForeignError, FormatError, StorageError, StorageMissingError
 from ckpt_engine.observe import units
+from ckpt_engine.observe.aloud import announce
 from ckpt_engine.restore import memory
 from ckpt_engine.restore.as_rank import as_rank, entries_of, own_trees, size_of
 from ckpt_engine.restore.choose import Away, Candidate, Check, Rejected, Search, candidates, none_usable
@@ -70,6 +72,13 @@ class Loaded:
             f"{one.url} {'is left out' if one.code == ForeignError.code else newer}: [{one.code}] {one.reason}"
             for one in self.away
         )
+
+    def announce(self, log: logging.Logger, from_memory: str) -> None:
+        """Say what is out of the ordinary: that it came from memory, in the words given, and what was left out."""
+        if self.from_memory:
+            announce(log, from_memory)
+        for line in self.left_out:
+            log.warning("%s", line)
 
     @property
     def from_memory(self) -> bool:

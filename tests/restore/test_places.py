@@ -256,21 +256,26 @@ def test_a_resume_goes_on_from_the_nearest_when_the_rest_is_late(
 
 
 def test_a_resume_that_finds_nothing_nearer_waits_longer_and_says_so(
-    slow: Slow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The far place answers after its time would have been over, which is when the line comes; and it serves."""
-    monkeypatch.setattr(places, "ANSWER_SECONDS", 0.0)
-    monkeypatch.setattr(places, "TELL_SECONDS", 0.01)
+    """The far place answers after its time would have been over, and it serves."""
+    empty, far = Repository(LocalStorage(tmp_path / "new")), where(run)[1]
     said: list[str] = []
+    with hanging(monkeypatch) as hangs:
+        hangs.later = places.ANSWER_SECONDS + 1.0
 
-    def say(line: str) -> None:
-        said.append(line)
-        slow.answers.set()
+        def question(place: Repository) -> tuple[layout.ParsedId, ...]:
+            if place is far:
+                hangs.here()
+            return places.ids(place)
 
-    empty = Repository(LocalStorage(tmp_path / "new"))
-    near, far = places.ask([empty, Repository(slow)], places.ids, places.until_one_has_some, say)
-    assert near.value == () and far.value is not None and len(far.value) == 3
-    assert said == [f"waiting for {slow.url}, up to 120 s: no other place has a snapshot"]
+        def say(line: str) -> None:
+            said.append(line)
+            hangs.end()
+
+        nothing, found = places.ask([empty, far], question, places.until_one_has_some, say)
+    assert nothing.value == () and found.value is not None and len(found.value) == 3
+    assert said == [f"waiting for {far.storage.url}, up to 120 s: no other place has a snapshot"]
 
 
 def test_what_goes_on_without_the_missing_place_is_said(

@@ -22,6 +22,8 @@ class Hanging:
         self._hangs = threading.Event()
         self._hanging: threading.Thread | None = None
         self._asked = False
+        self.later = math.inf
+        """Seconds that have passed when all others have answered."""
 
     def here(self) -> None:
         """Hang until the end of the test."""
@@ -42,7 +44,7 @@ class Hanging:
         for thread in threading.enumerate():
             if thread.name == "ckpt-places" and thread is not self._hanging:
                 thread.join(WAIT_SECONDS)
-        return math.inf
+        return self.later
 
 
 @contextmanager

@@ -183,7 +183,7 @@ class _Side:
     def rebuilt(self, node: Any) -> Any:
         """The objects of one node."""
         entries = read_entries(self._sources, self._manifest, list(dict.fromkeys(entries_in(node))))
-        return Rebuilder(entries).node(node, ())
+        return Rebuilder(entries, plain=True).node(node, ())
 
 
 def _kind(node: Any) -> Any:

@@ -119,8 +119,8 @@ class _MetadataUnpickler(pickle.Unpickler):  # it takes only the classes named a
     def find_class(self, module: str, name: str) -> Any:
         if module == metadata.__name__ and name in _OF_METADATA:
             return getattr(metadata, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        if module == "torch" and type(vars(torch).get(name)) is torch.dtype:  # getattr imports what is named
+            return vars(torch)[name]
         if (module, name) in _OTHERS:
             return super().find_class(module, name)
         raise UnstorableLeafError(

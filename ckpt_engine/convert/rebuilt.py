@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ckpt_engine.restore.named import dtype_of
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
 from ckpt_engine.restore.sources import Sources
@@ -51,7 +52,7 @@ def outline(sources: Sources, manifest: Manifest, tree: Mapping[str, Any]) -> An
     sizes = {name: sum(piece.raw_nbytes for piece in manifest.entries[name].pieces) for name in entries_of(tree)}
     read = read_entries(sources, manifest, [name for name, nbytes in sizes.items() if nbytes <= SMALL_BYTES])
     rest = {
-        name: torch.empty(manifest.entries[name].shape, dtype=getattr(torch, manifest.entries[name].dtype))
+        name: torch.empty(manifest.entries[name].shape, dtype=dtype_of(manifest.entries[name].dtype))
         for name in sizes.keys() - read.keys()
     }
     return Rebuilder({**read, **rest}).state(tree)

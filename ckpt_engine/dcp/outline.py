@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_engine.errors import FormatError
-from ckpt_engine.ranks.boxes import Box
+from ckpt_engine.ranks.boxes import Box, boxes_of
+from ckpt_engine.restore.named import dtype_of
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
 from ckpt_engine.restore.sources import Sources
@@ -119,9 +120,8 @@ class _Drawer(Rebuilder):
     def _draw(self, node: Mapping[str, Any], path: Path) -> torch.Tensor:
         self._require(node["entry"], path)
         entry = self._manifest.entries[node["entry"]]
-        dtype = getattr(torch, entry.dtype)
-        blocks = node.get("blocks", [[[0] * len(entry.shape), entry.shape]])
-        boxes = tuple(Box(tuple(offsets), tuple(shape)) for offsets, shape in blocks)
+        dtype = dtype_of(entry.dtype)
+        boxes = boxes_of(node, entry.shape)
         outline = torch.empty(entry.shape, dtype=dtype, device="meta")
         self._kept.append(outline)  # addresses must not be used again
         self.drawn[id(outline)] = Stored(node["entry"], dtype, entry.shape, boxes)

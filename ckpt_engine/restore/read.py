@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ckpt_engine.errors import CorruptError
+from ckpt_engine.restore.named import dtype_of
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.restore.stream import READ_BYTES, stream_into
 from ckpt_engine.snapshot import pages
@@ -122,7 +123,7 @@ def _blocks(piece: Piece) -> range:
 def _fresh(manifest: Manifest, name: str, entry: Entry) -> torch.Tensor:
     """A tensor for an entry, to be filled; it begins in a page where its first bytes do in a file."""
     nbytes = sum(piece.raw_nbytes for piece in entry.pieces)
-    dtype, count = getattr(torch, entry.dtype), math.prod(entry.shape)
+    dtype, count = dtype_of(entry.dtype), math.prod(entry.shape)
     if count * dtype.itemsize != nbytes:
         raise CorruptError(f"the manifest has {nbytes} bytes for {entry.dtype} of shape {entry.shape}")
     skew = chain_of(manifest, name, 0, entry.pieces[0])[-1].offset % mmap.PAGESIZE
@@ -133,7 +134,7 @@ def _fresh(manifest: Manifest, name: str, entry: Entry) -> torch.Tensor:
 
 
 def _tensor(entry: Entry, images: Mapping[int, _Image]) -> torch.Tensor:
-    dtype = getattr(torch, entry.dtype)
+    dtype = dtype_of(entry.dtype)
     count = math.prod(entry.shape)
     if not entry.pieces or count == 0:
         return torch.empty(entry.shape, dtype=dtype)

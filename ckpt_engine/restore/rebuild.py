@@ -1,7 +1,7 @@
 """Rebuild a state tree from a manifest's typed JSON (docs/format.md, "Tree"); the inverse of `snapshot.flatten`.
 
-No code from the snapshot runs: classes are only looked up in modules that are already imported, and only if they are
-of the kind the node says. What cannot be found comes back as a plain equivalent, and `Rebuilder.notes` says so.
+No code from the snapshot runs, nor any that it names: see `named`. A class that is not there, or not of the kind that
+the node says, comes back as a plain equivalent, and `Rebuilder.notes` says so.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import base64
 import collections
-import dataclasses
 import datetime
 import decimal
 import enum
@@ -18,6 +17,7 @@ import fractions
 import pathlib
 import pickle
 import random
+import re
 import sys
 import types
 import uuid
@@ -27,12 +27,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt_engine.errors import FormatError, NewerFormatError
+from ckpt_engine.errors import CkptError, FormatError, NewerFormatError
 from ckpt_engine.ranks.boxes import boxes_of
+from ckpt_engine.restore import named
 from ckpt_engine.restore.blocks import put_together
 from ckpt_engine.snapshot.kinds import FACTORIES
 
 Path = tuple[Any, ...]
+
+_NONSENSE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+"""What the constructors of Python, numpy and torch raise for values that they cannot take, endless nesting included."""
+_FRACTION = re.compile(r"-?[0-9]+(/[0-9]+)?")
+_FLOATS = {text: float(text) for text in ("nan", "-nan", "inf", "-inf")}
+_GENERATORS = re.compile(r"(cpu|cuda|mps|xpu)(:[0-9]{1,4})?")
+_MOST_WORDS = 624
+"""Of a Mersenne Twister: whoever draws from one that stands beyond its end reads other memory."""
 
 
 class Rebuilder:
@@ -42,6 +51,7 @@ class Rebuilder:
         entries: contiguous tensors by container name, as read.
         pickle_paths: glob patterns of paths that may be unpickled; anything else pickled is refused.
         finished: entries that are the very tensors that the tree shall have.
+        plain: take no class from this process: what would be of one comes back as a plain equivalent.
     """
 
     def __init__(
@@ -49,11 +59,16 @@ class Rebuilder:
         entries: Mapping[str, torch.Tensor],
         pickle_paths: Sequence[str] = (),
         finished: Collection[str] = (),
+        *,
+        plain: bool = False,
     ) -> None:
         self._entries = entries
+        self._plain = plain
         self._finished = frozenset(finished)
         self._pickle_paths = tuple(pickle_paths)
         self._tied: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._copied: set[str] = set()
+        self._raw_bytes: dict[tuple[str, str], bytes | bytearray] = {}
         self.notes: list[str] = []
 
     def state(self, tree: Mapping[str, Any]) -> Any:
@@ -83,8 +98,10 @@ class Rebuilder:
             )
         try:
             return build(self, node, path)
-        except (KeyError, TypeError, ValueError) as err:
-            raise FormatError(f"malformed {kind!r} node at {_show(path)}: {err}") from err
+        except CkptError:
+            raise
+        except _NONSENSE as err:  # the one place where values of a snapshot meet constructors of others
+            raise FormatError(f"malformed {kind!r} node at {_show(path)}: {type(err).__name__}: {err}") from err
 
     def items(self, node: Mapping[str, Any], path: Path) -> list[Any]:
         return [self.node(child, (*path, i)) for i, child in enumerate(node["items"])]
@@ -96,16 +113,20 @@ class Rebuilder:
             out.append((key, self.node(raw_value, (*path, key))))
         return out
 
-    def find_class(self, name: str, fits: Callable[[type], bool], path: Path) -> type | None:
-        """The class if its module is already imported and it is of the right kind; else None, with a note."""
-        module_name, _, qualname = name.partition(":")
-        found: Any = sys.modules.get(module_name)
-        for part in qualname.split("."):
-            found = getattr(found, part, None)
-        if isinstance(found, type) and fits(found):
+    def find_class(self, name: Any, fits: Callable[[type], bool], path: Path) -> type | None:
+        """The class if it is there, runs no code, and is of the right kind; else None, with a note."""
+        found = None if self._plain or not isinstance(name, str) else named.find_class(name)
+        if found is not None and fits(found):
             return found
-        self.notes.append(f"{_show(path)}: class {name} is not imported here, restored as a plain equivalent")
+        self.note_plain(name, path)
         return None
+
+    def note_plain(self, name: Any, path: Path) -> None:
+        """Say that a class is not used."""
+        self.notes.append(
+            f"{_show(path)}: class {name} is not imported here, or runs code of its own when an object is made; "
+            "restored as a plain equivalent"
+        )
 
     def entry(self, node: Mapping[str, Any], path: Path) -> torch.Tensor:
         try:
@@ -118,32 +139,32 @@ class Rebuilder:
         if node["entry"] in self._finished:
             return self.entry(node, path)
         view, stride = node.get("view"), node.get("stride")
-        key = (
-            node["entry"],
-            repr(view),
-            tuple(stride or ()),
-            repr(node.get("parameter")),
-        )
-        if key not in self._tied:
+        memory = (node["entry"], repr(view), tuple(stride or ()), repr(node.get("blocks")))
+        if memory not in self._tied:
             raw = self.entry(node, path)
+            # Copies are made once for each entry, whatever a tree says: the number of leaves costs no memory.
+            if stride is not None or "blocks" in node:
+                if node["entry"] in self._copied:
+                    raise FormatError(f"{_show(path)} has {node['entry']!r} in another form than a leaf before it")
+                self._copied.add(node["entry"])
             if "blocks" in node:
                 raw = put_together(raw, boxes_of(node, raw.shape))
-            self._tied[key] = self._new_tensor(raw, view, stride, node.get("parameter"))
+            self._tied[memory] = _new_tensor(raw, view, stride)
+        parameter = node.get("parameter")
+        if not parameter:
+            return self._tied[memory]
+        key = (*memory, parameter["requires_grad"] is True)
+        if key not in self._tied:
+            self._tied[key] = torch.nn.Parameter(self._tied[memory], requires_grad=parameter["requires_grad"] is True)
         return self._tied[key]
 
-    def _new_tensor(
-        self, raw: torch.Tensor, view: Mapping[str, Any] | None, stride: Sequence[int] | None, parameter: Any
-    ) -> torch.Tensor:
-        out = raw
-        if view is not None:
-            dtype = getattr(torch, view["dtype"])
-            offset = raw.storage_offset() * raw.element_size() + view["byte_offset"]
-            out = torch.empty(0, dtype=dtype)
-            out.set_(raw.untyped_storage(), offset // dtype.itemsize, tuple(view["shape"]), tuple(view["stride"]))
-        elif stride is not None:
-            out = torch.empty_strided(raw.shape, tuple(stride), dtype=raw.dtype)
-            out.copy_(raw)
-        return torch.nn.Parameter(out, requires_grad=parameter["requires_grad"]) if parameter else out
+    def raw_bytes(self, node: Mapping[str, Any], path: Path) -> bytes | bytearray:
+        """What is in an entry as bytes, once for all leaves that refer to it."""
+        key = (node["$"], node["entry"])
+        if key not in self._raw_bytes:
+            data = _flat(self.entry(node, path)).data
+            self._raw_bytes[key] = bytes(data) if node["$"] == "bytes" else bytearray(data)
+        return self._raw_bytes[key]
 
     def unpickle(self, node: Mapping[str, Any], path: Path) -> Any:
         joined = "/".join(map(str, path))
@@ -159,16 +180,34 @@ def _show(path: Path) -> str:
     return "/".join(map(str, path)) or "(root)"
 
 
+def _new_tensor(raw: torch.Tensor, view: Mapping[str, Any] | None, stride: Sequence[int] | None) -> torch.Tensor:
+    if view is not None:
+        dtype = named.dtype_of(view["dtype"])
+        offset = raw.storage_offset() * raw.element_size() + view["byte_offset"]
+        if offset % dtype.itemsize:
+            raise ValueError(f"{view['dtype']} at byte {offset} of its memory")
+        out = torch.empty(0, dtype=dtype)
+        return out.set_(raw.untyped_storage(), offset // dtype.itemsize, tuple(view["shape"]), tuple(view["stride"]))
+    if stride is not None:
+        out = torch.empty_strided(raw.shape, tuple(stride), dtype=raw.dtype)
+        return out.copy_(raw)
+    return raw
+
+
+def _flat(raw: torch.Tensor) -> np.ndarray[Any, Any]:
+    return raw.contiguous().view(-1).view(torch.uint8).numpy() if raw.numel() else np.empty(0, dtype=np.uint8)
+
+
 def _ndarray(r: Rebuilder, node: Mapping[str, Any], path: Path) -> np.ndarray[Any, Any]:
-    raw = r.entry(node, path).contiguous().view(-1)
-    flat = raw.view(torch.uint8).numpy() if raw.numel() else np.empty(0, dtype=np.uint8)
-    array: np.ndarray[Any, Any] = flat.view(np.dtype(node["dtype"])).reshape(node["shape"])
+    flat = _flat(r.entry(node, path))
+    array: np.ndarray[Any, Any] = flat.view(named.numpy_dtype(node["dtype"])).reshape(node["shape"])
     return array
 
 
 def _bytes(r: Rebuilder, node: Mapping[str, Any], path: Path) -> bytes | bytearray:
-    kind = bytes if node["$"] == "bytes" else bytearray
-    return kind(base64.b64decode(node["b64"])) if "b64" in node else kind(r.entry(node, path).numpy().tobytes())
+    if "b64" not in node:
+        return r.raw_bytes(node, path)
+    return (bytes if node["$"] == "bytes" else bytearray)(base64.b64decode(node["b64"]))
 
 
 def _odict(r: Rebuilder, node: Mapping[str, Any], path: Path) -> collections.OrderedDict[Any, Any]:
@@ -179,9 +218,14 @@ def _odict(r: Rebuilder, node: Mapping[str, Any], path: Path) -> collections.Ord
 
 
 def _mapping(r: Rebuilder, node: Mapping[str, Any], path: Path) -> dict[Any, Any]:
-    cls: Any = r.find_class(node["type"], lambda c: issubclass(c, dict), path)
-    out: dict[Any, Any] = {} if cls is None else cls.__new__(cls)
-    dict.update(out, r.pairs(node, path))
+    pairs = r.pairs(node, path)
+    cls = r.find_class(node["type"], named.is_mapping, path)
+    if cls is None:
+        return dict(pairs)
+    out = named.mapping(cls, pairs)
+    if out is None:
+        r.note_plain(node["type"], path)
+        return dict(pairs)
     return out
 
 
@@ -192,37 +236,53 @@ def _defaultdict(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
 
 def _namedtuple(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
     fields = tuple(node["fields"])
-    cls = r.find_class(
-        node["type"], lambda c: issubclass(c, tuple) and getattr(c, "_fields", None) == fields, path
-    ) or collections.namedtuple(node["type"].rpartition(":")[2].rpartition(".")[2], fields)
-    return tuple.__new__(cls, r.items(node, path))
+    if not all(isinstance(one, str) for one in fields):
+        raise ValueError("names of fields are text")
+    cls = r.find_class(node["type"], lambda cls: named.is_namedtuple(cls, fields), path)
+    return tuple.__new__(cls or named.plain_namedtuple(str(node["type"]), fields), r.items(node, path))
 
 
 def _fields(r: Rebuilder, node: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return {name: r.node(child, (*path, name)) for name, child in node["fields"].items()}
 
 
+def _namespace(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
+    out = types.SimpleNamespace() if node["$"] == "simplenamespace" else argparse.Namespace()
+    vars(out).update(_fields(r, node, path))  # not as arguments: one may be called self
+    return out
+
+
 def _dataclass(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
     values = _fields(r, node, path)
-    cls: Any = r.find_class(node["type"], dataclasses.is_dataclass, path)
-    if cls is None:
-        return types.SimpleNamespace(**values)
-    out = cls.__new__(cls)  # no __init__: nothing of the user's runs while loading
-    for name, value in values.items():
-        object.__setattr__(out, name, value)
+    cls = r.find_class(node["type"], named.is_dataclass, path)
+    out = None if cls is None else named.dataclass(cls, values)
+    if out is None:
+        if cls is not None:
+            r.note_plain(node["type"], path)
+        out = types.SimpleNamespace()
+        vars(out).update(values)
     return out
 
 
 def _enum(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
-    cls: Any = r.find_class(node["type"], lambda c: issubclass(c, enum.Enum) and node["name"] in c.__members__, path)
-    return node["name"] if cls is None else cls[node["name"]]
+    name = node["name"]
+    cls = r.find_class(node["type"], lambda cls: named.member(cls, name) is not None, path)
+    return name if cls is None else named.member(cls, name)
 
 
 def _npscalar(_: Rebuilder, node: Mapping[str, Any], __: Path) -> Any:
-    return np.frombuffer(bytes.fromhex(node["hex"]), dtype=np.dtype(node["dtype"]))[0]
+    return np.frombuffer(bytes.fromhex(node["hex"]), dtype=named.numpy_dtype(node["dtype"]))[0]
+
+
+def _fraction(_: Rebuilder, node: Mapping[str, Any], __: Path) -> fractions.Fraction:
+    if _FRACTION.fullmatch(node["v"]) is None:  # Python takes exponents, and computes their powers of ten
+        raise ValueError("not a fraction of two whole numbers")
+    return fractions.Fraction(node["v"])
 
 
 def _torch_generator(r: Rebuilder, node: Mapping[str, Any], path: Path) -> torch.Generator:
+    if _GENERATORS.fullmatch(node["device"]) is None:
+        raise ValueError(f"no random generator is on {str(node['device'])[:40]!r}")
     out = torch.Generator(node["device"])
     out.set_state(r.node(node["state"], (*path, "state")).clone())
     return out
@@ -231,13 +291,17 @@ def _torch_generator(r: Rebuilder, node: Mapping[str, Any], path: Path) -> torch
 def _np_generator(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
     state = r.node(node["state"], (*path, "state"))
     name = state["bit_generator"]
+    if name not in _BIT_GENERATORS:
+        raise ValueError(f"unknown bit generator {str(name)[:40]!r}")
+    if name == "MT19937" and not 0 <= state["state"]["pos"] <= _MOST_WORDS:
+        raise ValueError("a generator that stands beyond its end")
+    if name == "Philox" and not 0 <= state["buffer_pos"] <= len(state["buffer"]):
+        raise ValueError("a generator that stands beyond its end")
     if node["$"] == "np.RandomState":
-        legacy = np.random.RandomState()
+        legacy = np.random.RandomState(_BIT_GENERATORS[name]())
         legacy.set_state(state)
         return legacy
-    if name not in ("PCG64", "PCG64DXSM", "MT19937", "Philox", "SFC64"):
-        raise ValueError(f"unknown bit generator {name!r}")
-    bits = getattr(np.random, name)()
+    bits = _BIT_GENERATORS[name]()
     bits.state = state
     return np.random.Generator(bits)
 
@@ -250,25 +314,46 @@ def _python_random(r: Rebuilder, node: Mapping[str, Any], path: Path) -> random.
 
 def _omegaconf(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
     plain = r.node(node["container"], path)
-    try:
-        from omegaconf import OmegaConf
-    except ImportError:
-        r.notes.append(f"{_show(path)}: omegaconf is not installed, restored as plain containers")
+    omegaconf = sys.modules.get("omegaconf")  # what is not imported is not imported for a snapshot
+    if omegaconf is None or not _is_configuration(plain):
+        r.notes.append(
+            f"{_show(path)}: omegaconf is not imported here, or cannot hold this; restored as plain containers"
+        )
         return plain
-    out = OmegaConf.create(plain)
-    OmegaConf.set_struct(out, node["flags"]["struct"] or None)
-    OmegaConf.set_readonly(out, node["flags"]["readonly"] or None)
+    try:
+        out = omegaconf.OmegaConf.create(plain)
+        omegaconf.OmegaConf.set_struct(out, node["flags"]["struct"] or None)
+        omegaconf.OmegaConf.set_readonly(out, node["flags"]["readonly"] or None)
+    except omegaconf.errors.OmegaConfBaseException as err:
+        raise ValueError(str(err)) from err
     return out
 
 
+def _is_configuration(plain: Any) -> bool:
+    """Whether omegaconf looks into nothing of it: it reads texts at the top as YAML, and objects by getattr."""
+    if not isinstance(plain, dict | list):
+        return False
+    left = [plain]
+    while left:
+        one: Any = left.pop()
+        if type(one) is dict:
+            left += [*one.keys(), *one.values()]
+        elif type(one) is list:
+            left += one
+        elif not (one is None or isinstance(one, bool | int | float | str | bytes | pathlib.Path | enum.Enum)):
+            return False
+    return True
+
+
 def _torch_name(_: Rebuilder, node: Mapping[str, Any], __: Path) -> Any:
-    kind = getattr(torch, node["$"].removeprefix("torch."))
-    found = getattr(torch, node["v"])
-    if not isinstance(found, kind):
-        raise ValueError(f"torch.{node['v']} is not a {node['$']}")
-    return found
+    return named.torch_value(node["v"], _TORCH_NAMES[node["$"]])
 
 
+_TORCH_NAMES = {"torch.dtype": torch.dtype, "torch.memory_format": torch.memory_format, "torch.layout": torch.layout}
+_BIT_GENERATORS: dict[str, Any] = {
+    one.__name__: one
+    for one in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+}
 _KINDS: dict[str, Callable[[Rebuilder, Mapping[str, Any], Path], Any]] = {
     "tensor": Rebuilder.tensor,
     "sharded": Rebuilder.tensor,
@@ -287,15 +372,15 @@ _KINDS: dict[str, Callable[[Rebuilder, Mapping[str, Any], Path], Any]] = {
     "set": lambda r, n, p: set(r.items(n, p)),
     "frozenset": lambda r, n, p: frozenset(r.items(n, p)),
     "deque": lambda r, n, p: collections.deque(r.items(n, p), n["maxlen"]),
-    "namespace": lambda r, n, p: argparse.Namespace(**_fields(r, n, p)),
-    "simplenamespace": lambda r, n, p: types.SimpleNamespace(**_fields(r, n, p)),
+    "namespace": _namespace,
+    "simplenamespace": _namespace,
     "dataclass": _dataclass,
     "enum": _enum,
     "omegaconf": _omegaconf,
-    "float": lambda _, n, __: float(n["v"]),
+    "float": lambda _, n, __: _FLOATS[n["v"]],
     "complex": lambda r, n, p: complex(r.node(n["re"], p), r.node(n["im"], p)),
     "npscalar": _npscalar,
-    "np.dtype": lambda _, n, __: np.dtype(n["v"]),
+    "np.dtype": lambda _, n, __: named.numpy_dtype(n["v"]),
     "path": lambda _, n, __: (pathlib.PurePath if n["pure"] else pathlib.Path)(n["v"]),
     "datetime": lambda _, n, __: datetime.datetime.fromisoformat(n["v"]).replace(fold=n["fold"]),
     "date": lambda _, n, __: datetime.date.fromisoformat(n["v"]),
@@ -303,7 +388,7 @@ _KINDS: dict[str, Callable[[Rebuilder, Mapping[str, Any], Path], Any]] = {
     "timedelta": lambda _, n, __: datetime.timedelta(*n["v"]),
     "uuid": lambda _, n, __: uuid.UUID(n["v"]),
     "decimal": lambda _, n, __: decimal.Decimal(n["v"]),
-    "fraction": lambda _, n, __: fractions.Fraction(n["v"]),
+    "fraction": _fraction,
     "range": lambda _, n, __: range(*n["v"]),
     "slice": lambda _, n, __: slice(*n["v"]),
     "torch.dtype": _torch_name,

@@ -19,6 +19,7 @@ import torch
 from ckpt_engine.errors import CorruptError
 from ckpt_engine.ranks.boxes import Box, runs
 from ckpt_engine.restore.memory import address_of
+from ckpt_engine.restore.named import dtype_of
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.restore.stream import READ_BYTES
 from ckpt_engine.store.decode import Decoder
@@ -158,7 +159,7 @@ def read_regions(
 def _wanted(manifest: Manifest, name: str, regions: Sequence[Region], boxes: Sequence[Box]) -> Iterator[_Wanted]:
     """The pieces of an entry that regions overlap."""
     entry = manifest.entries[name]
-    dtype: torch.dtype = getattr(torch, entry.dtype)
+    dtype = dtype_of(entry.dtype)
     size = dtype.itemsize
     if sum(piece.raw_nbytes for piece in entry.pieces) != prod(entry.shape) * size:
         raise CorruptError(f"the pieces of {name!r} do not have the bytes of {entry.dtype} of shape {entry.shape}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ckpt_engine.restore.named import dtype_of
 from ckpt_engine.snapshot.flat import FlatPart
 from ckpt_engine.snapshot.sharding import is_sharded
 from ckpt_engine.store.manifest import Entry
@@ -40,7 +41,7 @@ def optimizer_shell(
         for name, node in _pairs(states):
             entry = entries.get(str(node.get("entry"))) if isinstance(node, dict) else None
             if entry is not None and entry.shape == tuple(parameter.shape):
-                found.setdefault(number, {})[name] = _empty(parameter, getattr(torch, entry.dtype))
+                found.setdefault(number, {})[name] = _empty(parameter, dtype_of(entry.dtype))
     return {"state": found}
 
 

@@ -18,6 +18,7 @@ import torch
 
 from ckpt_engine.errors import CorruptError
 from ckpt_engine.persist.skeleton import Skeleton as Filler
+from ckpt_engine.restore.named import dtype_of
 from ckpt_engine.restore.rebuild import Rebuilder
 from ckpt_engine.snapshot.flatten import Flattener
 
@@ -86,7 +87,7 @@ def unpack(packed: torch.Tensor) -> tuple[Any, list[str]]:
 
 
 def _tensor(data: bytes, array: Any) -> torch.Tensor:
-    dtype = getattr(torch, array["dtype"])
+    dtype = dtype_of(array["dtype"])
     if not data:
         return torch.empty(array["shape"], dtype=dtype)
     # A copy of its own is aligned as torch aligns, which the last bit of a sum may depend on.

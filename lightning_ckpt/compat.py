@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
@@ -21,7 +22,7 @@ from torchmetrics import Metric, SumMetric
 
 from ckpt_engine.errors import CkptError
 from lightning_ckpt.private_names import PRIVATE_NAMES, PrivateName
-from lightning_ckpt.sigterm import defer_sigterm
+from lightning_ckpt.sigterm import defer_sigterm, relayed
 
 VERSION: str = version("lightning")
 MINIMUM_VERSION = (2, 5)
@@ -83,6 +84,7 @@ class Internals:
             "combined_iterator": getattr(combined, "_iterator", None),
             "metric": SumMetric(),
             "trainer": trainer,
+            "module": pl.LightningModule(),
             "connector": getattr(trainer, "_checkpoint_connector", None),
             "logger_connector": getattr(trainer, "_logger_connector", None),
             "signal_connector": getattr(trainer, "_signal_connector", None),
@@ -188,20 +190,12 @@ class Internals:
 
         self._wrap(strategy, "process_dataloader", process_dataloader)
 
-    def wrap_sigterm_notifier(self) -> None:
-        """Of several ranks: a SIGTERM is handed on by the launcher, without the broadcast amid whatever runs (2.6)."""
+    def defer_sigterm(self, deferred: Callable[[], bool], *, relays: bool) -> None:
+        """See `sigterm.defer_sigterm`; `relays`: and `sigterm.relayed`, of several ranks."""
         connector, launcher = self._trainer._signal_connector, self._trainer.strategy.launcher
-
-        def notify(number: int, _: object) -> None:
-            if launcher is not None:
-                launcher.kill(number)
-            connector.received_sigterm = True
-
-        self._wrap(connector, "_sigterm_notifier_fn", notify)
-
-    def defer_sigterm(self, deferred: Callable[[], bool]) -> None:
-        """See `sigterm.defer_sigterm`; undone by `unwrap`."""
-        self._undo_sigterm = defer_sigterm(self._trainer._signal_connector, deferred)
+        self._undo_sigterm = defer_sigterm(connector, deferred)
+        if relays:
+            self._wrap(connector, "_sigterm_notifier_fn", relayed(connector, launcher))
 
     def unwrap(self) -> None:
         """Puts back every method that was wrapped, and the length of epochs."""
@@ -326,6 +320,16 @@ class Internals:
         fit_loop = self._trainer.fit_loop
         if hasattr(fit_loop, "_resuming_from_checkpoint"):  # Lightning 2.6 and later
             fit_loop._resuming_from_checkpoint = False
+
+    @contextmanager
+    def in_hook(self, name: str) -> Iterator[None]:
+        """The model's and callbacks' hook `name` runs, and may log."""
+        module = self._trainer.lightning_module
+        before, module._current_fx_name = module._current_fx_name, name
+        try:
+            yield
+        finally:
+            module._current_fx_name = before
 
     @property
     def reload_epoch(self) -> float:

@@ -19,7 +19,9 @@ from ckpt_engine.tracking.fence import Fence
 
 
 class Listener(Protocol):
-    """Who is told, before any other callback, what has just happened."""
+    """Who is told, before any other callback, what happens."""
+
+    def training_begins(self) -> None: ...
 
     def validation_over(self) -> None: ...
 
@@ -44,6 +46,11 @@ class FenceGuard(Callback):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FenceGuard, (_no_fence, None)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._listener is not None:
+            self._listener.training_begins()
 
     @override
     def on_before_optimizer_step(

@@ -46,6 +46,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("epoch_loop", "_num_ready_batches_reached", "telling a finished epoch from an unfinished one"),
     PrivateName("epoch_loop", "_results", "running means of self.log"),
     PrivateName("epoch_loop", "_batches_that_stepped", "the step axis of loggers"),
+    PrivateName("module", "_current_fx_name", "logging in on_train_epoch_start of a resumed epoch"),
     PrivateName("logger_connector", "_callback_metrics", "metrics that callbacks and schedulers see"),
     PrivateName("logger_connector", "_logged_metrics", "trainer.logged_metrics after a resume"),
     PrivateName("logger_connector", "_progress_bar_metrics", "the progress bar"),

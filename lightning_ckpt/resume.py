@@ -37,17 +37,19 @@ from ckpt_engine.tracking.packed import unpack
 from ckpt_engine.tracking.report import ReportDraft, publish
 from ckpt_engine.tracking.rollback import Rollbacks
 from ckpt_engine.tracking.sharded import require_whole_gradients
-from ckpt_engine.tracking.weights import into_own_memory
+from ckpt_engine.tracking.weights import into_own_memory, own_copy
 from lightning_ckpt import epoch_start, loop_state, sharded, weights
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.capture import OWN_KEY, OWN_VERSION
 from lightning_ckpt.compat import Internals, callbacks_of
+from lightning_ckpt.kept import Kept, calls_the_users
 from lightning_ckpt.loaders import TrainLoaders
 from lightning_ckpt.ranks import replicas_of
 
 _log = logging.getLogger("lightning_ckpt")
 
 AUTO = "auto"
+TRAIN_START = "on_train_start"
 _NOT_IN_A_FILE = {
     "random streams": "a file of Lightning has none: they go on as this process has seeded them",
     "data position": "a file of Lightning has none: the loaders start again at their beginning",
@@ -87,6 +89,8 @@ class Resume:
         self._elastic: Elastic | None = None
         self._weights: Mapping[str, Any] = {}
         self._loaded_as: weights.Dtypes = {}
+        self._callbacks: Mapping[str, Any] = {}
+        self._kept: Kept | None = None
         self.report: ReportDraft | None = None
         self.pending = False
 
@@ -150,6 +154,8 @@ class Resume:
             self._resume_imported(state, loaded)
             return
         self._weights = state.get("current_model_state", state["state_dict"])
+        if calls_the_users(self._trainer, self._module, TRAIN_START, epoch_start.HOOK):
+            self._callbacks = own_copy(state.get("callbacks", {}))  # they may keep, and change, what they are given
         self._loaded_as = {} if sharded.is_flat(self._trainer) else weights.dtypes_of(self._module)
         packed, notes = unpack(own["packed"])
         ranks = (self._trainer.global_rank, self._trainer.world_size)
@@ -302,9 +308,17 @@ class Resume:
         """The random streams as the finished run left them, where a rerun trains nothing."""
         rng.restore(self._own["rng"])
 
+    def before_train_start(self) -> None:
+        """Before the hooks `on_train_start`, when everything of Lightning's is restored."""
+        self._kept = Kept(self._trainer, self._module, TRAIN_START, self._callbacks)
+
     def before_epoch(self) -> None:
         """Before Lightning starts the first epoch of the resumed run."""
         assert self._loaders is not None
+        assert self.report is not None
+        if self._kept is not None:
+            self.report.not_restored += self._kept.put_back()
+            self._kept = None
         self._loaders.settle()
         self._restore_precisely()
         self._internals.reload_epoch = self._own["reload_epoch"]
@@ -330,7 +344,8 @@ class Resume:
 
     def after_epoch_start(self) -> None:
         """After Lightning started it: in the middle of an epoch it does not call `on_train_epoch_start`."""
-        epoch_start.replay(self._trainer, self._module)
+        assert self.report is not None
+        self.report.not_restored += epoch_start.replay(self._internals, self._trainer, self._module, self._callbacks)
 
     def at_first_fetch(self) -> None:
         """The last moment before anything of the resumed run happens."""
@@ -343,7 +358,7 @@ class Resume:
         self._let_go()
 
     def _let_go(self) -> None:
-        self._own, self._elastic = {}, None  # gradients and metric states can be large
+        self._own, self._callbacks, self._elastic = {}, {}, None  # gradients and metric states can be large
         self.pending = False
 
     def _put_back(self) -> None:

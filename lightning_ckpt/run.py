@@ -121,9 +121,8 @@ class FitRun:
         internals.wrap_epoch_start(self._before_epoch, self._after_epoch_start)
         internals.wrap_loop_reset(lambda: self.resume.pending)
         internals.wrap_fetch(self._boundary, self._batch_failed)
-        internals.defer_sigterm(lambda: self.watches.preemption.stop is not None)
-        if self._shared is not None and SIGTERM in self._config.preemption.numbers():
-            internals.wrap_sigterm_notifier()
+        relays = self._shared is not None and SIGTERM in self._config.preemption.numbers()
+        internals.defer_sigterm(lambda: self.watches.preemption.stop is not None, relays=relays)
         self._step_fence.install()
         others = [callback for callback in callbacks_of(self._trainer) if callback is not self._owner]
         # Weights must be whole before any other callback changes them, and callbacks' states final when captured.
@@ -301,6 +300,10 @@ class FitRun:
         )
 
     # ---- guard.Listener: before any other callback
+
+    def training_begins(self) -> None:
+        if self.resume.pending:
+            self.resume.before_train_start()
 
     def validation_over(self) -> None:
         self._stop.before()

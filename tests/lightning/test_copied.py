@@ -15,7 +15,7 @@ from lightning_ckpt import AdaptiveCheckpoint
 from lightning_ckpt.guard import FenceGuard
 from tests.lightning.runs import Case, fit
 
-HOOKS = ("on_fit_start", "on_train_start", "on_train_batch_start", "on_train_epoch_end", "on_train_end")
+HOOKS = ("on_fit_start", "on_train_batch_start")
 COPIES: dict[str, Callable[[Any], Any]] = {
     "copy": copy.deepcopy,
     "pickle": lambda callbacks: pickle.loads(pickle.dumps(callbacks)),

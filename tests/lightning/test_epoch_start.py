@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
@@ -14,11 +18,13 @@ from tests.lightning.runs import (
     Model,
     Recorder,
     every_batch,
+    fit,
     make_trainer,
     only,
     resumer,
     saved,
     seed_everything,
+    tail,
     train,
 )
 
@@ -51,6 +57,153 @@ class Restless(Model):
         for optimizer in self.trainer.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] *= 0.5
+
+
+class Draws(Model):
+    """Its hook draws from all global random streams, and logs."""
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self.log("drawn", torch.rand(1) + float(np.random.rand()) + random.random())
+
+
+class Clears(Model):
+    """Its hook forgets the optimizer's state, as at the start of a phase."""
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        for optimizer in self.trainer.optimizers:
+            optimizer.state.clear()
+
+
+class Decays(Model):
+    """Its hook changes the optimizer's state in place, and steps a scheduler."""
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        for optimizer in self.trainer.optimizers:
+            for state in optimizer.state.values():
+                state["exp_avg"].mul_(0.5)
+                state["step"].zero_()
+        for config in self.trainer.lr_scheduler_configs:
+            config.scheduler.step()
+
+
+class Renews(Model):
+    """Its hook makes another optimizer."""
+
+    def on_train_epoch_start(self) -> None:
+        super().on_train_epoch_start()
+        self.trainer.strategy.setup_optimizers(self.trainer)
+
+
+class AtStart(Model):
+    """Its hook at the start of training resets everything; Lightning calls it in a resumed run too."""
+
+    def on_train_start(self) -> None:
+        torch.rand(3)
+        with torch.no_grad():
+            self.net[0].weight.zero_()
+            self.net[1].running_mean.add_(1.0)
+        for optimizer in self.trainer.optimizers:
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                group["lr"] = 0.5
+        for config in self.trainer.lr_scheduler_configs:
+            config.scheduler.step()
+
+
+class Shadow(Callback):
+    """Averaged weights, which begin with the start of training."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.weights = [p.detach().clone() for p in pl_module.parameters()]
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for mine, live in zip(self.weights, pl_module.parameters(), strict=True):
+            mine.lerp_(live.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.weights = state_dict["weights"]
+
+
+class LateShadow(Shadow):
+    """The same, where what was loaded is put in place at the start of training."""
+
+    loaded: Any = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self.loaded is not None:
+            self.weights = self.loaded
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = state_dict["weights"]
+
+
+SCHEDULED = Case(schedule=("exponential", "epoch", ""))
+HOOKS: dict[str, tuple[Case, Any]] = {
+    "draws and logs": (Case(model=Draws), list),
+    "clears the optimizer": (Case(model=Clears), list),
+    "decays the optimizer, steps a scheduler": (dataclasses.replace(SCHEDULED, model=Decays), list),
+    "makes another optimizer": (Case(model=Renews), list),
+    "resets at the start": (dataclasses.replace(SCHEDULED, model=AtStart), list),
+    "averages": (Case(), lambda: [Shadow()]),
+    "averages what it loads late": (Case(), lambda: [LateShadow()]),
+    "averages, and the model resets": (Case(model=AtStart), lambda: [Shadow()]),
+}
+
+
+QUICK = ("draws and logs", "decays the optimizer, steps a scheduler", "averages, and the model resets")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in HOOKS]
+)
+def test_hooks_that_run_again_leave_the_snapshots_state(name: str, tmp_path: Path) -> None:
+    """`on_train_start`, which Lightning calls, and `on_train_epoch_start`, which we do; in the middle of an epoch."""
+    case, callbacks = HOOKS[name]
+    averages = callbacks()
+    reference = fit(case, averages)
+    fit(case, [*callbacks(), *every_batch(tmp_path / "run")])
+    snapshot = next(s for s in saved(tmp_path / "run") if (s.epoch, s.batch) == (1, 3))
+    again = callbacks()
+    root = only(tmp_path / "run", snapshot, tmp_path / "one")
+    resumed = fit(case, [*again, resumer(root)], ckpt_path="auto", seed=7)
+    assert resumed.trace == tail(reference.trace, 1, 3)
+    assert resumed.trace
+    assert resumed.digest == reference.digest
+    for one, other in zip(averages, again, strict=True):
+        assert all(map(torch.equal, one.weights, other.weights))
+
+
+class Curriculum(Callback):
+    """Sets what no snapshot holds."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.began = True
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.level = trainer.current_epoch
+        trainer.accumulate_grad_batches = 1 + trainer.current_epoch
+
+
+def test_what_a_snapshot_does_not_hold_stays_as_the_hooks_have_set_it(tmp_path: Path) -> None:
+    """A curriculum, an accumulation factor: that is why the hooks run again."""
+    fit(Case(), [Curriculum(), *every_batch(tmp_path / "run")])
+    snapshot = next(s for s in saved(tmp_path / "run") if s.epoch == 1 and s.batch == 2)
+    seen = []
+
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            seen.append((batch_idx, pl_module.began, pl_module.level, trainer.accumulate_grad_batches))
+
+    root = only(tmp_path / "run", snapshot, tmp_path / "one")
+    fit(Case(), [Curriculum(), Looks(), resumer(root)], ckpt_path="auto", max_epochs=2)
+    assert seen == [(batch, True, 1, 2) for batch in range(2, 6)]
 
 
 def run(callback: Any, seed: int, ckpt_path: str | None) -> tuple[list[Entry], Counts, Model]:

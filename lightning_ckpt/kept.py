@@ -1,0 +1,189 @@
+"""The state of a resumed run across hooks that run once more than in a run that nobody interrupts.
+
+`on_train_start`, which Lightning calls in every process, and `on_train_epoch_start`, see `epoch_start`. A hook that
+resets an optimizer or steps a scheduler there has done so before the snapshot already. What it changes of the state in
+the snapshot is put back; what else it sets up stays.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from ckpt_engine.observe.resume_report import NotRestored
+from ckpt_engine.snapshot.sharding import here
+from ckpt_engine.tracking.weights import into_own_memory, own_copy
+from lightning_ckpt.compat import callbacks_of
+
+_LIGHTNING = ("lightning.", "lightning_ckpt.")
+
+
+class Kept:
+    """All that hooks may change of the restored state, as it is now.
+
+    Args:
+        trainer: that resumes.
+        module: the LightningModule.
+        hook: that is about to run.
+        saved: callbacks' states in the snapshot, by `state_key`.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        hook: str,
+        saved: Mapping[str, Any],
+    ) -> None:
+        self._trainer, self._module = trainer, module
+        self._hook, self._saved = hook, saved
+        self._should_stop = trainer.should_stop
+        self._optimizers = list(trainer.optimizers)
+        self._options = [[_options(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
+        self._weights: dict[str, _Tensor] = {}
+        self._states: list[Mapping[Any, Any]] = []
+        self._schedules: list[tuple[Any, Any]] = []
+        self._callbacks: list[tuple[Callback, Any]] = []
+        if calls_the_users(trainer, module, hook):
+            self._weights = {name: _keep(tensor) for name, tensor in _tensors(module)}
+            self._states = [_keep(dict(optimizer.state)) for optimizer in self._optimizers]
+            schedulers: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
+            self._schedules = [(one, copy.deepcopy(one.state_dict())) for one in schedulers]
+            found = [one for one in callbacks_of(trainer) if one.state_key in saved and not _is_lightnings(type(one))]
+            self._callbacks = [(one, _state(one)) for one in found]
+
+    def put_back(self) -> list[NotRestored]:
+        """After the hooks; what could not be."""
+        with torch.no_grad():
+            for name, tensor in _tensors(self._module):
+                if name in self._weights:
+                    here_now, kept = here(tensor), self._weights[name].data
+                    if here_now.shape == kept.shape:
+                        here_now.copy_(kept)
+            for optimizer, state in zip(self._optimizers, self._states, strict=False):
+                optimizer.state.clear()
+                optimizer.state.update(_put_back(state))
+        for optimizer, groups in zip(self._optimizers, self._options, strict=True):
+            for group, options in zip(optimizer.param_groups, groups, strict=False):
+                group.update(options)
+        self._put_back_schedules()
+        self._trainer.should_stop = self._should_stop
+        return self._move_to_other_optimizers() + self._put_back_callbacks()
+
+    def _put_back_schedules(self) -> None:
+        averages = any(isinstance(one, StochasticWeightAveraging) for one in callbacks_of(self._trainer))
+        for (scheduler, kept), config in zip(self._schedules, self._trainer.lr_scheduler_configs, strict=False):
+            # Weight averaging has its own, and restores it.
+            if config.scheduler is scheduler or (not averages and type(config.scheduler) is type(scheduler)):
+                config.scheduler.load_state_dict(kept)
+
+    def _move_to_other_optimizers(self) -> list[NotRestored]:
+        missing = []
+        for number, (old, new) in enumerate(zip(self._optimizers, self._trainer.optimizers, strict=False)):
+            if new is old:
+                continue
+            try:
+                new.load_state_dict(old.state_dict())
+            except (ValueError, KeyError) as err:
+                missing.append(NotRestored(f"optimizer {number}", f"{self._hook} makes another one: {err}"))
+            else:
+                into_own_memory([new])
+        return missing
+
+    def _put_back_callbacks(self) -> list[NotRestored]:
+        missing = []
+        for callback, before in self._callbacks:
+            now, saved = _state(callback), self._saved[callback.state_key]
+            # Some put what they have loaded in place only in the hook: then it has the saved state now.
+            if _same(now, before) or _same(now, saved):
+                continue
+            callback.load_state_dict(own_copy(saved))
+            if _same(_state(callback), now):
+                why = f"its {self._hook} changes what was restored, and load_state_dict() does not put it back"
+                missing.append(NotRestored(f"callback {type(callback).__name__}", why))
+        return missing
+
+
+def calls_the_users(trainer: pl.Trainer, module: pl.LightningModule, *hooks: str) -> bool:
+    """Whether code that is neither Lightning's nor ours runs in one of the hooks."""
+    return any(
+        is_overridden(hook, module)
+        or any(
+            is_overridden(hook, one, parent=Callback) and not _is_lightnings(getattr(one, hook))
+            for one in callbacks_of(trainer)
+        )
+        for hook in hooks
+    )
+
+
+def _is_lightnings(what: Any) -> bool:
+    return str(what.__module__).startswith(_LIGHTNING)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A live tensor, and what it was. In host memory: beside the state there may be no room on its device."""
+
+    live: torch.Tensor
+    data: torch.Tensor
+
+
+def _keep(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Tensor(value, here(value).detach().to("cpu", copy=True))
+    if type(value) in (list, tuple):
+        return type(value)(_keep(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _keep(item) for key, item in value.items()}
+    return copy.deepcopy(value)
+
+
+def _put_back(kept: Any) -> Any:
+    """The value that `_keep` has seen, with the same tensors."""
+    if isinstance(kept, _Tensor):
+        live = here(kept.live)
+        if live.shape != kept.data.shape:
+            return kept.data.to(live.device)
+        live.copy_(kept.data)
+        return kept.live
+    if type(kept) in (list, tuple):
+        return type(kept)(_put_back(item) for item in kept)
+    if isinstance(kept, dict):
+        return {key: _put_back(item) for key, item in kept.items()}
+    return kept
+
+
+def _same(kept: Any, value: Any) -> bool:
+    """Whether two states are equal; either may be of `_keep`."""
+    one, other = (part.data if isinstance(part, _Tensor) else part for part in (kept, value))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(here(one).cpu(), here(other).cpu())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(item, other[key]) for key, item in one.items())
+    return bool(np.all(one == other)) if type(one) is type(other) else False
+
+
+def _state(callback: Callback) -> Any:
+    try:
+        return _keep(callback.state_dict())
+    except Exception:  # noqa: BLE001 - the user's code: what it saves may exist only after its hook
+        return None
+
+
+def _tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [(name, tensor) for name, tensor in named if not torch.nn.parameter.is_lazy(tensor)]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}

@@ -36,7 +36,7 @@ class Instant:
     Args:
         kind: of the boundary.
         loaders: states of the training loaders, in order.
-        generators: of the other loaders, in order.
+        validation: states of the validation loaders, in order.
         gradients: include accumulated gradients.
         extras: more of our own entries (JSON values): counters, the cadence.
         hidden: progress bar entries that are not the user's.
@@ -45,7 +45,7 @@ class Instant:
 
     kind: Kind
     loaders: list[Any]
-    generators: list[Any]
+    validation: list[Any]
     gradients: bool
     extras: Mapping[str, Any]
     hidden: frozenset[str]
@@ -92,7 +92,7 @@ class Capture:
                 {
                     "rng": streams,
                     "loaders": instant.loaders,
-                    "generators": instant.generators,
+                    "validation": instant.validation,
                     "combined": self._internals.combined_position,
                     "progress": self._internals.progress,
                     "results": loop_state.dump_results(self._internals),
@@ -102,6 +102,7 @@ class Capture:
                     "flags_at_start": dict(instant.flags_at_start),
                     "should_stop": bool(self._trainer.should_stop),
                     "reload_epoch": self._internals.reload_epoch,
+                    "validation_reload_epoch": self._internals.validation_reload_epoch,
                     "gradient_order": self._order().state(),
                     "left_out": self._left_out or {},
                     **instant.extras,

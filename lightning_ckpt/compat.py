@@ -90,6 +90,7 @@ class Internals:
             "signal_connector": getattr(trainer, "_signal_connector", None),
             "fit_loop": fit_loop,
             "epoch_loop": getattr(fit_loop, "epoch_loop", None),
+            "val_loop": getattr(getattr(fit_loop, "epoch_loop", None), "val_loop", None),
             "results": results,
         }
 
@@ -341,6 +342,16 @@ class Internals:
         self._trainer.fit_loop._last_train_dl_reload_epoch = epoch if epoch == float("-inf") else int(epoch)
 
     @property
+    def validation_reload_epoch(self) -> float:
+        """The epoch in which the validation loaders were last made."""
+        return float(self._trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch)
+
+    @validation_reload_epoch.setter
+    def validation_reload_epoch(self, epoch: float) -> None:
+        before = epoch if epoch == float("-inf") else int(epoch)
+        self._trainer.fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = before
+
+    @property
     def batches_that_stepped(self) -> int:
         """The step that loggers use."""
         return int(self._trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -357,6 +368,18 @@ class Internals:
         """What fetches training batches; None until loaders are made, another object whenever they are made again."""
         fetcher: object = self._trainer.fit_loop._data_fetcher
         return fetcher
+
+    @property
+    def validation_loaders(self) -> object:
+        """What combines the validation loaders; None until they are made, another object when they are made again."""
+        combined: object = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader
+        return combined
+
+    def make_validation_loaders(self) -> None:
+        """Make them now, as `fit` does for its progress bar."""
+        self._trainer.validating = True
+        self._trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        self._trainer.training = True
 
     @property
     def fetches_ahead(self) -> int:

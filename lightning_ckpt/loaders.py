@@ -1,4 +1,4 @@
-"""The positions of a trainer's training loaders: followed from when Lightning makes them, saved, and put back."""
+"""The positions of all loaders of one `fit`: followed from when Lightning makes them, saved, and put back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
-from ckpt_engine.data import streams
 from ckpt_engine.data.dealing import Dealing
 from ckpt_engine.data.exactness import Level
 from ckpt_engine.data.position import LoaderPosition, attach
@@ -18,8 +17,8 @@ from ckpt_engine.tracking.elastic import Elastic
 from lightning_ckpt.compat import Internals
 
 
-class TrainLoaders:
-    """Follows every training loader of one `fit`.
+class FitLoaders:
+    """Follows every loader of one `fit`: those of training, and those of validation and its sanity check.
 
     Args:
         internals: of the trainer.
@@ -36,33 +35,54 @@ class TrainLoaders:
         self._elastic: Elastic | None = None
         self._waiting = 0
         self._before: object = self
-        self._others: list[DataLoader[Any]] = []
-        self._saved_generators: Sequence[Any] = ()
+        self._validation: list[LoaderPosition | None] = []
+        self._validation_before: object = self
+        self._saved_validation: Sequence[Any] = ()
 
     def follow(self, loader: Any) -> Any:
         """Called with every loader the strategy has processed; returns it."""
         if self._trainer.training and not self._trainer.sanity_checking:
-            if self._internals.fetcher is not self._before:  # loaders are made, or made again, as one group
-                self._before = self._internals.fetcher
-                self._forget()
-            self._types.append(type(loader).__name__)
-            self._workers.append(int(getattr(loader, "num_workers", 0)))
-            # Whether Lightning fetches one batch ahead depends on all loaders together, which is known later.
-            position = attach(loader, lookahead=1) if isinstance(loader, DataLoader) else None
-            self._positions.append(position)
-            if self._saved is not None:
-                self._load(len(self._positions) - 1)
-        elif isinstance(loader, DataLoader) and streams.capture_generators(loader):
-            # Validation loaders start anew each time, but the generator of a shuffled one goes on.
-            self._others.append(loader)
-            if len(self._others) <= len(self._saved_generators):
-                streams.restore_generators(loader, self._saved_generators[len(self._others) - 1])
+            self._follow_training(loader)
+        else:
+            self._follow_validation(loader)
         return loader
 
-    def expect(self, saved: Sequence[Any], generators: Sequence[Any], elastic: Elastic | None) -> None:
-        """Loaders made from now on continue at these positions, the others with these generators.
+    def _follow_training(self, loader: Any) -> None:
+        if self._internals.fetcher is not self._before:  # loaders are made, or made again, as one group
+            self._before = self._internals.fetcher
+            self._forget()
+        self._types.append(type(loader).__name__)
+        self._workers.append(int(getattr(loader, "num_workers", 0)))
+        # Whether Lightning fetches one batch ahead depends on all loaders together, which is known later.
+        position = attach(loader, lookahead=1) if isinstance(loader, DataLoader) else None
+        self._positions.append(position)
+        if position is not None and position in self._validation:
+            position.aside = self._validates
+            self._validation[self._validation.index(position)] = None
+        if self._saved is not None:
+            self._load(len(self._positions) - 1)
+
+    def _follow_validation(self, loader: Any) -> None:
+        if self._internals.validation_loaders is not self._validation_before:
+            self._validation_before = self._internals.validation_loaders
+            self._validation = []
+        position = attach(loader) if isinstance(loader, DataLoader) else None
+        if position is not None and position in self._positions:
+            position.aside = self._validates  # the state of the training loader has all that is to be known
+            position = None
+        self._validation.append(position)
+        if len(self._validation) <= len(self._saved_validation):
+            self._load_validation(len(self._validation) - 1)
+
+    def _validates(self) -> bool:
+        return not self._trainer.training or bool(self._trainer.sanity_checking)
+
+    def expect(self, saved: Sequence[Any], validation: Sequence[Any], elastic: Elastic | None) -> None:
+        """Loaders made from now on continue at these positions.
 
         Args:
+            saved: of the training loaders.
+            validation: of the validation loaders, between two passes; empty if the saved run had not made them.
             elastic: where another number of ranks has saved them.
 
         Raises:
@@ -74,13 +94,18 @@ class TrainLoaders:
                 f"another number of ranks cannot go on with {len(saved)} training loaders at once",
                 hint=f"start it with {elastic.saved_size} ranks",
             )
-        self._saved_generators = generators
+        self._saved_validation = validation
         self._saved = saved
         self._elastic = elastic
         self._waiting = len(self._positions)
 
     def settle(self) -> None:
-        """All loaders exist. Those that were made before the positions were known are started again at theirs."""
+        """All loaders exist. Those that were made before the positions were known are started again at theirs.
+
+        Validation loaders that the saved run had are made now: what that draws must not move the streams later.
+        """
+        if self._saved_validation and not self._validation:
+            self._internals.make_validation_loaders()
         if self._saved is not None and self._waiting:
             for index in range(self._waiting):
                 self._load(index)
@@ -115,14 +140,18 @@ class TrainLoaders:
     def resumed(self) -> None:
         """The run goes on; loaders made from now on start by themselves."""
         self._saved = self._elastic = None
+        self._saved_validation = ()
 
     def states(self, *, epoch_is_over: bool) -> list[Any]:
-        """One state per loader, for the snapshot instant; None for what is not a torch `DataLoader`."""
-        return [None if p is None else p.next_epoch_state() if epoch_is_over else p.state() for p in self._positions]
+        """One state per training loader, for the snapshot instant; None for what is not a torch `DataLoader`."""
+        return [
+            None if p is None else p.next_epoch_state() if epoch_is_over else p.state(asked_again=True)
+            for p in self._positions
+        ]
 
-    def generators(self) -> list[Any]:
-        """The generators of validation loaders that have one of their own."""
-        return [streams.capture_generators(loader) for loader in self._others]
+    def validation_states(self) -> list[Any]:
+        """One state per validation loader: each of their passes is complete at a snapshot instant."""
+        return [None if position is None else position.next_epoch_state() for position in self._validation]
 
     def problems(self) -> list[NotRestored]:
         """What is not exact about the loaders' resume. Final once a batch was fetched."""
@@ -134,9 +163,11 @@ class TrainLoaders:
             name = f"position of training loader {index}, a {kind}"
             if position is None:
                 found.append(NotRestored(name, "not a torch DataLoader: it starts again at its beginning"))
-            elif position.restoration is not None and position.restoration.exactness.level is not Level.EXACT:
-                exactness = position.restoration.exactness
-                found.append(NotRestored(name, f"{exactness.level}: {'; '.join(exactness.reasons)}"))
+            else:
+                found += _inexact(name, position)
+        for index, position in enumerate(self._validation):
+            if position is not None:
+                found += _inexact(f"validation loader {index}", position)
         return found
 
     @property
@@ -146,8 +177,9 @@ class TrainLoaders:
 
     def release(self) -> None:
         """Give all loaders back as they were."""
-        for position in filter(None, self._positions):
+        for position in filter(None, [*self._positions, *self._validation]):
             position.detach()
+        self._validation = []
         self._forget()
 
     def _forget(self) -> None:
@@ -166,3 +198,17 @@ class TrainLoaders:
                 saved = self._elastic.position(position, [own["loaders"][index] for own in self._elastic.own])
             # Iterators of a combination end one by one and are asked again then; a single one never stands at its end.
             position.load_state(saved, at_end="finish_epoch")
+
+    def _load_validation(self, index: int) -> None:
+        position, saved = self._validation[index], self._saved_validation[index]
+        if position is not None and saved is not None:
+            if self._elastic is not None:
+                saved = self._elastic.position(position, [own["validation"][index] for own in self._elastic.own])
+            position.load_state(saved)
+
+
+def _inexact(name: str, position: LoaderPosition) -> list[NotRestored]:
+    found = position.restoration
+    if found is None or found.exactness.level is Level.EXACT:
+        return []
+    return [NotRestored(name, f"{found.exactness.level}: {'; '.join(found.exactness.reasons)}")]

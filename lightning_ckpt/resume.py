@@ -42,8 +42,12 @@ from lightning_ckpt import epoch_start, loop_state, sharded, weights
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.capture import OWN_KEY, OWN_VERSION
 from lightning_ckpt.compat import Internals, callbacks_of
+<<<<<<< HEAD
 from lightning_ckpt.kept import Kept, calls_the_users
 from lightning_ckpt.loaders import TrainLoaders
+=======
+from lightning_ckpt.loaders import FitLoaders
+>>>>>>> eb3646a (Validation loaders of Lightning go on like training loaders, and an ended one of a combination stays ended)
 from lightning_ckpt.ranks import replicas_of
 
 _log = logging.getLogger("lightning_ckpt")
@@ -75,7 +79,7 @@ class Resume:
         trainer: pl.Trainer,
         module: pl.LightningModule,
         checkpointer: Checkpointer,
-        loaders: TrainLoaders | None,
+        loaders: FitLoaders | None,
         rollbacks: Rollbacks | None = None,
     ) -> None:
         self._internals = internals
@@ -176,7 +180,7 @@ class Resume:
         self._trainer.should_stop = self._should_stop()
         # A resumed run has been past its sanity check; its validation must not run at other places than it did.
         self._trainer.num_sanity_val_steps = 0
-        self._loaders.expect(own["loaders"], own["generators"], self._elastic)
+        self._loaders.expect(own["loaders"], own.get("validation", ()), self._elastic)
         if self._elastic is not None:
             self._own = self._for_other_ranks(own, self._elastic)
 
@@ -322,6 +326,8 @@ class Resume:
         self._loaders.settle()
         self._restore_precisely()
         self._internals.reload_epoch = self._own["reload_epoch"]
+        if (epoch := self._own.get("validation_reload_epoch")) is not None:
+            self._internals.validation_reload_epoch = epoch
         if (batches := self._loaders.batches_in_epoch()) is not None:
             self._internals.set_epoch_length(batches)
         if self._elastic is not None and self.report is not None:

@@ -35,7 +35,7 @@ from lightning_ckpt.capture import Capture, Instant
 from lightning_ckpt.compat import Internals, callbacks_of
 from lightning_ckpt.endings import Endings
 from lightning_ckpt.guard import FenceGuard
-from lightning_ckpt.loaders import TrainLoaders
+from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.ranks import ranks_of, replicas_of
 from lightning_ckpt.resume import Resume
 from lightning_ckpt.stopping import StopWatch, finish_again
@@ -84,7 +84,7 @@ class FitRun:
         sinks.add(self.telemetry)
         watched = config if ranks is None or ranks.rank == 0 else config.model_copy(update={"status": Status()})
         self.watches = Watches(watched, clock, sinks, self.telemetry, self.cadence, live, ranks)
-        self._loaders = TrainLoaders(self._internals, trainer)
+        self._loaders = FitLoaders(self._internals, trainer)
         rollbacks: Rollbacks | None = None
         if config.rollback is not None:
             rollbacks = Rollbacks(self.checkpointer, _log, replicas_of(trainer), self._internals.in_whole_steps)
@@ -411,7 +411,7 @@ class FitRun:
             Instant(
                 kind=kind,
                 loaders=self._loaders.states(epoch_is_over=kind is Kind.FINISHED),
-                generators=self._loaders.generators(),
+                validation=self._loaders.validation_states(),
                 gradients=gradients and kind is not Kind.FINISHED,
                 extras={
                     "epoch": trainer.current_epoch,

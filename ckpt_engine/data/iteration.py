@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -90,6 +90,8 @@ class Epoch:
     fetched: int = 0
     lost: int = 0
     """Fetches that raised: the sampler moved on, no batch was delivered."""
+    thrown_away: int = 0
+    """Batches that workers had made when the epoch was left early."""
     exhausted: bool = False
     draws: bool = False
     """An iterable dataset drew from the global streams of this process."""
@@ -113,6 +115,16 @@ class Epoch:
         """True if the iterator knows already that it has no further batch (an iterable's last batch was short)."""
         iterator = None if self.iterator is None else self.iterator()
         return iterator is not None and private.knows_its_end(iterator)
+
+    def workers_stopped_at(self, batches: Iterable[Any]) -> None:
+        """Take from batches that nobody will see where the workers that made them are now."""
+        for batch in batches:
+            if isinstance(batch, Shipped):
+                self.workers[batch.role] = batch.state
+                self.unknown_roles.discard(batch.role)
+            else:
+                self.unknown_roles.add((self.fetched + self.lost + self.thrown_away) % len(self.workers))
+            self.thrown_away += 1
 
     def next_fetch(self, loader: DataLoader[Any], streams_now: rng.RngState | None = None) -> Fetch:
         """The record of the fetch that would come now; it needs the streams only if the batch may be fetched again."""

@@ -70,6 +70,8 @@ class LoaderPosition:
         self.lookahead = lookahead
         self.wrap: Callable[[Iterator[Any]], Iterator[Any]] | None = None
         """Called with each new iterator of the loader; the consumer gets what it returns."""
+        self.aside: Callable[[], bool] | None = None
+        """Whether a pass that begins now is not one of those whose position this is: it is left alone."""
         self._starter = Starter(loader)
         self._epoch: Epoch | None = None
         self._pending: Pending | None = None
@@ -135,10 +137,12 @@ class LoaderPosition:
             found.exactness.also(epoch.exactness), found.differences, found.mode, found.phase, found.batches
         )
 
-    def state(self, consumed: int | None = None) -> State:
+    def state(self, consumed: int | None = None, *, asked_again: bool = False) -> State:
         """The position at a fetch boundary: right before the trainer asks for its next batch.
 
         Args:
+            asked_again: the consumer keeps an iterator that has ended and asks it again, as a combination of loaders
+                does: such an end has the phase "ended".
             consumed: batches of this epoch that were trained completely; default: all fetched ones but `lookahead`.
                 0 after the end of an epoch means the epoch to come.
 
@@ -165,7 +169,7 @@ class LoaderPosition:
                 hint="attach(loader, lookahead=n) with n the number of batches the trainer holds",
             )
         if epoch.exhausted and consumed == epoch.fetched:
-            phase = "fresh"
+            phase = "ended" if asked_again else "fresh"
         elif consumed == (epoch.total or self._starter.length()) or (consumed == epoch.fetched and epoch.ended()):
             phase = "ended"
         else:
@@ -281,6 +285,8 @@ class LoaderPosition:
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Called in place of the loader's `__iter__`."""
         pending, loader = self._pending, self.loader
+        if self.aside is not None and self.aside():
+            return make()
         if pending is None:
             epoch, iterator = self._starter.fresh(make, self._epoch)
         else:

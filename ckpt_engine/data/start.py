@@ -102,6 +102,8 @@ class Starter:
             reused=alive is not None,
         )
         if alive is not None:
+            if previous is not None and previous.order is not None:
+                previous.workers_stopped_at(private.finish_dealt(alive))
             if self._rotation:
                 private.rotate_workers(alive, self._rotation)
                 self._rotation = 0
@@ -188,8 +190,8 @@ class Starter:
                 self._recorder.prime()
             if saved is not None:
                 native.restore(loader, saved)
-        if state["ended"] and saved is not None and saved["of"] == "dataset":
-            iterator = iter(())  # the dataset's state cannot say that its last, short batch has been made
+        if (state["ended"] or state["exhausted"]) and saved is not None and saved["of"] == "dataset":
+            iterator = iter(())  # the dataset's state cannot say that its last batch has been made
         epoch.watch_end(iterator)
         self._settle(epoch, state, same)
         return epoch, iterator
@@ -288,7 +290,7 @@ class Starter:
         if order is None and not previous.exhausted:
             epoch.unknown_roles.update(range(self._loader.num_workers))
         elif order is not None and epoch.mode is Mode.SHIP:
-            ahead = range(previous.fetched + previous.lost, order.given)
+            ahead = range(previous.fetched + previous.lost + previous.thrown_away, order.given)
             epoch.unknown_roles.update(number % self._loader.num_workers for number in ahead)
 
     def _begin_order(self, epoch: Epoch, plan: ResumePlan | None) -> RecordingSampler | None:

@@ -11,6 +11,7 @@ of these is seen at once. Facts relied upon (torch 2.6 to 2.13, `dataloader.py` 
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -25,6 +26,7 @@ from torch.utils.data._utils import worker as _worker
 __all__ = [
     "assume_worker_role",
     "discard_iterator",
+    "finish_dealt",
     "is_dead_worker",
     "knows_its_end",
     "live_iterator",
@@ -37,6 +39,8 @@ __all__ = [
 _FETCHER = "_dataset_fetcher"
 _ITERATOR = "_iterator"
 _INDEX_SAMPLER = "_index_sampler"
+_SAMPLER_ITER = "_sampler_iter"
+_RECEIVED = "_rcvd_idx"
 _PER_WORKER_LISTS = ("_index_queues", "_workers")
 
 
@@ -55,8 +59,12 @@ def missing() -> tuple[str, ...]:
         absent.append("_BaseDataLoaderIter._index_sampler")
     if not hasattr(getattr(iter(DataLoader(_Empty())), _FETCHER, None), "ended"):
         absent.append("_SingleProcessDataLoaderIter._dataset_fetcher.ended")
+    if not hasattr(iter(probe), _SAMPLER_ITER):
+        absent.append("_BaseDataLoaderIter._sampler_iter")
     if not hasattr(_dataloader, "_MultiProcessingDataLoaderIter"):
         absent.append("_MultiProcessingDataLoaderIter")
+    elif _RECEIVED not in inspect.getsource(_dataloader._MultiProcessingDataLoaderIter):
+        absent.append("_MultiProcessingDataLoaderIter._rcvd_idx")
     absent.extend(f"_utils.worker.{name}" for name in ("_generate_state", "_worker_info") if not hasattr(_worker, name))
     if not hasattr(_worker, "WorkerInfo"):
         absent.append("_utils.worker.WorkerInfo")
@@ -79,6 +87,27 @@ def discard_iterator(loader: DataLoader[Any]) -> None:
     shutdown = getattr(iterator, "_shutdown_workers", None)
     if shutdown is not None:
         shutdown()
+
+
+def finish_dealt(iterator: Any) -> list[Any]:
+    """The batches that persistent workers still make when an epoch is left early, in order; None for one that raised.
+
+    The next epoch waits for these anyway, and throws them away. Empty for iterators other than torch's own.
+    """
+    if type(iterator) is not _dataloader._MultiProcessingDataLoaderIter:
+        return []
+    setattr(iterator, _SAMPLER_ITER, iter(()))
+    made: list[Any] = []
+    while True:
+        number = getattr(iterator, _RECEIVED)
+        try:
+            made.append(next(iterator))
+        except StopIteration:
+            return made
+        except Exception:
+            if getattr(iterator, _RECEIVED) == number:
+                raise  # a worker is dead, or does not answer in time
+            made.append(None)  # of a sample that raised
 
 
 def takes_indices_from(iterator: Any, sampler: object) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from ckpt_engine.data import Level, attach, rng
-from tests.data.loader_kinds import KINDS, Kind
+from tests.data.loader_kinds import KINDS, Augmented, Kind
 from tests.data.loop import Boundary, Run, recorded, seed_everything, train_step
 
 NAMES = (
@@ -76,18 +76,38 @@ def test_the_next_epoch_starts_as_it_would_have_here(kind: Kind) -> None:
         assert resumed.end == reference.end, (number, boundary.where)
 
 
-def test_workers_that_ran_ahead_are_reported_until_they_have_delivered() -> None:
-    """After leaving early a persistent worker's streams are unknown until its first batch of the next epoch."""
-    kind = next(k for k in KINDS if str(k) == "shuffled, 2 persistent workers")
-    reference = train_limited(kind.make)
-    levels = [(b.where, b.data["exactness"]["level"]) for b in reference.boundaries[:6]]
+def levels_of(name: str) -> list[tuple[str, str]]:
+    reference = train_limited(next(k for k in KINDS if str(k) == name).make)
+    return [(b.where, b.data["exactness"]["level"]) for b in reference.boundaries[:6]]
+
+
+def test_workers_that_ran_ahead_are_known_at_once() -> None:
+    """What they have made when an epoch is left early is taken in, and tells where their streams are."""
+    assert {level for _, level in levels_of("shuffled, 2 persistent workers")} == {str(Level.EXACT)}
+
+
+def test_workers_of_a_stateful_loader_that_ran_ahead_are_reported_until_they_have_delivered() -> None:
+    """Its iterators cannot be asked for that."""
     exact, order = str(Level.EXACT), str(Level.ORDER_ONLY)
-    assert levels == [
-        ("within", exact),
-        ("within", exact),
-        ("over", exact),
-        ("within", order),
-        ("within", exact),
-        ("over", exact),
-    ]
-    assert "ahead when the last epoch was left early" in reference.boundaries[3].data["exactness"]["reasons"][0]
+    found = levels_of("StatefulDataLoader, 2 persistent workers")
+    assert [level for _, level in found] == [exact, exact, exact, order, exact, exact]
+
+
+class FailsLater(Augmented):
+    """A sample that cannot be read is among those made ahead."""
+
+    def __getitem__(self, index: int) -> Any:
+        if 12 <= index < 16:
+            raise ValueError("unreadable")
+        return super().__getitem__(index)
+
+
+def test_a_sample_that_raised_when_nobody_asks_for_it_any_more_ends_nothing() -> None:
+    """Torch throws it away with the others that were made ahead; its worker's streams are unknown then."""
+    loader = DataLoader(FailsLater(), batch_size=4, num_workers=2, persistent_workers=True)
+    position = attach(loader)
+    for _ in range(2):
+        iterator = iter(loader)
+        assert next(iterator)[0].tolist() == [0, 1, 2, 3]
+    assert position.fetched == 1
+    assert "persistent workers [1] were ahead" in position.state()["exactness"]["reasons"][0]

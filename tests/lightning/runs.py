@@ -107,7 +107,7 @@ class Model(pl.LightningModule):
             optimizer.step()
         self.lr_schedulers().step()
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         x, y, ids = batch
         loss = ((self.net(x) - y) ** 2).mean()
         self.log("val_loss", loss)
@@ -135,7 +135,8 @@ class Model(pl.LightningModule):
 def _first(batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return next(iter(batch.values()))
-    return batch if torch.is_tensor(batch[0]) else batch[0]
+    # A combination gives None in place of the batch of a loader that has ended.
+    return batch if torch.is_tensor(batch[0]) else next(part for part in batch if part is not None)
 
 
 def _ids(batch: Any) -> Any:

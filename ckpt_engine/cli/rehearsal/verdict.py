@@ -48,7 +48,7 @@ def area_of(path: str) -> Area:
     parts = path.split("/")
     if "rng" in parts[:2] or (parts[0] == "ckpt_engine" and "rng" in parts):
         return Area.STREAM  # positions have copies of the global streams
-    if parts[0] == "ckpt_engine" and len(parts) > 1 and parts[1] in ("loaders", "generators", "feeds"):
+    if parts[0] == "ckpt_engine" and len(parts) > 1 and parts[1] in ("loaders", "validation", "feeds"):
         return Area.POSITION
     return Area.WEIGHTS
 

@@ -46,14 +46,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("epoch_loop", "_num_ready_batches_reached", "telling a finished epoch from an unfinished one"),
     PrivateName("epoch_loop", "_results", "running means of self.log"),
     PrivateName("epoch_loop", "_batches_that_stepped", "the step axis of loggers"),
-<<<<<<< HEAD
     PrivateName("module", "_current_fx_name", "logging in on_train_epoch_start of a resumed epoch"),
-=======
     PrivateName("epoch_loop", "val_loop", "the loaders of validation"),
     PrivateName("val_loop", "_combined_loader", "the loaders of validation"),
     PrivateName("val_loop", "_last_val_dl_reload_epoch", "reload_dataloaders_every_n_epochs after a resume"),
     PrivateName("val_loop", "setup_data", "making the loaders of validation before the streams are put back"),
->>>>>>> eb3646a (Validation loaders of Lightning go on like training loaders, and an ended one of a combination stays ended)
     PrivateName("logger_connector", "_callback_metrics", "metrics that callbacks and schedulers see"),
     PrivateName("logger_connector", "_logged_metrics", "trainer.logged_metrics after a resume"),
     PrivateName("logger_connector", "_progress_bar_metrics", "the progress bar"),

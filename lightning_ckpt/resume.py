@@ -42,12 +42,8 @@ from lightning_ckpt import epoch_start, loop_state, sharded, weights
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.capture import OWN_KEY, OWN_VERSION
 from lightning_ckpt.compat import Internals, callbacks_of
-<<<<<<< HEAD
 from lightning_ckpt.kept import Kept, calls_the_users
-from lightning_ckpt.loaders import TrainLoaders
-=======
 from lightning_ckpt.loaders import FitLoaders
->>>>>>> eb3646a (Validation loaders of Lightning go on like training loaders, and an ended one of a combination stays ended)
 from lightning_ckpt.ranks import replicas_of
 
 _log = logging.getLogger("lightning_ckpt")

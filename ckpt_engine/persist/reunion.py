@@ -89,25 +89,21 @@ class Reunion:
         self._place = place
         self._patience_seconds = patience_seconds
         self._bad: set[str] = set()
-        self._held: Sequence[str] = ()
         self._left: set[str] = set()
-        self._over: set[str] = set()
-        """What was newer than a snapshot that all had: waiting for it once more is in vain, most of the time."""
         self._pause = threading.Event()
 
-    def run(self, orders: Sequence[Order], again: Callable[[CkptError], bool], *, last: bool = False) -> None:
+    def run(self, orders: Sequence[Order], again: Callable[[CkptError], bool]) -> None:
         """Make durable the newest of these orders that all ranks hold, as far as it depends on this writer.
 
-        What was too new for an earlier meeting counts again if another rank has left it by now.
+        What was too new for an earlier meeting counts again: the others may have got theirs since.
 
         Args:
             orders: newest first, numbered by the ranks.
             again: told why something failed; whether to try again in a while.
-            last: the ranks have died. It counts anyway: others may have got theirs since, and be about to leave it.
         """
         while True:
             try:
-                self._attempt(orders, last=last)
+                self._attempt(orders)
             except CkptError as err:
                 if not again(err):
                     return
@@ -122,24 +118,13 @@ class Reunion:
         except CkptError:
             return False
 
-    def _attempt(self, orders: Sequence[Order], *, last: bool) -> None:
+    def _attempt(self, orders: Sequence[Order]) -> None:
         rank, size = self._ranks.rank, self._ranks.size
         there = self._place.look()
-        mine: dict[str, Order] = {}
-        for order in orders:
-            snapshot = order.snapshot or ""
-            counts_again = last or any(other != rank for other in there.get(snapshot, ()))
-            if snapshot in self._over and not counts_again:
-                continue
-            if order.durable and (rank == 0 or rank not in there.get(snapshot, ())):
-                if rank == 0 or self._place.exists(snapshot):
-                    break  # nothing older matters
-                if snapshot not in self._left or not counts_again:
-                    continue  # the coordinator has taken it back: it failed on some rank
-            mine[snapshot] = order
+        mine = self._undecided(orders, there)
         if not mine:
             return
-        self._held, newest = list(mine), next(iter(mine))
+        newest = next(iter(mine))
         left = {newest, *(snapshot for snapshot in mine if rank in there.get(snapshot, ()))}
         # What was persisted before says nothing of what the others hold now: something newer may be on its way.
         fresh = {snapshot: order for snapshot, order in mine.items() if snapshot == newest or snapshot not in left}
@@ -148,7 +133,10 @@ class Reunion:
         deadline, pause = time.monotonic() + self._patience_seconds, FIRST_LOOK_SECONDS
         while True:
             there = self._place.look()
-            if self._complete(fresh, there) or any(rank not in there.get(snapshot, ()) for snapshot in left):
+            if self._complete(fresh, there):
+                return
+            if any(rank not in there.get(snapshot, ()) for snapshot in left):
+                self._undecided(orders, there)
                 return  # what is not there any more is committed, or was dropped by a new start
             wanted = follow(list(mine), there, rank, size)
             if wanted is not None:
@@ -164,6 +152,22 @@ class Reunion:
         for snapshot in [one for one in mine if one not in left]:
             self._leave(mine[snapshot])
         self._collect(mine)
+
+    def _undecided(self, orders: Sequence[Order], there: There) -> dict[str, Order]:
+        """Those of these orders, newest first, that may yet be committed; notes which one is committed already."""
+        rank, found = self._ranks.rank, dict[str, Order]()
+        for order in orders:
+            snapshot = order.snapshot or ""
+            if rank == 0 and order.durable:
+                break  # nothing older matters
+            if rank and (order.durable or snapshot in self._left) and rank not in there.get(snapshot, ()):
+                if self._place.exists(snapshot):
+                    order.durable = True
+                    break
+                if snapshot not in self._left:
+                    continue  # the coordinator has taken it back: it failed on some rank
+            found[snapshot] = order
+        return found
 
     def _leave(self, order: Order) -> None:
         self._place.leave(order)
@@ -190,7 +194,6 @@ class Reunion:
             if len(there.get(snapshot, ())) < self._ranks.size or snapshot in self._bad:
                 continue
             if self._place.commit(order):
-                self._over.update(self._held[: self._held.index(snapshot)])
                 return True
             self._bad.add(snapshot)
         return False
@@ -266,7 +269,6 @@ class NearestTier:
 
         self._lane(write, staged)
         if self._ranks.rank:
-            order.durable = True
             self._done(self._written[staged.snapshot])
 
     def commit(self, order: Order) -> bool:

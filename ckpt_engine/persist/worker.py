@@ -81,7 +81,7 @@ class Worker:
         self._caught_up = caught_up
         self._todo: deque[_Turn] = deque()
         self._at_hand: Order | Cancelled | None = None
-        self._finishing = self._abandoned = self._died = self._hurried = self._written = False
+        self._finishing = self._abandoned = self._hurried = self._written = False
         self._broken: str | None = None
         self._changed = threading.Condition()
         self.opened = False
@@ -201,7 +201,6 @@ class Worker:
                 self._drop(lambda order: order is not newest)
             self._intake.close()  # what no order needs is nobody's memory any more
             self._finishing = self._abandoned = True
-            self._died = not failed
             self._writer.leave_alone()
             self._changed.notify()
         if self._memory:
@@ -296,11 +295,13 @@ class Worker:
                     self._writer.rescue(order)
                 else:
                     self._writer.persist(order)
-                if turn.flush and isinstance(order, Order):
-                    self._emit(protocol.event(MemoryFlushed(order.job.step, time.monotonic())))
             finally:
-                self._at_hand = None
+                with self._changed:
+                    self._at_hand = None
                 order.release()
+            if turn.flush and isinstance(order, Order):
+                # Not before: a flush that is asked for while the order is at hand waits for this.
+                self._emit(protocol.event(MemoryFlushed(order.job.step, time.monotonic())))
         if self._broken is None:
             self._rescue()
 
@@ -338,7 +339,7 @@ class Worker:
 
         try:
             if orders and (self._abandoned or not orders[0].durable):
-                self._writer.reunite(orders, retry, last=self._died)
+                self._writer.reunite(orders, retry)
             if self._written and orders and self._writer.is_committed(orders[0]):
                 self.held.let_go()
         finally:

@@ -276,12 +276,11 @@ class Writer:
             if near:
                 self._committed(snapshot)
 
-    def reunite(self, orders: Sequence[Order], retry: Callable[[], bool], *, last: bool) -> None:
+    def reunite(self, orders: Sequence[Order], retry: Callable[[], bool]) -> None:
         """Make durable the newest of these, newest first, that the writers of all ranks hold.
 
         Args:
             retry: whether to try again where the tier fails.
-            last: see `Reunion.run`.
         """
 
         def again(error: CkptError) -> bool:
@@ -289,7 +288,7 @@ class Writer:
             return retry()
 
         assert self._reunion is not None
-        self._reunion.run(orders, again, last=last)
+        self._reunion.run(orders, again)
 
     def is_committed(self, order: Order) -> bool:
         """Whether the snapshot of all ranks exists; False where the tier does not answer."""

@@ -30,6 +30,9 @@ from ckpt_engine.store.storage.open import open_storage
 _log = logging.getLogger(LOGGER_NAME)
 
 _LOOK_SECONDS = 0.5
+_LEAST_LOOK_SECONDS = 0.02
+_LOOKS = 8
+"""So many looks for what is to become durable would fit in the time that is left, however little that is."""
 _IDLE_SECONDS = 3600.0
 _SPARE_SECONDS = 0.25
 _MEETING_SECONDS = 2.0
@@ -322,10 +325,11 @@ class PreemptionWatch:
             if newest is not None and newest >= step:
                 _log.warning("the snapshot of step %d is durable", newest)
                 return
-            if self._now() >= stop.deadline:
+            left = stop.deadline - self._now()
+            if left <= 0.0:
                 _log.error("%s: the time is over, and the snapshot of step %d is not durable", stop.notice.who, step)
                 return
-            self._listen(_LOOK_SECONDS)
+            self._listen(min(_LOOK_SECONDS, max(_LEAST_LOOK_SECONDS, left / _LOOKS)))
 
     def _let_become_durable(self, stop: Stop, plan: StopPlan) -> int | None:
         """What is worth waiting for. What waits in memory is tried too where it does not fit: that costs nothing."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from ckpt_engine.observe.events import Notice, SnapshotCommitted
-from ckpt_engine.persist import spawn
+from ckpt_engine.observe.events import MemoryFlushed, Notice, SnapshotCommitted, from_json
+from ckpt_engine.persist import protocol, spawn
 from ckpt_engine.persist.control import FLUSH
+from ckpt_engine.persist.thread import ThreadWriter
+from ckpt_engine.persist.wire import Body
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
 from tests.persist.test_memory import run_trainer, steps, trainer
@@ -113,3 +116,29 @@ def test_jobs_and_what_is_held_keep_their_order(
     assert [info.step for info in check_all(processes.root)] == [1, 2]
     first.close()
     second.close()
+
+
+def test_a_flush_that_is_asked_for_as_one_ends_gets_an_answer(tmp_path: Path, stage: Stage) -> None:
+    """The first one has failed, and the trainer asks again as soon as it hears of its end."""
+    threads = Writers(ThreadWriter, tmp_path / "run")
+    client = threads.start(memory=True)
+    worker, over, twice = client._worker, list[int](), threading.Event()
+    emit = worker._emit
+
+    def hear(body: Body) -> bool:
+        told = from_json(body["event"]) if body["kind"] == protocol.EVENT else None
+        if isinstance(told, MemoryFlushed):
+            over.append(told.step)
+            if len(over) == 1:
+                assert worker.flush() == 1
+            else:
+                twice.set()
+        return bool(emit(body))
+
+    worker._emit, worker._writer.rescue = hear, lambda _: None
+    stage.share(client)
+    client.hold(stage.job(1))
+    assert worker.flush() == 1
+    assert twice.wait(WAIT_SECONDS)
+    assert over == [1, 1]
+    threads.close()

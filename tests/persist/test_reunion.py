@@ -68,8 +68,6 @@ class Place:
             assert self.waits_for.wait(WAIT_SECONDS)
         with self.tier.lock:
             self.tier.there.setdefault(order.snapshot, set()).add(self.rank)
-        if self.rank:
-            order.durable = True
         self.has_left()
 
     def commit(self, order: Order) -> bool:
@@ -162,60 +160,20 @@ def test_ranks_at_different_snapshots_meet_at_the_newest_that_all_hold(ahead: tu
     assert meet(Tier({}), held) == ["7"]
 
 
-def test_what_was_newer_than_the_common_one_is_not_left_again() -> None:
-    """The writers of living trainers have met, and do again when these end: data that is there cannot be put anew."""
-
-    class Once(Place):
-        def leave(self, order: Order) -> None:
-            assert order.snapshot not in left, "it is there already"
-            left.append(order.snapshot)
-            super().leave(order)
-
-    left: list[str] = []
-    tier = Tier({"x": {1}})
-    held: Any = [Order("z"), Order("y"), Order("x")]
-    ranks: Any = SimpleNamespace(rank=0, size=2)
-    reunion = Reunion(ranks, Once(tier, 0), PATIENCE_SECONDS)
-    reunion.run(held, lambda err: False)
-    assert (tier.committed, left) == (["x"], ["z", "x"])
-    reunion.run(held, lambda err: False)
-    assert left == ["z", "x"]
-    tier.there["zz"] = {1}
-    reunion.run([Order("zz"), *held], lambda err: False)  # type: ignore[list-item]
-    assert tier.committed == ["x", "zz"]
-
-
-def met_before(tier: Tier, rank: int, orders: list[Order]) -> Reunion:
-    """One of two writers after a meeting at x."""
-    ranks: Any = SimpleNamespace(rank=rank, size=2)
-    held: Any = orders
-    reunion = Reunion(ranks, Place(tier, rank), PATIENCE_SECONDS)
-    reunion.run(held, lambda err: False)
-    return reunion
-
-
-def test_what_was_newer_than_the_common_one_counts_again_when_others_have_left_it() -> None:
-    """Their copy of it has come since."""
-    tier = Tier({"x": {1}})
-    held: Any = [Order("z"), Order("y"), Order("x")]
-    reunion = met_before(tier, 0, held)
-    assert tier.committed == ["x"]
-    tier.there["z"] = {1}
-    reunion.run(held, lambda err: False)
-    assert tier.committed == ["x", "z"]
-
-
 @pytest.mark.parametrize("late", [0, 1])
-def test_ranks_that_die_after_a_meeting_meet_once_more(late: int) -> None:
-    """By then both hold z, and neither has to be the first to leave it; either was the one without it before."""
+@pytest.mark.parametrize("first_to_ask", [0, 1])
+def test_what_one_rank_did_not_have_yet_counts_at_the_next_meeting(late: int, first_to_ask: int) -> None:
+    """The ranks meet at x, and one gets its z a moment later. Whichever writer is asked first waits for the other."""
     tier = Tier({})
     held: list[Any] = [[Order("z"), Order("x")], [Order("z"), Order("x")]]
-    first: list[Any] = [orders[1:] if rank == late else orders for rank, orders in enumerate(held)]
-    reunions = [Reunion(_rank(rank), Place(tier, rank), PATIENCE_SECONDS) for rank in range(2)]
+    places = [Place(tier, rank) for rank in range(2)]
+    reunions = [Reunion(_rank(rank), places[rank], PATIENCE_SECONDS) for rank in range(2)]
 
-    def meet_again(orders: list[Any], *, last: bool) -> None:
+    def meet_again(orders: list[Any], after: Callable[[], object]) -> None:
         def run(rank: int) -> None:
-            reunions[rank].run(orders[rank], lambda err: False, last=last)
+            if rank != first_to_ask:
+                after()
+            reunions[rank].run(orders[rank], lambda err: False)
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
         for thread in threads:
@@ -224,10 +182,12 @@ def test_ranks_that_die_after_a_meeting_meet_once_more(late: int) -> None:
             thread.join(WAIT_SECONDS)
             assert not thread.is_alive()
 
-    meet_again(first, last=False)
+    meet_again([orders[1:] if rank == late else orders for rank, orders in enumerate(held)], lambda: None)
     assert tier.committed == ["x"]
-    meet_again(held, last=True)
+    before = places[first_to_ask].looks
+    meet_again(held, lambda: until(lambda: places[first_to_ask].looks >= before + 2))
     assert tier.committed == ["x", "z"]
+    assert held[0][0].durable and held[1][0].durable
 
 
 def _rank(rank: int) -> Any:
@@ -253,7 +213,6 @@ def flushes(root: Path, rank: int) -> object:
     return None if reply is None else reply.body["step"]
 
 
-@pytest.mark.slow
 def test_writers_of_living_trainers_meet_twice(tmp_path: Path) -> None:
     """Rank 1 has only the first of two at the first meeting, and both at the second: data is not written anew."""
     root, store = tmp_path / "run", SharedStore()

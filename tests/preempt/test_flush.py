@@ -17,6 +17,7 @@ import pytest
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.observe.events import MemoryFlushed, Requested, SnapshotFailed, SnapshotStaged
+from ckpt_engine.preempt.notice import Stop, StopNotice
 from ckpt_engine.preempt.plan import Choice
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
@@ -118,6 +119,31 @@ def test_what_is_in_memory_is_written_when_the_step_is_too_long(
     assert [(fly.step) for fly in one.watch._facts(stop, 0.0).in_flight] == [7]
     one.newest = 7
     until(lambda: "the snapshot of step 7 is durable\n" in caplog.text)
+
+
+@pytest.mark.parametrize("left_seconds", [0.25, 2.0, 100.0])
+def test_what_becomes_durable_before_the_end_is_said_before_the_end(
+    left_seconds: float,
+    desk: Callable[..., Desk],  # noqa: F811
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """However little time is left: a machine that is switched off says nothing afterwards."""
+    one = desk(signals=[])
+    one.ledger.emit(SnapshotStaged("", 7, 0.0, MB, durable=False))
+    one.held = 7
+    one.watch.boundary(7)
+    now = one.watch._now()
+    half = now + left_seconds / 2.0
+
+    def listen(seconds: float) -> None:
+        one.passed += seconds
+        if one.watch._now() >= half:
+            one.newest = 7
+
+    one.watch._listen = listen  # type: ignore[method-assign]
+    one.watch._mind(Stop(StopNotice("ann", now), now + left_seconds))
+    assert caplog.messages[-1] == "the snapshot of step 7 is durable"
+    assert one.watch._now() < now + 0.9 * left_seconds
 
 
 def test_a_boundary_that_comes_after_all_waits_for_what_is_written(desk: Callable[..., Desk]) -> None:  # noqa: F811

@@ -19,24 +19,23 @@ from ckpt_engine.observe.events import Event, EventSink, Notice, TierDegraded
 from ckpt_engine.observe.log import LOGGER_NAME, LogSink
 from ckpt_engine.observe.resume_report import resumed_from_memory
 from ckpt_engine.persist.client import WriterClient, open_client
+from ckpt_engine.persist.job import WriterConfig
 from ckpt_engine.persist.settings import writer_config
 from ckpt_engine.ranks.session import session_of
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import load as restore
-from ckpt_engine.restore import places, shares, together
+from ckpt_engine.restore import places
 from ckpt_engine.restore.choose import Candidate, Check
-from ckpt_engine.restore.memory import MemoryPlace, attach, is_held
+from ckpt_engine.restore.reach import Reach
 from ckpt_engine.snapshot.flatten import LazyPredicate
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.pipeline import Pipeline
+from ckpt_engine.snapshot.request import Request
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.tracking.engine import Ending, NobodyStops
 from ckpt_engine.tracking.plain import track_objects
 from ckpt_engine.tracking.tracker import Tracker
 
-ATTACH_SECONDS = 60.0
 CLOSE_TIMEOUT_SECONDS = 600.0
 AGREE_SECONDS = 300.0
 T = TypeVar("T")
@@ -85,7 +84,7 @@ class Checkpointer:
             pickle_paths=self.config.pickle,
             check_lazy=self.config.debug,
         )
-        self._attached: MemoryPlace | None = None
+        self._reach = Reach(self.config, self._session, self._pipeline, self._emit)
         self._fatal: list[TierDegraded] = []
         self.ending: Ending = NobodyStops()
         self._tracker: Tracker | None = None
@@ -133,8 +132,17 @@ class Checkpointer:
             StorageError: the root cannot be written.
             WriterError: the writer does not start.
         """
-        self._attach()
+        self._reach.attach()
         self._pipeline.start()
+
+    def start_fresh(self, how: str) -> None:
+        """Training does not go on from what is there, after `start`: what stays of that is said.
+
+        Args:
+            how: what the user does to go on from it.
+        """
+        self._pipeline.lineage.fresh(how)
+        self._say_what_stays()
 
     def prepare(self, state: Any, *, lazy: LazyPredicate | None = None, share: float | None = None) -> None:
         """Announce the state: the arena is made ready in the background, so that the first snapshot is as fast as any.
@@ -205,17 +213,10 @@ class Checkpointer:
         if not durable and self.config.memory is None:
             raise ConfigError("durable=False needs the memory tier", hint="put `memory` first in `tiers`")
         self._surface()
-        self._detach()
-        return self._pipeline.save(
-            state,
-            step=step,
-            metrics=metrics or {},
-            epoch=epoch,
-            reason=reason,
-            lazy=lazy,
-            notes=notes or {},
-            durable=durable,
-        )
+        self._reach.detach()
+        handle = self._pipeline.save(state, Request(step, metrics or {}, epoch, reason, lazy, notes or {}, durable))
+        self._say_what_stays()
+        return handle
 
     def miss(self, step: int, why: str, *, durable: bool = True) -> None:
         """Of several ranks: this one takes no snapshot of `step` although the others do."""
@@ -270,10 +271,7 @@ class Checkpointer:
                 tier does not answer.
             ResumeError: no snapshot of `step`.
         """
-        if self._session is not None:
-            self._attach()
-            return together.choose(self._session, self._places, step, check)
-        return restore.choose(self._places(), step, check)
+        return self._reach.choose(step, check)
 
     def load(
         self,
@@ -282,6 +280,7 @@ class Checkpointer:
         into: Any = None,
         live: restore.Live | None = None,
         check: Check | None = None,
+        back: bool = False,
     ) -> Any | None:
         """The state of the newest valid snapshot (of `step`), or None if there are none at all.
 
@@ -295,25 +294,19 @@ class Checkpointer:
                 error is raised after reading began, their content is undefined.
             live: in the place of `into`: makes some of the live state once the snapshot is chosen. No match is needed.
             check: raises if a manifest does not fit; asked before data is read.
+            back: what is newer than `step` is to be replaced. Else, and if there is something newer, what is saved from
+                here on is a branch beside it.
 
         Raises:
             NoUsableSnapshotError, ResumeError: as `choose`.
             MismatchError: `into` has other tensors; names them. Nothing was overwritten.
         """
-        try:
-            how: dict[str, Any] = {"into": into, "live": live, "check": check, "pickle_paths": self.config.pickle}
-            if self._session is not None:
-                self._attach()
-                found = together.load(self._session, self._places, step, **how)
-            else:
-                found = restore.load(self._places(), step, **how)
-        finally:
-            self._detach()
+        how: dict[str, Any] = {"into": into, "live": live, "check": check, "pickle_paths": self.config.pickle}
+        found = self._reach.load(step, back=back, **how)
         # The state belongs to the caller: a second reference here would hold its memory for the whole run.
         self.loaded = found and replace(found, state=None)
         if found is None:
             return None
-        self._pipeline.parent = found.info.id
         if self._session is None or self._session.coordinates:
             self._tell(found)
         return found.state
@@ -324,7 +317,7 @@ class Checkpointer:
         Raises:
             StorageError: no tier answers.
         """
-        return places.snapshots(self._places(), nearest=nearest)
+        return places.snapshots(self._reach.places(), nearest=nearest)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight; False if `timeout` seconds were not enough."""
@@ -358,7 +351,7 @@ class Checkpointer:
             if self._tracker is not None:
                 self._tracker.finish()
         finally:
-            self._detach()
+            self._reach.detach()
             keeps = failed and self.memory and self._session is not None
             try:
                 self._pipeline.close(self.ending.seconds_left(timeout), failed=keeps)
@@ -380,37 +373,20 @@ class Checkpointer:
 
     def _open_writer(self, memory: bool, emit: Callable[[Event], None]) -> WriterClient:
         config = writer_config(self.config, memory=memory, ranks=self._session is not None)
-        start = partial(open_client, thread=self.config.writer == "thread", emit=emit)
+        begin = partial(open_client, thread=self.config.writer == "thread", emit=emit)
+
+        def start(config: WriterConfig) -> WriterClient:
+            return self._pipeline.lineage.checked(begin(config), self.root_url)
+
         return self._session.open(lambda ranks: start(replace(config, ranks=ranks))) if self._session else start(config)
 
     @property
     def _has_memory(self) -> bool:
         return self.config.memory is not None
 
-    def _places(self) -> list[Repository]:
-        if self._session is None:  # of several ranks all attach at once, and one may look alone
-            self._attach()
-        memory = [self._attached.repository] if self._attached is not None else []
-        return memory + [Repository(open_storage(tier.url, tier.for_storage())) for tier in self.config.tiers]
-
-    def _attach(self) -> None:
-        """Reach for the snapshot that the writer of a dead trainer offers, before a new writer takes its place."""
-        if self._attached is not None or not self._has_memory or self._pipeline.started:
-            return
-        if self._session is not None:
-            self._attached, held = shares.attach(self._session, self.root_url, ATTACH_SECONDS, self._emit)
-        else:
-            self._attached = attach(self.root_url, ATTACH_SECONDS)
-            self._pipeline.behind |= self._attached is not None
-            held = self._attached is None and is_held(self.root_url, ATTACH_SECONDS)
-        if held and self._attached is None:
-            self._pipeline.start()  # with the lease: what is held, and cannot be had from memory, is durable by then
-
-    def _detach(self) -> None:
-        """Give the memory back. The writer that offered it ends when a new one starts, or when it has lingered."""
-        if self._attached is not None:
-            self._attached.release(bye=False)
-            self._attached = None
+    def _say_what_stays(self) -> None:
+        if (news := self._pipeline.lineage.news(self.root_url)) is not None:
+            self._emit(Notice("WARNING", news))
 
     def _emit(self, event: Event) -> None:
         if isinstance(event, TierDegraded) and event.fatal:

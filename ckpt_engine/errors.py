@@ -24,7 +24,8 @@ CkptError                      CKPT000
 │   ├── SnapshotFailedError    CKPT602   this snapshot did not become durable
 │   └── WaitTimeoutError       CKPT603   also a TimeoutError
 ├── ResumeError                CKPT700
-│   └── NoUsableSnapshotError  CKPT701   the store is not empty and nothing in it is usable
+│   ├── NoUsableSnapshotError  CKPT701   the store is not empty and nothing in it is usable
+│   └── OvertakenError         CKPT702   another job made newer snapshots after this one had loaded
 ├── DivergedError              CKPT800   the loss is not finite, or far above its usual values
 │   └── RollbackRequestedError CKPT801   the same; the next start goes back and skips batches
 └── RanksError                 CKPT900   the ranks of a run cannot reach each other, or do not agree
@@ -144,6 +145,10 @@ class ResumeError(CkptError):
 
 class NoUsableSnapshotError(ResumeError):
     code = "CKPT701"
+
+
+class OvertakenError(ResumeError):
+    code = "CKPT702"
 
 
 class DivergedError(CkptError):

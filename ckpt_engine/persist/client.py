@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import Event, Notice, WriterLost
 from ckpt_engine.persist import protocol
-from ckpt_engine.persist.job import Layout, PersistJob, WriterConfig, job_to_json, layout_to_json
+from ckpt_engine.persist.job import History, Layout, PersistJob, WriterConfig, job_to_json, layout_to_json
 from ckpt_engine.persist.mailbox import Mailbox, Message
 from ckpt_engine.persist.wire import Body
 
@@ -31,6 +31,9 @@ class WriterClient(Protocol):
 
     first_seq: int
     """The lowest number that a snapshot may get, as the writer saw it when it started."""
+
+    history: History | None
+    """What earlier writers have left at the nearest tier, as the writer saw it when it had the lease."""
 
     peer_port: int
     """Where the writers of other machines reach this one; 0: nowhere."""
@@ -128,6 +131,7 @@ class Client(abc.ABC):
         self._mailbox = Mailbox(config.url)
         self._owner = os.getpid()
         self.first_seq = self.peer_port = 0
+        self.history: History | None = None
         self._answered = threading.Event()
         self._news = threading.Event()
         """Set whenever the writer says something before it has answered."""
@@ -146,6 +150,11 @@ class Client(abc.ABC):
                 return True
             if left <= 0.0:
                 return False
+
+    def _started(self, body: Body) -> None:
+        """Take what a `started` says."""
+        self.first_seq, self.peer_port = body["first_seq"], body["port"]
+        self.history = None if body["history"] is None else History(**body["history"])
 
     @abc.abstractmethod
     def _send(self, body: Body, fds: Sequence[int] = ()) -> None:

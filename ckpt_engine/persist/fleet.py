@@ -19,7 +19,7 @@ from ckpt_engine.persist.status import AWAY, HANGS, WORKING, StatusWriter, TierS
 from ckpt_engine.persist.tier import Places, Tier
 from ckpt_engine.persist.watched import Source, watched
 from ckpt_engine.store.lease import Holder
-from ckpt_engine.store.manifest import RAW
+from ckpt_engine.store.manifest import RAW, Line
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
@@ -150,6 +150,11 @@ class Fleet:
         self._started = True
         for replicator in self._replicators:
             replicator.start()
+
+    def learn(self, line: Line) -> None:
+        """What the trainer makes is of this line."""
+        for replicator in self._replicators:
+            replicator.tier.line = line
 
     def committed(self, snapshot: str) -> None:
         """The nearest tier has a new snapshot."""

@@ -41,7 +41,7 @@ class Giving(Tier):
         target = Repository(self._places.watched)
         record = target.record()
         if record is None or record.run != self.run.run:
-            self.waiting = tuple(self._rhythm.wanted(list(near.values()), ()))
+            self.waiting = tuple(self._wanted(list(near.values()), ()))
             self._look_later(due=newest is not None)  # rank 0 has not made it yet, or is about to complain
             return False
         asked, answers = questions(target.storage)
@@ -51,7 +51,7 @@ class Giving(Tier):
                 return True
         there = target.list()
         self.newest = there[-1] if there else None
-        self.waiting = tuple(self._rhythm.wanted(list(near.values()), there))
+        self.waiting = tuple(self._wanted(list(near.values()), there))
         if self.waiting and self._nobody_asks():
             self.waiting = ()
         self._look_later(due=bool(self.waiting))

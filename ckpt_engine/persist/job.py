@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_engine import errors
+from ckpt_engine.store.manifest import UNNAMED, Line
+from ckpt_engine.store.manifest_codec import line_from_json, line_to_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class PersistJob:
         snapshot: the id that all ranks have given it; None: the writer gives one.
         rank: of the trainer.
         common: where nodes have roots of their own: the newest snapshot that all of them are known to have.
+        line: of history, that of the trainer: retention is about the snapshots of this line.
     """
 
     job: int
@@ -96,6 +99,7 @@ class PersistJob:
     snapshot: str | None = None
     rank: int = 0
     common: str | None = None
+    line: Line = UNNAMED
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +168,25 @@ class Mirrored:
     """The partners of all ranks have their shares of a snapshot."""
 
     snapshot: str
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What was at the nearest tier when its lease was taken.
+
+    Args:
+        snapshots: how many there were.
+        newest: id of the newest one.
+        step, seq: of that.
+        created, attempt: of that, as of `SnapshotInfo` and `Line`; both None: its manifest cannot be read.
+    """
+
+    snapshots: int
+    newest: str
+    step: int
+    seq: int
+    created: float | None = None
+    attempt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,13 +321,14 @@ def layout_from_json(data: Mapping[str, Any]) -> Layout:
 
 def job_to_json(job: PersistJob) -> dict[str, Any]:
     """`job` as JSON. Shallow: what is in the mappings is not copied."""
-    fields = {f.name: getattr(job, f.name) for f in dataclasses.fields(job)}
+    fields = {f.name: getattr(job, f.name) for f in dataclasses.fields(job)} | {"line": line_to_json(job.line)}
     return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
 
 
 def job_from_json(data: Mapping[str, Any]) -> PersistJob:
     """The inverse of `job_to_json`."""
-    return PersistJob(**{**data, "tree": tuple((key, skeleton) for key, skeleton in data["tree"])})
+    tree = tuple((key, skeleton) for key, skeleton in data["tree"])
+    return PersistJob(**{**data, "tree": tree, "line": line_from_json(data["line"])})
 
 
 def done_to_json(done: JobDone) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from ckpt_engine.persist.stall import AbandonedError, Progress
 from ckpt_engine.store import layout as names
 from ckpt_engine.store.collect import Collected, Pruned, collect, prune
 from ckpt_engine.store.lease import Lease
-from ckpt_engine.store.manifest import RAW
+from ckpt_engine.store.manifest import RAW, Line
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import KeepAll, RetentionPolicy
 from ckpt_engine.store.transfer import RunText, adopt_run
@@ -80,12 +80,16 @@ class Near:
         self._in_flight: Container[str] = () if in_flight is None else in_flight
         self._room = self._make_rooms()
         self._common_seq = 0
+        self._line: Line | None = None
         self._finish: Finish = ALONE
         if ranks is not None and in_flight is not None and alone is not None:
             self._finish = Gathering(ranks, in_flight, progress, self.check_lease, alone, alone_seconds)
 
-    def learn(self, common: str | None) -> None:
-        """All nodes have this snapshot: what is older is not what a lost common one would be missed for."""
+    def learn(self, line: Line, common: str | None) -> None:
+        """What is written next is of this line, and all nodes have this snapshot: what is older is not what a lost
+        common one would be missed for.
+        """
+        self._line = line
         parsed = names.parse_id(common) if common is not None else None
         self._common_seq = max(self._common_seq, parsed.seq if parsed is not None else 0)
 
@@ -200,6 +204,7 @@ class Near:
                 self._repository,
                 self._lease,
                 self._policy,
+                line=self._line,
                 protected={**protected, **self._unsure()},
                 verified=(newest,),
                 in_flight=self._in_flight,

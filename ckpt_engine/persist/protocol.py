@@ -17,8 +17,8 @@ To the writer, in this order:
 | `close`    |                                           | finish everything, then exit |
 | `leave`    |                                           | the same, but for ranks that failed: see `process` |
 
-To the trainer: perhaps events (whom it waits for, what the tier has), then `started` with `first_seq`, or `refused`
-with `error` (the writer then exits); per job `event`s, one `done`, perhaps
+To the trainer: perhaps events (whom it waits for, what the tier has), then `started` with `first_seq` and `history`
+(see `job.History`), or `refused` with `error` (the writer then exits); per job `event`s, one `done`, perhaps
 events of the retention that follows, one `settled`. Jobs are done in the order they were sent. A `done` may say that
 its slot is held by a call that hangs: then a `freed` with the `slot` follows, perhaps never. Nothing is sent after
 `refused`. A `request` with `what` and `who` may come at any time: what somebody asked the trainer for from outside.

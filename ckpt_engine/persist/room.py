@@ -80,6 +80,7 @@ class Room:
             self._lease,
             self._policy,
             data_bytes + len(manifest_codec.encode(coming)),
+            line=coming.info.line,
             incoming=coming.info,
             protected=self._protected(),
             verified=self._whole,

@@ -14,6 +14,7 @@ from ckpt_engine.persist.job import RankConfig
 from ckpt_engine.persist.known import Known
 from ckpt_engine.persist.snapshots import Staged, share_of, write_snapshot
 from ckpt_engine.persist.stall import Progress
+from ckpt_engine.store.manifest import Line
 from ckpt_engine.store.repository import Repository
 
 
@@ -88,7 +89,7 @@ class Share:
     def sweep_again(self) -> None:
         """As `sweep`."""
 
-    def learn(self, common: str | None) -> None:
+    def learn(self, line: Line, common: str | None) -> None:
         """As `sweep`."""
 
     def prune(self, newest: str, protected: Mapping[str, str]) -> None:

@@ -88,6 +88,7 @@ class Staged:
             metrics=job.metrics,
             parent=job.parent,
             components={key: sum(sizes.get(name, 0) for name in one.entries) for key, one in self.skeletons.items()},
+            line=job.line,
         )
         return Manifest(
             info=info,

@@ -179,7 +179,7 @@ class ProcessWriter(Client):
     def _hear(self, body: Body) -> None:
         match body["kind"]:
             case protocol.STARTED:
-                self.first_seq, self.peer_port = body["first_seq"], body["port"]
+                self._started(body)
                 self._answered.set()
             case protocol.REFUSED:
                 self._closing = True

@@ -1,4 +1,4 @@
-"""Takes the lease of the nearest tier for a writer: who asks, and for whom it waits."""
+"""Takes the lease of the nearest tier for a writer: who asks, for whom it waits, and what the one before has left."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ckpt_engine.errors import FormatError, StorageMissingError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.observe.units import duration
-from ckpt_engine.persist.job import WriterConfig
+from ckpt_engine.persist.job import History, WriterConfig
 from ckpt_engine.store.lease import Holder, read_holder
+from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 
 
@@ -48,6 +50,19 @@ def _waits_for(other: Holder, url: str, seconds: float) -> Notice:
         f"the run at {url} is being written by {other}; waiting for its end, at most {wait}; `ckpt stop {url}` on "
         f"{other.host} lets it save and end, or give this run another folder",
     )
+
+
+def history_of(repository: Repository) -> History | None:
+    """What is there; None: nothing. To be asked once the lease is taken: then nothing comes from others any more."""
+    ids = repository.ids()
+    if not ids:
+        return None
+    newest = ids[-1]
+    try:
+        info = repository.info(newest.id)
+    except (FormatError, StorageMissingError):
+        return History(len(ids), newest.id, newest.step, newest.seq)
+    return History(len(ids), newest.id, newest.step, newest.seq, info.created, info.line.attempt)
 
 
 def holder_of(config: WriterConfig) -> Holder:

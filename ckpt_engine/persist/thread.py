@@ -72,7 +72,7 @@ class ThreadWriter(Client):
     def _hear(self, body: Body) -> None:
         match body["kind"]:
             case protocol.STARTED:
-                self.first_seq = body["first_seq"]
+                self._started(body)
                 self._answered.set()
             case protocol.REFUSED:
                 self._refused = refusal(body)

@@ -30,7 +30,7 @@ from ckpt_engine.persist.watched import Source
 from ckpt_engine.store import layout
 from ckpt_engine.store.collect import collect, make_room, prune
 from ckpt_engine.store.lease import Holder, Lease, acquire
-from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.manifest import Line, SnapshotInfo
 from ckpt_engine.store.recode import Tally, copy_encoded
 from ckpt_engine.store.recode_plan import plan
 from ckpt_engine.store.repository import Repository
@@ -41,6 +41,8 @@ from ckpt_engine.store.transfer import Copied, RunText, SourceError, adopt_run, 
 GUARD_SECONDS = 60.0
 """How long a snapshot written straight to the tier waits for a collection there."""
 _LOOK_SECONDS = 1.0
+_NO_LINE = Line("-")
+"""Which no snapshot is of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +82,12 @@ class Tier:
         copies, direct: the lanes that it works in.
         gather: where nodes have roots of their own: has all of them copy what each has.
 
-    `run` MUST be set before the first `advance`.
+    `run` MUST be set before the first `advance`. `line` is that of the trainer, None until it has made a snapshot: so
+    long nothing is removed.
     """
 
     run: RunText
+    line: Line | None = None
 
     def __init__(
         self,
@@ -139,13 +143,12 @@ class Tier:
         assert self._lease is not None
         self.copies.progress.moved(LEASE_SECONDS)
         self._lease.check()
-        there = repository.list()
+        there = self._of_line(repository.list())
         self.newest = there[-1] if there else None
         if self._unpruned and self.newest is not None:
-            self._unpruned = False
             self._prune(repository, self.newest.id)
         near = self._near()
-        wanted = self._rhythm.wanted([found.info for found in near.values() if found.info.id not in self._done], there)
+        wanted = self._wanted([found.info for found in near.values() if found.info.id not in self._done], there)
         self.waiting = tuple(wanted)
         if not wanted:
             return False
@@ -153,6 +156,8 @@ class Tier:
         try:
             self._copy(near[copying.id], repository, there)
         except StorageFullError:
+            if self.line is None:
+                return False  # what may go is not known yet
             if self.newest is None or copying.seq > self.newest.seq:
                 raise
             self._done.add(copying.id)  # older ones are a luxury
@@ -196,7 +201,14 @@ class Tier:
             lease.check()
             self.direct.progress.moved()
             if not isinstance(self._policy, KeepAll):
-                make_room(self._direct, lease, self._policy, nbytes, in_flight=[info.id for info in self.waiting])
+                make_room(
+                    self._direct,
+                    lease,
+                    self._policy,
+                    nbytes,
+                    line=self.line or _NO_LINE,
+                    in_flight=[info.id for info in self.waiting],
+                )
             yield self._direct
             self._unpruned = True
         finally:
@@ -216,6 +228,14 @@ class Tier:
                 lease.release()
             except (CkptError, OSError) as err:
                 self._say(f"the lease of {self.url} could not be given back: {ErrorRecord.of(err).message}")
+
+    def _of_line(self, infos: Sequence[SnapshotInfo]) -> list[SnapshotInfo]:
+        """Those of the trainer's line, once that is known: what others have there is no reason to copy less."""
+        return [info for info in infos if self.line is None or self.line.has(info)]
+
+    def _wanted(self, near: Sequence[SnapshotInfo], there: Sequence[SnapshotInfo]) -> list[SnapshotInfo]:
+        """What is to be copied, newest first."""
+        return self._rhythm.wanted(self._of_line(near), self._of_line(there))
 
     def _near(self) -> dict[str, Found]:
         """All snapshots that a nearer tier has, each from the nearest that can be read."""
@@ -330,6 +350,7 @@ class Tier:
                     self._lease,
                     self._policy,
                     nbytes,
+                    line=self.line or _NO_LINE,
                     incoming=found.info,
                     protected={} if newest else dict.fromkeys(there, "there before"),
                     in_flight=keeping,
@@ -357,11 +378,16 @@ class Tier:
         if isinstance(self._policy, KeepAll):
             repository.write_catalog_if_due()
             return
+        self._unpruned = self.line is None
+        if self.line is None:
+            return
         assert self._lease is not None
         keeping = [info.id for info in self.waiting]
         try:
             with self._guarded():
-                pruned = prune(repository, self._lease, self._policy, verified=(newest,), in_flight=keeping)
+                pruned = prune(
+                    repository, self._lease, self._policy, line=self.line, verified=(newest,), in_flight=keeping
+                )
         except CkptError as err:
             self._say(f"retention failed on {self.url}, older snapshots stay there: {err.message}")
             return

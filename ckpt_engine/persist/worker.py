@@ -8,7 +8,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -277,7 +277,15 @@ class Worker:
         self._on_open()
         self.opened = True
         port = self.peers.port if self.peers is not None else 0
-        self._emit({"kind": protocol.STARTED, "first_seq": self._writer.first_seq, "port": port})
+        history = self._writer.history
+        self._emit(
+            {
+                "kind": protocol.STARTED,
+                "first_seq": self._writer.first_seq,
+                "port": port,
+                "history": None if history is None else asdict(history),
+            }
+        )
         return True
 
     def _serve(self) -> None:

@@ -29,7 +29,7 @@ from ckpt_engine.persist.fleet import Fleet
 from ckpt_engine.persist.holds import Holds
 from ckpt_engine.persist.ids import Ids
 from ckpt_engine.persist.intake import Order
-from ckpt_engine.persist.job import ErrorRecord, JobDone, PersistJob, RankConfig, WriterConfig
+from ckpt_engine.persist.job import ErrorRecord, History, JobDone, PersistJob, RankConfig, WriterConfig
 from ckpt_engine.persist.leftovers import recover
 from ckpt_engine.persist.near import Near
 from ckpt_engine.persist.reunion import NearestTier, Reunion
@@ -37,7 +37,7 @@ from ckpt_engine.persist.share import Share
 from ckpt_engine.persist.snapshots import Staged, SupersededError
 from ckpt_engine.persist.stall import AbandonedError, Lane
 from ckpt_engine.persist.status import Unfinished
-from ckpt_engine.persist.taking import holder_of, waiting
+from ckpt_engine.persist.taking import history_of, holder_of, waiting
 from ckpt_engine.persist.watched import watched
 from ckpt_engine.persist.wire import Body
 from ckpt_engine.store.lease import acquire
@@ -64,6 +64,9 @@ class Writer:
 
     run: RunText
     """Of the run, from `open` on; only with `WriterConfig.memory`."""
+
+    history: History | None = None
+    """What earlier ones have left, from `open` on; None: nothing, or this rank does not write there."""
 
     def __init__(self, config: WriterConfig, emit: Emit, ids: Ids) -> None:
         self._config = config
@@ -125,6 +128,7 @@ class Writer:
                 fleet.start()
             self._fleet = fleet
             self._seq = repository.next_seq()
+            self.history = history_of(repository)
             in_flight = self._recover(repository, ranks) if ranks is not None else None
             if fleet is None:
                 self._ids.begin(self._seq)
@@ -248,7 +252,7 @@ class Writer:
     def persist(self, order: Order) -> None:
         """Do a job that was submitted. If it fails that is reported, never raised."""
         job, snapshot = order.job, self._ids.of(order)
-        self._near.learn(job.common)
+        self._learn(job)
         try:
             event, near = self._make_durable(order.staged(snapshot))
         except Exception as err:  # noqa: BLE001 - reported; whatever it is, the next job gets its own chance
@@ -264,6 +268,7 @@ class Writer:
     def rescue(self, order: Order) -> None:
         """Make durable what was only held in memory, or has failed before. Reported like a job, but with no outcome."""
         snapshot = self._ids.renew(order) if order.failed else self._ids.of(order)
+        self._learn(order.job)
         try:
             event, near = self._make_durable(order.staged(snapshot))
         except SupersededError as err:
@@ -288,6 +293,8 @@ class Writer:
             return retry()
 
         assert self._reunion is not None
+        for order in orders[:1]:
+            self._learn(order.job)
         self._reunion.run(orders, again)
 
     def is_committed(self, order: Order) -> bool:
@@ -314,6 +321,11 @@ class Writer:
         return Reunion(
             ranks, NearestTier(ranks, repository, tier, progress, lane, still_ours, in_flight, done, not_undone)
         )
+
+    def _learn(self, job: PersistJob) -> None:
+        self._near.learn(job.line, job.common)
+        if self._fleet is not None:
+            self._fleet.learn(job.line)
 
     def _failed(self, order: Order, snapshot: str, error: Exception) -> ErrorRecord:
         order.failed = True

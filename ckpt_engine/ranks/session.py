@@ -76,6 +76,11 @@ class Session:
         return bool(self._session)
 
     @property
+    def name(self) -> str:
+        """What the ranks have agreed to call it, once it is open."""
+        return self._session
+
+    @property
     def coordinates(self) -> bool:
         """Whether this is rank 0."""
         return self.ranks.rank == 0

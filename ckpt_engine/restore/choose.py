@@ -55,6 +55,8 @@ class Search:
     unfinished: set[str] = field(default_factory=set)
     """Those among the rejected that never were snapshots of all nodes: they do not keep a run from starting anew."""
     away: list[Away] = field(default_factory=list)
+    newest_seq: int = 0
+    """The highest number of all snapshots that were there, usable or not."""
 
     def reject(self, snapshot: str, error: CkptError) -> None:
         """Note why a snapshot is not used."""
@@ -109,6 +111,7 @@ def candidates(
             search.away.append(Away(answer.place.storage.url, answer.error.code, answer.error.message))
         for parsed in answer.value or ():
             holders.setdefault(parsed, []).append(answer.place)
+    search.newest_seq = max((parsed.seq for parsed in holders), default=0)
     _note_silent(where, search)
     sizes = _Sizes()
     slimmed: list[Candidate] = []

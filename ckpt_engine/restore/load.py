@@ -47,6 +47,7 @@ class Loaded:
         away: places that did not answer: there may be something newer.
         own: where another number of ranks wrote it: what each of them had of its own, by component.
         unverified_bytes: read for DTensors from pieces of which little was needed: no digest is of these bytes.
+        newest_seq: the highest number of all snapshots that were there when this one was chosen.
         lost_steps: steps that had begun after this snapshot when the trainer died; None where nobody knows.
     """
 
@@ -63,6 +64,7 @@ class Loaded:
     lost_steps: int | None = None
     own: Mapping[int, Any] = field(default_factory=dict)
     unverified_bytes: int = 0
+    newest_seq: int = 0
 
     @property
     def left_out(self) -> tuple[str, ...]:
@@ -184,6 +186,7 @@ def load(
             lost_steps=_lost_steps(where, candidate.info.step),
             own=own,
             unverified_bytes=read.unverified_bytes,
+            newest_seq=search.newest_seq,
         )
     error = none_usable(where, search, step)
     if error is not None:

@@ -94,7 +94,8 @@ def _load(
         verdict = session.meet(lambda: mine, _verdict, LOAD_SECONDS)  # noqa: B023
         if verdict is None:
             assert found is not None
-            return replace(found, rejected=(*search.rejected, *found.rejected))
+            rejected = (*search.rejected, *found.rejected)
+            return replace(found, rejected=rejected, newest_seq=search.newest_seq)
         error = ErrorRecord(**verdict).exception()
         if not isinstance(error, NoUsableSnapshotError):
             raise failure or error

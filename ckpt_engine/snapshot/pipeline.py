@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError, WriterError
@@ -18,6 +18,7 @@ from ckpt_engine.snapshot.flatten import Flattener, LazyPredicate
 from ckpt_engine.snapshot.guard import Guard
 from ckpt_engine.snapshot.handle import SaveHandle, wait_seconds
 from ckpt_engine.snapshot.handover import Handover
+from ckpt_engine.snapshot.lineage import Lineage
 from ckpt_engine.snapshot.mirroring import Mirroring
 from ckpt_engine.snapshot.newest import KEPT, KEPT_OF_RANKS, Newest
 from ckpt_engine.snapshot.numbering import Numbering
@@ -90,7 +91,7 @@ class Pipeline:
         self._held: set[int] = set()
         self._unsent: dict[int, tuple[PersistJob, SaveHandle, CkptError]] = {}
         self._failures: list[CkptError] = []
-        self.parent: str | None = None
+        self.lineage = Lineage(session)
         self.behind = False
 
     def start(self) -> None:
@@ -167,34 +168,22 @@ class Pipeline:
         """Whether one more durable snapshot leaves slots for those that only stay in memory: one kept, one filled."""
         return not self.memory or len(self._pending) < max(1, self._slots.count - 1 - self._newest.keep)
 
-    def save(
-        self,
-        state: Any,
-        *,
-        step: int,
-        metrics: Mapping[str, float],
-        epoch: int | None,
-        reason: str,
-        lazy: LazyPredicate | None,
-        notes: Mapping[str, Any],
-        durable: bool = True,
-    ) -> SaveHandle:
+    def save(self, state: Any, wanted: Request) -> SaveHandle:
         """Take a snapshot of this instant; see `Checkpointer.save`."""
-        wanted = Request(step, metrics, epoch, reason, lazy, notes, durable)
         if self._numbering.lacks_session:
             self.start()
-        return self._numbering.take(wanted, self.parent, lambda snapshot: self._save(state, wanted, snapshot))
+        return self._numbering.take(wanted, self.lineage.parent, lambda snapshot: self._save(state, wanted, snapshot))
 
     def miss(self, step: int, why: str, *, durable: bool = True) -> None:
         """See `Numbering.miss`."""
-        self._numbering.miss(step, self.parent, why, durable=durable)
+        self._numbering.miss(step, self.lineage.parent, why, durable=durable)
 
     def _cancel(self, snapshot: str, why: str) -> None:
         if self._writer is not None:
             self._writer.client.cancel(snapshot, why)
 
     def _save(self, state: Any, wanted: Request, snapshot: str | None) -> SaveHandle:
-        step, durable = wanted.step, wanted.durable
+        step, durable, parent = wanted.step, wanted.durable, self.lineage.parent
         began, created, instant = time.perf_counter(), time.time(), time.monotonic()
         self.before_update()
         if not self._hand_over(FENCE_TIMEOUT_SECONDS):
@@ -231,12 +220,13 @@ class Pipeline:
             metrics=dict(wanted.metrics),
             created=created,
             instant_monotonic=instant,
-            parent=self.parent,
+            parent=parent,
             notes=wanted.notes,
             software=software(),
             snapshot=snapshot,
             rank=self._numbering.rank,
-            common=self._numbering.common.newest(self.parent),
+            common=self._numbering.common.newest(parent),
+            line=self.lineage.line(),
         )
         handle = SaveHandle(self, step, durable=durable)
         if durable:

@@ -1,7 +1,8 @@
 """Making room: forget what retention does not keep, then collect the data nothing needs.
 
 Deletion has an order (crash rule 4): manifests, durably, then data. A crash in between leaves garbage, never a snapshot
-without its data; the next collection removes it. Pinned snapshots stay (see `pins`).
+without its data; the next collection removes it. Pinned snapshots stay (see `pins`), and so do those of
+another line of history (see `lines`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from ckpt_engine.errors import FormatError, StorageFullError, StorageMissingErro
 from ckpt_engine.observe import units
 from ckpt_engine.store import layout, pins, slim
 from ckpt_engine.store.lease import Lease
-from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.lines import OTHER_LINE, branches
+from ckpt_engine.store.manifest import UNNAMED, Line, SnapshotInfo
 from ckpt_engine.store.repository import Damaged, Repository
 from ckpt_engine.store.retention_plan import SLACK_BYTES, Limits, Plan, Retention, plan, plan_before_write
 from ckpt_engine.store.retention_rules import RetentionPolicy
@@ -65,24 +67,26 @@ def plan_prune(
     repository: Repository,
     policy: RetentionPolicy,
     *,
+    line: Line | None = None,
     protected: Mapping[str, str] = _NOTHING,
     verified: Collection[str] = (),
 ) -> Plan:
     """What `prune` would forget. Reads only.
 
     The newest snapshot that is whole (manifest verified, data files there) stays whatever the policy says, and so do
-    pinned ones; if none is whole, everything stays.
+    pinned ones; if none is whole, everything stays. Rules see the snapshots of one line only; all others stay.
 
     Args:
+        line: whose snapshots may go; None: that of the newest snapshot.
         protected: ids to keep besides, with the reason.
         verified: ids known to be whole, such as the one just committed.
     """
-    scanned = repository.scan().snapshots
+    scanned, others = _of_line(repository, line)
     doubles = slim.twins(scanned)
     infos = [info for info in scanned if info.id not in doubles]
     whole = _newest_whole(repository, infos, verified)
     if whole is None and infos:
-        return Plan({info.id: "no snapshot is whole: nothing is removed" for info in scanned}, ())
+        return Plan({info.id: "no snapshot is whole: nothing is removed" for info in scanned} | others, ())
     limited = Retention.of(policy).limits != Limits()
     keep = pins.protection(repository.storage) | dict(protected)
     decided = plan(
@@ -93,7 +97,8 @@ def plan_prune(
         usage=measure(repository) if limited else None,
         free_bytes=repository.storage.free_bytes() if limited else None,
     )
-    return _with_doubles(repository, decided, doubles, keep) if doubles else decided
+    decided = _with_doubles(repository, decided, doubles, keep) if doubles else decided
+    return replace(decided, keep={**decided.keep, **others})
 
 
 def prune(
@@ -101,12 +106,13 @@ def prune(
     lease: Lease,
     policy: RetentionPolicy,
     *,
+    line: Line | None = None,
     protected: Mapping[str, str] = _NOTHING,
     verified: Collection[str] = (),
     in_flight: Container[str] = (),
 ) -> Pruned:
     """Forget what `policy` does not keep, then collect. Arguments as of `plan_prune` and `collect`."""
-    decided = plan_prune(repository, policy, protected=protected, verified=verified)
+    decided = plan_prune(repository, policy, line=line, protected=protected, verified=verified)
     limits = Retention.of(policy).limits
     done = execute(repository, lease, decided, limits, in_flight=in_flight)
     catalogue(repository, limits)
@@ -153,6 +159,7 @@ def make_room(
     policy: RetentionPolicy,
     incoming_bytes: int,
     *,
+    line: Line | None = None,
     incoming: SnapshotInfo | None = None,
     protected: Mapping[str, str] = _NOTHING,
     verified: Collection[str] = (),
@@ -163,7 +170,7 @@ def make_room(
     Args:
         incoming_bytes: everything the write will store: data files and manifest.
         incoming: the snapshot to be written, as far as it is known.
-        protected, verified, in_flight: as of `prune`.
+        line, protected, verified, in_flight: as of `prune`.
 
     Raises:
         StorageFullError: it does not fit beside what must stay; nothing was forgotten. Do not write.
@@ -177,12 +184,12 @@ def make_room(
     keep = pins.protection(storage) | dict(protected)
 
     def planned() -> Plan:
-        infos = repository.scan().snapshots
+        infos, others = _of_line(repository, line)
         whole = _newest_whole(repository, infos, verified)
         if whole is None:
             # Nothing tells which one is worth most: none goes.
             keep.update(dict.fromkeys((info.id for info in infos), "no snapshot is whole"))
-        return plan_before_write(
+        found = plan_before_write(
             infos,
             policy,
             incoming_bytes,
@@ -192,13 +199,14 @@ def make_room(
             usage=measure(repository),
             incoming=incoming,
         )
+        return replace(found, keep={**found.keep, **others})
 
     decided = planned()
     if decided.short_bytes:
         collect(repository, lease, in_flight=in_flight)
         decided = planned()
     if decided.short_bytes:
-        raise _full(storage.url, limits, incoming_bytes, decided.short_bytes)
+        raise _full(repository, line, limits, incoming_bytes, decided.short_bytes)
     if not decided.remove:
         return None
     done = execute(repository, lease, decided, limits, in_flight=in_flight)
@@ -206,7 +214,7 @@ def make_room(
         # Somebody pinned one of them meanwhile.
         decided = planned()
         if decided.short_bytes:
-            raise _full(storage.url, limits, incoming_bytes, decided.short_bytes)
+            raise _full(repository, line, limits, incoming_bytes, decided.short_bytes)
     return done
 
 
@@ -249,6 +257,14 @@ def _settle(repository: Repository, garbage: Sequence[ObjectInfo]) -> None:
     """
     owners = {owner.id for item in garbage if (owner := layout.data_owner(item.name))}
     repository.forget(sorted(owners))
+
+
+def _of_line(repository: Repository, line: Line | None) -> tuple[list[SnapshotInfo], dict[str, str]]:
+    """The snapshots that retention may remove, oldest first, and all others with the reason why they stay."""
+    scanned = repository.list()
+    if line is None:
+        line = scanned[-1].line if scanned else UNNAMED
+    return [one for one in scanned if line.has(one)], {one.id: OTHER_LINE for one in scanned if not line.has(one)}
 
 
 def _newest_whole(repository: Repository, infos: Sequence[SnapshotInfo], verified: Collection[str]) -> str | None:
@@ -360,13 +376,19 @@ def _without(decided: Plan, late: Collection[str]) -> Plan:
     )
 
 
-def _full(url: str, limits: Limits, incoming_bytes: int, short_bytes: int) -> StorageFullError:
+def _full(
+    repository: Repository, line: Line | None, limits: Limits, incoming_bytes: int, short_bytes: int
+) -> StorageFullError:
+    url, others = repository.storage.url, _of_line(repository, line)[1]
+    finished = [one.id for one in branches(repository.list()) if one.newest.id in others]
+    beside = f"what is pinned or {OTHER_LINE}" if finished else "what is pinned"
+    finish = f"`ckpt prune {url} --branch {finished[0]}` removes a finished branch, " if finished else ""
     quota = [] if limits.quota_bytes is None else [f"quota {units.size(limits.quota_bytes)}"]
     floor = [] if limits.min_free_bytes is None else [f"min_free {units.size(limits.min_free_bytes)}"]
     return StorageFullError(
-        f"a snapshot of {units.size(incoming_bytes)} does not fit at {url} beside the newest one and what is pinned: "
+        f"a snapshot of {units.size(incoming_bytes)} does not fit at {url} beside the newest one and {beside}: "
         f"{units.size(short_bytes)} too much for {' and '.join(quota + floor)}",
-        hint=f"raise the limit, or `ckpt prune {url} --dry-run` shows what stays and why",
+        hint=f"{finish}raise the limit, or `ckpt prune {url} --keep last=1 --dry-run` shows what stays and why",
     )
 
 

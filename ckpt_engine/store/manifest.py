@@ -46,6 +46,27 @@ class Partial:
 
 
 @dataclass(frozen=True, slots=True)
+class Line:
+    """Of which line of history a snapshot is: the attempt that took it, and the earlier ones that this one continues.
+
+    Args:
+        attempt: one process's life, as random text; "": not known. Snapshots of earlier versions are one attempt.
+        before: earlier attempts, the latest first, each with the highest `seq` of it that belongs to this line.
+    """
+
+    attempt: str = ""
+    before: tuple[tuple[str, int], ...] = ()
+
+    def has(self, info: SnapshotInfo) -> bool:
+        """Whether a snapshot belongs to it."""
+        attempt = info.line.attempt
+        return attempt == self.attempt or any(one == attempt and info.seq <= last for one, last in self.before)
+
+
+UNNAMED = Line()
+
+
+@dataclass(frozen=True, slots=True)
 class SnapshotInfo:
     """What a listing shows of a snapshot.
 
@@ -61,6 +82,7 @@ class SnapshotInfo:
         parent: id of the snapshot this run resumed from, if any.
         components: logical bytes by top-level key of the state.
         partial: whose shares these are, where it is not a whole snapshot but a node's part of one; None: it is whole.
+        line: its line of history; only what is of one line replaces each other.
     """
 
     id: str
@@ -74,6 +96,7 @@ class SnapshotInfo:
     parent: str | None = None
     components: Mapping[str, int] = field(default_factory=dict)
     partial: Partial | None = None
+    line: Line = UNNAMED
 
 
 @dataclass(frozen=True, slots=True)

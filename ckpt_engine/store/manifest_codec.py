@@ -25,9 +25,11 @@ from ckpt_engine.store.manifest import (
     PARTIAL_VERSION,
     RAW,
     STORED_VERSION,
+    UNNAMED,
     VERSION,
     DataFile,
     Entry,
+    Line,
     Manifest,
     Partial,
     Piece,
@@ -205,7 +207,19 @@ def info_to_json(info: SnapshotInfo) -> dict[str, Any]:
         "parent": info.parent,
         "components": dict(info.components),
         **({"partial": {"ranks": list(partial.ranks), "size": partial.size}} if partial is not None else {}),
+        **({"line": line_to_json(info.line)} if info.line != UNNAMED else {}),
     }
+
+
+def line_to_json(line: Line) -> dict[str, Any]:
+    """The `line` of a manifest's `info`."""
+    return {"attempt": line.attempt, "before": [list(one) for one in line.before]}
+
+
+def line_from_json(row: Mapping[str, Any]) -> Line:
+    """The inverse of `line_to_json`. Raises what an unexpected document raises."""
+    before = tuple((str(attempt), int(last)) for attempt, last in row["before"])
+    return Line(str(row["attempt"]), before)
 
 
 def _number_to_json(value: float) -> float | str:
@@ -260,6 +274,7 @@ def info_from_json(row: Mapping[str, Any]) -> SnapshotInfo:
         parent=row["parent"],
         components=row["components"],
         partial=Partial(tuple(partial["ranks"]), partial["size"]) if partial is not None else None,
+        line=line_from_json(row["line"]) if "line" in row else UNNAMED,
     )
 
 

@@ -142,6 +142,10 @@ class Repository:
         """The snapshots, oldest first; `scan` also tells about damaged ones."""
         return list(self.scan().snapshots)
 
+    def info(self, snapshot: str) -> SnapshotInfo:
+        """What a listing shows of one snapshot. Raises as `read`, as far as the head of its manifest can tell."""
+        return self._infos.get(snapshot) or self._read_info(snapshot)
+
     def read(self, snapshot: str) -> Manifest:
         """The verified manifest of a snapshot.
 

@@ -21,6 +21,7 @@ from ckpt_engine.snapshot import pipeline
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.headroom import Room
 from ckpt_engine.snapshot.pipeline import Pipeline
+from ckpt_engine.snapshot.request import Request
 
 NUMBERS = 2000
 PATIENCE_SECONDS = 60.0
@@ -146,16 +147,8 @@ class Arena:
         self.pipeline.before_update()
         self.state["w"].fill_(self.step)
         self.state["step"] = self.step
-        return self.pipeline.save(
-            self.state,
-            step=self.step,
-            metrics={},
-            epoch=None,
-            reason="test",
-            lazy=_everything if lazy else None,
-            notes={},
-            durable=durable,
-        )
+        wanted = Request(self.step, {}, None, "test", _everything if lazy else None, {}, durable)
+        return self.pipeline.save(self.state, wanted)
 
 
 def _everything(path: tuple[object, ...]) -> bool:

@@ -1,0 +1,95 @@
+"""Reaches the places of a run for its trainer: the memory of the writer of one that died, and all tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ckpt_engine.config import Config
+from ckpt_engine.observe.events import Event
+from ckpt_engine.ranks.session import START_SECONDS, Session
+from ckpt_engine.restore import load as restore
+from ckpt_engine.restore import shares, together
+from ckpt_engine.restore.choose import Candidate, Check
+from ckpt_engine.restore.line import before_of
+from ckpt_engine.restore.memory import MemoryPlace, attach, is_held
+from ckpt_engine.snapshot.pipeline import Pipeline
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.open import open_storage
+
+ATTACH_SECONDS = 60.0
+
+
+class Reach:
+    """What one checkpointer restores from. Training thread only.
+
+    Args:
+        session: of several ranks; None: this process is alone.
+        pipeline: takes the snapshots: it is told with what it goes on.
+        emit: takes events.
+    """
+
+    def __init__(
+        self, config: Config, session: Session | None, pipeline: Pipeline, emit: Callable[[Event], None]
+    ) -> None:
+        self._config = config
+        self._session = session
+        self._pipeline = pipeline
+        self._emit = emit
+        self._attached: MemoryPlace | None = None
+
+    def choose(self, step: int | None, check: Check | None) -> Candidate | None:
+        """See `Checkpointer.choose`."""
+        if self._session is not None:
+            self.attach()
+            return together.choose(self._session, self.places, step, check)
+        return restore.choose(self.places(), step, check)
+
+    def load(self, step: int | None, *, back: bool, **how: Any) -> restore.Loaded | None:
+        """See `Checkpointer.load`; `how`: as of `restore.load`. What is saved from here on comes after it."""
+        try:
+            if self._session is not None:
+                self.attach()
+                found = together.load(self._session, self.places, step, **how)
+            else:
+                found = restore.load(self.places(), step, **how)
+            self._pipeline.lineage.looked(0 if found is None else found.newest_seq)
+            if found is not None:
+                self._go_on(found, newest=step is None, back=back)
+        finally:
+            self.detach()
+        return found
+
+    def _go_on(self, found: restore.Loaded, *, newest: bool, back: bool) -> None:
+        def look() -> list[list[Any]]:
+            return [list(one) for one in before_of(found, self.places(), newest=newest, back=back)]
+
+        before = look() if self._session is None else self._session.agree(look, START_SECONDS)
+        self._pipeline.lineage.go_on(found.info, tuple((str(attempt), int(last)) for attempt, last in before))
+
+    def places(self) -> list[Repository]:
+        """All of them, nearest first."""
+        if self._session is None:  # of several ranks all attach at once, and one may look alone
+            self.attach()
+        memory = [self._attached.repository] if self._attached is not None else []
+        return memory + [Repository(open_storage(tier.url, tier.for_storage())) for tier in self._config.tiers]
+
+    def attach(self) -> None:
+        """Reach for the snapshot that the writer of a dead trainer offers, before a new writer takes its place."""
+        url = self._config.root_url
+        if self._attached is not None or self._config.memory is None or self._pipeline.started:
+            return
+        if self._session is not None:
+            self._attached, held = shares.attach(self._session, url, ATTACH_SECONDS, self._emit)
+        else:
+            self._attached = attach(url, ATTACH_SECONDS)
+            self._pipeline.behind |= self._attached is not None
+            held = self._attached is None and is_held(url, ATTACH_SECONDS)
+        if held and self._attached is None:
+            self._pipeline.start()  # with the lease: what is held, and cannot be had from memory, is durable by then
+
+    def detach(self) -> None:
+        """Give the memory back. The writer that offered it ends when a new one starts, or when it has lingered."""
+        if self._attached is not None:
+            self._attached.release(bye=False)
+            self._attached = None

@@ -13,7 +13,8 @@ from ckpt_engine.cli.root import away_of, open_run
 from ckpt_engine.observe import units
 from ckpt_engine.restore import places
 from ckpt_engine.restore.choose import Away
-from ckpt_engine.store import layout, pins
+from ckpt_engine.store import layout, manifest_codec, pins
+from ckpt_engine.store.lines import Branch, branches
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Listing, Repository
 
@@ -45,7 +46,7 @@ def command(root: str, as_json: bool) -> None:
     if as_json:
         _print_json(run.run_id, tiers, away)
     else:
-        _print(tiers, away, is_tiered=run.is_tiered)
+        _print(root, tiers, away, is_tiered=run.is_tiered)
 
 
 def _look(place: Repository) -> tuple[Listing, int, Mapping[str, pins.Pin]]:
@@ -67,7 +68,15 @@ def _merged(tiers: Sequence[_Tier]) -> list[tuple[SnapshotInfo, list[_Tier]]]:
     return sorted(found.values(), key=lambda row: (row[0].seq, row[0].id))
 
 
+def _branches(rows: Sequence[tuple[SnapshotInfo, list[_Tier]]]) -> tuple[list[Branch], Mapping[str, str]]:
+    """The branches, first the one that a resume continues, and by snapshot the name of its branch."""
+    found = branches([info for info, _ in rows])
+    return found, {info.id: branch.id for branch in reversed(found) for info in branch.snapshots}
+
+
 def _print_json(run: str | None, tiers: Sequence[_Tier], away: Sequence[Away]) -> None:
+    rows = _merged(tiers)
+    found, named = _branches(rows)
     print_json(
         {
             "root": tiers[0].url,
@@ -81,10 +90,21 @@ def _print_json(run: str | None, tiers: Sequence[_Tier], away: Sequence[Away]) -
             "snapshots": [
                 {
                     **_fields(info),
+                    "branch": named[info.id],
                     "tiers": [tier.url for tier in holders],
                     "pinned": pin.note if (pin := _pin(info.id, holders)) else None,
                 }
-                for info, holders in _merged(tiers)
+                for info, holders in rows
+            ],
+            "branches": [
+                {
+                    "id": branch.id,
+                    "resumed": number == 0,
+                    "snapshots": len(branch.snapshots),
+                    "newest": branch.newest.id,
+                    "step": branch.newest.step,
+                }
+                for number, branch in enumerate(found)
             ],
             "damaged": [
                 {"id": bad.id, "tier": tier.url, "code": bad.error.code, "why": bad.error.message}
@@ -98,17 +118,25 @@ def _print_json(run: str | None, tiers: Sequence[_Tier], away: Sequence[Away]) -
 def _fields(info: SnapshotInfo) -> Mapping[str, object]:
     """As `dataclasses.asdict`, which copies every dict it meets: too slow for 10,000 of them."""
     fields = {field.name: getattr(info, field.name) for field in dataclasses.fields(info)}
-    return {**fields, "partial": info.partial and dataclasses.asdict(info.partial)}
+    return {
+        **fields,
+        "partial": info.partial and dataclasses.asdict(info.partial),
+        "line": manifest_codec.line_to_json(info.line),
+    }
 
 
-def _print(tiers: Sequence[_Tier], away: Sequence[Away], *, is_tiered: bool) -> None:
+def _print(root: str, tiers: Sequence[_Tier], away: Sequence[Away], *, is_tiered: bool) -> None:
     rows = _merged(tiers)
+    found, named = _branches(rows)
     if rows:
-        where = ("tiers",) if is_tiered else ()
+        where = (*(("tiers",) if is_tiered else ()), *(("branch",) if len(found) > 1 else ()))
         titles = ("snapshot", "step", "epoch", "taken", "size", *where, "why", "metrics")
         print_table(
             titles,
-            [_row(info, holders, is_tiered=is_tiered) for info, holders in rows],
+            [
+                _row(info, holders, named[info.id] if len(found) > 1 else None, is_tiered=is_tiered)
+                for info, holders in rows
+            ],
             numbers=("step", "epoch", "size"),
         )
     for tier in tiers:
@@ -119,12 +147,17 @@ def _print(tiers: Sequence[_Tier], away: Sequence[Away], *, is_tiered: bool) -> 
         total = f"{count(len(tier.listing.snapshots), 'snapshot')}, {units.size(tier.data_bytes)} on disk at {tier.url}"
         text = f"{total}; {damaged} damaged" if damaged else total
         click.echo(f"tier {tier.number}: {text}" if is_tiered else text)
+    for number, branch in enumerate(found if len(found) > 1 else ()):
+        many = f"branch {branch.id}: {count(len(branch.snapshots), 'snapshot')} up to step {branch.newest.step:,}"
+        fate = f"stays until `ckpt prune {root} --branch {branch.id}`" if number else "a resume goes on with this one"
+        click.echo(f"{many}; {fate}")
     print_away(away)
 
 
-def _row(info: SnapshotInfo, holders: Sequence[_Tier], *, is_tiered: bool) -> tuple[str, ...]:
+def _row(info: SnapshotInfo, holders: Sequence[_Tier], branch: str | None, *, is_tiered: bool) -> tuple[str, ...]:
     epoch = "" if info.epoch is None else str(info.epoch)
-    where = (" ".join(str(tier.number) for tier in holders),) if is_tiered else ()
+    where = [" ".join(str(tier.number) for tier in holders)] if is_tiered else []
+    where += [branch] if branch is not None else []
     size = units.size(info.nbytes)
     pin = _pin(info.id, holders)
     why = "; ".join(str(one) for one in (info.reason, info.partial, pin) if one)

@@ -13,22 +13,35 @@ import click
 from ckpt_engine.cli.output import age, count, json_option, print_json, print_table
 from ckpt_engine.cli.root import open_places
 from ckpt_engine.config import load_config
-from ckpt_engine.errors import ConfigError
+from ckpt_engine.errors import ConfigError, StorageMissingError
 from ckpt_engine.observe import units
+from ckpt_engine.store import pins
 from ckpt_engine.store.collect import Pruned, catalogue, execute, plan_prune
 from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.lines import OTHER_LINE, branches
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import Plan, Retention, RetentionPolicy, policy_from
+from ckpt_engine.store.retention import KeepAll, Plan, Retention, RetentionPolicy, policy_from
 from ckpt_engine.store.retention_usage import measure
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A tier and the retention that holds there."""
+    """A tier, and the retention that holds there or the snapshots that are to go."""
 
     repository: Repository
     policy: RetentionPolicy
+    removing: frozenset[str] | None = None
+
+    def plan(self) -> Plan:
+        """What is to be forgotten. Reads only."""
+        if self.removing is None:
+            return plan_prune(self.repository, self.policy)
+        pinned = pins.protection(self.repository.storage)
+        ids = [info.id for info in self.repository.list()]
+        going = tuple(one for one in ids if one in self.removing and one not in pinned)
+        keep = {one: pinned.get(one, OTHER_LINE) for one in ids if one not in going}
+        return Plan(keep, going, dict.fromkeys(going, "of the branch that is removed"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +65,24 @@ class _Outcome:
     help="What to keep, such as last=3, daily=7, best.monitor=val_loss or quota='500 GB'; repeatable. "
     "Instead of the rules in ckpt.yaml.",
 )
+@click.option(
+    "--branch",
+    metavar="ID",
+    help="Remove a line of history, as `ckpt ls` names it, instead: what no other line has too.",
+)
 @click.option("--dry-run", is_flag=True, help="Show the plan and change nothing.")
 @json_option
-def command(root: str, rules: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+def command(root: str, rules: tuple[str, ...], branch: str | None, dry_run: bool, as_json: bool) -> None:
     """Forget the snapshots at ROOT that no rule keeps, and remove their data.
 
-    The rules are those of ROOT if it is a ckpt.yaml, for each of its tiers; else give them with --keep. The newest
-    whole snapshot and pinned ones always stay. Ends with exit code 1 if a quota or min_free cannot be kept.
+    The rules are those of ROOT if it is a ckpt.yaml, for each of its tiers; else give them with --keep. They hold for
+    the line of history that a resume goes on with; other lines stay, and --branch removes one. The newest whole
+    snapshot and pinned ones always stay. Ends with exit code 1 if a quota or min_free cannot be kept.
     """
-    outcomes = [_prune(place, dry_run=dry_run) for place in _places(root, rules)]
+    if branch is not None and rules:
+        raise ConfigError("--branch removes a whole line of history: no --keep applies", hint="give one of them")
+    places = _places(root, rules) if branch is None else _branch_places(root, branch)
+    outcomes = [_prune(place, dry_run=dry_run) for place in places]
     if as_json:
         print_json({"dry_run": dry_run, "tiers": [_json(outcome) for outcome in outcomes]})
     else:
@@ -83,6 +105,28 @@ def _places(root: str, rules: Sequence[str]) -> list[_Place]:
         keep = config.keep.model_dump(mode="json", exclude_none=True) if rules else config.keep_rules(tier)
         places.append(_Place(repository, policy_from(keep)))
     return places
+
+
+def _branch_places(root: str, wanted: str) -> list[_Place]:
+    """The tiers, each with the snapshots of that branch.
+
+    Raises:
+        StorageMissingError: there is no such branch.
+        ConfigError: there is no other one: then this is the run.
+    """
+    there = [repository for _, repository in open_places(load_config(root))]
+    infos = {info.id: info for repository in there for info in repository.list()}
+    found = branches(list(infos.values()))
+    named = [branch for branch in found if branch.id == wanted]
+    if not named:
+        names = ", ".join(branch.id for branch in found) or "none"
+        raise StorageMissingError(f"no branch {wanted!r} at {root}, there is {names}", hint=f"`ckpt ls {root}`")
+    if len(found) == 1:
+        raise ConfigError(
+            f"{wanted} is the only branch at {root}, and without it there is nothing",
+            hint=f"`ckpt prune {root} --keep last=1` keeps its newest snapshot; else remove the folder or the prefix",
+        )
+    return [_Place(repository, KeepAll(), named[0].own) for repository in there]
 
 
 def _nested(rules: Sequence[str]) -> dict[str, Any]:
@@ -108,12 +152,12 @@ def _prune(place: _Place, *, dry_run: bool) -> _Outcome:
     repository = place.repository
     if dry_run:
         infos, usage = repository.list(), measure(repository)
-        plan = plan_prune(repository, place.policy)
+        plan = place.plan()
         return _Outcome(repository.storage.url, infos, plan, usage.exclusive_bytes(plan.remove), None)
     with acquire(repository.storage) as lease:
         infos, usage = repository.list(), measure(repository)
         limits = Retention.of(place.policy).limits
-        done = execute(repository, lease, plan_prune(repository, place.policy), limits)
+        done = execute(repository, lease, place.plan(), limits)
         catalogue(repository, limits)
     removed_bytes = usage.exclusive_bytes(done.plan.remove)
     return _Outcome(repository.storage.url, infos, done.plan, removed_bytes, done)

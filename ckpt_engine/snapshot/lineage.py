@@ -30,7 +30,7 @@ class Lineage:
         self._before: tuple[tuple[str, int], ...] = ()
         self._resumed: SnapshotInfo | None = None
         self._seen: int | None = None
-        self._how = "call load() before the first save() to go on from them"
+        self._how = "call load() before the first save()"
         self._unsaid: History | None = None
 
     @property
@@ -82,7 +82,7 @@ class Lineage:
         return client
 
     def fresh(self, how: str) -> None:
-        """Training starts fresh, whatever is there; `how`: what would go on from that."""
+        """Training starts fresh, whatever is there; `how`: what the user does to go on from that."""
         self._how = how
 
     def news(self, url: str) -> str | None:
@@ -90,16 +90,13 @@ class Lineage:
         history, self._unsaid = self._unsaid, None
         if history is None or self._resumed is not None:
             return None
-        if history.attempt is None:
-            branch, remove = "as they are", f"`ckpt ls {url}` shows them"
-        else:
-            name = branch_id(Line(history.attempt))
-            branch = f"as branch {name}, which retention leaves alone"
-            remove = f"`ckpt ls {url}` shows it, `ckpt prune {url} --branch {name}` removes it"
+        remove = ""
+        if history.attempt is not None:
+            remove = f" until `ckpt prune {url} --branch {branch_id(Line(history.attempt))}` removes them"
         many = f"{history.snapshots:,} snapshot{'s' if history.snapshots > 1 else ''}"
         return (
-            f"training starts fresh at {url}, beside {many} of earlier training up to step {history.step:,}, which "
-            f"stay {branch}: {remove}; {self._how}"
+            f"{url} has {many} of earlier training, up to step {history.step:,}, and this run starts fresh beside "
+            f"them: they stay{remove} (`ckpt ls {url}` shows all). To go on from them: {self._how}"
         )
 
     def _is_ours(self, history: History) -> bool:

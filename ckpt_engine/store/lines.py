@@ -47,7 +47,7 @@ def branch_id(line: Line) -> str:
 
 
 def branches(infos: Sequence[SnapshotInfo]) -> list[Branch]:
-    """All branches, that of the newest snapshot first: it is what a resume continues."""
+    """All branches, first that of the newest snapshot, which a resume continues."""
     left = sorted(infos, key=by_age)
     found: list[tuple[Line, list[SnapshotInfo]]] = []
     while left:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ckpt_engine.cli.output import age
+from ckpt_engine.store.manifest import Line
 
 Ckpt = Callable[..., Any]
 
@@ -53,10 +54,36 @@ def test_ls_json_has_everything(ckpt: Ckpt, run_folder: Any) -> None:
             "parent": "p",
             "components": {"a": 12},
             "partial": None,
+            "line": {"attempt": "", "before": []},
+            "branch": "unnamed",
             "tiers": [f"file://{run_folder.path}"],
             "pinned": None,
         }
     ]
+    assert found["branches"] == [
+        {"id": "unnamed", "resumed": True, "snapshots": 1, "newest": snapshot, "step": 7},
+    ]
+
+
+def test_ls_tells_branches_apart(ckpt: Ckpt, run_folder: Any) -> None:
+    """With more than one line of history each snapshot says of which it is, and a finished one how it is removed."""
+    array = {"a/x": np.zeros(3, "float32")}
+    for step, line in ((1, Line("a" * 16)), (9, Line("b" * 16)), (2, Line("c" * 16, (("a" * 16, 1),)))):
+        run_folder.add(step, array, line=line)
+    out = ckpt("ls", run_folder.path).out.splitlines()
+    assert out[0].split() == ["snapshot", "step", "epoch", "taken", "size", "branch", "why", "metrics"]
+    assert ["aaaaaaaa" in out[1], "cccccccc" in out[1], "bbbbbbbb" in out[2], "cccccccc" in out[3]] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert out[5] == "branch cccccccc: 2 snapshots up to step 2; a resume goes on with this one"
+    finished = f"`ckpt prune {run_folder.path} --branch bbbbbbbb`"
+    assert out[6] == f"branch bbbbbbbb: 1 snapshot up to step 9; stays until {finished}"
+    found = ckpt("ls", run_folder.path, "--json").json
+    assert [(one["id"], one["resumed"]) for one in found["branches"]] == [("cccccccc", True), ("bbbbbbbb", False)]
+    assert [one["branch"] for one in found["snapshots"]] == ["cccccccc", "bbbbbbbb", "cccccccc"]
 
 
 def test_ls_shows_what_is_pinned_and_why(ckpt: Ckpt, run_folder: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from ckpt_engine.store import pins
 from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.manifest import Line
 
 Ckpt = Callable[..., Any]
 
@@ -155,3 +156,41 @@ def test_the_newest_whole_snapshot_stays(ckpt: Ckpt, run_folder: Any, ids: list[
     run_folder.data_file(ids[4]).unlink()
     result = ckpt("prune", run_folder.path, "--keep", "last=1", "--json").json["tiers"][0]
     assert result["keep"] == {ids[3]: "newest whole snapshot", ids[4]: "last 1 of 1"}
+
+
+@pytest.fixture
+def lines(run_folder: Any) -> list[str]:
+    """Two finished snapshots of one line, and then two of another."""
+    made = {"a/x": np.zeros(1000, "float32")}
+    return [run_folder.add(step, made, line=Line(attempt * 16)) for attempt in "ab" for step in (1, 2)]
+
+
+def test_another_line_stays_until_its_branch_is_named(ckpt: Ckpt, run_folder: Any, lines: list[str]) -> None:
+    """Rules hold for the line that a resume continues; `--branch` removes the other one, and nothing else."""
+    done = ckpt("prune", run_folder.path, "--keep", "last=1", "--json").json
+    assert list(done["tiers"][0]["remove"]) == [lines[2]]
+    assert done["tiers"][0]["keep"][lines[0]] == "of another line of history"
+    before = _files(run_folder)
+    planned = ckpt("prune", run_folder.path, "--branch", "aaaaaaaa", "--dry-run", "--json").json
+    assert list(planned["tiers"][0]["remove"]) == lines[:2]
+    assert _files(run_folder) == before
+    pins.pin(run_folder.repository, lines[1], "best")
+    assert ckpt("prune", run_folder.path, "--branch", "aaaaaaaa").code == 0
+    assert [one.id for one in run_folder.repository.ids()] == [lines[1], lines[3]]
+
+
+def test_the_branch_that_a_resume_continues_can_be_removed_too(ckpt: Ckpt, run_folder: Any, lines: list[str]) -> None:
+    """Who started fresh by mistake removes that: then the older line is what a resume continues."""
+    assert ckpt("prune", run_folder.path, "--branch", "bbbbbbbb").code == 0
+    assert [one.id for one in run_folder.repository.ids()] == lines[:2]
+
+
+def test_a_branch_that_is_none_or_all_is_refused(ckpt: Ckpt, run_folder: Any, ids: list[str]) -> None:
+    """A wrong name lists the right ones; a run is not left without any branch; rules have no use beside a branch."""
+    before = _files(run_folder)
+    wrong = ckpt("prune", run_folder.path, "--branch", "cccccccc")
+    assert wrong.code == 2
+    assert "there is unnamed" in wrong.err
+    assert ckpt("prune", run_folder.path, "--branch", "unnamed").code == 2
+    assert ckpt("prune", run_folder.path, "--branch", "unnamed", "--keep", "last=1").code == 2
+    assert _files(run_folder) == before

@@ -388,6 +388,7 @@ def test_a_whole_copy_comes_before_a_slimmed_one(tmp_path: Path) -> None:
     states = {step: {**state(step), "extra": torch.full((1000,), step)} for step in (1, 2)}
     for step, value in states.items():
         with Checkpointer(tiers=tiers, keep=keep) as ckpt:
+            ckpt.load()
             ckpt.save(value, step=step).wait(30)
     where = [Repository(LocalStorage(tmp_path / name)) for name in ("near", "far")]
     assert ["extra" in info.components for info in where[0].list()] == [False, True]

@@ -1,0 +1,178 @@
+"""Two jobs, one place: who takes the lease goes on from the newest snapshot, or stops; other lines are left alone."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_engine import Checkpointer
+from ckpt_engine.errors import OvertakenError
+from ckpt_engine.store.lines import branches
+from ckpt_engine.store.manifest import SnapshotInfo
+
+WAIT_SECONDS = 60.0
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((100,), float(step)), "step": step}
+
+
+def save(ckpt: Checkpointer, *steps: int) -> None:
+    for step in steps:
+        ckpt.save(state(step), step=step).wait(WAIT_SECONDS)
+
+
+def job(root: Path, **options: Any) -> Checkpointer:
+    return Checkpointer(root, **{"keep": {"last": 2}, "writer": "thread", **options})
+
+
+def there(root: Path) -> list[SnapshotInfo]:
+    with Checkpointer(root) as ckpt:
+        return ckpt.snapshots()
+
+
+def steps(root: Path) -> list[int]:
+    return [info.step for info in there(root)]
+
+
+@pytest.mark.parametrize("writer", ["thread", "process"])
+def test_a_job_that_was_overtaken_stops_with_an_error_and_harms_nothing(tmp_path: Path, writer: str) -> None:
+    """It loaded step 1, another job went on to step 9 meanwhile: its first save names both, and the way on."""
+    with job(tmp_path) as ckpt:
+        save(ckpt, 1)
+    late = job(tmp_path, writer=writer)
+    assert late.load()["step"] == 1  # type: ignore[index]
+    with job(tmp_path) as other:
+        other.load()
+        save(other, *range(2, 10))
+    for _ in range(2):
+        with pytest.raises(OvertakenError, match=r"step 9 .*it had step 1.*load") as error:
+            late.save(state(2), step=2)
+        assert error.value.code == "CKPT702"
+    with pytest.raises(OvertakenError):
+        late.start()
+    assert steps(tmp_path) == [8, 9]
+    assert late.load()["step"] == 9  # type: ignore[index]
+    save(late, 10)
+    late.close()
+    assert steps(tmp_path) == [9, 10]
+
+
+def test_nothing_seen_is_overtaken_too(tmp_path: Path) -> None:
+    """Who found no snapshot and finds some with the lease stops as well: it may have meant to go on from them."""
+    late = job(tmp_path)
+    assert late.load() is None
+    with job(tmp_path) as other:
+        save(other, 1, 2)
+    with pytest.raises(OvertakenError, match="there was nothing"):
+        late.save(state(1), step=1)
+    late.close()
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_a_start_that_does_not_resume_leaves_the_old_line_alone_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One warning names the steps, the branch and the way to go on; retention never touches them."""
+    with job(tmp_path) as ckpt:
+        save(ckpt, 38, 39)
+    with caplog.at_level(logging.WARNING), job(tmp_path) as fresh:
+        save(fresh, 1, 2, 3)
+    old, new = there(tmp_path)[:2], there(tmp_path)[2:]
+    assert [[info.step for info in one] for one in (old, new)] == [[38, 39], [2, 3]]
+    branch = branches(old)[0].id
+    said = [record.getMessage() for record in caplog.records if "starts fresh" in record.getMessage()]
+    assert len(said) == 1
+    for text in ("2 snapshots", "up to step 39", f"--branch {branch}", "call load() before the first save()"):
+        assert text in said[0]
+    with job(tmp_path) as again:
+        assert again.load()["step"] == 3  # type: ignore[index]
+        save(again, 4, 5)
+    assert steps(tmp_path) == [38, 39, 4, 5]
+
+
+def test_a_fresh_start_in_an_empty_place_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """There is nothing to protect, and a resume has nothing to say either."""
+    with caplog.at_level(logging.WARNING):
+        for last in (2, 4):
+            with job(tmp_path) as ckpt:
+                ckpt.load()
+                save(ckpt, last - 1, last)
+    assert not caplog.records
+    assert steps(tmp_path) == [3, 4]
+
+
+def test_going_back_to_an_older_step_begins_a_branch(tmp_path: Path) -> None:
+    """`load(step)` of what others went on from leaves all of that, and names where it began."""
+    with job(tmp_path, keep={"last": 3}) as ckpt:
+        save(ckpt, 1, 2, 3)
+    with job(tmp_path) as fork:
+        assert fork.load(2)["step"] == 2  # type: ignore[index]
+        save(fork, 30, 40, 50)
+    found = there(tmp_path)
+    assert [info.step for info in found] == [1, 2, 3, 40, 50]
+    assert found[-1].parent == found[1].id
+    with job(tmp_path) as tip:
+        assert tip.load(3)["step"] == 3  # type: ignore[index]
+        save(tip, 4, 5)
+    assert steps(tmp_path) == [40, 50, 4, 5]
+
+
+def test_going_back_within_one_process_begins_a_branch(tmp_path: Path) -> None:
+    """The process's own newer snapshots stay then, too."""
+    with job(tmp_path, keep={"last": 3}) as ckpt:
+        save(ckpt, 1, 2, 3)
+        assert ckpt.load(1)["step"] == 1  # type: ignore[index]
+        save(ckpt, 10, 20, 30, 40)
+    assert steps(tmp_path) == [1, 2, 3, 20, 30, 40]
+
+
+def test_a_fallback_to_an_older_snapshot_goes_on_with_its_line(tmp_path: Path) -> None:
+    """What is damaged is no history to protect: retention removes it as soon as there are newer ones."""
+    with job(tmp_path) as ckpt:
+        save(ckpt, 1, 2)
+    newest = there(tmp_path)[-1]
+    data = next(tmp_path.glob(f"data/{newest.id}*"))
+    data.write_bytes(data.read_bytes()[:-1] + b"\x01")
+    with job(tmp_path) as ckpt:
+        assert ckpt.load()["step"] == 1  # type: ignore[index]
+        save(ckpt, 3, 4)
+    assert steps(tmp_path) == [3, 4]
+
+
+def test_snapshots_without_a_line_are_one_that_the_first_resume_continues(tmp_path: Path) -> None:
+    """As earlier versions wrote them: a resume goes on with them, a fresh start leaves them alone."""
+    from tests.store.samples import save as save_unnamed
+
+    repository = Checkpointer(tmp_path)._reach.places()[0]
+    for step in (1, 2, 3):
+        save_unnamed(repository, step)
+    with job(tmp_path) as fresh:
+        save(fresh, 7, 8, 9)
+    assert steps(tmp_path) == [1, 2, 3, 8, 9]
+    with job(tmp_path) as resumed:
+        resumed.load(3)
+        save(resumed, 4, 5)
+    assert steps(tmp_path) == [8, 9, 4, 5]
+
+
+def test_a_further_tier_leaves_the_line_of_another_job_alone(tmp_path: Path) -> None:
+    """Two jobs on two machines resume the same snapshot from the tier that both copy to: each one's newest stay."""
+    far = tmp_path / "far"
+
+    def on(machine: str) -> Checkpointer:
+        return Checkpointer(tiers=[str(tmp_path / machine), str(far)], keep={"last": 2}, writer="thread")
+
+    with on("a") as ckpt:
+        save(ckpt, 1)
+    with on("b") as late:
+        assert late.load()["step"] == 1  # type: ignore[index]
+        with on("a") as first:
+            first.load()
+            save(first, *range(2, 8))
+        save(late, 20, 30, 40)
+    assert {6, 7, 30, 40} <= set(steps(far))

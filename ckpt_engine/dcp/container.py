@@ -14,7 +14,7 @@ from ckpt_engine.errors import UnstorableLeafError
 from ckpt_engine.persist.job import EntryLayout
 from ckpt_engine.persist.pieces import cut
 from ckpt_engine.snapshot.flatten import tensor_problem
-from ckpt_engine.store.container import build_header, container_form
+from ckpt_engine.store.container import container_form, data_header
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import DataFile
 
@@ -93,7 +93,7 @@ class Container:
     def __init__(self, arrays: Iterable[Array]) -> None:
         # Largest element first: every array is aligned without holes.
         self._arrays = sorted(arrays, key=lambda one: -one.tensor.element_size())
-        self._header = build_header(list(self._rows()), {"format": "pt"})
+        self._header = data_header(list(self._rows()))
 
     def _rows(self) -> Iterator[tuple[str, str, Sequence[int], int]]:
         taken: set[str] = set()

@@ -16,7 +16,7 @@ from ckpt_engine.persist.deltas import CODEC, Delta
 from ckpt_engine.persist.job import EntryLayout
 from ckpt_engine.persist.pieces import CutLayout, Extent
 from ckpt_engine.store import layout as names
-from ckpt_engine.store.container import DTYPES, build_header
+from ckpt_engine.store.container import DTYPES, data_header
 from ckpt_engine.store.decode import chain_of
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece
@@ -289,7 +289,7 @@ class _Composer:
         new = {
             target: NewFile(
                 names.data_name(self._snapshot, self._rank, target),
-                build_header(growing.arrays, {"format": "pt"}),
+                data_header(growing.arrays),
                 tuple(growing.content),
             )
             for target, growing in self._new.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.errors import CorruptError, StorageMissingError
+from ckpt_engine.errors import CorruptError, FormatError, StorageMissingError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.store import layout
 from ckpt_engine.store.lease import Holder
+from ckpt_engine.store.sealed import seal, unseal
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 
@@ -114,8 +114,8 @@ class StatusFile:
         try:
             # A link of this name, or what an earlier writer left, is removed and not written to.
             self._temporary.unlink(missing_ok=True)
-            with self._temporary.open("x", encoding="utf-8") as file:
-                file.write(json.dumps(dataclasses.asdict(status)) + "\n")
+            with self._temporary.open("xb") as file:
+                file.write(seal(dataclasses.asdict(status)) + b"\n")
             self._temporary.replace(self._path)
         except OSError:
             self._temporary.unlink(missing_ok=True)
@@ -193,12 +193,23 @@ def read_status(storage: Storage) -> WriterStatus | None:
         text = storage.get(layout.STATUS)
     except StorageMissingError:
         return None
+    return parse_status(text, f"{storage.url}/{layout.STATUS}")
+
+
+def parse_status(text: bytes, where: str) -> WriterStatus:
+    """The status that a file with this text has.
+
+    Raises:
+        CorruptError: it is none.
+    """
     try:
-        row: dict[str, Any] = json.loads(text)
+        row = unseal(text, where)
         tiers = tuple(TierStatus(**_known(TierStatus, tier)) for tier in row.pop("tiers"))
         return WriterStatus(**_known(WriterStatus, row), tiers=tiers)
+    except FormatError as err:
+        raise CorruptError(err.message, hint="remove it: a running writer writes it again") from err
     except (ValueError, LookupError, TypeError, AttributeError) as err:
-        raise CorruptError(f"{storage.url}/{layout.STATUS} is damaged: {err}", hint="remove it") from err
+        raise CorruptError(f"{where} is damaged: {err}", hint="remove it: a running writer writes it again") from err
 
 
 def _known(kind: type, row: dict[str, Any]) -> dict[str, Any]:

@@ -6,14 +6,14 @@ The object is never removed: it counts, and it is over as soon as there is a new
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_engine.errors import CorruptError, StorageMissingError
+from ckpt_engine.errors import CorruptError, FormatError, StorageMissingError
 from ckpt_engine.preempt.divergence import Divergence
 from ckpt_engine.store import layout
+from ckpt_engine.store.sealed import seal, unseal
 from ckpt_engine.store.storage.base import Storage
 
 
@@ -106,7 +106,7 @@ def write_rollback(storage: Storage, rollback: Rollback) -> None:
     Raises:
         StorageError
     """
-    text = json.dumps(to_json(rollback)).encode() + b"\n"
+    text = seal(to_json(rollback)) + b"\n"
     storage.put(layout.ROLLBACK, [memoryview(text)], exclusive=False)
 
 
@@ -118,15 +118,25 @@ def read_rollback(storage: Storage) -> Rollback | None:
         StorageError
     """
     try:
-        row: dict[str, Any] = json.loads(storage.get(layout.ROLLBACK))
+        text = storage.get(layout.ROLLBACK)
     except StorageMissingError:
         return None
-    except ValueError as err:
-        raise _damaged(storage, err) from err
+    return parse_rollback(text, f"{storage.url}/{layout.ROLLBACK}")
+
+
+def parse_rollback(text: bytes, where: str) -> Rollback:
+    """The rollback that a file with this text has.
+
+    Raises:
+        CorruptError: it has none.
+    """
+    hint = "remove it to go on at the newest snapshot"
     try:
-        return of_json(row)
+        return of_json(unseal(text, where))
+    except FormatError as err:
+        raise CorruptError(err.message, hint=hint) from err
     except (LookupError, TypeError, ValueError, OverflowError) as err:  # the last is that of an infinite number
-        raise _damaged(storage, err) from err
+        raise CorruptError(f"{where} is damaged: {err}", hint=hint) from err
 
 
 def to_json(rollback: Rollback) -> dict[str, Any]:
@@ -149,10 +159,4 @@ def of_json(row: dict[str, Any]) -> Rollback:
         int(row["count"]),
         str(row["why"]),
         max(1, int(row.get("ranks", 1))),
-    )
-
-
-def _damaged(storage: Storage, err: Exception) -> CorruptError:
-    return CorruptError(
-        f"{storage.url}/{layout.ROLLBACK} is damaged: {err}", hint="remove it to go on at the newest snapshot"
     )

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_engine.errors import CkptError
-from ckpt_engine.store import layout
-from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.repository import Repository, encode_record
 from ckpt_engine.store.storage.local import TEMP, LocalStorage
 
 Places = tuple[tuple[int, ...], ...]
@@ -68,7 +67,8 @@ def record_in(root: LocalStorage) -> str:
     """The record of the run that has snapshots in `root`; empty: there is none that can be read."""
     try:
         repository = Repository(root)
-        return root.get(layout.RECORD).decode() if repository.ids() and repository.record() is not None else ""
+        record = repository.record() if repository.ids() else None
+        return encode_record(record).decode() if record is not None else ""
     except CkptError:
         return ""
 

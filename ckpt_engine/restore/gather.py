@@ -18,7 +18,7 @@ from ckpt_engine.restore.lending import Borrower, Lender, manifest_at
 from ckpt_engine.restore.spread import Known, Spread
 from ckpt_engine.store import layout
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
-from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.repository import Repository, encode_record
 from ckpt_engine.store.storage.local import LocalStorage
 
 Places = Callable[[], Sequence[Repository]]
@@ -108,7 +108,8 @@ class Gathered:
             try:
                 repository = Repository(own)
                 ids = [parsed.id for parsed in repository.ids()]
-                record = own.get(layout.RECORD).decode() if repository.record() is not None else ""
+                found = repository.record()
+                record = encode_record(found).decode() if found is not None else ""
                 self._lender = Lender(own, secret, ranks.size)
                 since = Path(own.path(layout.RECORD)).stat().st_mtime if record else None
                 lends = {"host": ranks.address, "port": self._lender.port}

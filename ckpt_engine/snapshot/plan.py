@@ -15,7 +15,7 @@ from ckpt_engine.snapshot import draft as drafting
 from ckpt_engine.snapshot import shares
 from ckpt_engine.snapshot.draft import Draft
 from ckpt_engine.snapshot.flatten import ArrayLeaf, Flattener, LazyPredicate, Path, Scan
-from ckpt_engine.store.container import build_header, container_form
+from ckpt_engine.store.container import container_form, data_header
 
 ROOT_KEY = ""
 """Component name of a state that is not a plain dict with string keys."""
@@ -188,7 +188,7 @@ class Planner:
             name = drafting.dtype_name(draft.dtype)
             code, shape = container_form(name, draft.shape, draft.nbytes)
             rows.append((draft.name, name, code, shape, draft.nbytes))
-        header = build_header([(n, code, shape, nbytes) for n, _, code, shape, nbytes in rows], {"format": "pt"})
+        header = data_header([(n, code, shape, nbytes) for n, _, code, shape, nbytes in rows])
         offset, entries = len(header), []
         for draft, (name, dtype, code, _, nbytes) in zip(ordered, rows, strict=True):
             form = (tuple(draft.shape), code, offset, nbytes)

@@ -8,6 +8,7 @@ page, so that the file can be written and read around the page cache.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -15,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ckpt_engine.errors import CorruptError, ForeignError
+from ckpt_engine.store.digest import ALGORITHM, digest
 
 ALIGN_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000
@@ -46,6 +48,12 @@ Codes that only the newest readers know are left out: one unknown code makes the
 """
 
 _ITEM_BYTES = dict(DTYPES.values())
+
+_SEAL = "header"
+_NO_DIGEST = f"{ALGORITHM}:{'0' * 32}"
+_SEALED = re.compile(
+    rb'(?s:.{8})\{"__metadata__":\{"format":"pt","header":"(' + ALGORITHM.encode() + rb':[0-9a-f]{32})"\}'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +127,14 @@ def build_header(
     return padded.to_bytes(8, "little") + text.ljust(padded)
 
 
+def data_header(entries: Sequence[tuple[str, str, Sequence[int], int]]) -> bytes:
+    """The header of a data file of ours: as `build_header`, with a digest of itself in its metadata."""
+    header = build_header(entries, {"format": "pt", _SEAL: _NO_DIGEST})
+    sealed = _SEALED.match(header)
+    assert sealed is not None
+    return header[: sealed.start(1)] + digest(header).encode() + header[sealed.end(1) :]
+
+
 def header_nbytes(start: bytes) -> int:
     """How many bytes the header has, its length field included, from the first 8 bytes of the file.
 
@@ -138,7 +154,7 @@ def parse_header(data: bytes) -> Header:
     """Parse a header from the start of a file; `data` may go on after it.
 
     Raises:
-        CorruptError: truncated, not JSON, arrays with holes, overlaps or sizes that do not fit.
+        CorruptError: truncated, not JSON, not what its digest says, arrays with holes, overlaps or wrong sizes.
         ForeignError: not a safetensors file.
     """
     end = header_nbytes(data)
@@ -148,7 +164,8 @@ def parse_header(data: bytes) -> Header:
         raise CorruptError(f"the container's header ends at byte {end}, only {len(data)} bytes are there")
     try:
         table = json.loads(data[8:end])
-        metadata = table.pop("__metadata__", {})
+        metadata = dict(table.pop("__metadata__", {}))
+        _require_seal(data[:end], metadata)
         rows = sorted(
             (row["data_offsets"][0], row["data_offsets"][1], name, row["dtype"], tuple(row["shape"]))
             for name, row in table.items()
@@ -162,3 +179,14 @@ def parse_header(data: bytes) -> Header:
             raise CorruptError(f"the container's header is damaged at array {name!r}")
         offset = stop
     return Header(tuple(ContainerEntry(n, c, s, end + a, end + b) for a, b, n, c, s in rows), metadata, end)
+
+
+def _require_seal(header: bytes, metadata: Mapping[str, str]) -> None:
+    """Raises ValueError if the header does not match the digest in it; those of other programs have none."""
+    sealed = _SEALED.match(header)
+    if sealed is not None:
+        blank = header[: sealed.start(1)] + _NO_DIGEST.encode() + header[sealed.end(1) :]
+        if digest(blank).encode() != sealed[1]:
+            raise ValueError("it does not match its digest")
+    elif _SEAL in metadata or any(str(text).startswith(f"{ALGORITHM}:") for text in metadata.values()):
+        raise ValueError("its digest is damaged")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import socket
 import sys
@@ -20,11 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from ckpt_engine.errors import CkptError, LeaseHeldError
+from ckpt_engine.errors import CkptError, CorruptError, LeaseHeldError
 from ckpt_engine.store import layout, lease_objects
 from ckpt_engine.store.lease_objects import Timing, slot_of
 from ckpt_engine.store.mounts import locks_are_shared
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.sealed import seal, unseal
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.oserrors import translating
@@ -128,11 +128,25 @@ def _acquire_lock(
 def read_holder(storage: Storage) -> Holder | None:
     """Who the lease file names, held or not; None if nobody or unreadable."""
     try:
-        row = json.loads(storage.get(layout.LEASE))
-        row.pop("lease", None)
-        return Holder(**row)
-    except (CkptError, ValueError, TypeError, AttributeError, RecursionError):
+        return parse_holder(storage.get(layout.LEASE), f"{storage.url}/{layout.LEASE}")
+    except CkptError:
         return None
+
+
+def parse_holder(text: bytes, where: str) -> Holder | None:
+    """Who a lease file with this text names; None if it was given back.
+
+    Raises:
+        CorruptError: it is damaged.
+    """
+    if not text.strip(b"{} \n"):
+        return None
+    row = unseal(text, where)
+    row.pop("lease", None)
+    try:
+        return Holder(**row)
+    except TypeError as err:
+        raise CorruptError(f"{where} is damaged: {err}") from err
 
 
 class HeartbeatLease:
@@ -175,7 +189,7 @@ class LocalLease:
             fd = open_regular(path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _write_text(fd, json.dumps(asdict(holder)))
+                _write_text(fd, seal(asdict(holder)))
             except BlockingIOError:
                 os.close(fd)
                 return None
@@ -203,7 +217,7 @@ class LocalLease:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             try:
-                _write_text(fd, "")
+                _write_text(fd, b"")
             finally:
                 os.close(fd)
                 _held.discard(self)
@@ -223,9 +237,9 @@ class LocalLease:
             os.close(fd)
 
 
-def _write_text(fd: int, text: str) -> None:
+def _write_text(fd: int, text: bytes) -> None:
     """Replace what the lease file says. On a full disk the lock alone must do, or nothing could be pruned."""
-    padded = text.encode().ljust(max(_TEXT_BYTES, os.fstat(fd).st_size - 1)) + b"\n"
+    padded = text.ljust(max(_TEXT_BYTES, os.fstat(fd).st_size - 1)) + b"\n"
     try:
         os.pwrite(fd, padded, 0)  # in place and never shorter: needs no new block
         os.fsync(fd)  # on NFS no other machine sees it before

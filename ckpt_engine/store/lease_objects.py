@@ -20,6 +20,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageExistsError, StorageMissingError
 from ckpt_engine.store import layout
+from ckpt_engine.store.sealed import seal
 from ckpt_engine.store.storage.base import Storage
 
 TTL_SECONDS = 30.0
@@ -76,7 +77,7 @@ class Record:
     def encode(self) -> bytes:
         lease = {"token": self.token, "beat": self.beat, "ttl_seconds": self.ttl_seconds}
         place = asdict(self.place) if self.place else None
-        return json.dumps({**self.holder, "lease": {**lease, "place": place}}).encode() + b"\n"
+        return seal({**self.holder, "lease": {**lease, "place": place}}) + b"\n"
 
     @classmethod
     def decode(cls, data: bytes) -> Self | None:
@@ -84,6 +85,7 @@ class Record:
         try:
             row = json.loads(data)
             lease = row.pop("lease")
+            row.pop("digest", None)  # of no weight here: a flip in what is for people does not end a lease
             place = lease.get("place")
             known = {field.name for field in fields(Place)}
             there = Place(**place) if isinstance(place, dict) and set(place) == known else None

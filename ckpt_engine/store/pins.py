@@ -1,7 +1,7 @@
 """Pins: objects `pins/<id>.json` that keep a snapshot whatever retention says.
 
 ```
-{"note":<text>,"created":<seconds>}\n
+{"note": <text>, "created": <seconds>, "digest": <of what is before it>}\n
 <the snapshot's manifest>
 ```
 No lease is needed, because a run that is being written can be pinned too. Once `pin` has returned, the snapshot stays,
@@ -12,7 +12,6 @@ puts its manifest back from the pin (`orphans`, `put_back`), whoever removed it:
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +21,7 @@ from ckpt_engine.errors import ConfigError, CorruptError, FormatError, StorageEx
 from ckpt_engine.store import layout, manifest_codec
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.sealed import seal, unseal
 from ckpt_engine.store.storage.base import Storage
 
 _NOTE_CHARACTERS = 100_000
@@ -64,10 +64,10 @@ def pin(repository: Repository, snapshot: str, note: str = "", *, created: float
     except StorageMissingError as err:
         raise _missing(repository, snapshot) from err
     made = Pin(snapshot, note, time.time() if created is None else created)
-    head = json.dumps({"note": made.note, "created": made.created}, ensure_ascii=False)
+    head = seal({"note": made.note, "created": made.created})
     if len(head) > _NOTE_CHARACTERS:
         raise ConfigError(f"the note has {len(note):,} characters", hint="give a shorter one")
-    blocks = [memoryview(head.encode() + b"\n"), memoryview(manifest)]
+    blocks = [memoryview(head + b"\n"), memoryview(manifest)]
     try:
         storage.put(name, blocks)
         is_new = True
@@ -149,15 +149,32 @@ def _read(storage: Storage, snapshot: str) -> Pin | None:
         head, newline, _ = storage.get(name, 0, _HEAD_BYTES).partition(b"\n")
         if not newline:
             head = storage.get(name).partition(b"\n")[0]
+        return _pin(head, snapshot, name)
     except StorageMissingError:
         return None  # unpinned meanwhile
-    except CorruptError:
+    except FormatError:
         return Pin(snapshot, "", 0.0)
+
+
+def check(text: bytes, snapshot: str, where: str) -> None:
+    """Read all that the pin of a snapshot says.
+
+    Raises:
+        FormatError: it is damaged, or of another snapshot.
+    """
+    head, _, manifest = text.partition(b"\n")
+    _pin(head, snapshot, where)
+    pinned = manifest_codec.decode(manifest).info.id
+    if pinned != snapshot:
+        raise CorruptError(f"{where} has the manifest of {pinned}")
+
+
+def _pin(head: bytes, snapshot: str, where: str) -> Pin:
+    row = unseal(head, where)
     try:
-        row = json.loads(head)
         return Pin(snapshot, str(row["note"]), float(row["created"]))
-    except (ValueError, LookupError, TypeError, RecursionError):
-        return Pin(snapshot, "", 0.0)
+    except (ValueError, LookupError, TypeError, OverflowError) as err:
+        raise CorruptError(f"{where} is damaged: {type(err).__name__}: {err}") from err
 
 
 def _missing(repository: Repository, snapshot: str) -> StorageMissingError:

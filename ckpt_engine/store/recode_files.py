@@ -90,7 +90,7 @@ class Files:
                 for name, entry in entries.items()
                 if not entry.pieces
             ]
-        header = container.build_header(rows, {"format": "pt"})
+        header = container.data_header(rows)
         text = b"".join([header, *(one.digest.encode() for one in part)])
         number = _PART_NUMBERS + int(digest(text).partition(":")[2], 16) % _PART_NUMBERS
         nbytes = len(header) + sum(len(one.stored) for one in part)

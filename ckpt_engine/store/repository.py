@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ckpt_engine.errors import (
@@ -22,6 +21,7 @@ from ckpt_engine.errors import (
 from ckpt_engine.store import catalog, layout, manifest_codec
 from ckpt_engine.store.decode import require_decodable
 from ckpt_engine.store.manifest import FORMAT, VERSION, Manifest, SnapshotInfo
+from ckpt_engine.store.sealed import seal, unseal
 from ckpt_engine.store.storage.base import ObjectInfo, Storage
 from ckpt_engine.store.storage.local import LocalStorage
 
@@ -78,6 +78,8 @@ class Repository:
         self._infos: dict[str, SnapshotInfo] = {}
         self._files: dict[str, tuple[str, ...]] = {}
         self._record: RunRecord | None = None
+        self._stored_record: bytes | None = None
+        self._run_of_manifests: str | None = None
         self._alive: set[str] = set()
         """The snapshots of the last listing, and those committed since."""
         self._catalogued: set[str] = set()
@@ -86,19 +88,34 @@ class Repository:
     def record(self) -> RunRecord | None:
         """The run record; None where nothing has been written yet.
 
+        One that is damaged, or has no digest and disagrees with the snapshots, says what they say.
+
         Raises:
             ForeignError: there are files, and they are not ours.
-            CorruptError, NewerFormatError: there is a record and it cannot be used.
+            CorruptError: the record is damaged, and there is no snapshot that says whose it is.
+            NewerFormatError: a later version wrote it.
         """
         if self._record is None:
             try:
-                self._record = parse_record(self.storage.get(layout.RECORD), self.storage.url)
+                self._stored_record = self.storage.get(layout.RECORD)
             except StorageMissingError:
                 self._refuse_foreign()
+                return None
+            except CorruptError as err:
+                self._record = self._record_by_manifests(err)
+                return self._record
+            try:
+                record = parse_record(self._stored_record, self.storage.url)
+                is_certain = self._stored_record == encode_record(record)
+                self._record = record if is_certain else self._agreeing(record)
+            except CorruptError as err:
+                self._record = self._record_by_manifests(err)
         return self._record
 
     def create_if_absent(self) -> RunRecord:
-        """The run record, written now if there is none. Call it holding the lease, before the first write.
+        """The run record, written now if there is none, or if it is damaged, or if the snapshots are of another run.
+
+        Call it holding the lease, before the first write.
 
         Raises:
             ForeignError: a folder with other files; nothing is written to it.
@@ -106,11 +123,33 @@ class Repository:
         """
         record = self.record()
         if record is None:
-            record = RunRecord(self._run_of_manifests() or os.urandom(16).hex(), time.time())
-            text = {"format": FORMAT, "version": VERSION, "run": record.run, "created": record.created}
-            self.storage.put(layout.RECORD, [memoryview(json.dumps(text).encode() + b"\n")])
-            self._record = record
+            record = RunRecord(self.run_of_manifests() or os.urandom(16).hex(), time.time())
+        else:
+            record = self._agreeing(record)
+        text = encode_record(record)
+        if text != self._stored_record:
+            self.storage.put(layout.RECORD, [memoryview(text)], exclusive=False)
+        self._record, self._stored_record = record, text
         return record
+
+    def run_of_manifests(self) -> str | None:
+        """The run that the newest readable manifest names; None where there is none."""
+        if self._run_of_manifests is None:
+            for parsed in reversed(self.ids()):
+                with suppress(FormatError, StorageMissingError):
+                    self._run_of_manifests = self.read(parsed.id).run
+                    break
+        return self._run_of_manifests
+
+    def _agreeing(self, record: RunRecord) -> RunRecord:
+        """The record, with the run that the snapshots name."""
+        return replace(record, run=self.run_of_manifests() or record.run)
+
+    def _record_by_manifests(self, error: CorruptError) -> RunRecord:
+        run = self.run_of_manifests()
+        if run is None:
+            raise error
+        return RunRecord(run, time.time())
 
     @property
     def run_id(self) -> str:
@@ -119,12 +158,16 @@ class Repository:
         Raises:
             StorageMissingError: nothing has been written yet.
         """
+        return self.require_record().run
+
+    def require_record(self) -> RunRecord:
+        """The run record. Raises as `run_id` and `record`."""
         record = self.record()
         if record is None:
             raise StorageMissingError(
                 f"no run at {self.storage.url}", hint="check the path; a run starts with its first save"
             )
-        return record.run
+        return record
 
     def ids(self) -> tuple[layout.ParsedId, ...]:
         """All snapshots by name, oldest first: one listing, no reads."""
@@ -362,18 +405,15 @@ class Repository:
                     hint="choose an empty or new folder",
                 )
 
-    def _run_of_manifests(self) -> str | None:
-        for parsed in reversed(self.ids()):
-            try:
-                return self.read(parsed.id).run
-            except FormatError:
-                continue
-        return None
-
 
 def _require_id(info: SnapshotInfo, snapshot: str) -> None:
     if info.id != snapshot:
         raise CorruptError(f"this is the manifest of {info.id}")
+
+
+def encode_record(record: RunRecord) -> bytes:
+    """The bytes of a run's record."""
+    return seal({"format": FORMAT, "version": VERSION, "run": record.run, "created": record.created}) + b"\n"
 
 
 def parse_record(data: bytes, url: str) -> RunRecord:
@@ -383,9 +423,13 @@ def parse_record(data: bytes, url: str) -> RunRecord:
         CorruptError, ForeignError, NewerFormatError: they are none.
     """
     where = f"{url}/{layout.RECORD}"
+    hint = "remove it: the next start writes it again"
     try:
-        row = json.loads(data)
-        if not isinstance(row, dict) or row.get("format") != FORMAT:
+        row = unseal(data, where)
+    except CorruptError as err:
+        raise CorruptError(err.message, hint=hint) from err
+    try:
+        if row.get("format") != FORMAT:
             raise ForeignError(f"{where} is not of ckpt-engine", hint="choose an empty or new folder")
         if row["version"] > VERSION:
             raise NewerFormatError(
@@ -393,7 +437,5 @@ def parse_record(data: bytes, url: str) -> RunRecord:
                 hint="upgrade ckpt-engine",
             )
         return RunRecord(str(row["run"]), float(row["created"]))
-    except (ValueError, LookupError, TypeError, RecursionError) as err:
-        raise CorruptError(
-            f"{where} is damaged: {err}", hint="remove it: it is rebuilt from the newest snapshot"
-        ) from err
+    except (ValueError, LookupError, TypeError, OverflowError) as err:
+        raise CorruptError(f"{where} is damaged: {type(err).__name__}: {err}", hint=hint) from err

@@ -68,7 +68,7 @@ def foresee(whole: Manifest, without: Collection[str]) -> Slim | None:
         if code != entry.container_dtype:
             return None
         rows.append((name, code, shape, nbytes))
-    header = container.build_header(rows, {"format": "pt"})
+    header = container.data_header(rows)
     moved: dict[str, Entry] = {}
     kept: list[tuple[str, int, Piece]] = []
     offset = len(header)

@@ -23,7 +23,7 @@ from ckpt_engine.store import layout, manifest_codec
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import DataFile, Manifest, Piece
-from ckpt_engine.store.repository import Repository, parse_record
+from ckpt_engine.store.repository import Repository, encode_record, parse_record
 from ckpt_engine.store.some_ranks import require_whole
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
@@ -119,7 +119,7 @@ def copy_data(
 
 @dataclass(frozen=True, slots=True)
 class RunText:
-    """The record of a run as it is stored, the same at each of its places."""
+    """The record of a run as it is to be stored, the same at each of its places."""
 
     run: str
     text: bytes
@@ -131,7 +131,8 @@ class RunText:
         Raises:
             CkptError: there is none that can be read.
         """
-        return cls(repository.run_id, repository.storage.get(layout.RECORD))
+        record = repository.require_record()
+        return cls(record.run, encode_record(record))
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -151,14 +152,22 @@ def adopt_run(run: RunText, target: Storage) -> Repository:
         CorruptError, NewerFormatError, StorageError: from the target.
     """
     found = Repository(target)
-    record = found.record()
-    if record is not None and record.run == run.run:
-        return found
-    if record is not None and found.ids():
+    is_empty = not found.ids()
+    try:
+        record = found.record()
+    except CorruptError:
+        if not is_empty:
+            raise
+        record = None
+    there = record.run if record is not None else None
+    if not is_empty and (there := found.run_of_manifests() or there) not in (None, run.run):
         raise ForeignError(
-            f"{target.url} holds another run ({record.run[:8]}…, this one is {run.run[:8]}…)",
+            f"{target.url} holds another run ({there[:8]}…, this one is {run.run[:8]}…)",
             hint="give this run a place of its own",
         )
+    if there == run.run:
+        found.create_if_absent()  # mends it
+        return found
     target.put(layout.RECORD, [memoryview(run.text)], exclusive=False)
     return Repository(target)
 

@@ -43,7 +43,7 @@ _UNREADABLE = {
     "manifest-exchanged": CorruptError,
     "manifest-forged": CorruptError,
 }
-_RECORD = {"record-damaged": CorruptError, "record-foreign": ForeignError, "record-newer": NewerFormatError}
+_RECORD = {"record-foreign": ForeignError, "record-newer": NewerFormatError}
 
 
 @pytest.fixture
@@ -177,14 +177,14 @@ def test_a_damaged_newest_snapshot_is_skipped_for_the_older_one(root: Path) -> N
 
 @pytest.mark.parametrize("root", sorted(_RECORD), indirect=True)
 def test_a_record_that_cannot_be_used_stops_writers(root: Path, request: pytest.FixtureRequest) -> None:
-    """Nothing is written to a folder whose record is damaged, newer or somebody else's."""
+    """Nothing is written to a folder whose record is newer or somebody else's."""
     before = files(root)
     with pytest.raises(_RECORD[request.node.callspec.params["root"]], match=r"ckpt\.json"):
         acquire(LocalStorage(root))
     assert files(root) == before
 
 
-@pytest.mark.parametrize("root", ["record-missing", *sorted(_RECORD)], indirect=True)
+@pytest.mark.parametrize("root", ["record-missing", "record-damaged", *sorted(_RECORD)], indirect=True)
 def test_snapshots_survive_the_loss_of_the_record(root: Path) -> None:
     """Whatever happened to the record, each snapshot can still be read."""
     repository = _repository(root)
@@ -192,8 +192,8 @@ def test_snapshots_survive_the_loss_of_the_record(root: Path) -> None:
     assert repository.read(SECOND).run == RUN
 
 
-@pytest.mark.parametrize("root", ["record-missing"], indirect=True)
-def test_a_missing_record_is_rebuilt(root: Path) -> None:
+@pytest.mark.parametrize("root", ["record-missing", "record-damaged"], indirect=True)
+def test_a_record_is_rebuilt(root: Path) -> None:
     """The run keeps its identity."""
     with acquire(LocalStorage(root)):
         assert _repository(root).create_if_absent().run == RUN

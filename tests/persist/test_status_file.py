@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 from ckpt_engine.persist.status import WORKING, StatusFile, TierStatus, read_status
+from ckpt_engine.store.sealed import seal
 from ckpt_engine.store.storage.local import LocalStorage
 
 
@@ -37,7 +38,8 @@ def test_what_a_newer_writer_says_more_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     row = json.loads(path.read_text())
     row["mood"], row["tiers"][0]["mood"] = "fine", "fine"
-    path.write_text(json.dumps(row))
+    del row["digest"]
+    path.write_bytes(seal(row))
     status = read_status(LocalStorage(tmp_path))
     assert status is not None
     assert (status.pid, [tier.newest for tier in status.tiers]) == (1, ["0-1-a"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
+
+import pytest
 
 from ckpt_engine.observe.events import (
     Notice,
@@ -16,6 +19,8 @@ from ckpt_engine.persist.client import completed
 from ckpt_engine.persist.job import TierConfig, WriterConfig
 from ckpt_engine.persist.thread import ThreadWriter
 from ckpt_engine.store import layout
+from ckpt_engine.store.repository import Repository, parse_record
+from ckpt_engine.store.storage.local import LocalStorage
 from tests.persist.passing import until_it_is_back
 from tests.persist.staged import WAIT_SECONDS, check_all
 from tests.persist.tiered import Run, same_files, sent, steps
@@ -189,6 +194,31 @@ def test_a_new_machine_continues_the_run_of_the_far_tier(run: Run) -> None:
     run.close()
     assert (run.near / layout.RECORD).read_bytes() == record == (run.far / layout.RECORD).read_bytes()
     assert [(i.seq, i.step) for i in check_all(run.far)] == [(1, 1), (2, 2), (3, 3)]
+
+
+@pytest.mark.parametrize("damaged", ["near", "far"])
+@pytest.mark.parametrize("has_digest", [True, False])
+def test_a_flipped_bit_in_a_run_id_stops_no_replication(run: Run, damaged: str, has_digest: bool) -> None:
+    """Neither place becomes "another run": the snapshots say whose they are, and the record is mended."""
+    run.start()
+    run.save(1)
+    run.until_copied(1)
+    run.close()
+    path = getattr(run, damaged) / layout.RECORD
+    record = json.loads(path.read_bytes())
+    if not has_digest:
+        del record["digest"]
+    record["run"] = ("0" if record["run"][0] != "0" else "1") + record["run"][1:]
+    path.write_text(json.dumps(record) + "\n")
+    run.heard.clear()
+    run.start()
+    run.save(2)
+    run.until_copied(2)
+    run.close()
+    assert run.all(TierDegraded) == []
+    assert steps(run.far) == [1, 2]
+    assert Repository(LocalStorage(run.near)).run_id == Repository(LocalStorage(run.far)).run_id
+    assert parse_record(path.read_bytes(), "here").run == Repository(LocalStorage(run.far)).run_id
 
 
 def test_one_tier_means_no_thread_and_no_message_more(run: Run) -> None:

@@ -58,6 +58,7 @@ def test_the_record_is_made_once(repository: Repository, tmp_path: Path) -> None
     assert Repository(repository.storage).record() == record
     assert Repository(repository.storage).run_id == record.run
     text = json.loads((tmp_path / "run" / "ckpt.json").read_text())
+    assert text.pop("digest").startswith("xxh3-128:")
     assert text == {"format": "ckpt-engine", "version": 1, "run": record.run, "created": record.created}
 
 

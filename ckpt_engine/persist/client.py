@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import logging
 import os
 import socket
 import sys
@@ -14,11 +15,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt_engine.errors import WriterError
+from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.events import Event, Notice, WriterLost
+from ckpt_engine.observe.log import LOGGER_NAME
 from ckpt_engine.persist import protocol
 from ckpt_engine.persist.job import History, Layout, PersistJob, WriterConfig, job_to_json, layout_to_json
 from ckpt_engine.persist.mailbox import Mailbox, Message
 from ckpt_engine.persist.wire import Body
+
+TELL_SECONDS = 3.0
+"""A longer wait for the end is said."""
 
 
 class WriterClient(Protocol):
@@ -129,6 +135,7 @@ class Client(abc.ABC):
 
     def __init__(self, config: WriterConfig) -> None:
         self._mailbox = Mailbox(config.url)
+        self._urls = [config.url, *(tier.url for tier in config.tiers)]
         self._owner = os.getpid()
         self.first_seq = self.peer_port = 0
         self.history: History | None = None
@@ -155,6 +162,15 @@ class Client(abc.ABC):
         """Take what a `started` says."""
         self.first_seq, self.peer_port = body["first_seq"], body["port"]
         self.history = None if body["history"] is None else History(**body["history"])
+
+    def _wait_for_the_end(self, closed: threading.Event, timeout: float) -> bool:
+        """Wait at most `timeout` seconds until the writer has nothing more to do; a longer wait is said."""
+        if closed.wait(min(timeout, TELL_SECONDS)):
+            return True
+        if timeout > TELL_SECONDS:
+            line = f"waiting for the last snapshots to be written to {' and '.join(self._urls)}, up to {timeout:.0f} s"
+            announce(logging.getLogger(LOGGER_NAME), line)
+        return closed.wait(max(0.0, timeout - TELL_SECONDS))
 
     @abc.abstractmethod
     def _send(self, body: Body, fds: Sequence[int] = ()) -> None:

@@ -14,7 +14,7 @@ from ckpt_engine.persist.gather import Gather
 from ckpt_engine.persist.giving import Giving
 from ckpt_engine.persist.job import ErrorRecord, TierConfig, WriterConfig
 from ckpt_engine.persist.replicate import BACKOFF, Gate, Replicator
-from ckpt_engine.persist.stall import Lane, Progress
+from ckpt_engine.persist.stall import Lane, Progress, Signs
 from ckpt_engine.persist.status import AWAY, HANGS, WORKING, StatusWriter, TierStatus, Unfinished
 from ckpt_engine.persist.tier import Places, Tier
 from ckpt_engine.persist.watched import Source, watched
@@ -23,6 +23,7 @@ from ckpt_engine.store.manifest import RAW, Line
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage.retries import asking
 from ckpt_engine.store.throttle import Throttle, paced
 from ckpt_engine.store.transfer import RunText, adopt_run
 
@@ -31,6 +32,8 @@ SURVEY_SECONDS = 20.0
 UNKNOWN_SEQ_GAP = 100_000
 """Numbers left out for the snapshots that a tier may have which does not answer at the start."""
 _END_SECONDS = 2.0
+_LOOK_SECONDS = 0.25
+"""Nobody says that a tier gives no sign."""
 _REMEMBERED = 1000
 
 
@@ -63,21 +66,23 @@ class Fleet:
         self._holder = holder
         self._follows = config.ranks is not None and config.ranks.rank != 0
         """Rank 0's writer has asked the tiers for this one."""
-        self._storages = [open_storage(tier.url, tier.storage_options) for tier in config.tiers]
+        self._storages: list[Storage] = []
         self._changed = threading.Condition()
         self._primary = TierStatus(nearest.url, WORKING, since=time.time())
         self._primary_away_from = 0.0
         self._primary_lacks: list[str] = []
         self._status = StatusWriter(nearest, holder, self.status, emit)
-        self._started = self._stopping = False
-        self._surveys: list[Survey] = []
+        self._started = self._stopping = self._finishing = False
+        self._surveys: list[Survey] | None = None
         self._replicators = [self._replicator(number) for number in range(len(config.tiers))]
 
     def _replicator(self, number: int) -> Replicator:
         config = self._config.tiers[number]
         limit = config.bandwidth_bytes_per_second
         throttle = Throttle(limit) if limit is not None else None
-        url = self._storages[number].url
+        url = self._open(number).url
+        signs = Signs()
+        self._storages.append(watched(self._open(number), signs))
         copies = Lane(url, keeps=False)
         direct = Lane(url, told=lambda: replicator.wake())
         gate = Gate(throttle, copies.progress)
@@ -85,8 +90,8 @@ class Fleet:
         # Storages of their own: what a copy is told to do, direct writes are not.
         places = Places(
             self._storages[number],
-            watched(self._open(number), copies.progress),
-            watched(paced(self._open(number), gate, gate.pause), copies.progress),
+            watched(watched(self._open(number), copies.progress), signs),
+            watched(watched(paced(self._open(number), gate, gate.pause), copies.progress), signs),
             watched(_slowed(self._open(number), throttle, direct.progress), direct.progress),
         )
         nearest = open_storage(self._config.url, self._config.storage_options)
@@ -94,7 +99,15 @@ class Fleet:
         try:
             kind = Giving if self._follows else Tier
             tier = kind(
-                config, places, self._holder, nearer, lambda event: replicator.take(event), copies, direct, gather
+                config,
+                places,
+                self._holder,
+                nearer,
+                lambda event: replicator.take(event),
+                copies,
+                direct,
+                signs,
+                gather,
             )
         except (ValueError, TypeError) as err:
             raise WriterError(f"cannot apply the retention {dict(config.keep)}: {err}") from err
@@ -116,34 +129,65 @@ class Fleet:
         tier = self._config.tiers[number]
         return open_storage(tier.url, tier.storage_options)
 
-    def join_run(self, repository: Repository, timeout: float = SURVEY_SECONDS) -> Repository:
+    def survey(self, timeout: float = SURVEY_SECONDS) -> None:
+        """Hear which run and which snapshots the tiers have, once. Waits at most `timeout` seconds for all of them, and
+        after `finish` not for those that give no sign.
+        """
+        if self._surveys is None and not self._follows:
+            self._surveys = self._survey(timeout)
+
+    def _survey(self, timeout: float) -> list[Survey]:
+        found = [Survey(storage) for storage in self._storages]
+        for one in found:
+            threading.Thread(target=self._ask, args=(one,), name="ckpt-survey", daemon=True).start()
+
+        def enough() -> bool:
+            late = [of.silent for one, of in zip(found, self._replicators, strict=True) if not one.over]
+            return not late or (self._finishing and all(late))
+
+        self._wait(enough, time.monotonic() + timeout)
+        return found
+
+    def _ask(self, one: Survey) -> None:
+        one.ask()
+        with self._changed:
+            one.over = True
+            self._changed.notify_all()
+
+    def join_run(self, repository: Repository) -> Repository:
         """Before anything is written: make the nearest tier a place of the run that further tiers hold.
 
-        Where it has snapshots already it is one. Otherwise this waits at most `timeout` seconds for tiers to answer.
-        Needs the lease of the nearest tier.
+        Where it has snapshots already it is one. Otherwise this is what `survey` has found, which waits for that. Needs
+        the lease of the nearest tier.
 
         Raises:
             ForeignError, CorruptError, NewerFormatError, StorageError: of the nearest tier.
         """
-        if not repository.ids() and not self._follows:
-            self._surveys = survey(self._storages, timeout)
-            held = next((one.run for one in self._surveys if one.run is not None and one.next_seq > 1), None)
-            if held is not None:
-                repository = adopt_run(held, repository.storage)
+        if not self._follows and not repository.ids():
+            self.survey()
+            known = [one.run for one in self._surveys or () if one.next_seq > 1 and one.run is not None]
+            if known:
+                repository = adopt_run(known[0], repository.storage)
         repository.create_if_absent()
         self.run = RunText.of(repository)
         for replicator in self._replicators:
             replicator.tier.run = self.run
         return repository
 
-    def next_seq(self, timeout: float = SURVEY_SECONDS) -> int:
-        """A number that no snapshot of a further tier reaches. Waits at most `timeout` seconds for them to answer."""
+    def next_seq(self) -> int:
+        """A number that no snapshot of a further tier reaches. Waits as `survey` does."""
         if self._follows:
             return 1
-        found = self._surveys or survey(self._storages, timeout)
-        self._surveys = []
+        self.survey()
+        found = self._surveys or []
         seq = max(one.next_seq for one in found)
         return seq if all(one.answered for one in found) else seq + UNKNOWN_SEQ_GAP
+
+    def finish(self) -> None:
+        """The trainer is about to end."""
+        with self._changed:
+            self._finishing = True
+            self._changed.notify_all()
 
     def start(self) -> None:
         """Begin to copy; after `join_run`."""
@@ -229,14 +273,14 @@ class Fleet:
 
         Args:
             nearest_hangs: whether the nearest tier is one that does not have everything.
-            settled: called once, as soon as every tier has what it wants, has failed in its last attempt, or hangs;
-                told the latter two.
+            settled: called once, as soon as every tier has what it wants, has failed in its last attempt, or gives no
+                sign; told the latter two.
         """
         deadline = time.monotonic() + timeout
         if self._started:
             for replicator in self._replicators:
                 replicator.finish()
-            self._wait(lambda: all(one.settled for one in self._replicators), deadline)
+            self._wait(lambda: all(one.settled or one.silent for one in self._replicators), deadline)
         left = [one.unfinished() for one in self._replicators if not one.idle]
         if nearest_hangs:
             left.insert(0, Unfinished(self._nearest.url, tuple(self._primary_lacks), "it hangs"))
@@ -259,7 +303,8 @@ class Fleet:
 
     def _wait(self, done: Callable[[], bool], deadline: float) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or done(), max(0.0, deadline - time.monotonic()))
+            while not (self._stopping or done()) and (left := deadline - time.monotonic()) > 0.0:
+                self._changed.wait(min(left, _LOOK_SECONDS))
 
     def status(self) -> list[TierStatus]:
         """All tiers, nearest first."""
@@ -285,33 +330,20 @@ def _slowed(storage: Storage, throttle: Throttle | None, progress: Progress) -> 
 
 @dataclass(slots=True)
 class Survey:
-    """What a tier had to say at the start. `answered` is False until it has said everything."""
+    """What a tier had to say at the start; all of it if `answered`, and nothing more comes once it is `over`."""
 
     storage: Storage
     run: RunText | None = None
     next_seq: int = 1
     answered: bool = False
+    over: bool = False
 
-
-def survey(storages: Sequence[Storage], timeout: float) -> list[Survey]:
-    """Ask all storages at once which run and which snapshots they have; wait at most `timeout` seconds for them."""
-    found = [Survey(storage) for storage in storages]
-    threads = [threading.Thread(target=_ask, args=(one,), name="ckpt-survey", daemon=True) for one in found]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + timeout
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return found
-
-
-def _ask(one: Survey) -> None:
-    repository = Repository(one.storage)
-    run: RunText | None = None
-    try:
-        with suppress(FormatError, StorageMissingError):  # such a tier is complained about when it is opened
-            run = RunText.of(repository)
-        next_seq = repository.next_seq()
-    except CkptError:
-        return  # as above
-    one.run, one.next_seq, one.answered = run, next_seq, True
+    def ask(self) -> None:
+        """Ask it. A tier that fails is complained about when it is opened."""
+        repository = Repository(self.storage)
+        run: RunText | None = None
+        with suppress(CkptError), asking():
+            with suppress(FormatError, StorageMissingError):
+                run = RunText.of(repository)
+            next_seq = repository.next_seq()
+            self.run, self.next_seq, self.answered = run, next_seq, True

@@ -15,6 +15,7 @@ from ckpt_engine.persist.job import ErrorRecord
 from ckpt_engine.persist.stall import AbandonedError, Progress
 from ckpt_engine.persist.status import AWAY, HANGS, WORKING, TierStatus, Unfinished
 from ckpt_engine.persist.tier import Tier
+from ckpt_engine.store.storage.retries import asking
 from ckpt_engine.store.throttle import Pace
 from ckpt_engine.store.transfer import SourceError
 
@@ -92,6 +93,8 @@ class Backoff:
 
 
 BACKOFF = Backoff()
+SILENT_SECONDS = 4.0
+"""A trainer that ends does not wait for a tier that has given no sign for so long; its writer goes on."""
 PATIENCE_SECONDS = 60.0
 """How long a trainer that ends waits for the part of other nodes in a copy; its writer goes on."""
 
@@ -188,6 +191,11 @@ class Replicator:
         return self.tier.is_open and not self.tier.direct.stuck and (self._error is None or self.hangs)
 
     @property
+    def silent(self) -> bool:
+        """Whether it leaves what it is asked without a sign, for longer than a trainer that ends waits."""
+        return self.tier.signs.silent_seconds >= SILENT_SECONDS
+
+    @property
     def hangs(self) -> bool:
         """Whether what was asked of the tier last has not come back."""
         return self._error is not None and self._error.code == StorageStalledError.code
@@ -232,7 +240,8 @@ class Replicator:
         """What the tier is left without."""
         error = self._error
         lacks = tuple(info.id for info in self.tier.waiting)
-        return Unfinished(self.tier.url, lacks, None if error is None else f"[{error.code}] {error.message}")
+        silent = "it does not answer" if self.silent else None
+        return Unfinished(self.tier.url, lacks, silent if error is None else f"[{error.code}] {error.message}")
 
     def take(self, event: Event) -> None:
         """What the tier says on its way out."""
@@ -290,10 +299,11 @@ class Replicator:
         return delay
 
     def _advance(self) -> bool:
-        more = self.tier.advance()
-        if not self._swept:
-            self._swept = True
-            self.tier.sweep()
+        with asking():  # it is tried again anyway
+            more = self.tier.advance()
+            if not self._swept:
+                self._swept = True
+                self.tier.sweep()
         return more
 
     def _give_up(self, error: StorageStalledError) -> bool:
@@ -328,7 +338,11 @@ class Replicator:
         """Give back the lease, unless the tier hangs: then that is done when it has ended."""
         if not self._lingers:
             with suppress(StorageStalledError):  # it was told as hanging, or is in no hurry
-                self.tier.copies.call(self.tier.release, give_up=lambda _: True)
+                self.tier.copies.call(self._give_back, give_up=lambda _: True)
+
+    def _give_back(self) -> None:
+        with asking():
+            self.tier.release()
 
     def _sleep(self, seconds: float | None) -> None:
         with self._state:

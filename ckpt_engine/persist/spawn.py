@@ -92,7 +92,7 @@ class ProcessWriter(Client):
             return True
         self._closing, self._leaving = True, failed
         self._channel.send({"kind": protocol.LEAVE if failed else protocol.CLOSE})
-        closed = self._closed.wait(timeout)
+        closed = self._wait_for_the_end(self._closed, timeout)
         if closed and not self._goes_on:
             self._listener.join(_REAP_SECONDS)
             return True

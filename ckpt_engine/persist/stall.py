@@ -46,6 +46,18 @@ class Progress:
         """It got on, and may now rest for so long before its time begins to count."""
         self._deadline = self._clock() + rest_seconds + STALL_SECONDS
 
+    def asked(self, rest_seconds: float = 0.0) -> None:
+        """A request begins, which may take so long without a sign."""
+        self.moved(rest_seconds)
+
+    def answered(self) -> None:
+        """A request has ended."""
+        self.moved()
+
+    def tried(self) -> None:
+        """A request is tried again, without having moved anything."""
+        self.moved()
+
     def check(self) -> None:
         """Before anything that reads the arena or makes a snapshot exist.
 
@@ -58,6 +70,38 @@ class Progress:
     def left(self) -> float:
         """Seconds until the call counts as hanging."""
         return self._deadline - self._clock()
+
+
+class Signs(Progress):
+    """Whether a place has anything to say to what it is asked now. Any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._open = 0
+        self._last = clock()
+        self._lock = threading.Lock()
+        super().__init__(clock)
+
+    def moved(self, rest_seconds: float = 0.0) -> None:
+        self._last = self._clock() + rest_seconds
+
+    def asked(self, rest_seconds: float = 0.0) -> None:
+        with self._lock:
+            if not self._open or rest_seconds:
+                self.moved(rest_seconds)
+            self._open += 1
+
+    def answered(self) -> None:
+        with self._lock:
+            self._open -= 1
+            self.moved()
+
+    def tried(self) -> None:
+        """That is no sign of the place."""
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long it has left a request without a sign; 0: there is none."""
+        return max(0.0, self._clock() - self._last) if self._open else 0.0
 
 
 @dataclass(slots=True)

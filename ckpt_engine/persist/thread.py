@@ -56,7 +56,7 @@ class ThreadWriter(Client):
         self._closing = True
         atexit.unregister(self._finish_at_exit)
         self._worker.finish()
-        ended = self._closed.wait(timeout)
+        ended = self._wait_for_the_end(self._closed, timeout)
         if not ended:
             self._mailbox.lose(ErrorRecord("CKPT603", f"not durable {timeout:.0f} s after closing"), expected=True)
         return ended

@@ -25,7 +25,7 @@ from ckpt_engine.persist.job import ErrorRecord, TierConfig
 from ckpt_engine.persist.near import LEASE_SECONDS
 from ckpt_engine.persist.rhythm import Rhythm
 from ckpt_engine.persist.snapshots import Staged, write_snapshot
-from ckpt_engine.persist.stall import Lane
+from ckpt_engine.persist.stall import Lane, Signs
 from ckpt_engine.persist.watched import Source
 from ckpt_engine.store import layout
 from ckpt_engine.store.collect import collect, make_room, prune
@@ -58,7 +58,7 @@ class Places:
     """The storages of one tier, which are all at the same place.
 
     Args:
-        plain: for its lease, which is renewed whatever hangs.
+        plain: for its lease, which is renewed whatever hangs; watched for signs only, as all others are too.
         watched: for everything else that copying needs; watched by the lane `copies`.
         sink: what copies are put into, at the tier's bandwidth; watched as `watched`.
         direct: what snapshots are written to that no nearer tier takes; watched by the lane `direct`.
@@ -80,6 +80,7 @@ class Tier:
         nearer: all nearer tiers, the nearest first; watched by `copies`.
         emit: takes events.
         copies, direct: the lanes that it works in.
+        signs: of life, from the place.
         gather: where nodes have roots of their own: has all of them copy what each has.
 
     `run` MUST be set before the first `advance`. `line` is that of the trainer, None until it has made a snapshot: so
@@ -98,9 +99,11 @@ class Tier:
         emit: Callable[[Event], object],
         copies: Lane,
         direct: Lane,
+        signs: Signs,
         gather: Gather | None = None,
     ) -> None:
         self.config = config
+        self.signs = signs
         self.url = places.plain.url
         self.copies = copies
         self.direct = direct

@@ -44,11 +44,17 @@ def watched(storage: Storage, progress: Progress) -> Storage:
     found = _method(storage, "list")
 
     def listed(prefix: str) -> Iterator[ObjectInfo]:
-        progress.moved()
-        for item in found(prefix):
-            progress.moved()
+        items: Iterator[ObjectInfo] | None = None
+        while True:
+            progress.asked()
+            try:
+                items = items or iter(found(prefix))
+                item = next(items, None)
+            finally:
+                progress.answered()
+            if item is None:
+                return
             yield item
-        progress.moved()
 
     storage.list = listed  # type: ignore[method-assign]
     return storage
@@ -72,11 +78,11 @@ def _telling(
     def call(*args: Any, **options: Any) -> Any:
         if name == "put":
             progress.check()
-        progress.moved(rest(name, args))
+        progress.asked(rest(name, args))
         try:
             return method(*args, **options)
         finally:
-            progress.moved()
+            progress.answered()
 
     return call
 
@@ -85,7 +91,10 @@ def _watched_pace(pace: Callable[[int], float] | None, progress: Progress) -> Ca
     def ask(nbytes: int) -> float:
         progress.check()
         wait = pace(nbytes) if pace is not None else 0.0
-        progress.moved(wait)
+        if nbytes or wait:
+            progress.moved(wait)
+        else:
+            progress.tried()
         return wait
 
     return ask

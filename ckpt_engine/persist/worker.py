@@ -168,6 +168,7 @@ class Worker:
 
     def finish(self) -> None:
         """Exit after what is queued, and after what is held has become durable."""
+        self._writer.finish()
         with self._changed:
             self._finishing = True
             self._changed.notify()

@@ -80,7 +80,8 @@ class Writer:
         self._fleet: Fleet | None = None
         self._held_back: str | None = None
         """The newest snapshot when retention had to spare one that was being copied."""
-        self._opened = False
+        self._opened = self._joins_later = False
+        self._make_near: Callable[[Repository], Near]
         self._alone = threading.Event()
         self._reunion: Reunion | None = None
 
@@ -121,7 +122,9 @@ class Writer:
             repository = Repository(storage)
             if ranks is not None and ranks.record:
                 repository = adopt_run(RunText.parse(ranks.record), storage)
-            if fleet is None:
+            # The trainer does not wait for other tiers to say which run this is; but other ranks have to know it.
+            self._joins_later = fleet is not None and ranks is None and not repository.ids()
+            if fleet is None or self._joins_later:
                 repository.create_if_absent()
             else:
                 repository = fleet.join_run(repository)
@@ -133,17 +136,17 @@ class Writer:
             if fleet is None:
                 self._ids.begin(self._seq)
             if config.memory:
-                self.run = fleet.run if fleet is not None else RunText.of(repository)
+                self.run = RunText.of(repository)
                 for newest in repository.ids()[-1:]:
                     self._emit_event(SnapshotFound(newest.id, newest.step, config.url))
             self._keeps_all = isinstance(policy, KeepAll)
-            self._near = Near(
+            self._make_near = lambda repository: Near(
                 config.url,
                 repository,
                 lease,
                 partial(acquire, plain, holder),
                 policy,
-                fleet.run if fleet else None,
+                RunText.of(repository) if fleet else None,
                 lane.progress,
                 self._aside(lane),
                 self._emit_event,
@@ -154,6 +157,7 @@ class Writer:
                 self._alone,
                 0.0 if config.memory else ALONE_SECONDS,  # the reunion waits
             )
+            self._near = self._make_near(repository)
             if ranks is not None and config.memory:
                 self._reunion = self._meet(ranks, repository, self._near.check_lease, in_flight)
             if ranks is not None and len(ranks.places) > 1 and not (ranks.rank or config.tiers):
@@ -241,13 +245,28 @@ class Writer:
             self._fleet.stop()
 
     def prepare(self) -> None:
-        """Once after `open`, before any message: what takes time and needs no answer. Never raises."""
+        """Once after `open`, before any message: what takes time. Raises if the nearest tier cannot join the run."""
         if self._fleet is not None:
+            if self._joins_later:
+                self._join(self._fleet)
             self._ids.begin(max(self._seq, self._fleet.next_seq()))
         try:
             self._lane.call(self._near.sweep)
         except StorageStalledError as err:
             self._near_failed(err)
+
+    def _join(self, fleet: Fleet) -> None:
+        fleet.survey()
+        storage = watched(open_storage(self._config.url, self._config.storage_options), self._lane.progress)
+        self._near = self._make_near(self._lane.call(partial(fleet.join_run, Repository(storage))))
+        if self._config.memory:
+            self.run = fleet.run
+        fleet.start()
+
+    def finish(self) -> None:
+        """The trainer is about to end, and waits for nobody who gives no sign. Any thread may call this."""
+        if self._fleet is not None:
+            self._fleet.finish()
 
     def persist(self, order: Order) -> None:
         """Do a job that was submitted. If it fails that is reported, never raised."""

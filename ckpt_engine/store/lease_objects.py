@@ -22,6 +22,7 @@ from ckpt_engine.errors import CkptError, LeaseHeldError, StorageExistsError, St
 from ckpt_engine.store import layout
 from ckpt_engine.store.sealed import seal
 from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.retries import asking
 
 TTL_SECONDS = 30.0
 BEATS = 4
@@ -308,7 +309,8 @@ class ObjectLease:
     def _beat(self) -> None:
         while not self._stop.wait(self._timing.ttl_seconds / BEATS):
             try:
-                self.renew()
+                with asking():  # the next beat asks again
+                    self.renew()
             except LeaseHeldError:
                 return  # told by the next `check`
             except CkptError:

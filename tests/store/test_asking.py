@@ -1,0 +1,58 @@
+"""Where nobody listens is known at once by those who ask several places, or ask again by themselves."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+import pytest
+
+from ckpt_engine.errors import StorageError
+from ckpt_engine.store.storage import retries
+from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage.retries import asking
+from tests.servers.s3 import free_port
+
+FOR_EVER = {"retry_seconds": 1e9, "timeout_seconds": 1e6}
+
+
+def test_a_closed_port_is_an_answer() -> None:
+    """The store would be tried again for ever otherwise, and the test would not end."""
+    endpoint = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "region_name": "us-east-1"}
+    storage = open_storage("s3://bucket/run", {"key": "k", "secret": "s", "client_kwargs": endpoint, **FOR_EVER})
+    with asking(), pytest.raises(StorageError, match="Could not connect"):
+        list(storage.list(""))
+    with asking(), pytest.raises(StorageError, match="Could not connect"):
+        storage.put("a", [memoryview(b"a")])
+
+
+def test_a_library_that_finds_nobody_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for all stores that fsspec reaches."""
+    storage = open_storage("memory://nobody/run", FOR_EVER)
+
+    def refuse(*_: object) -> None:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    monkeypatch.setattr(storage._fs, "exists", refuse)  # type: ignore[attr-defined]
+    with asking(), pytest.raises(StorageError, match="refused"):
+        list(storage.list(""))
+
+
+@pytest.mark.parametrize(
+    ("error", "hopeless"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, ""), True),
+        (OSError(errno.EHOSTUNREACH, ""), True),
+        (socket.gaierror(socket.EAI_NONAME, ""), True),
+        (socket.gaierror(socket.EAI_AGAIN, ""), False),
+        (ConnectionResetError(errno.ECONNRESET, ""), False),
+        (TimeoutError(), False),
+    ],
+)
+def test_only_nobody_is_hopeless_and_only_for_those_who_ask(error: OSError, hopeless: bool) -> None:
+    """A server that is busy, or whose network is, is tried again by all; however libraries wrap the error."""
+    wrapped = RuntimeError("of a library")
+    wrapped.__cause__ = error
+    with asking():
+        assert retries.is_hopeless(error) is retries.is_hopeless(wrapped) is hopeless
+    assert not retries.is_hopeless(error)

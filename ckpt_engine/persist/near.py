@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
-from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError
+from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotsForgotten
 from ckpt_engine.persist.aside import Aside
 from ckpt_engine.persist.commit import ALONE_SECONDS, Gathering, InFlight
 from ckpt_engine.persist.encoded import most_bytes, write_encoded
 from ckpt_engine.persist.image import Draft
-from ckpt_engine.persist.job import ErrorRecord, RankConfig
+from ckpt_engine.persist.job import ErrorRecord, RankConfig, WriterConfig
 from ckpt_engine.persist.known import Known
 from ckpt_engine.persist.room import Room
 from ckpt_engine.persist.snapshots import ALONE, Finish, Staged, share_of, write_snapshot
@@ -22,11 +23,30 @@ from ckpt_engine.store.collect import Collected, Pruned, collect, prune
 from ckpt_engine.store.lease import Lease
 from ckpt_engine.store.manifest import RAW, Line
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepAll, RetentionPolicy
+from ckpt_engine.store.retention import KeepAll, Retention, RetentionPolicy, policy_from
 from ckpt_engine.store.transfer import RunText, adopt_run
 
 LEASE_SECONDS = 60.0
 """How long it may take to see whether the holder of a lease lives, without a sign of progress."""
+
+
+def policy_of(config: WriterConfig, say: Callable[[str], object]) -> RetentionPolicy:
+    """The retention of the nearest tier. One that is a node's own cannot take components apart: `say` takes that.
+
+    Raises:
+        WriterError: it is impossible.
+    """
+    try:
+        policy = policy_from(config.keep)
+    except (ValueError, TypeError) as err:
+        raise WriterError(f"cannot apply the retention {dict(config.keep)}: {err}") from err
+    if config.ranks is None or not config.ranks.places or not config.ranks.leads:
+        return policy
+    whole = Retention.of(policy)
+    if not whole.components:
+        return policy
+    say(f"{config.url} is this node's own: keep.components does nothing there")
+    return replace(whole, components={})
 
 
 class Near:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -18,7 +17,6 @@ from ckpt_engine.errors import (
     StorageError,
     StorageFullError,
     StorageStalledError,
-    WriterError,
 )
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotFailed, SnapshotFound
 from ckpt_engine.persist import job as values
@@ -31,7 +29,7 @@ from ckpt_engine.persist.ids import Ids
 from ckpt_engine.persist.intake import Order
 from ckpt_engine.persist.job import ErrorRecord, History, JobDone, PersistJob, RankConfig, WriterConfig
 from ckpt_engine.persist.leftovers import recover
-from ckpt_engine.persist.near import Near
+from ckpt_engine.persist.near import Near, policy_of
 from ckpt_engine.persist.reunion import NearestTier, Reunion
 from ckpt_engine.persist.share import Share
 from ckpt_engine.persist.snapshots import Staged, SupersededError
@@ -42,7 +40,7 @@ from ckpt_engine.persist.watched import watched
 from ckpt_engine.persist.wire import Body
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepAll, Retention, RetentionPolicy, policy_from
+from ckpt_engine.store.retention import KeepAll
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.transfer import RunText, adopt_run
 
@@ -95,12 +93,7 @@ class Writer:
             WriterError: the configuration is impossible.
         """
         config, holder = self._config, holder_of(self._config)
-        try:
-            policy = policy_from(config.keep)
-        except (ValueError, TypeError) as err:
-            raise WriterError(f"cannot apply the retention {dict(config.keep)}: {err}") from err
-        if config.ranks is not None and config.ranks.places and config.ranks.leads:
-            policy = self._without_components(policy)
+        policy = policy_of(config, self._notice)
         plain = open_storage(config.url, config.storage_options)
         self._lane = lane = Lane(plain.url)
         storage = watched(open_storage(config.url, config.storage_options), lane.progress)
@@ -164,14 +157,6 @@ class Writer:
                 self._emit_event(Notice("INFO", _alone(len(ranks.places), config.url)))
             self._opened = True
             undo.pop_all()
-
-    def _without_components(self, policy: RetentionPolicy) -> RetentionPolicy:
-        """What retention does where this node has its part of each snapshot only: it cannot take components apart."""
-        whole = Retention.of(policy)
-        if not whole.components:
-            return policy
-        self._notice(f"{self._config.url} is this node's own: keep.components does nothing there")
-        return replace(whole, components={})
 
     @property
     def first_seq(self) -> int:

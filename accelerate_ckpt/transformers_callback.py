@@ -25,6 +25,7 @@ from ckpt_engine.convert import transformers_folder
 from ckpt_engine.data import native
 from ckpt_engine.data.position import attach
 from ckpt_engine.errors import ConfigError, ResumeError
+from ckpt_engine.snapshot.arguments import numbers_among
 from ckpt_engine.tracking.resume import IMPORTED
 from ckpt_engine.tracking.tracker import Tracker
 
@@ -198,7 +199,7 @@ class TransformersCallback(TrainerCallback):
     ) -> None:
         """The numbers that retention may rank by; and evaluation is not training."""
         if self._tracker is not None and metrics:
-            numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}
+            numbers = numbers_among(metrics)
             self._tracker.metrics.update(numbers)
             self._tracker.evaluated(numbers.get("eval_runtime", 0.0))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,8 +63,10 @@ class TrainerSurroundings:
         }
 
     def notes(self) -> dict[str, Any]:
-        # The history grows with the run, and nobody needs it before the snapshot is loaded.
-        return {NOTE: {**self._state(), _LONG: []}}
+        # The history grows with the run, and nobody needs it before the snapshot is loaded; nor a best metric that is
+        # NaN, which is no JSON: `restore` has it from `dump`.
+        state = {name: None if _is_endless(value) else value for name, value in self._state().items()}
+        return {NOTE: {**state, _LONG: []}}
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
         self._restore_state({_LONG: list(self._history), **json.loads(saved["state"])})
@@ -130,6 +133,10 @@ class TrainerSurroundings:
         state = dataclasses.asdict(self._trainer.state)
         # Callbacks' states are ours to restore: transformers would make new callbacks of them.
         return {**state, "stateful_callbacks": {}}
+
+
+def _is_endless(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def as_file(state: Mapping[str, Any]) -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
-from ckpt_engine.errors import ConfigError, SnapshotFailedError, WaitTimeoutError
+from ckpt_engine.errors import ArgumentError, ConfigError, SnapshotFailedError, WaitTimeoutError
 from ckpt_engine.observe.events import Event, EventSink, Notice, TierDegraded
 from ckpt_engine.observe.log import LOGGER_NAME, LogSink
 from ckpt_engine.observe.resume_report import resumed_from_memory
@@ -27,8 +25,10 @@ from ckpt_engine.restore import load as restore
 from ckpt_engine.restore import places
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.reach import Reach
+from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.flatten import LazyPredicate
-from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.snapshot.handle import SaveHandle, wait_seconds
+from ckpt_engine.snapshot.owners import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.snapshot.request import Request
 from ckpt_engine.store.manifest import SnapshotInfo
@@ -77,19 +77,21 @@ class Checkpointer:
         self._pipeline = Pipeline(
             self._open_writer,
             # Of several ranks each keeps one more complete snapshot: they die at different ones.
-            self.config.arena_slots + (self._has_memory and self._session is not None),
+            self.config.arena_slots + (self.config.memory is not None and self._session is not None),
             self._emit,
-            memory=self._has_memory,
+            memory=self.config.memory is not None,
             session=self._session,
             pickle_paths=self.config.pickle,
             check_lazy=self.config.debug,
+            tier=self.config.root_url,
         )
-        self._reach = Reach(self.config, self._session, self._pipeline, self._emit)
+        rank = 0 if self._session is None else self._session.ranks.rank
+        self.tenure = Tenure(self.config.root_url, rank, partial(self.close, failed=True), self._pipeline.drain)
+        self._reach = Reach(self.config, self._session, self._pipeline, self._emit, self.tenure)
         self._fatal: list[TierDegraded] = []
         self.ending: Ending = NobodyStops()
         self._tracker: Tracker | None = None
-        self._closed = False
-        self._atexit = _close_at_exit(self)
+        self._closing = False
 
     @property
     def root_url(self) -> str:
@@ -115,6 +117,7 @@ class Checkpointer:
             MismatchError: the newest snapshot is of other objects; names them. Nothing was changed.
             LeaseHeldError, StorageError, WriterError: as `start`.
         """
+        self.tenure.require_open()
         if self._tracker is not None:
             raise ConfigError("this Checkpointer tracks objects already", hint="pass all objects in one call")
         self._tracker = track_objects(self, objects)
@@ -125,13 +128,16 @@ class Checkpointer:
 
         Waits up to a minute for a writer that is still finishing the snapshots of a crashed trainer. If that writer
         offers the last one from memory (memory tier), the wait goes on in the background after half a second: `ready`
-        is False until it is over, and `wait` waits for it.
+        is False until it is over, and `wait` waits for it. Another Checkpointer of this process that writes the run is
+        closed first, as after a notebook's cell that has failed.
 
         Raises:
+            ClosedError: this one is closed, or a newer one of this process has taken the run over.
             LeaseHeldError: another process writes this run; names it.
             StorageError: the root cannot be written.
             WriterError: the writer does not start.
         """
+        self.tenure.claim()
         self._reach.attach()
         self._pipeline.start()
 
@@ -152,6 +158,8 @@ class Checkpointer:
             share: of one core, at most so much for it until `save` needs the arena. First touch of memory can take
                 seconds of processor time per GB; a training that uses all cores pays for it. None: whatever is idle.
         """
+        lazy, share = arguments.function("lazy", lazy), arguments.share("share", share)
+        self.tenure.claim()
         self._pipeline.prepare(state, lazy, share)
 
     @property
@@ -169,18 +177,18 @@ class Checkpointer:
 
         After a crash this tells how many steps were lost. A loop that calls `save` at every step need not call it.
         """
-        self._pipeline.begin_step(step)
+        self._pipeline.begin_step(arguments.whole_number("step", step))
 
     def ready(self, *, durable: bool = True) -> bool:
         """Whether `save` would take a snapshot now instead of skipping it. Never blocks."""
-        return self._pipeline.ready(durable)
+        return not self.tenure.closed and self._pipeline.ready(durable)
 
     def save(
         self,
         state: Any,
         *,
         step: int,
-        metrics: Mapping[str, float] | None = None,
+        metrics: Mapping[str, Any] | None = None,
         epoch: int | None = None,
         reason: str = "manual",
         lazy: LazyPredicate | None = None,
@@ -192,11 +200,11 @@ class Checkpointer:
         Args:
             state: any nesting of dicts, lists, tuples, dataclasses, tensors, arrays and plain values. Top-level string
                 keys are the snapshot's components.
-            step: training step; shown, and used by retention.
+            step: training step; shown, and used by retention. It, `epoch` and metrics may be numbers of numpy or torch.
             metrics: numbers that retention may rank by.
             lazy: True for paths of tensors that do not change before the next `before_update`; they are copied while
                 training goes on. Pass the same function object every time.
-            notes: JSON kept in the manifest.
+            notes: JSON kept in the manifest; paths become texts.
             durable: False: it only stays in memory, until a newer one takes its place; if this process dies first, the
                 writer makes it durable. Needs the memory tier.
 
@@ -205,22 +213,29 @@ class Checkpointer:
             still fill the arena this one is skipped (`handle.skipped`): training never waits for storage.
 
         Raises:
-            UnstorableLeafError: a leaf would need pickle; names it. Nothing was saved.
+            ArgumentError: an argument means nothing that can be stored; names it, and the leaf in it.
+            UnstorableLeafError: a leaf would need pickle, or has no bytes; names it. Nothing was saved.
             SnapshotFailedError: an earlier snapshot failed in the background (only with `on_error: raise`, once).
-            LeaseHeldError, StorageError, WriterError: as `start`.
+            ClosedError, LeaseHeldError, StorageError, WriterError: as `start`.
             ConfigError: not `durable`, and no memory tier among `tiers`.
         """
-        if not durable and self.config.memory is None:
+        self.tenure.claim()
+        try:
+            wanted = Request.of(step, metrics, epoch, reason, lazy, notes, durable)
+        except ArgumentError:
+            self._pipeline.miss(0, "its arguments were refused")  # all ranks go on counting alike
+            raise
+        if not wanted.durable and self.config.memory is None:
             raise ConfigError("durable=False needs the memory tier", hint="put `memory` first in `tiers`")
         self._surface()
         self._reach.detach()
-        handle = self._pipeline.save(state, Request(step, metrics or {}, epoch, reason, lazy, notes or {}, durable))
+        handle = self._pipeline.save(state, wanted)
         self._say_what_stays()
         return handle
 
     def miss(self, step: int, why: str, *, durable: bool = True) -> None:
         """Of several ranks: this one takes no snapshot of `step` although the others do."""
-        self._pipeline.miss(step, why, durable=durable)
+        self._pipeline.miss(arguments.whole_number("step", step), why, durable=durable)
 
     def agree(self, make: Callable[[], T]) -> T:
         """What `make` returns on rank 0, a JSON value, on every rank; without ranks what it returns. See `Session`."""
@@ -271,6 +286,8 @@ class Checkpointer:
                 tier does not answer.
             ResumeError: no snapshot of `step`.
         """
+        self.tenure.require_open()
+        step, _, check = arguments.of_load(step, None, check)
         return self._reach.choose(step, check)
 
     def load(
@@ -301,8 +318,12 @@ class Checkpointer:
             NoUsableSnapshotError, ResumeError: as `choose`.
             MismatchError: `into` has other tensors; names them. Nothing was overwritten.
         """
+        step, live, check = arguments.of_load(step, live, check)
+        self.tenure.require_open()
+        if self.config.memory and self.tenure.settle_older():
+            self.tenure.claim()  # what it has in memory only becomes durable when it is closed
         how: dict[str, Any] = {"into": into, "live": live, "check": check, "pickle_paths": self.config.pickle}
-        found = self._reach.load(step, back=back, **how)
+        found = self._reach.load(step, back=arguments.flag("back", back), **how)
         # The state belongs to the caller: a second reference here would hold its memory for the whole run.
         self.loaded = found and replace(found, state=None)
         if found is None:
@@ -321,7 +342,7 @@ class Checkpointer:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight; False if `timeout` seconds were not enough."""
-        return self._pipeline.drain(timeout)
+        return self._pipeline.drain(arguments.seconds("timeout", timeout))
 
     def arena_bytes(self) -> int:
         """Host memory held for snapshots."""
@@ -343,10 +364,10 @@ class Checkpointer:
                 only logged where a stop leaves less time.
             SnapshotFailedError: with `on_error: raise`, a failure that was not surfaced yet.
         """
-        if self._closed:
+        most = arguments.seconds("timeout", timeout)
+        if self._closing:
             return
-        self._closed = True
-        atexit.unregister(self._atexit)
+        self._closing = True
         try:
             if self._tracker is not None:
                 self._tracker.finish()
@@ -354,13 +375,18 @@ class Checkpointer:
             self._reach.detach()
             keeps = failed and self.memory and self._session is not None
             try:
-                self._pipeline.close(self.ending.seconds_left(timeout), failed=keeps)
+                self._pipeline.close(self.ending.seconds_left(wait_seconds(most)), failed=keeps)
             except WaitTimeoutError as err:
                 if not self.ending.stops:
                     raise
                 logging.getLogger(LOGGER_NAME).error("%s", err)
+            except KeyboardInterrupt:
+                self._closing = False
+                raise
             finally:
                 self.ending.leave()
+                if self._closing:
+                    self.tenure.over()
         self._surface()
 
     def __enter__(self) -> Self:
@@ -379,10 +405,6 @@ class Checkpointer:
             return self._pipeline.lineage.checked(begin(config), self.root_url)
 
         return self._session.open(lambda ranks: start(replace(config, ranks=ranks))) if self._session else start(config)
-
-    @property
-    def _has_memory(self) -> bool:
-        return self.config.memory is not None
 
     def _say_what_stays(self) -> None:
         if (news := self._pipeline.lineage.news(self.root_url)) is not None:
@@ -408,19 +430,3 @@ class Checkpointer:
         if failure is not None and self.config.on_error == "raise":
             text = f"a snapshot failed in the background: {failure.message}"
             raise SnapshotFailedError(text, hint=failure.hint) from failure
-
-
-def _close_at_exit(checkpointer: Checkpointer) -> Any:
-    """A snapshot still being staged when the interpreter ends would be lost; those with the writer would not."""
-    reference = weakref.ref(checkpointer)
-
-    def close() -> None:
-        found = reference()
-        if found is None:
-            return
-        if found._tracker is not None:
-            found._tracker.release()  # nobody knows why the interpreter ends: this is no place for a final snapshot
-        found.close(failed=True)
-
-    atexit.register(close)
-    return close

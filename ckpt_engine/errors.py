@@ -3,6 +3,7 @@
 ```
 CkptError                      CKPT000
 ├── ConfigError                CKPT100   bad YAML key, type or value
+├── ArgumentError              CKPT101   an argument of a call that means nothing usable; names it
 ├── StateError                 CKPT200
 │   ├── UnstorableLeafError    CKPT201   a leaf that would need pickle
 │   └── MismatchError          CKPT202   snapshot and model do not fit together
@@ -19,6 +20,7 @@ CkptError                      CKPT000
 │   ├── NewerFormatError       CKPT403   written by a later version
 │   └── PartialError           CKPT404   the shares of some ranks only, the rest is on other nodes
 ├── LeaseHeldError             CKPT500   another process writes this run
+├── ClosedError                CKPT501   this Checkpointer is closed, or a newer one of its process writes the run
 ├── WriterError                CKPT600   the writer process died or cannot start
 │   ├── SnapshotSkippedError   CKPT601   back-pressure: this snapshot was not taken
 │   ├── SnapshotFailedError    CKPT602   this snapshot did not become durable
@@ -57,6 +59,10 @@ class CkptError(Exception):
 
 class ConfigError(CkptError, ValueError):
     code = "CKPT100"
+
+
+class ArgumentError(CkptError, ValueError):
+    code = "CKPT101"
 
 
 class StateError(CkptError):
@@ -121,6 +127,10 @@ class PartialError(FormatError):
 
 class LeaseHeldError(CkptError):
     code = "CKPT500"
+
+
+class ClosedError(CkptError):
+    code = "CKPT501"
 
 
 class WriterError(CkptError):

@@ -16,6 +16,7 @@ from torchmetrics import Metric
 
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.snapshot import sharding
+from ckpt_engine.snapshot.arguments import numbers_among
 from lightning_ckpt.compat import Internals, metric_progress, set_metric_progress
 
 _META_FIELDS = (
@@ -175,13 +176,7 @@ def restore_tables(internals: Internals, device: torch.device, saved: Mapping[st
 
 def numbers(internals: Internals, limit: int = 64) -> dict[str, float]:
     """The trainer's callback metrics as plain numbers, for retention by a metric."""
-    found: dict[str, float] = {}
-    for key, value in internals.metric_tables["callback"].items():
-        if len(found) == limit:
-            break
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
-            found[key] = float(value)
-    return found
+    return numbers_among(internals.metric_tables["callback"], limit)
 
 
 # ---- gradients and flags

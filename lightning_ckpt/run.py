@@ -157,6 +157,7 @@ class FitRun:
         """Lightning has restored its part; loaders exist."""
         sharded.require_trained(self._trainer)
         self.checkpointer.start()
+        self.checkpointer.tenure.release = self.disconnect
         self._flags_at_start = flags.dump_flags(self._module)
         if self.resume.pending:
             self._stop.by_early_stopping = self.resume.stopped_early

@@ -51,6 +51,7 @@ class Order:
         snapshot: the id it has got, see `ids.Ids`.
         durable: whether it has become durable under that id.
         failed: whether it has failed to do so.
+        problem: why the job cannot be done at all; None: it can.
         unchanged: see `Staged`; to be set where the trainer lives and nobody has told it to leave the slot alone.
     """
 
@@ -60,9 +61,10 @@ class Order:
         slot: ArenaSlot | None,
         layout: Told[CutLayout] | None,
         skeletons: Mapping[str, Told[Skeleton]],
-        unknown: str | None,
+        problem: str | None,
     ) -> None:
         self.job = job
+        self.problem = problem
         self.snapshot: str | None = job.snapshot
         self.durable = False
         self.failed = False
@@ -70,15 +72,14 @@ class Order:
         self._slot = slot
         self._layout = layout
         self._skeletons = skeletons
-        self._unknown = unknown
         self._digests = Digests()
         if slot is not None:
             slot.retain()
 
     @property
     def known(self) -> bool:
-        """Whether everything that the job names was sent."""
-        return self._unknown is None
+        """Whether the job can be done: everything that it names was sent, and its step is one."""
+        return self.problem is None
 
     @property
     def digested(self) -> bool:
@@ -89,14 +90,11 @@ class Order:
         """What is to be written as `snapshot`.
 
         Raises:
-            WriterError: the job names what was never sent.
+            WriterError: the job cannot be done, see `problem`.
             ValueError: it names a layout that is impossible.
         """
-        if self._slot is None or self._layout is None or self._unknown is not None:
-            raise WriterError(
-                f"job {self.job.job} names slot {self.job.slot}, layout {self.job.layout} or a skeleton that was never "
-                f"sent: {self._unknown}"
-            )
+        if self._slot is None or self._layout is None or self.problem is not None:
+            raise WriterError(f"job {self.job.job} cannot be done: {self.problem}")
         skeletons = {key: told.get() for key, told in self._skeletons.items()}
         return Staged(self.job, snapshot, self._slot, self._layout.get(), skeletons, self._digests, self.unchanged)
 
@@ -157,15 +155,19 @@ class Intake:
         self._forget_slots(list(self._slots))
 
     def _resolve(self, job: PersistJob) -> Order:
-        unknown: str | None = None
+        problem: str | None = None
         skeletons: dict[str, Told[Skeleton]] = {}
         try:
             skeletons = {key: self._skeletons[number] for key, number in job.tree}
         except KeyError as err:
-            unknown = str(err)
-        if job.slot not in self._slots or job.layout not in self._layouts:
-            unknown = str(job.slot if job.slot not in self._slots else job.layout)
-        return Order(job, self._slots.get(job.slot), self._layouts.get(job.layout), skeletons, unknown)
+            problem = f"skeleton {err} was never sent"
+        if job.slot not in self._slots:
+            problem = f"slot {job.slot} was never sent"
+        elif job.layout not in self._layouts:
+            problem = f"layout {job.layout} was never sent"
+        elif type(job.step) is not int or job.step < 0:
+            problem = f"{job.step!r:.40} is no step"
+        return Order(job, self._slots.get(job.slot), self._layouts.get(job.layout), skeletons, problem)
 
     def _forget_slots(self, numbers: Sequence[int]) -> None:
         for number in numbers:

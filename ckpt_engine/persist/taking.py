@@ -33,14 +33,16 @@ def waiting(
         other = None if told else read_holder(storage)
         if other is not None and other != holder:
             told = True
-            emit(_waits_for(other, storage.url, seconds))
+            emit(_waits_for(other, holder, storage.url, seconds))
         time.sleep(pause_seconds)
 
     return pause
 
 
-def _waits_for(other: Holder, url: str, seconds: float) -> Notice:
+def _waits_for(other: Holder, me: Holder, url: str, seconds: float) -> Notice:
     wait = duration(seconds)
+    if other.is_process_of(me):
+        return Notice("INFO", f"another writer of this process still finishes at {url}; waiting for it, at most {wait}")
     if other.host == socket.gethostname() and not Path(f"/proc/{other.pid}").exists():
         return Notice(
             "INFO", f"process {other.pid} is gone, its writer still finishes at {url}; waiting for it, at most {wait}"

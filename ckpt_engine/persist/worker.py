@@ -145,7 +145,7 @@ class Worker:
             return
         order.release()
         if not order.known:
-            told = f"step {order.job.step} is not held in memory: it names what was never sent"
+            told = f"step {order.job.step} is not held in memory: {order.problem}"
             self._emit(protocol.event(Notice("WARNING", told)))
 
     def flush(self) -> int | None:
@@ -327,7 +327,7 @@ class Worker:
                 return None
             turn = self._todo.popleft()
             self._at_hand = turn.order
-            if isinstance(turn.order, Order):
+            if isinstance(turn.order, Order) and turn.order.known:
                 self._ids.of(turn.order)
             return turn
 

@@ -255,9 +255,10 @@ class Writer:
 
     def persist(self, order: Order) -> None:
         """Do a job that was submitted. If it fails that is reported, never raised."""
-        job, snapshot = order.job, self._ids.of(order)
-        self._learn(job)
+        job, snapshot = order.job, ""
         try:
+            snapshot = self._ids.of(order) if order.known else order.snapshot or ""
+            self._learn(job)
             event, near = self._make_durable(order.staged(snapshot))
         except Exception as err:  # noqa: BLE001 - reported; whatever it is, the next job gets its own chance
             self._emit_done(job, None, self._failed(order, snapshot, err))

@@ -13,15 +13,22 @@ from ckpt_engine.ranks.boxes import Box, boxes_of, runs
 from ckpt_engine.restore.match import Path
 from ckpt_engine.restore.regions import Region
 from ckpt_engine.snapshot.flat import FlatPart
+from ckpt_engine.snapshot.flatten import MAX_DEPTH, show_path
 from ckpt_engine.snapshot.sharding import is_sharded, local, shard_of
 from ckpt_engine.snapshot.sharding import problem as sharding_problem
 from ckpt_engine.store.manifest import Entry
 
 
 def live_shapes(node: Any, path: Path = ()) -> dict[str, tuple[int, ...]]:
-    """Shapes of the live tensors of a state, by "/"-joined path."""
+    """Shapes of the live tensors of a state, by "/"-joined path.
+
+    Raises:
+        StateError: it is nested deeper than any state that can be saved.
+    """
+    if len(path) > MAX_DEPTH:
+        raise StateError(f"`into` is nested too deeply at {show_path(path[:8])}/… (does it contain itself?)")
     if isinstance(node, torch.Tensor | FlatPart):
-        return {"/".join(map(str, path)): tuple(node.shape)}
+        return {show_path(path) if path else "": tuple(node.shape)}
     if isinstance(node, Mapping):
         children = list(node.items())
     elif isinstance(node, list | tuple):

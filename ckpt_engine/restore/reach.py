@@ -13,6 +13,7 @@ from ckpt_engine.restore import shares, together
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.line import before_of
 from ckpt_engine.restore.memory import MemoryPlace, attach, is_held
+from ckpt_engine.snapshot.owners import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
@@ -27,15 +28,17 @@ class Reach:
         session: of several ranks; None: this process is alone.
         pipeline: takes the snapshots: it is told with what it goes on.
         emit: takes events.
+        owner: says whether another one of this process writes the run.
     """
 
     def __init__(
-        self, config: Config, session: Session | None, pipeline: Pipeline, emit: Callable[[Event], None]
+        self, config: Config, session: Session | None, pipeline: Pipeline, emit: Callable[[Event], None], owner: Tenure
     ) -> None:
         self._config = config
         self._session = session
         self._pipeline = pipeline
         self._emit = emit
+        self._owner = owner
         self._attached: MemoryPlace | None = None
 
     def choose(self, step: int | None, check: Check | None) -> Candidate | None:
@@ -69,6 +72,7 @@ class Reach:
 
     def places(self) -> list[Repository]:
         """All of them, nearest first."""
+        self._owner.settle_older()
         if self._session is None:  # of several ranks all attach at once, and one may look alone
             self.attach()
         memory = [self._attached.repository] if self._attached is not None else []
@@ -77,7 +81,7 @@ class Reach:
     def attach(self) -> None:
         """Reach for the snapshot that the writer of a dead trainer offers, before a new writer takes its place."""
         url = self._config.root_url
-        if self._attached is not None or self._config.memory is None or self._pipeline.started:
+        if self._attached is not None or self._config.memory is None or self._pipeline.started or self._owner.closed:
             return
         if self._session is not None:
             self._attached, held = shares.attach(self._session, url, ATTACH_SECONDS, self._emit)
@@ -86,6 +90,7 @@ class Reach:
             self._pipeline.behind |= self._attached is not None
             held = self._attached is None and is_held(url, ATTACH_SECONDS)
         if held and self._attached is None:
+            self._owner.claim()
             self._pipeline.start()  # with the lease: what is held, and cannot be had from memory, is durable by then
 
     def detach(self) -> None:

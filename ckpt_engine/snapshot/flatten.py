@@ -13,21 +13,25 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from ckpt_engine.errors import StateError, UnstorableLeafError
 from ckpt_engine.snapshot import sharding
-from ckpt_engine.snapshot.kinds import encode_bytes, encode_float, encode_scalar, open_container
+from ckpt_engine.snapshot.kinds import encode_bytes, encode_float, encode_scalar, open_container, problem_of
 
+T = TypeVar("T")
 Path = tuple[Any, ...]
 
 INLINE_BYTES = 64
 """Bytes objects up to this size live in the manifest, longer ones in the container."""
 
-_MAX_DEPTH = 200
+MAX_DEPTH = 200
+_MAX_NESTING = 300
+"""Of the JSON, where some kinds take three levels: what is nested deeper cannot be written by a recursive encoder."""
+_SHORT = 1 << 63
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
 _VALUE = object()
 
@@ -107,9 +111,9 @@ class Flattener:
         out = Scan([], [], [], [])
         try:
             self._scan(node, out)
-        except (_UnknownLeafError, RecursionError):
+        except Exception as err:
             self.describe(node, root)  # raises with the path
-            raise
+            raise StateError(f"cannot store {show_path(root)}: {type(err).__name__}: {err}") from err
         return out
 
     def _scan(self, node: Any, out: Scan) -> None:
@@ -124,7 +128,13 @@ class Flattener:
                 out.signature.extend(map(type, node))
             for child in node.values():
                 self._scan(child, out)
-        elif kind is int or kind is str or kind is bool or node is None:
+        elif kind is str or kind is int:
+            plain = node.isascii() if kind is str else -_SHORT < node < _SHORT
+            if not plain and problem_of(node) is not None:
+                raise _UnknownLeafError
+            out.signature.append(_VALUE)
+            out.values.append(node)
+        elif kind is bool or node is None:
             out.signature.append(_VALUE)
             out.values.append(node)
         elif kind is float:
@@ -168,8 +178,10 @@ class Flattener:
             if not self._pickle_paths:
                 raise _UnknownLeafError
             # Whether this leaf may be pickled depends on its path, which only `describe` knows.
-            encoded = encode_bytes("pickle", pickle.dumps(node))
+            encoded = _pickled(node)
             out.signature.append("pickle")
+        elif problem_of(encoded) is not None:
+            raise _UnknownLeafError
         out.signature.append(_VALUE)
         out.values.append(encoded)
 
@@ -181,12 +193,14 @@ class Flattener:
         """
         leaves: list[ArrayLeaf] = []
         counter = [0]
+        for key in root:
+            _require_plain(key, root)
 
         def visit(item: Any, path: Path) -> Any:
-            if len(path) > _MAX_DEPTH:
+            if len(path) > MAX_DEPTH:
                 where = show_path(path[:8])
                 raise StateError(
-                    f"state is nested deeper than {_MAX_DEPTH} levels at {where}/… (does it contain itself?)"
+                    f"state is nested deeper than {MAX_DEPTH} levels at {where}/… (does it contain itself?)"
                 )
             kind = type(item)
             if kind in _TENSOR_TYPES:
@@ -194,7 +208,7 @@ class Flattener:
             if sharding.is_sharded(item):
                 return _sharded_leaf(item, path, leaves)
             if kind is dict and "$" not in item and all(type(k) is str for k in item):
-                return {k: visit(v, (*path, k)) for k, v in item.items()}
+                return {_key(k, path): visit(v, (*path, k)) for k, v in item.items()}
             if kind is dict:
                 return {"$": "dict", "items": [[_key(k, path), visit(v, (*path, k))] for k, v in item.items()]}
             if kind is OrderedDict:
@@ -206,20 +220,36 @@ class Flattener:
                 return [visit(v, (*path, i)) for i, v in enumerate(item)]
             if kind is tuple:
                 return {"$": "tuple", "items": [visit(v, (*path, i)) for i, v in enumerate(item)]}
-            array = None if kind in (int, str, bool, float) or item is None else _as_array(item)
-            if array is not None:
-                return _array_leaf(item, path, leaves)
-            opened = None if kind in (int, str, bool, float) or item is None else open_container(item)
-            if opened is not None:
-                children, keys, wrap = opened
-                return wrap([visit(c, (*path, k)) for c, k in zip(children, keys, strict=True)])
-            if item is not None and encode_scalar(item) is None and not self._may_pickle(path):
-                raise _unstorable(item, path)
+            if kind not in (int, str, bool, float) and item is not None:
+                if _naming(path, _as_array, item) is not None:
+                    return _array_leaf(item, path, leaves)
+                opened = _naming(path, open_container, item)
+                if opened is not None:
+                    children, keys, wrap = opened
+                    _require_plain(wrap([None] * len(children)), path)
+                    return wrap([visit(c, (*path, k)) for c, k in zip(children, keys, strict=True)])
+            self._require_storable(item, path)
             index = counter[0]
             counter[0] += 1
             return {"$": "v", "i": index}
 
-        return Skeleton(visit(node, root), tuple(leaves))
+        tree = visit(node, root)
+        if _nests_deeper(tree, _MAX_NESTING):
+            raise StateError(
+                f"the state at {show_path(root)} is nested too deeply: more than {_MAX_NESTING} levels of JSON, where "
+                "tuples take two, and dicts with keys that are no texts three"
+            )
+        return Skeleton(tree, tuple(leaves))
+
+    def _require_storable(self, item: Any, path: Path) -> None:
+        """Raises UnstorableLeafError unless the leaf has a JSON node."""
+        encoded = _naming(path, encode_scalar, item)
+        if encoded is not None:
+            _require_plain(encoded, path)
+        elif item is not None:
+            if not self._may_pickle(path):
+                raise _unstorable(item, path)
+            _naming(path, _pickled, item)
 
     def _may_pickle(self, path: Path) -> bool:
         joined = show_path(path)
@@ -228,6 +258,42 @@ class Flattener:
 
 class _UnknownLeafError(Exception):
     """Raised by the fast pass, which knows no paths."""
+
+
+def _pickled(item: Any) -> Any:
+    return encode_bytes("pickle", pickle.dumps(item))
+
+
+def _naming(path: Path, encode: Callable[[Any], T], item: Any) -> T:
+    """What `encode` makes of `item`; whatever a class of the user's raises there is told with the path."""
+    try:
+        return encode(item)
+    except Exception as err:
+        kind = f"{type(item).__module__}.{type(item).__qualname__}"
+        what = f"{type(err).__name__}: {err}"
+        raise UnstorableLeafError(f"cannot store object of type {kind} at {show_path(path)}: {what}") from err
+
+
+def _require_plain(encoded: Any, path: Path) -> None:
+    """Raises UnstorableLeafError if the encoded leaf could not be written."""
+    problem = problem_of(encoded)
+    if problem is not None:
+        raise UnstorableLeafError(f"cannot store what is at {show_path(path)}: {problem}")
+
+
+def _nests_deeper(tree: Any, levels: int) -> bool:
+    """Whether JSON has more than so many levels; not by recursion."""
+    layer = [tree]
+    for _ in range(levels + 1):
+        layer = [
+            child
+            for node in layer
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not layer:
+            return False
+    return True
 
 
 def _as_array(node: Any) -> torch.Tensor | None:
@@ -277,12 +343,11 @@ def _array_leaf(item: Any, path: Path, leaves: list[ArrayLeaf]) -> dict[str, Any
 
 
 def _key(key: Any, path: Path) -> Any:
-    if key is None or type(key) in (int, str, bool):
-        return key
     if type(key) is tuple:
         return {"$": "tuple", "items": [_key(k, path) for k in key]}
-    encoded = encode_scalar(key)
-    if encoded is None:
+    encoded = key if key is None or type(key) in (int, str, bool) else _naming(path, encode_scalar, key)
+    _require_plain(encoded, (*path, key))
+    if encoded is None and key is not None:
         raise UnstorableLeafError(
             f"cannot store a dict key of type {type(key).__name__} at {show_path(path)}",
             hint="use str, int, tuple or enum keys",
@@ -313,7 +378,15 @@ def _unstorable(item: Any, path: Path) -> UnstorableLeafError:
 
 def show_path(path: Path) -> str:
     """The path as people read it: keys joined by "/"."""
-    return "/".join(str(p) for p in path) or "(root)"
+    return "/".join(map(_shown, path)) or "(root)"
+
+
+def _shown(key: Any) -> str:
+    """A key as text that can be printed, whatever it is."""
+    try:
+        return str(key).encode(errors="backslashreplace").decode()
+    except Exception:  # noqa: BLE001 - of a class of the user's, or a number of too many digits
+        return f"({type(key).__name__})"
 
 
 def problems(node: Any, root: Path, flattener: Flattener) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpt_engine.errors import CkptError
+from ckpt_engine.snapshot.arguments import seconds
 
 if TYPE_CHECKING:
     from ckpt_engine.snapshot.pipeline import Pipeline
@@ -48,11 +49,12 @@ class SaveHandle:
             timeout: seconds; None waits up to an hour.
 
         Raises:
+            ArgumentError: `timeout` is no number.
             SnapshotSkippedError: it was not taken; nothing was lost, save again later.
             SnapshotFailedError: it did not become durable; the cause is chained.
             WaitTimeoutError: not durable yet; it may still become so.
         """
-        return self._pipeline.wait_for(self, timeout)
+        return self._pipeline.wait_for(self, seconds("timeout", timeout))
 
     @property
     def _settled(self) -> bool:

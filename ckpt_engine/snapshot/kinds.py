@@ -17,6 +17,7 @@ import fractions
 import math
 import pathlib
 import random
+import sys
 import types
 import uuid
 from collections.abc import Callable, Sequence
@@ -32,6 +33,39 @@ FACTORIES: dict[str, Callable[[], Any]] = {
     f.__name__: f for f in (list, dict, set, tuple, int, float, str, bool, collections.OrderedDict)
 }
 """Default factories of a `defaultdict` that can be named without pickle."""
+
+
+_SURELY_SHORT = 1 << 2000
+"""Below it no limit of digits ever holds."""
+
+
+def problem_of(node: Json) -> str | None:
+    """Why an encoded value could not be written, or not be read again; None: it can be both."""
+    if isinstance(node, str):
+        return None if node.isascii() or _is_unicode(node) else "a text with a lone surrogate has no bytes in UTF-8"
+    if isinstance(node, int):
+        return None if -_SURELY_SHORT < node < _SURELY_SHORT else _too_long(node)
+    if isinstance(node, dict):
+        return next((found for item in node.items() for one in item if (found := problem_of(one))), None)
+    if isinstance(node, list):
+        return next((found for one in node if (found := problem_of(one))), None)
+    return None
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _too_long(number: int) -> str | None:
+    """Python reads no number of more digits, unless the reading process was told to."""
+    most = min(sys.int_info.default_max_str_digits, sys.get_int_max_str_digits() or sys.maxsize)
+    if abs(number) < 10**most:
+        return None
+    return f"a whole number of {number.bit_length()} bits has more than {most} digits; int.to_bytes makes bytes of it"
 
 
 def type_name(cls: type) -> str:
@@ -56,7 +90,7 @@ def encode_scalar(node: Any) -> Json | None:
     if isinstance(node, enum.Enum):
         return {"$": "enum", "type": type_name(type(node)), "name": node.name}
     if isinstance(node, np.generic):
-        if node.dtype.hasobject:
+        if node.dtype.hasobject or node.dtype.names:
             return None
         return {"$": "npscalar", "dtype": node.dtype.str, "hex": node.tobytes().hex()}
     if isinstance(node, bool | int | str):

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError, WriterError
-from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, SnapshotStaged, WriterLost
-from ckpt_engine.persist.job import JobDone, Mirrored, PersistJob, SlotFreed
+from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, SnapshotSkipped, SnapshotStaged, WriterLost
+from ckpt_engine.persist.job import ErrorRecord, JobDone, Mirrored, PersistJob, SlotFreed
 from ckpt_engine.persist.pulse import Pulse
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot import headroom
-from ckpt_engine.snapshot.arena import slot_bytes
+from ckpt_engine.snapshot.arena import Slot, slot_bytes
+from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS
 from ckpt_engine.snapshot.cuda_pin import teller
 from ckpt_engine.snapshot.flatten import Flattener, LazyPredicate
 from ckpt_engine.snapshot.guard import Guard
@@ -22,11 +23,10 @@ from ckpt_engine.snapshot.lineage import Lineage
 from ckpt_engine.snapshot.mirroring import Mirroring
 from ckpt_engine.snapshot.newest import KEPT, KEPT_OF_RANKS, Newest
 from ckpt_engine.snapshot.numbering import Numbering
-from ckpt_engine.snapshot.plan import Plan, Planner
-from ckpt_engine.snapshot.request import Request
+from ckpt_engine.snapshot.plan import Capture, Plan, Planner
+from ckpt_engine.snapshot.request import Instant, Request
 from ckpt_engine.snapshot.slots import Slots
-from ckpt_engine.snapshot.software import software
-from ckpt_engine.snapshot.stage import FENCE_TIMEOUT_SECONDS, Copier, Staging
+from ckpt_engine.snapshot.stage import Copier, Staging
 from ckpt_engine.snapshot.starting import OpenWriter, Starting, outlives_the_trainer
 from ckpt_engine.snapshot.unchanged import Claims, Unchanged
 
@@ -49,6 +49,7 @@ class Pipeline:
         pickle_paths: see `Flattener`.
         check_lazy: debug mode, see `Staging`.
         session: where several ranks take each snapshot together.
+        tier: how the nearest place is called in events.
 
     `behind` is to be set where the writer of an earlier trainer may still hold the lease for a while.
 
@@ -66,8 +67,10 @@ class Pipeline:
         pickle_paths: tuple[str, ...] = (),
         check_lazy: bool = False,
         session: Session | None = None,
+        tier: str = "",
     ) -> None:
         self._open_writer = open_writer
+        self._tier = tier
         self._emit = emit
         self._check_lazy = check_lazy
         self._numbering = Numbering(session, self._cancel)
@@ -183,8 +186,9 @@ class Pipeline:
             self._writer.client.cancel(snapshot, why)
 
     def _save(self, state: Any, wanted: Request, snapshot: str | None) -> SaveHandle:
-        step, durable, parent = wanted.step, wanted.durable, self.lineage.parent
-        began, created, instant = time.perf_counter(), time.time(), time.monotonic()
+        step, durable = wanted.step, wanted.durable
+        began = time.perf_counter()
+        when = Instant(time.time(), time.monotonic(), snapshot, self.lineage.parent)
         self.before_update()
         if not self._hand_over(FENCE_TIMEOUT_SECONDS):
             raise WaitTimeoutError("the copy of the snapshot before does not get on")
@@ -203,39 +207,14 @@ class Pipeline:
         if slot is None:
             self._emit(SnapshotSkipped(step, "busy"))
             return SaveHandle(self, step, durable=durable, skipped="busy: earlier snapshots are still being written")
-        self._writer.announce(slot, self._slots.known(), capture.plan)
-        self._jobs += 1
-        self._mirroring.took(snapshot)
-        if self._pulse is not None:
-            self._pulse.fill(slot.index, self._jobs)
-        job = PersistJob(
-            job=self._jobs,
-            slot=slot.index,
-            layout=capture.plan.layout.id,
-            tree=tuple((ref.key, ref.id) for ref in capture.plan.skeletons),
-            values=capture.values,
-            step=step,
-            epoch=wanted.epoch,
-            reason=wanted.reason,
-            metrics=dict(wanted.metrics),
-            created=created,
-            instant_monotonic=instant,
-            parent=parent,
-            notes=wanted.notes,
-            software=software(),
-            snapshot=snapshot,
-            rank=self._numbering.rank,
-            common=self._numbering.common.newest(parent),
-            line=self.lineage.line(),
-        )
         handle = SaveHandle(self, step, durable=durable)
-        if durable:
-            self._pending[job.job] = (handle, slot.index)
-            if self.memory:
-                self._slots.retain(slot.index)
-        claims = self._unchanged.claim(slot.index, [one.index for one in self._slots.known()], capture)
-        submit = self._submitter(job, self._writer, handle, claims)
-        staging = Staging(capture, slot.views(capture.plan), submit, check=self._check_lazy, claims=claims)
+        self._jobs += 1
+        try:
+            staging, claims = self._ready_to_stage(wanted, capture, slot, handle, when)
+        except BaseException:
+            self._pending.pop(self._jobs, None)
+            self._slots.discard(slot.index)
+            raise
         with self._slots.undisturbed():
             staging.begin(self._copier)
         if not staging.complete:
@@ -246,14 +225,37 @@ class Pipeline:
         self._emit(SnapshotStaged("", step, handle.stall_seconds, capture.plan.nbytes, durable))
         return handle
 
+    def _ready_to_stage(
+        self, wanted: Request, capture: Capture, slot: Slot, handle: SaveHandle, when: Instant
+    ) -> tuple[Staging, Claims]:
+        """What copies the state into its slot and then hands over the job, of which the writer knows the rest."""
+        assert self._writer is not None
+        self._writer.announce(slot, self._slots.known(), capture.plan)
+        self._mirroring.took(when.snapshot)
+        if self._pulse is not None:
+            self._pulse.fill(slot.index, self._jobs)
+        common, line = self._numbering.common.newest(when.parent), self.lineage.line()
+        job = wanted.job(capture, self._jobs, slot.index, when, self._numbering.rank, common, line)
+        if handle.durable:
+            self._pending[job.job] = (handle, slot.index)
+            if self.memory:
+                self._slots.retain(slot.index)
+        claims = self._unchanged.claim(slot.index, [one.index for one in self._slots.known()], capture)
+        submit = self._submitter(job, self._writer, handle, claims)
+        return Staging(capture, slot.views(capture.plan), submit, check=self._check_lazy, claims=claims), claims
+
     def before_update(self) -> float:
         """The fence; seconds waited."""
-        staging, self._staging = self._staging, None
+        staging = self._staging
         if staging is None:
             return 0.0
-        waited = staging.fence()
-        if not staging.complete:  # devices still copy: the next update may be queued in another stream
-            self._staging = staging
+        try:
+            waited = staging.fence()
+        except Exception:
+            self._staging = None
+            raise  # after a Ctrl-C it is still there: the next update has to wait as well
+        if staging.complete:  # else devices still copy: the next update may be queued in another stream
+            self._staging = None
         return waited
 
     def _hand_over(self, timeout: float) -> bool:
@@ -269,6 +271,9 @@ class Pipeline:
             del self._unsent[number]
             if self.memory:
                 self._slots.release(job.slot)  # the writer does not know of it
+            # It has said nothing of it either.
+            told = SnapshotFailed(job.snapshot or "", job.step, self._tier, error.code, error.message, error.hint or "")
+            self._emit(told)
             if handle.durable:
                 self._settle(JobDone(job.job, None), error)
             else:
@@ -413,8 +418,8 @@ class Pipeline:
                 return
             try:
                 writer.send(job, durable=handle.durable)
-            except CkptError as err:
-                self._unsent[job.job] = (job, handle, err)
+            except Exception as err:  # noqa: BLE001 - told by `poll`, whatever it is
+                self._unsent[job.job] = (job, handle, ErrorRecord.of(err).exception())
             else:
                 if memory:
                     self._newest.tell(job.slot, None if handle.durable else handle, told)

@@ -11,138 +11,25 @@ uses a core.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 from ckpt_engine.errors import StateError, WaitTimeoutError
+from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Part, compares, tasks_of
 from ckpt_engine.snapshot.cuda_copies import DeviceCopies, Flight, Load
 from ckpt_engine.snapshot.flatten import show_path
 from ckpt_engine.snapshot.plan import Capture, Source
-from ckpt_engine.snapshot.unchanged import Claim, Claims
+from ckpt_engine.snapshot.unchanged import Claims
 
-_CHUNK_BYTES = 16 << 20
-_SMALL_BYTES = 32 << 10  # torch copies up to 32,768 elements without its thread team
-_GROUP = 512
-_GLANCE_BYTES = 4 << 10
 _HELP_BYTES = 4 << 20
 _MAX_HELPERS = 3
 _IDLE_SECONDS = 5.0
-FENCE_TIMEOUT_SECONDS = 600.0
-
-_memcmp = ctypes.CDLL(None).memcmp
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
 _Pair = tuple[torch.Tensor, torch.Tensor]
 """Destination and source."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Move:
-    """Bytes of one contiguous CPU tensor; the tensors are held so that the addresses stay valid."""
-
-    dst: torch.Tensor
-    src: torch.Tensor
-    start: int
-    nbytes: int
-
-    def run(self) -> None:
-        # ctypes drops the GIL and starts no thread team, so a thread takes one core at most from training.
-        ctypes.memmove(self.dst.data_ptr() + self.start, self.src.data_ptr() + self.start, self.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """Several small or oddly laid out tensors in one call, so that the GIL is taken once for all of them."""
-
-    dst: list[torch.Tensor]
-    src: list[torch.Tensor]
-
-    def run(self) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(self.dst, self.src)
-
-
-@dataclass(frozen=True, slots=True)
-class _Compare:
-    """Bytes that the slot is claimed to hold already; if it does not, and the claim is not hinted, they are copied."""
-
-    move: _Move
-    claim: Claim
-
-    def run(self) -> None:
-        move = self.move
-        if _memcmp(move.dst.data_ptr() + move.start, move.src.data_ptr() + move.start, move.nbytes) == 0:
-            return
-        self.claim.differs = True
-        if not self.claim.hinted:
-            move.run()
-        elif move.src._version == self.claim.version:
-            # Nobody can say any more whether it has changed before or after the instant.
-            raise StateError(
-                f"{show_path(self.claim.path)} had not changed for several snapshots, and has now without torch "
-                "noticing",
-                hint="the next snapshot copies it as all that changes; call before_update() before changing it by hand",
-            )
-        # Else training went on and changed it since the instant, whose bytes the slot has: nothing had changed by then.
-
-    def seems_right(self) -> bool:
-        """Whether both ends are the same: most changes that torch does not count are of whole tensors."""
-        move = self.move
-        dst, src = move.dst.data_ptr() + move.start, move.src.data_ptr() + move.start
-        end = max(0, move.nbytes - _GLANCE_BYTES)
-        nbytes = min(_GLANCE_BYTES, move.nbytes)
-        return all(_memcmp(dst + at, src + at, nbytes) == 0 for at in (0, end))
-
-
-_Task = _Move | _Copy | _Compare
-
-
-class _Part:
-    """Copy tasks that are complete together. Any thread may take some."""
-
-    def __init__(self, tasks: Sequence[_Task]) -> None:
-        self._work = deque(tasks)
-        self._left = len(tasks)
-        self._lock = threading.Lock()
-        self.complete = threading.Event()
-        self.error: BaseException | None = None
-        if not tasks:
-            self.complete.set()
-
-    def run_some(self) -> bool:
-        """Run one task; False when none is left to take. Errors are kept in `error`. True once more after the last."""
-        try:
-            task = self._work.popleft()
-        except IndexError:
-            return False
-        try:
-            task.run()
-        except Exception as err:  # noqa: BLE001 - raised by the fence on the training thread
-            self.error = err
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self.complete.set()
-        return True
-
-    def finish(self) -> None:
-        """Help until all tasks have run.
-
-        Raises:
-            WaitTimeoutError: another thread did not finish its task.
-        """
-        while self.run_some():
-            pass
-        if not self.complete.wait(FENCE_TIMEOUT_SECONDS):
-            raise WaitTimeoutError(f"staging did not finish within {FENCE_TIMEOUT_SECONDS:.0f} s")
 
 
 class Staging:
@@ -176,9 +63,9 @@ class Staging:
         self._views = views
         self._keep_copy = check
         self._check: list[tuple[Source, torch.Tensor, torch.Tensor]] = []
-        self.eager = _Part(())
-        self.lazy = _Part(())
-        self.hinted = _Part(())
+        self.eager = Part(())
+        self.lazy = Part(())
+        self.hinted = Part(())
         self._claims = claims or Claims()
         self._flight: Flight | None = None
         self._fenced = False
@@ -190,13 +77,23 @@ class Staging:
         Raises:
             StateError: a copy failed.
         """
+        try:
+            self._begin(copier)
+        except BaseException as err:
+            for part in (self.eager, self.lazy, self.hinted):
+                part.stop(err)
+                part.complete.wait(FENCE_TIMEOUT_SECONDS)  # the slot is filled again when this was told
+            self._settle()
+            raise
+
+    def _begin(self, copier: Copier) -> None:
         assert self._capture is not None, "it begins once"
         capture, self._capture = self._capture, None
         sources: Sequence[Source] = capture.plan.sources
         pairs = list(zip(self._views, (source.tensor(capture.arrays) for source in sources), strict=True))
         if self._keep_copy:
             self._check = [(s, v, t.detach().clone()) for s, (v, t) in zip(sources, pairs, strict=True) if s.lazy]
-        compared = {index: _compares(*pairs[index], claim) for index, claim in self._claims.by_source.items()}
+        compared = {index: compares(*pairs[index], claim) for index, claim in self._claims.by_source.items()}
         if compared:
             left = [index for index in range(len(pairs)) if index not in compared]
             sources, pairs = [sources[index] for index in left], [pairs[index] for index in left]
@@ -208,9 +105,9 @@ class Staging:
         for task in tasks:
             if task.claim.hinted and not task.seems_right():
                 task.claim.hinted = False
-        self.hinted = _Part([task for task in tasks if task.claim.hinted])
-        self.eager = _Part([*_tasks(eager), *(task for task in tasks if not task.claim.hinted)])
-        self.lazy = _Part(_tasks(lazy))
+        self.hinted = Part([task for task in tasks if task.claim.hinted])
+        self.eager = Part([*tasks_of(eager), *(task for task in tasks if not task.claim.hinted)])
+        self.lazy = Part(tasks_of(lazy))
         self._fenced = not lazy and self._flight is None
         if self._flight is not None:
             copier.devices.start(capture.plan, self._flight)
@@ -315,7 +212,7 @@ class Staging:
         if not self._settled.wait(FENCE_TIMEOUT_SECONDS):
             raise WaitTimeoutError("the staged snapshot was not handed over")
 
-    def _parts(self) -> tuple[_Part | Flight, ...]:
+    def _parts(self) -> tuple[Part | Flight, ...]:
         own = (self.eager, self.lazy, self.hinted)
         return own if self._flight is None else (*own, self._flight)
 
@@ -326,34 +223,6 @@ class Staging:
         error = next((part.error for part in self._parts() if part is not self.hinted and part.error), None)
         if error is not None:
             raise StateError(f"staging failed: {error}") from error
-
-
-def _tasks(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[_Task]:
-    small: list[tuple[torch.Tensor, torch.Tensor]] = []
-    tasks: list[_Task] = []
-    for view, tensor in pairs:
-        nbytes = view.numel() * view.element_size()
-        if nbytes >= _SMALL_BYTES and _movable(tensor):
-            tasks += _moves(view, tensor)
-        else:
-            small.append((view, tensor))
-    for at in range(0, len(small), _GROUP):
-        group = small[at : at + _GROUP]
-        tasks.append(_Copy([view for view, _ in group], [tensor for _, tensor in group]))
-    return tasks
-
-
-def _moves(view: torch.Tensor, tensor: torch.Tensor) -> list[_Move]:
-    nbytes = view.numel() * view.element_size()
-    return [_Move(view, tensor, at, min(_CHUNK_BYTES, nbytes - at)) for at in range(0, nbytes, _CHUNK_BYTES)]
-
-
-def _compares(view: torch.Tensor, tensor: torch.Tensor, claim: Claim) -> list[_Compare]:
-    return [_Compare(move, claim) for move in _moves(view, tensor)]
-
-
-def _movable(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -50,6 +50,10 @@ class Holder:
         command = " ".join([sys.executable, *sys.argv])[:_COMMAND_CHARACTERS]
         return cls(os.getpid(), socket.gethostname(), time.time(), command)
 
+    def is_process_of(self, other: Holder) -> bool:
+        """Whether both are the same process, at whatever time."""
+        return (self.pid, self.host) == (other.pid, other.host)
+
     def __str__(self) -> str:
         since = datetime.fromtimestamp(self.started, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         return f"process {self.pid} on {self.host} since {since} ({self.command})"
@@ -103,6 +107,11 @@ def acquire(
         return HeartbeatLease(lease_objects.take(slot_of(storage), asdict(holder), wait_seconds, timing), holder)
     except LeaseHeldError as err:
         other = read_holder(storage)
+        if other is not None and other.is_process_of(holder):
+            raise LeaseHeldError(
+                f"the run at {storage.url} is being written by another writer of this process: {other}",
+                hint="close() its Checkpointer, or wait until it is done; two runs at the same time need two folders",
+            ) from err
         raise LeaseHeldError(
             f"the run at {storage.url} is being written by {other or 'another process'}",
             hint="stop it, wait for it, or choose another folder",

@@ -13,6 +13,7 @@ from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.load import Live, Loaded
 from ckpt_engine.snapshot.flatten import LazyPredicate
 from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.snapshot.owners import Tenure
 from ckpt_engine.store.manifest import SnapshotInfo
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class Engine(Protocol):
     events: EventSink
     loaded: Loaded | None
     ending: Ending
+    tenure: Tenure
 
     @property
     def root_url(self) -> str: ...

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
+from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.laziness import copies_lazily
 from ckpt_engine.tracking import flags
@@ -99,6 +100,7 @@ class Tracker:
         self._asked_at: dict[Feed, float] = {}
         self._closed = False
         engine.start()
+        engine.tenure.release = self.release
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
         self._feeds = [Feed(name, source, self) for name, source in sources.items()]
         self._resume = Resume(engine, parts, self._feeds, surroundings, folder, self._log)
@@ -137,9 +139,11 @@ class Tracker:
 
         Raises:
             SnapshotFailedError: as `Checkpointer.poll`.
+            ClosedError: this is closed, or a newer one of this process has taken the run over.
             SystemExit, KeyboardInterrupt: the run was told to stop; what fits into the grace is durable.
         """
         feed = next((one for one in self._due if one.active), None)
+        self._engine.tenure.require_open()
         if self._dirty:
             self._boundary(feed)
 
@@ -269,8 +273,6 @@ class Tracker:
         elif self._steps and began is not None:
             self.evaluated(time.monotonic() - began)
 
-    # ---- optimizer steps
-
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if id(optimizer) not in self._ids:
             return
@@ -337,8 +339,6 @@ class Tracker:
             self._cadence.skipped(self._steps, obstacle)
         return False
 
-    # ---- taking
-
     def _take_at_end(self) -> None:
         reason = self._cadence.ended(self._steps)
         if reason is None:
@@ -398,7 +398,7 @@ class Tracker:
             "epoch": 0 if there is None else there["epochs"],
             "batch": 0 if there is None else there["delivered"],
             "step": self._steps,
-            "metrics": dict(self.metrics),
+            "metrics": arguments.metrics(self.metrics),
             "cadence": self._cadence.state(),
             "surroundings": self._surroundings.dump(),
             "flags": {name: flags.dump_flags(module) for name, module in self._parts.modules.items()},

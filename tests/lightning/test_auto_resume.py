@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import warnings
 from functools import partial
@@ -20,7 +19,6 @@ from torch.utils.data import DataLoader
 from ckpt_engine import checkpointer
 from ckpt_engine.errors import (
     ConfigError,
-    LeaseHeldError,
     MismatchError,
     NoUsableSnapshotError,
     ResumeError,
@@ -205,18 +203,44 @@ def test_another_model_is_named_before_data_is_read(tmp_path: Path) -> None:
     assert "net.4.weight: [1, 8] saved, [2, 8] here" in text
 
 
-def test_a_second_process_on_the_same_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease names its holder."""
-    monkeypatch.setattr(settings, "LEASE_WAIT_SECONDS", 0.05)
+def test_a_run_that_was_not_closed_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell whose fit failed, and whose callbacks failed with it, is run again: it goes on at once."""
+    monkeypatch.setattr(settings, "LEASE_WAIT_SECONDS", 0.0)
+
+    class Failing(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            if trainer.global_step == 3:
+                raise ZeroDivisionError
+
+        def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+            raise KeyError("before others hear of it")
+
+    case = Case(trainer={"max_epochs": 2})
+    reference = fit(case, [])
+    with pytest.raises(KeyError) as kept:
+        fit(case, [Failing(), *every_batch(tmp_path)])
+    resumed = fit(case, every_batch(tmp_path), ckpt_path="auto", seed=5)
+    trained = [entry for entry in resumed.trace if entry[0] == "train"]
+    assert trained[0][3] == 3
+    assert resumed.trace == reference.trace[len(reference.trace) - len(resumed.trace) :]
+    assert kept.tb is not None
+
+
+def test_a_fit_that_lost_its_run_goes_on_without_snapshots(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Somebody opens a second Checkpointer on the same folder by mistake, in the same process: that is said."""
+    others = []
 
     class Second(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if trainer.global_step == 2:
-                with pytest.raises(LeaseHeldError, match=str(os.getpid())):
-                    other = checkpointer.Checkpointer(str(tmp_path), writer="thread")
-                    other.start()
+                others.append(checkpointer.Checkpointer(str(tmp_path), writer="thread"))
+                others[0].start()
 
-    fit(Case(trainer={"max_epochs": 1}), [*every_batch(tmp_path), Second()])
+    outcome = fit(Case(trainer={"max_epochs": 1}), [every_batch(tmp_path)[0], Second()])
+    others[0].close()
+    assert len([entry for entry in outcome.trace if entry[0] == "train"]) == 6
+    assert "was not closed" in caplog.text
+    assert saved(tmp_path)[-1].step == 2
 
 
 def test_a_forgotten_ckpt_path_is_pointed_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +16,7 @@ from ckpt_engine.observe.events import Notice, SnapshotCommitted, SnapshotFailed
 from ckpt_engine.persist.job import JobDone
 from ckpt_engine.persist.mailbox import Message
 from ckpt_engine.persist.thread import ThreadWriter
+from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.persist.conftest import Writers
@@ -88,6 +91,24 @@ def test_a_failed_job_is_told_and_the_next_one_works(writers: Writers, stage: St
     assert outcome(client, good.job).ok
     assert [i.step for i in check_all(writers.root)] == [4]
     assert len(list((writers.root / "data").iterdir())) == 1
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_a_job_with_an_impossible_step_fails_alone(writers: Writers, stage: Stage, memory: bool) -> None:
+    """Whatever a caller has let through: the writer lives, and correct jobs queued around it become durable."""
+    client = writers.start(memory=memory)
+    stage.share(client)
+    steps: list[Any] = [1, -1, 1.0, "2", None, True, [], 2]
+    jobs = [replace(stage.job(number), step=step) for number, step in enumerate(steps, 1)]
+    for job in jobs:
+        client.submit(job)
+    assert client.drain(WAIT_SECONDS)
+    heard = client.poll()
+    assert [one.ok for one in heard if isinstance(one, JobDone)] == [True, *[False] * 6, True]
+    failed = [m for m in heard if isinstance(m, SnapshotFailed)]
+    assert len(failed) == 6 and all("is no step" in one.message for one in failed)
+    assert client.alive and not [m for m in heard if isinstance(m, WriterLost)]
+    assert [i.step for i in Repository(LocalStorage(writers.root)).list()] == [1, 2]
 
 
 def test_a_broken_folder_fails_jobs_until_it_is_mended(writers: Writers, stage: Stage) -> None:

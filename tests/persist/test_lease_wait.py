@@ -21,19 +21,31 @@ from tests.persist.staged import WAIT_SECONDS, Stage
 @pytest.mark.parametrize("kind", [ProcessWriter, ThreadWriter], ids=["process", "thread"])
 def test_a_second_writer_says_at_once_whom_it_waits_for(kind: Any, processes: Writers) -> None:
     """Process, machine, since when, how long, and how to end it; before it is refused."""
-    processes.start()
+    other = os.getppid()
+    processes.start(holder={"pid": other})
     heard: list[Event] = []
     with pytest.raises(LeaseHeldError):
         kind.start(completed(WriterConfig(str(processes.root), lease_wait_seconds=0.5)), heard.append)
     (notice,) = heard
     assert isinstance(notice, Notice) and notice.level == "WARNING"
     for word in (
-        f"process {os.getpid()} on {socket.gethostname()} since ",
+        f"process {other} on {socket.gethostname()} since ",
         "at most 0.5 s",
         f"`ckpt stop file://{processes.root}`",
         "another folder",
     ):
         assert word in notice.message
+
+
+def test_another_writer_of_the_same_process_is_no_stranger(processes: Writers) -> None:
+    """It finishes by itself: whoever followed an advice to stop its process would end the trainer."""
+    processes.start()
+    heard: list[Event] = []
+    with pytest.raises(LeaseHeldError, match="another writer of this process") as caught:
+        ProcessWriter.start(completed(WriterConfig(str(processes.root), lease_wait_seconds=0.3)), heard.append)
+    (notice,) = heard
+    assert isinstance(notice, Notice) and notice.level == "INFO"
+    assert "ckpt stop" not in notice.message and "stop" not in str(caught.value)
 
 
 def test_a_writer_that_finishes_for_a_dead_trainer_is_no_alarm(processes: Writers) -> None:

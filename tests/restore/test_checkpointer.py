@@ -16,7 +16,6 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.errors import (
     ConfigError,
     ForeignError,
-    LeaseHeldError,
     MismatchError,
     NotAFolderError,
     NoUsableSnapshotError,
@@ -238,15 +237,28 @@ def test_a_damaged_piece_is_noticed_when_streaming_into_live_tensors(tmp_path: P
     assert same(back, state(1)) and same(live["model"], state(1)["model"])
 
 
-def test_a_second_process_is_refused_naming_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two jobs cannot write one run."""
-    monkeypatch.setattr("ckpt_engine.persist.settings.LEASE_WAIT_SECONDS", 0.2)
+SECOND = """
+import sys
+from ckpt_engine import Checkpointer
+from ckpt_engine.persist import settings
+settings.LEASE_WAIT_SECONDS = 0.2
+second = Checkpointer(sys.argv[1])
+try:
+    second.save({"w": 1}, step=2)
+finally:
+    print(second.load())
+"""
+
+
+def test_a_second_process_is_refused_naming_the_first(tmp_path: Path) -> None:
+    """Two jobs cannot write one run; both can read it."""
     with Checkpointer(tmp_path / "run") as first:
-        first.save(state(1), step=1).wait(30)
-        second = Checkpointer(tmp_path / "run")
-        with pytest.raises(LeaseHeldError, match=str(os.getpid())):
-            second.save(state(2), step=2)
-        assert same(second.load(), state(1))
+        first.save({"w": 1}, step=1).wait(30)
+        command = [sys.executable, "-c", SECOND, str(tmp_path / "run")]
+        child = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
+        assert "LeaseHeldError" in child.stderr and f"process {os.getpid()} on" in child.stderr
+        assert child.stdout.strip() == "{'w': 1}"
+        first.save({"w": 2}, step=2).wait(30)
     with Checkpointer(tmp_path / "run") as third:
         third.save(state(3), step=3).wait(30)
 

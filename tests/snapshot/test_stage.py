@@ -15,10 +15,11 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.errors import StateError
 from ckpt_engine.snapshot import pipeline
 from ckpt_engine.snapshot.arena import Slot, slot_bytes
+from ckpt_engine.snapshot.copying import Part
 from ckpt_engine.snapshot.flatten import Flattener, Path
 from ckpt_engine.snapshot.plan import Planner
 from ckpt_engine.snapshot.slots import Slots
-from ckpt_engine.snapshot.stage import Copier, Staging, _Part
+from ckpt_engine.snapshot.stage import Copier, Staging
 from tests.peers.writers import until
 from tests.persist.staged import WAIT_SECONDS
 
@@ -97,7 +98,7 @@ class InPairs(Staging):
             def run(self) -> None:
                 both.wait(PATIENCE_SECONDS)
 
-        self.eager = _Part([Task(), Task()])  # type: ignore[list-item]
+        self.eager = Part([Task(), Task()])  # type: ignore[list-item]
 
     def help_lazily(self) -> None:
         """There is nothing lazy."""

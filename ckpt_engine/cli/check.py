@@ -1,4 +1,4 @@
-"""Re-reads every byte of snapshots and says what is wrong and which tensor it hits. No torch."""
+"""Re-reads every byte of a run and says what is wrong and which tensor it hits. No torch."""
 
 from __future__ import annotations
 
@@ -9,13 +9,26 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
-from ckpt_engine.store import container, layout
+from ckpt_engine.persist import parts
+from ckpt_engine.persist.status import parse_status
+from ckpt_engine.preempt.rollback import parse_rollback
+from ckpt_engine.store import catalog, container, layout, pins
 from ckpt_engine.store.decode import is_plain, require_decodable, stored_pieces
 from ckpt_engine.store.digest import PIECE_BYTES, digest
+from ckpt_engine.store.lease import parse_holder
 from ckpt_engine.store.manifest import Entry, Manifest, Partial, Piece
-from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.repository import Repository, parse_record
 
 READERS = 2
+_LOOKS = 3
+_NEXT = {
+    layout.RECORD: "the next start writes it again",
+    layout.LEASE: "the next start writes it again",
+    layout.CATALOG: "it is a cache, and not used",
+    layout.PINS: "the snapshot stays pinned; `ckpt pin` writes it again",
+    layout.PARTS: "its snapshot is not completed; those before are not hit",
+}
+"""What happens or is to be done where a file of this kind is damaged."""
 _PENDING_PER_READER = 2
 
 
@@ -75,11 +88,68 @@ class Checker:
             return self._verdict(snapshot, [Problem(err.code, err.message)], 0)
         except FormatError as err:
             return Verdict(snapshot, (Problem(err.code, err.message, layout.manifest_name(snapshot)),), 0)
+        problems, read_bytes = self._data(manifest, layout.manifest_name(snapshot))
+        return self._verdict(snapshot, problems, read_bytes, manifest.info.partial)
+
+    def check_others(self) -> tuple[Problem, ...]:
+        """What is wrong with the files that are of no snapshot: `Problem.file` names them."""
+        problems: list[Problem] = []
+        for item in self._storage.list(""):
+            check = self._other(item.name)
+            if check is not None:
+                problems += self._found(item.name, check)
+        return tuple(problems)
+
+    def _other(self, name: str) -> Callable[[bytes, str], object] | None:
+        """What reads all of the file of this name and raises if that is not possible; None: it is not to be checked."""
+        if (pinned := layout.pin_id(name)) is not None:
+            return lambda text, where: pins.check(text, pinned.id, where)
+        if layout.part_owner(name) is not None:
+            return lambda text, where: self._part(text, name, where)
+        readers: dict[str, Callable[[bytes, str], object]] = {
+            layout.RECORD: lambda text, _: self._record(text),
+            layout.LEASE: parse_holder,
+            layout.STATUS: parse_status,
+            layout.ROLLBACK: parse_rollback,
+            layout.CATALOG: lambda text, _: catalog.decode(text, self._repository.run_id, {}),
+        }
+        return readers.get(name)
+
+    def _found(self, name: str, check: Callable[[bytes, str], object]) -> list[Problem]:
+        where = f"{self._storage.url}/{name}"
+        for looks_left in reversed(range(_LOOKS)):
+            try:
+                check(self._storage.get(name), where)
+            except StorageMissingError:
+                return []  # removed meanwhile
+            except FormatError as err:
+                if looks_left == 0:  # a running writer may have been writing it
+                    return [
+                        Problem(err.code, f"{err.message} → {err.hint or _NEXT.get(_kind(name), 'remove it')}", name)
+                    ]
+            else:
+                return []
+        raise AssertionError
+
+    def _record(self, text: bytes) -> None:
+        run, snapshots = parse_record(text, self._storage.url).run, self._repository.run_of_manifests()
+        if snapshots not in (None, run):
+            raise CorruptError(f"it is of run {run}, the snapshots are of {snapshots}")
+
+    def _part(self, text: bytes, name: str, where: str) -> None:
+        part, owner = parts.decode(text, where), layout.part_owner(name)
+        if owner is None or (part.manifest.info.id, part.rank) != (owner[0].id, owner[1]):
+            raise CorruptError(f"{where} is of rank {part.rank} and of {part.manifest.info.id}")
+        for problem in self._data(part.manifest, name)[0]:
+            raise CorruptError(f"{problem.file}: {problem.entry or ''}: {problem.message}")
+
+    def _data(self, manifest: Manifest, name: str) -> tuple[list[Problem], int]:
+        """What is wrong with the data that the manifest in the file `name` needs, and how many bytes were read."""
         problems: list[Problem] = []
         try:
             require_decodable(manifest)
         except CorruptError as err:
-            problems.append(Problem(err.code, err.message, layout.manifest_name(snapshot)))
+            problems.append(Problem(err.code, err.message, name))
         read_bytes = 0
         sizes = {item.name: item.nbytes for item in self._storage.list(layout.DATA)}
         for index, file in enumerate(manifest.files):
@@ -96,7 +166,7 @@ class Checker:
                 problems += found
                 read_bytes += nbytes
                 self._advance(nbytes)
-        return self._verdict(snapshot, problems, read_bytes, manifest.info.partial)
+        return problems, read_bytes
 
     def _verdict(
         self, snapshot: str, problems: Sequence[Problem], read_bytes: int, partial: Partial | None = None
@@ -162,6 +232,11 @@ class Checker:
         if memory is None or len(memory) < nbytes:
             memory = self._buffers.memory = bytearray(max(nbytes, PIECE_BYTES))
         return memoryview(memory)[:nbytes]
+
+
+def _kind(name: str) -> str:
+    folder, found, _ = name.rpartition("/")
+    return folder + found or name
 
 
 def _in_file(manifest: Manifest, entry: Entry, index: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -24,10 +24,11 @@ MAX_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class _Copies:
-    """The verdicts on the copies of one place."""
+    """The verdicts on the copies of one place, and what is wrong with its other files."""
 
     url: str
     verdicts: tuple[Verdict, ...]
+    others: tuple[Problem, ...]
 
 
 @click.command("verify", short_help="Check every stored byte of every copy.")
@@ -38,7 +39,7 @@ def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
     """Read every byte of SNAPSHOTs (default: all) again and compare it with its digest.
 
     Of a ckpt.yaml every copy on every tier is read. Says which tensors are hit, and ends with exit code 1 if any copy
-    is damaged.
+    is damaged. Without SNAPSHOTs all other files of the run are checked as well.
     """
     run = open_run(root)
     wanted = list(dict.fromkeys(run.find(name)[0] for name in snapshots)) or [parsed.id for parsed in run.holders]
@@ -50,13 +51,15 @@ def command(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
         bar.update(task, total=sum(sum(ids.values()) for _, ids in sizes))
         for place, ids in sizes:
             try:
-                verdicts = _check(place, list(ids), lambda read: bar.advance(task, read))
+                checker = Checker(place, lambda read: bar.advance(task, read))
+                verdicts = tuple(checker.check(snapshot) for snapshot in ids)
+                others = () if snapshots else checker.check_others()
             except CkptError as err:
                 if not run.is_tiered:
                     raise
                 away.append(Away(place.storage.url, err.code, err.message))
             else:
-                checked.append(_Copies(place.storage.url, verdicts))
+                checked.append(_Copies(place.storage.url, verdicts, others))
     if as_json:
         print_json(_json(run, checked, away))
     else:
@@ -74,13 +77,8 @@ def _sizes(run: Run, place: Repository, wanted: Sequence[str]) -> dict[str, int]
     return {snapshot: nbytes.get(snapshot, 0) for snapshot in wanted if snapshot in there}
 
 
-def _check(place: Repository, ids: Sequence[str], advance: Callable[[int], object]) -> tuple[Verdict, ...]:
-    checker = Checker(place, advance)
-    return tuple(checker.check(snapshot) for snapshot in ids)
-
-
 def _all_ok(checked: Sequence[_Copies]) -> bool:
-    return all(verdict.ok for copies in checked for verdict in copies.verdicts)
+    return all(not copies.others and all(verdict.ok for verdict in copies.verdicts) for copies in checked)
 
 
 def _json(run: Run, checked: Sequence[_Copies], away: Sequence[Away]) -> dict[str, object]:
@@ -97,8 +95,13 @@ def _json(run: Run, checked: Sequence[_Copies], away: Sequence[Away]) -> dict[st
         for copies in checked
         for verdict in copies.verdicts
     ]
+    others = [
+        {"tier": copies.url, "file": problem.file, "code": problem.code, "message": problem.message}
+        for copies in checked
+        for problem in copies.others
+    ]
     left_out = [dataclasses.asdict(one) for one in away]
-    return {"root": run.tiers[0], "ok": _all_ok(checked), "snapshots": rows, "away": left_out}
+    return {"root": run.tiers[0], "ok": _all_ok(checked), "snapshots": rows, "others": others, "away": left_out}
 
 
 def _print(checked: Sequence[_Copies], away: Sequence[Away], *, is_tiered: bool) -> None:
@@ -106,13 +109,18 @@ def _print(checked: Sequence[_Copies], away: Sequence[Away], *, is_tiered: bool)
         if is_tiered:
             click.secho(copies.url, bold=True)
         _print_verdicts(copies.verdicts)
+        for problem in copies.others:
+            click.secho(f"{problem.file}  DAMAGED", fg="red")
+            click.echo(f"  [{problem.code}] {problem.message}")
     verdicts = [verdict for copies in checked for verdict in copies.verdicts]
     whole = sum(verdict.ok and not verdict.forgotten for verdict in verdicts)
     read_bytes = sum(verdict.read_bytes for verdict in verdicts)
     total = count(len(verdicts), "snapshot")
     if is_tiered:
         total = "1 copy" if len(verdicts) == 1 else f"{len(verdicts):,} copies"
-    click.echo(f"{whole:,} of {total} whole, {units.size(read_bytes)} read")
+    damaged = sum(len(copies.others) for copies in checked)
+    others = f", {count(damaged, 'other file')} damaged" if damaged else ""
+    click.echo(f"{whole:,} of {total} whole{others}, {units.size(read_bytes)} read")
     print_away(away)
 
 

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 
 from ckpt_engine.cli.check import Checker
+from ckpt_engine.store import layout, pins
 from ckpt_engine.store.digest import PIECE_BYTES
-from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.repository import Repository, RunRecord, encode_record
 from ckpt_engine.store.storage.open import open_storage
 
 Ckpt = Callable[..., Any]
@@ -176,3 +178,54 @@ def test_a_terminal_sees_progress_and_colours(run_folder: Any, arrays: Any) -> N
     assert os.read(answer, 100_000).startswith(f"\x1b[32m{snapshot}  ok\x1b[0m".encode())
     for fd in (answer, answer_end, bar, bar_end):
         os.close(fd)
+
+
+def test_every_other_file_of_a_run_is_checked_and_comes_with_what_to_do(
+    ckpt: Ckpt, run_folder: Any, arrays: Any
+) -> None:
+    """Record, lease, status, rollback, catalog, pins and part records; a single snapshot is checked alone."""
+    snapshot = run_folder.add(1, arrays)
+    storage = open_storage(str(run_folder.path))
+    repository = Repository(storage)
+    with acquire(storage):
+        repository.create_if_absent()
+    pins.pin(repository, snapshot, "the best")
+    part = layout.part_name(layout.snapshot_id(2, 2), 0)
+    names = [
+        layout.RECORD,
+        layout.LEASE,
+        layout.STATUS,
+        layout.ROLLBACK,
+        layout.CATALOG,
+        layout.pin_name(snapshot),
+        part,
+    ]
+    said = {}
+    for name in names:
+        path = run_folder.path / name
+        path.parent.mkdir(exist_ok=True)
+        before = path.read_bytes() if path.exists() else None
+        path.write_bytes((before or b"{") + b"?")
+        result = ckpt("verify", run_folder.path)
+        assert result.code == 1
+        assert f"{snapshot}  ok\n{name}  DAMAGED\n  [CKPT40" in result.out
+        assert "1 of 1 snapshot whole, 1 other file damaged" in result.out
+        found = ckpt("verify", run_folder.path, "--json").json
+        assert (found["ok"], [other["file"] for other in found["others"]]) == (False, [name])
+        said[name] = found["others"][0]["message"].partition(" → ")[2]
+        assert ckpt("verify", run_folder.path, "latest").code == 0
+        path.unlink() if before is None else path.write_bytes(before)
+    assert said[layout.RECORD].endswith("the next start writes it again")
+    assert "`ckpt pin`" in said[layout.pin_name(snapshot)]
+    assert all(said.values())
+    assert ckpt("verify", run_folder.path).code == 0
+
+
+def test_a_record_of_another_run_is_damage(ckpt: Ckpt, run_folder: Any, arrays: Any) -> None:
+    """It would make a healthy tier "another run"."""
+    run_folder.add(1, arrays)
+    path = run_folder.path / layout.RECORD
+    path.write_bytes(encode_record(RunRecord("0" * 32, 1.0)))
+    result = ckpt("verify", run_folder.path)
+    assert result.code == 1
+    assert f"[CKPT401] it is of run {'0' * 32}, the snapshots are of " in result.out

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.errors import CorruptError, ForeignError, FormatError
-from ckpt_engine.store.container import DTYPES, build_header, container_form, header_nbytes, parse_header
+from ckpt_engine.store.container import DTYPES, build_header, container_form, data_header, header_nbytes, parse_header
 
 _law = settings(max_examples=80, deadline=None)  # a busy machine is no failure
 _OTHER = ["complex128", "complex32", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"]
@@ -140,3 +140,20 @@ def test_holes_and_overlaps_are_corrupt() -> None:
     text = b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[4,8]}}'
     with pytest.raises(CorruptError, match="'a'"):
         parse_header(len(text).to_bytes(8, "little") + text)
+
+
+def test_every_flipped_bit_in_the_header_of_a_data_file_is_found() -> None:
+    """In names, types, sizes, padding, length and digest; other programs read such headers as any other."""
+    entries = [("w~[0:8]~rows", "U8", (8,), 8), ("grüße", "F32", (2, 1), 8)]
+    header = data_header(entries)
+    parsed = parse_header(header)
+    assert [(one.name, one.shape) for one in parsed.entries] == [("w~[0:8]~rows", (8,)), ("grüße", (2, 1))]
+    assert parsed.metadata["format"] == "pt"
+    assert set(safetensors.torch.load(header + bytes(16))) == {"w~[0:8]~rows", "grüße"}
+    assert len(header) == len(build_header(entries)) == 4096
+    text = len(header.rstrip())
+    for bit in [*range(8 * text), *range(8 * text, 8 * len(header), 997)]:
+        damaged = bytearray(header)
+        damaged[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(FormatError):
+            parse_header(bytes(damaged))

@@ -1,9 +1,9 @@
 """The campaign of bit flips: `python -m tests.faults.flips --flips 2400 --seed 1`.
 
-A small run on three tiers has every kind of file: record, lease, status, rollback, catalog, pins, manifests, part records,
-and data files raw, with differences between rows, compressed, and as differences between snapshots. Each flip changes one
-bit of one file. Then `ckpt verify` of that tier must name the file, and whatever is loaded from that tier alone must be
-what was saved, or a coded error. Kinds get equally many flips.
+A small run on three tiers has every kind of file: record, lease, status, rollback, catalog, pins, manifests,
+part records, and data files raw, with differences between rows, compressed, and as differences between snapshots. Each
+flip changes one bit of one file. Then `ckpt verify` of that tier must name the file, and whatever is loaded from that
+tier alone must be what was saved, or a coded error. Kinds get equally many flips.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing_extensions import override
 from accelerate_ckpt.compat import Internals, source_of
 from accelerate_ckpt.parts import AcceleratedParts
 from accelerate_ckpt.ranks import ranks_of
-from accelerate_ckpt.transformers_compat import TrainerInternals
+from accelerate_ckpt.transformers_compat import TrainerInternals, trainer_above
 from accelerate_ckpt.transformers_ranks import meet
 from accelerate_ckpt.transformers_state import NOTE, TrainerSurroundings, as_file
 from ckpt_engine.checkpointer import Checkpointer
@@ -30,6 +30,7 @@ from ckpt_engine.tracking.resume import IMPORTED
 from ckpt_engine.tracking.tracker import Tracker
 
 _FILE = "trainer_state.json"
+_RESUME = "trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer))"
 _LOADER = "loader"
 _OTHERS = (
     "the samples of a step (batch size x gradient_accumulation_steps x processes) are others, or a callback has ended "
@@ -51,6 +52,9 @@ class TransformersCallback(TrainerCallback):
     trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer))     # None on a fresh start
     ```
 
+    With `resume="auto"` a plain `trainer.train()` does the same. Without either, training starts fresh, and the
+    snapshots that are there stay.
+
     The trainer's own checkpoints, `load_best_model_at_end` included, stay as they are. With several ranks (`torchrun`)
     each of them makes the callback and calls `resume_from`.
 
@@ -69,6 +73,8 @@ class TransformersCallback(TrainerCallback):
         self._engine: Checkpointer | None = None
         self._tracker: Tracker | None = None
         self._folder: Path | None = None
+        self._asked = False
+        """`resume_from` was called for the training that begins next."""
         self._imported = False
         self._unchecked = False
         """transformers has counted where it resumes, and nobody has compared that yet."""
@@ -101,17 +107,10 @@ class TransformersCallback(TrainerCallback):
             ResumeError: the newest snapshot is not of a `Trainer`.
             LeaseHeldError, StorageError, WriterError: as `Checkpointer.start`.
         """
-        self._release()
-        internals = TrainerInternals(trainer)
-
-        def check() -> None:
-            _require(self, trainer)
-            internals.probe()
-
-        engine = Checkpointer(self.config, ranks=ranks_of(trainer.accelerator, Internals(trainer.accelerator)))
-        meet(engine, check)
-        self._trainer, self._internals, self._engine = trainer, internals, engine
-        engine.start()
+        engine, internals = self._open(trainer)
+        self._asked = True
+        if self.config.resume == "off":
+            return None
         candidate = engine.choose()
         if candidate is None:
             return None
@@ -130,19 +129,68 @@ class TransformersCallback(TrainerCallback):
         internals.keep_weights()
         return str(self._folder)
 
+    def _open(self, trainer: Trainer) -> tuple[Checkpointer, TrainerInternals]:
+        """The run's lease, taken for this trainer, on all of its ranks."""
+        self._release()
+        internals = TrainerInternals(trainer)
+
+        def check() -> None:
+            _require(self, trainer)
+            internals.probe()
+
+        engine = Checkpointer(self.config, ranks=ranks_of(trainer.accelerator, Internals(trainer.accelerator)))
+        meet(engine, check)
+        self._trainer, self._internals, self._engine = trainer, internals, engine
+        engine.start()
+        return engine, internals
+
+    def _open_unasked(self, step: int) -> None:
+        """As `_open`, where training has begun without a word about resuming.
+
+        Raises:
+            ConfigError: it goes on from a checkpoint of transformers' own, or it is too late to resume.
+        """
+        trainer = trainer_above()
+        if trainer is None:
+            raise ConfigError("the trainer that calls this callback cannot be found", hint=_RESUME)
+        if step:
+            raise ConfigError(
+                f"training goes on at step {step} of a checkpoint of transformers' own, and what was trained before is "
+                "in no snapshot",
+                hint=f"{_RESUME}; `ckpt import` takes over such a checkpoint",
+            )
+        engine, _ = self._open(trainer)
+        if self.config.resume == "auto" and engine.snapshots(nearest=True):
+            self._release()
+            raise ConfigError(
+                "resume='auto' needs a callback that the trainer is made with, and this one was added later",
+                hint=f"Trainer(..., callbacks=[ckpt]), or {_RESUME}",
+            )
+        engine.start_fresh(f"{_RESUME}, or TransformersCallback(..., resume='auto')")
+
     # ---- events
+
+    @override
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
+    ) -> None:
+        """With `resume: auto`, `train` asks for the newest snapshot by itself."""
+        trainer = trainer_above() if self.config.resume == "auto" else None
+        if trainer is not None:
+            TrainerInternals(trainer).train_with(lambda: None if self._asked else self.resume_from(trainer))
 
     @override
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
     ) -> None:
         """Everything is prepared: put the snapshot back, and take snapshots from here on."""
+        unasked, self._asked = not self._asked, False
+        if unasked:
+            self._open_unasked(state.global_step)
         trainer, internals, engine = self._trainer, self._internals, self._engine
-        if trainer is None or internals is None or engine is None:
-            raise ConfigError(
-                "training began without resume_from(): nobody has looked for snapshots",
-                hint="trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer))",
-            )
+        assert trainer is not None
+        assert internals is not None
+        assert engine is not None
         resumed = self._folder is not None
         if not self._imported:
             self._remove_folder()
@@ -161,6 +209,7 @@ class TransformersCallback(TrainerCallback):
             surroundings,
             trainer="transformers",
             folder=Path(args.output_dir or "."),
+            fresh=unasked,
         )
         self._unchecked = resumed and not self._imported
         self._saved_epoch = _saved_epoch(engine, int(getattr(source.outer, source.counter)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -31,6 +32,17 @@ _RUNNING_LOSS = "_tr_loss"  # 5.0 and later; a local variable of the loop before
 _LAST_LOGGED = "_globalstep_last_logged"
 _TOTAL_LOSS = "_total_loss_scalar"
 _FIRST_STEP = "_initial_global_step"
+
+
+def trainer_above() -> Trainer | None:
+    """The trainer whose method calls this, through whatever: it hands itself to none of its callbacks."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer):
+            return owner
+        frame = frame.f_back
+    return None
 
 
 class TrainerInternals:
@@ -67,6 +79,17 @@ class TrainerInternals:
             )
 
     # ---- what the trainer does when it resumes, and we do instead
+
+    def train_with(self, checkpoint: Callable[[], str | None]) -> None:
+        """`train()` without `resume_from_checkpoint`, and of no trial, resumes from `checkpoint()`. Stays for good."""
+        original = self._trainer.train
+
+        def train(resume_from_checkpoint: Any = None, trial: Any = None, *arguments: Any, **more: Any) -> Any:
+            if resume_from_checkpoint is None and trial is None:
+                resume_from_checkpoint = checkpoint()
+            return original(resume_from_checkpoint, trial, *arguments, **more)
+
+        self._trainer.train = train
 
     def keep_weights(self) -> None:
         """The folder that the trainer resumes from has no weights; they come from the snapshot. Undone by `unwrap`."""

@@ -150,6 +150,15 @@ class Checkpointer:
         self._pipeline.lineage.fresh(how)
         self._say_what_stays()
 
+    def go_on_after(self, info: SnapshotInfo) -> None:
+        """Training goes on from this snapshot although its state came from elsewhere, such as this process itself."""
+        self._reach.go_on_after(info)
+
+    @property
+    def attempt(self) -> str:
+        """What names this process in the line of its snapshots."""
+        return self._pipeline.lineage.line().attempt
+
     def prepare(self, state: Any, *, lazy: LazyPredicate | None = None, share: float | None = None) -> None:
         """Announce the state: the arena is made ready in the background, so that the first snapshot is as fast as any.
 

@@ -16,7 +16,8 @@ from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
 from lightning_ckpt.cli_restart import allow_restart
 from lightning_ckpt.compat import Internals
-from lightning_ckpt.resume import AUTO, Resume
+from lightning_ckpt.fresh import AUTO, Fitted
+from lightning_ckpt.resume import Resume
 from lightning_ckpt.run import FitRun
 
 _log = logging.getLogger("lightning_ckpt")
@@ -40,6 +41,7 @@ class AdaptiveCheckpoint(Callback):
         status: where the run says how it stands, e.g. {"file": "status.json", "port": 9400}.
         guard: "off", "nan" or "loss_spike": what ends training before it is saved.
         rollback: as `guard`, and the next start goes back, e.g. {"on": "loss_spike", "skip_batches": 200}.
+        resume: "auto" goes on from the newest snapshot where `fit` is given no `ckpt_path`; "off" never does.
         on_error: "warn" or "raise" when a snapshot fails in the background.
         writer: "process" or "thread".
         linger: how long the memory tier waits for a restarted trainer.
@@ -73,6 +75,7 @@ class AdaptiveCheckpoint(Callback):
         status: dict[str, Any] | None = None,
         guard: str | None = None,
         rollback: dict[str, Any] | None = None,
+        resume: str | None = None,
         on_error: str | None = None,
         writer: str | None = None,
         linger: float | str | None = None,
@@ -88,6 +91,7 @@ class AdaptiveCheckpoint(Callback):
         self._source, self._options = config, options
         self._run: FitRun | None = None
         self._idle: Internals | None = None
+        self._fitted: Fitted | None = None
 
     @property
     @override
@@ -97,7 +101,7 @@ class AdaptiveCheckpoint(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the options, and has not begun: a run belongs to one trainer and one process."""
-        return {**vars(self), "_run": None, "_idle": None}
+        return {**vars(self), "_run": None, "_idle": None, "_fitted": None}
 
     # ---- setup and teardown
 
@@ -114,7 +118,9 @@ class AdaptiveCheckpoint(Callback):
             self._idle.probe()
             self._idle.wrap_resume_start(_start_fresh)
         else:
+            fitted, self._fitted = self._fitted, None
             self._run = FitRun(trainer, pl_module, self.config, self, live_file(self._source, self._options))
+            self._run.resume.fresh.fitted = fitted
             self._run.connect()
             allow_restart(trainer, self._run.checkpointer)
 
@@ -123,6 +129,7 @@ class AdaptiveCheckpoint(Callback):
         run, self._run = self._run, None
         self._release()
         if run is not None:
+            self._fitted = Fitted(trainer, pl_module, run.checkpointer.attempt)
             run.close()
 
     @override

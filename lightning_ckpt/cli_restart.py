@@ -7,7 +7,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 
 from ckpt_engine.checkpointer import Checkpointer
 from lightning_ckpt.compat import callbacks_of
-from lightning_ckpt.resume import AUTO
+from lightning_ckpt.fresh import AUTO
 
 
 def allow_restart(trainer: pl.Trainer, checkpointer: Checkpointer) -> None:

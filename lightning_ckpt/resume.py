@@ -42,13 +42,13 @@ from lightning_ckpt import epoch_start, loop_state, sharded, weights
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.capture import OWN_KEY, OWN_VERSION
 from lightning_ckpt.compat import Internals, callbacks_of
+from lightning_ckpt.fresh import AUTO, Fresh
 from lightning_ckpt.kept import Kept, calls_the_users
 from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.ranks import replicas_of
 
 _log = logging.getLogger("lightning_ckpt")
 
-AUTO = "auto"
 TRAIN_START = "on_train_start"
 _NOT_IN_A_FILE = {
     "random streams": "a file of Lightning has none: they go on as this process has seeded them",
@@ -91,6 +91,7 @@ class Resume:
         self._loaded_as: weights.Dtypes = {}
         self._callbacks: Mapping[str, Any] = {}
         self._kept: Kept | None = None
+        self.fresh = Fresh(trainer, module, checkpointer)
         self.report: ReportDraft | None = None
         self.pending = False
 
@@ -104,8 +105,9 @@ class Resume:
             NoUsableSnapshotError: there are snapshots, and none is usable.
             MismatchError: the snapshot is of another model; names the keys, before any data is read.
         """
+        if self._loaders is not None:
+            path = self.fresh.path(path)
         if path != AUTO:
-            self._warn_if_ignored(path)
             original(path, *args, **kwargs)
             return
         root = self._checkpointer.root_url
@@ -115,6 +117,8 @@ class Resume:
         hpc = self._newer_hpc(candidate.info if candidate else None)
         if hpc is not None:
             _log.info("ckpt_path='auto': %s is newer than the newest snapshot in %s", hpc, root)
+            if candidate is not None:
+                self._checkpointer.go_on_after(candidate.info)
             original(hpc, *args, **kwargs)
         elif candidate is None and getattr(original, "resolves_auto", False):
             original(AUTO, *args, **kwargs)  # a second callback with a folder of its own
@@ -135,7 +139,8 @@ class Resume:
     def _load(self) -> None:
         back = self._rollback
         live = sharded.live_of(self._trainer, self._module)
-        state = self._checkpointer.load(None if back is None else back.step, live=live, check=self._fits)
+        step = None if back is None else back.step
+        state = self._checkpointer.load(step, live=live, check=self._fits, back=back is not None)
         loaded = self._checkpointer.loaded
         assert state is not None
         assert loaded is not None
@@ -254,21 +259,6 @@ class Resume:
         assert self.report is not None
         self.report.notes.append("training was stopped through trainer.should_stop, not by EarlyStopping: it goes on")
         return False
-
-    def _warn_if_ignored(self, path: Any) -> None:
-        """A run that starts fresh although there are snapshots is most often a forgotten `ckpt_path`."""
-        if self._loaders is None:
-            return
-        snapshots = self._checkpointer.snapshots(nearest=True)
-        if snapshots:
-            _log.warning(
-                "%s has %d snapshots up to step %d, and fit(ckpt_path=%r) does not resume from them; "
-                "pass ckpt_path='auto' to continue that run",
-                self._checkpointer.root_url,
-                len(snapshots),
-                max(info.step for info in snapshots),
-                path,
-            )
 
     # ---- restoring
 

@@ -158,6 +158,7 @@ class FitRun:
         sharded.require_trained(self._trainer)
         self.checkpointer.start()
         self.checkpointer.tenure.release = self.disconnect
+        self.resume.fresh.go_on_beside()
         self._flags_at_start = flags.dump_flags(self._module)
         if self.resume.pending:
             self._stop.by_early_stopping = self.resume.stopped_early

@@ -258,6 +258,12 @@ class Config(Section):
         default=None,
         description="As guard, and the next start goes back to the newest snapshot from before, and skips batches.",
     )
+    resume: Annotated[Literal["auto", "off"], one_of("auto", "off")] | None = Field(
+        default=None,
+        description="auto: a start goes on from the newest snapshot, without a word in the script; off: it never does, "
+        "and what is there stays. Not given: Lightning's ckpt_path and transformers' resume_from_checkpoint say it; "
+        "Accelerate and track go on.",
+    )
     on_error: Annotated[Literal["raise", "warn"], one_of("raise", "warn")] = Field(
         default="warn",
         description="A snapshot that fails in the background stops training at the next step, or is reported.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch.futures import Future
 
 from ckpt_engine.dcp.naming import Root, config_of, names_step, step_of
 from ckpt_engine.dcp.outline import Outline, Stored, outline_of
-from ckpt_engine.errors import RanksError, StorageMissingError
+from ckpt_engine.dcp.saves import go_on
+from ckpt_engine.errors import CkptError, RanksError, StorageMissingError
 from ckpt_engine.ranks.boxes import Box
 from ckpt_engine.restore.landing import fill
 from ckpt_engine.restore.load import choose
@@ -77,6 +79,8 @@ class CkptReader(StorageReader):
         found = choose(where, self._step)
         if found is None:
             raise StorageMissingError(f"no snapshot at {self._config.root_url}", hint="check the path")
+        with suppress(CkptError):  # without it the next save begins a line of its own, and removes nothing of this one
+            go_on(where[0], found.info)
         self._manifest = found.manifest
         self._sources = Sources([place.storage for place in found.sources])
         self._outline = outline_of(self._sources, found.manifest, self._config.pickle)

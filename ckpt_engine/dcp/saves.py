@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.log import LOGGER_NAME
 from ckpt_engine.store import layout
 from ckpt_engine.store.collect import collect, prune
 from ckpt_engine.store.lease import Lease, acquire
-from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.lines import continued
+from ckpt_engine.store.manifest import Line, Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage.base import Storage
@@ -30,6 +32,8 @@ class _Run:
 
 
 _runs: dict[str, _Run] = {}
+_lines: dict[str, Line] = {}
+"""By the URL of a run: the line of history of what this process saves there."""
 _lock = threading.RLock()
 """The collector of garbage may end a save that nobody ended, at any instant of the thread that holds this."""
 
@@ -73,8 +77,9 @@ class Save:
             StorageError: it does not exist. What goes wrong after it does is only told.
         """
         repository, lease = self._run.repository, self._run.lease
+        line = _lines.setdefault(self._url, _begun())
         lease.check()
-        repository.commit(manifest)
+        repository.commit(replace(manifest, info=replace(manifest.info, line=line)))
         with _lock:
             self._run.under_way.discard(self.id)
             self._run.busy += 1
@@ -82,7 +87,8 @@ class Save:
                 if isinstance(policy, KeepAll):
                     repository.write_catalog_if_due()
                 else:
-                    prune(repository, lease, policy, verified=(self.id,), in_flight=self._run.under_way)
+                    under_way = self._run.under_way
+                    prune(repository, lease, policy, line=line, verified=(self.id,), in_flight=under_way)
             except CkptError as err:
                 logging.getLogger(LOGGER_NAME).warning("snapshot %s is there, but retention failed: %s", self.id, err)
             finally:
@@ -94,6 +100,22 @@ class Save:
             self._run.under_way.discard(self.id)
             if _runs.get(self._url) is self._run:
                 _close_if_idle(self._url, self._run)
+
+
+def go_on(repository: Repository, info: SnapshotInfo) -> None:
+    """A load of this process has read that snapshot: what it saves there comes after it.
+
+    Raises:
+        StorageError: nothing is known of what is newer.
+    """
+    url = repository.storage.url
+    if url not in _lines or info.line.attempt != _lines[url].attempt:
+        newer = [one for one in repository.list() if one.seq > info.seq]
+        _lines[url] = replace(_begun(), before=continued(info, newer, ()))
+
+
+def _begun() -> Line:
+    return Line(os.urandom(8).hex())
 
 
 def _open(storage: Storage) -> _Run:

@@ -15,6 +15,8 @@ from ckpt_engine.restore.line import before_of
 from ckpt_engine.restore.memory import MemoryPlace, attach, is_held
 from ckpt_engine.snapshot.owners import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
+from ckpt_engine.store.lines import continued
+from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 
@@ -63,12 +65,21 @@ class Reach:
             self.detach()
         return found
 
-    def _go_on(self, found: restore.Loaded, *, newest: bool, back: bool) -> None:
-        def look() -> list[list[Any]]:
-            return [list(one) for one in before_of(found, self.places(), newest=newest, back=back)]
+    def go_on_after(self, info: SnapshotInfo) -> None:
+        """See `Checkpointer.go_on_after`."""
+        self._agree(info, lambda: continued(info, (), ()))
 
-        before = look() if self._session is None else self._session.agree(look, START_SECONDS)
-        self._pipeline.lineage.go_on(found.info, tuple((str(attempt), int(last)) for attempt, last in before))
+    def _go_on(self, found: restore.Loaded, *, newest: bool, back: bool) -> None:
+        self._agree(found.info, lambda: before_of(found, self.places(), newest=newest, back=back))
+
+    def _agree(self, info: SnapshotInfo, look: Callable[[], tuple[tuple[str, int], ...]]) -> None:
+        """All ranks go on from a snapshot in the line that rank 0 sees."""
+
+        def rows() -> list[list[Any]]:
+            return [list(one) for one in look()]
+
+        before = rows() if self._session is None else self._session.agree(rows, START_SECONDS)
+        self._pipeline.lineage.go_on(info, tuple((str(attempt), int(last)) for attempt, last in before))
 
     def places(self) -> list[Repository]:
         """All of them, nearest first."""

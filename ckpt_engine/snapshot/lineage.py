@@ -32,6 +32,7 @@ class Lineage:
         self._seen: int | None = None
         self._how = "call load() before the first save()"
         self._unsaid: History | None = None
+        self._found: History | None = None
 
     @property
     def parent(self) -> str | None:
@@ -40,7 +41,7 @@ class Lineage:
 
     def line(self) -> Line:
         """That of the next snapshot."""
-        if not self._attempt and self._session is not None:
+        if not self._attempt and self._session is not None and self._session.is_open:
             text = f"{self._session.name} {self._begun}"
             self._attempt = hashlib.sha256(text.encode()).hexdigest()[:_ATTEMPT_DIGITS]
         return Line(self._attempt, self._before)
@@ -55,9 +56,13 @@ class Lineage:
         self._resumed = resumed
         if own:
             return
+        self._begin()
+        self._before = before
+
+    def _begin(self) -> None:
+        """What follows is of another attempt than what was before."""
         self._begun += 1
         self._attempt = "" if self._session is not None else _random()
-        self._before = before
 
     def checked(self, client: WriterClient, url: str) -> WriterClient:
         """A writer that has just taken the lease, unless others have written since this process has looked.
@@ -78,12 +83,16 @@ class Lineage:
             )
         if self._seen is None:
             self._unsaid = history
+        self._found = history
         self._seen = max(self._seen or 0, history.seq)
         return client
 
     def fresh(self, how: str) -> None:
         """Training starts fresh, whatever is there; `how`: what the user does to go on from that."""
         self._how = how
+        if self._resumed is not None:
+            self._resumed, self._before, self._unsaid = None, (), self._found
+            self._begin()
 
     def news(self, url: str) -> str | None:
         """Once, if training starts fresh at a place with a history: what becomes of that, for people."""

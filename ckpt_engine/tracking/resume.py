@@ -52,6 +52,7 @@ class Resume:
         surroundings: of the loop.
         folder: where the report is written if the run's own place is not a local folder.
         log: of the adapter.
+        fresh: nothing is resumed, and that was said.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class Resume:
         surroundings: Surroundings,
         folder: Path,
         log: logging.Logger,
+        fresh: bool = False,
     ) -> None:
         self._engine = engine
+        self._fresh = fresh
         self._parts = parts
         self._feeds = feeds
         self._surroundings = surroundings
@@ -84,6 +87,11 @@ class Resume:
             MismatchError: the snapshot is of another model; names the keys, before any data is read.
             ResumeError: the snapshot is not of such a loop.
         """
+        if self._fresh:
+            return None
+        if self._engine.config.resume == "off":
+            self._engine.start_fresh("leave out resume='off'")
+            return None
         self._flags = self._flags_now()
         url = self._engine.root_url
         if self._engine.choose(check=self._fits) is None:

@@ -50,6 +50,7 @@ class Tracker:
         surroundings: what runs the loop.
         trainer: its name, for the snapshot's notes and the log.
         folder: where the resume report goes if the run's place is not a local folder.
+        fresh: nothing is resumed, and that was said.
 
     Raises:
         LeaseHeldError, StorageError, WriterError: as `Checkpointer.start`.
@@ -65,6 +66,7 @@ class Tracker:
         *,
         trainer: str,
         folder: Path,
+        fresh: bool = False,
     ) -> None:
         self._engine = engine
         self._config = engine.config
@@ -103,7 +105,7 @@ class Tracker:
         engine.tenure.release = self.release
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
         self._feeds = [Feed(name, source, self) for name, source in sources.items()]
-        self._resume = Resume(engine, parts, self._feeds, surroundings, folder, self._log)
+        self._resume = Resume(engine, parts, self._feeds, surroundings, folder, self._log, fresh)
         try:
             self._take_over()
         except BaseException:
@@ -229,6 +231,7 @@ class Tracker:
             self._resumed = None
             for feed in self._feeds:
                 feed.forget()
+            self._engine.start_fresh("load no other state after it has resumed")
 
     # ---- Listener
 

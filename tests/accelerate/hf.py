@@ -62,10 +62,14 @@ def train_hf(
     seed: int = 0,
     trace: Any = None,
     overflows: int = 0,
+    asks: bool = True,
+    late: bool = False,
 ) -> Outcome:
     """One process; without options there is no callback of ours.
 
     Args:
+        asks: the script passes `resume_from`.
+        late: the callback is added to a trainer that was made without it.
         overflows: with so many steps at first that a GradScaler skips.
     """
     seed_everything(seed)
@@ -109,12 +113,14 @@ def train_hf(
             ),
             train_dataset=Text(),
             eval_dataset=Text(8),
-            callbacks=[*ours, recorder, *patience],
+            callbacks=[*([] if late else ours), recorder, *patience],
         )
+        for one in ours if late else ():
+            trainer.add_callback(one)
         if overflows:
             trainer.accelerator.scaler = torch.amp.GradScaler("cpu")
         seed_everything(seed)
-        trainer.train(resume_from_checkpoint=ours[0].resume_from(trainer) if ours else None)
+        trainer.train(resume_from_checkpoint=ours[0].resume_from(trainer) if ours and asks else None)
     found = digest(weights=trainer.model.state_dict(), optimizer=trainer.optimizer.state_dict())
     history = [{k: v for k, v in e.items() if not any(t in k for t in _TIMED)} for e in trainer.state.log_history]
     found["history"] = repr(history)

@@ -60,13 +60,6 @@ def test_nothing_else_touches_private_names_of_transformers() -> None:
     assert offenders == []
 
 
-def test_training_without_resume_from_is_refused(tmp_path: Path) -> None:
-    """A forgotten call would start afresh beside a run's snapshots."""
-    trainer = make_trainer(tmp_path / "out", [TransformersCallback(str(tmp_path / "run"))])
-    with pytest.raises(ConfigError, match=r"resume_from_checkpoint=ckpt\.resume_from\(trainer\)"):
-        trainer.train()
-
-
 def test_a_callback_of_another_trainer_is_refused(tmp_path: Path) -> None:
     """It would never hear of the training."""
     with pytest.raises(ConfigError, match=r"does not know this callback.*callbacks=\[ckpt\]"):

@@ -78,6 +78,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "status",
         "guard",
         "rollback",
+        "resume",
         "on_error",
         "writer",
         "linger",

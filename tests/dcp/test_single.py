@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.cli.main import main
-from ckpt_engine.dcp import CkptReader, CkptWriter
+from ckpt_engine.dcp import CkptReader, CkptWriter, saves
 from ckpt_engine.dcp.assemble import Stored, manifest_of
 from ckpt_engine.dcp.container import Block, Item
 from ckpt_engine.errors import ConfigError, SnapshotFailedError
@@ -290,3 +290,23 @@ def test_an_s3_bucket_is_as_good_as_a_folder(moto: S3Server, bucket: str) -> Non
     dcp.load(into, checkpoint_id="step-2", storage_reader=CkptReader(options))
     equal(into, trained(2))
     assert [info.step for info in Checkpointer(options).snapshots()] == [2, 3]
+
+
+def test_retention_leaves_what_this_process_neither_saved_nor_loaded(tmp_path: Path) -> None:
+    """A process that saves without a load begins a line; one that has loaded goes on with that of the snapshot."""
+    saves._lines.clear()
+    writer = {"storage_writer": CkptWriter(tmp_path, keep={"last": 1})}
+    repository = Repository(open_storage(str(tmp_path)))
+
+    def save(*steps: int) -> None:
+        for step in steps:
+            dcp.save({"w": torch.ones(4)}, checkpoint_id=f"step-{step}", no_dist=True, **writer)
+
+    save(1, 2)
+    saves._lines.clear()
+    save(3, 4)
+    assert [info.step for info in repository.list()] == [2, 4]
+    saves._lines.clear()
+    dcp.load({"w": torch.ones(4)}, storage_reader=CkptReader(tmp_path), no_dist=True)
+    save(5, 6)
+    assert [info.step for info in repository.list()] == [2, 6]

@@ -343,8 +343,7 @@ class Tracker:
         return False
 
     def _take_at_end(self) -> None:
-        reason = self._cadence.ended(self._steps)
-        if reason is None:
+        if (reason := self._cadence.ended(self._steps)) is None:
             return
         if not self._engine.ready() and not self._engine.wait(self._stopping.seconds_left(END_WAIT_SECONDS)):
             self._log.error("the final state was not saved: earlier snapshots are still being written")
@@ -371,11 +370,7 @@ class Tracker:
             reason=reason,
             metrics=self.metrics,
             lazy=self._lazy,
-            notes={
-                "trainer": self._trainer,
-                "batch": 0 if feed is None else feed.delivered,
-                **self._surroundings.notes(),
-            },
+            notes={"trainer": self._trainer, "batch": feed.delivered if feed else 0, **self._surroundings.notes()},
         )
         if handle is not None and durable:
             self._stopping.taken()
@@ -420,9 +415,8 @@ class Tracker:
     # ---- resuming
 
     def _take_over(self) -> None:
-        own = self._resume.load()
         self._resumed_batches = 0
-        if own is None:
+        if (own := self._resume.load()) is None:
             return
         loaded = self._engine.loaded
         assert loaded is not None

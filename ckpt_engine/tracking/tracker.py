@@ -370,7 +370,11 @@ class Tracker:
             reason=reason,
             metrics=self.metrics,
             lazy=self._lazy,
-            notes={"trainer": self._trainer, "batch": feed.delivered if feed else 0, **self._surroundings.notes()},
+            notes={
+                "trainer": self._trainer,
+                "batch": feed.delivered if feed is not None else 0,
+                **self._surroundings.notes(),
+            },
         )
         if handle is not None and durable:
             self._stopping.taken()

@@ -6,7 +6,7 @@ key, `ckpt_engine`: what Lightning does not save but an exact resume needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,8 +37,10 @@ class Instant:
         kind: of the boundary.
         loaders: states of the training loaders, in order.
         validation: states of the validation loaders, in order.
+        accumulating: gradients wait for an optimizer step.
         gradients: include accumulated gradients.
-        extras: more of our own entries (JSON values): counters, the cadence.
+        undo: takes out of Lightning's part what was done since; None: nothing was.
+        extras: more of our own entries, or others in their place.
         hidden: progress bar entries that are not the user's.
         flags_at_start: `flags.dump_flags` when training started.
     """
@@ -46,7 +48,9 @@ class Instant:
     kind: Kind
     loaders: list[Any]
     validation: list[Any]
+    accumulating: bool
     gradients: bool
+    undo: Callable[[dict[str, Any]], None] | None
     extras: Mapping[str, Any]
     hidden: frozenset[str]
     flags_at_start: Mapping[str, list[str]]
@@ -82,7 +86,9 @@ class Capture:
         fit_loop = state["loops"]["fit_loop"]
         # Lightning would restore a loader that has its own state a second time, after we did.
         fit_loop["state_dict"].pop("combined_loader", None)
-        _canonicalise(fit_loop, instant.kind, accumulating=self._internals.accumulating)
+        if instant.undo is not None:
+            instant.undo(state)
+        _canonicalise(fit_loop, instant.kind, accumulating=instant.accumulating)
         self._drop_unstorable(state)
         state[OWN_KEY] = {
             "version": OWN_VERSION,

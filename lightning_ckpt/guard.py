@@ -31,6 +31,8 @@ class Listener(Protocol):
 
     def fit_over(self) -> None: ...
 
+    def failed(self, exception: BaseException) -> None: ...
+
 
 class FenceGuard(Callback):
     """The first callback of the list while `AdaptiveCheckpoint` is active.
@@ -90,6 +92,8 @@ class FenceGuard(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if self._listener is not None:
+            self._listener.failed(exception)
         self._fence()
 
 

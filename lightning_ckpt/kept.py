@@ -57,7 +57,7 @@ class Kept:
             self._states = [_keep(dict(optimizer.state)) for optimizer in self._optimizers]
             schedulers: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
             self._schedules = [(one, copy.deepcopy(one.state_dict())) for one in schedulers]
-            found = [one for one in callbacks_of(trainer) if one.state_key in saved and not _is_lightnings(type(one))]
+            found = [one for one in callbacks_of(trainer) if one.state_key in saved and not is_lightnings(type(one))]
             self._callbacks = [(one, _state(one)) for one in found]
 
     def put_back(self) -> list[NotRestored]:
@@ -117,14 +117,15 @@ def calls_the_users(trainer: pl.Trainer, module: pl.LightningModule, *hooks: str
     return any(
         is_overridden(hook, module)
         or any(
-            is_overridden(hook, one, parent=Callback) and not _is_lightnings(getattr(one, hook))
+            is_overridden(hook, one, parent=Callback) and not is_lightnings(getattr(one, hook))
             for one in callbacks_of(trainer)
         )
         for hook in hooks
     )
 
 
-def _is_lightnings(what: Any) -> bool:
+def is_lightnings(what: Any) -> bool:
+    """Whether a class or function is Lightning's or ours."""
     return str(what.__module__).startswith(_LIGHTNING)
 
 

@@ -26,6 +26,7 @@ from ckpt_engine.tracking import flags
 from ckpt_engine.tracking.diverging import Diverging, require_alike
 from ckpt_engine.tracking.fence import StepFence
 from ckpt_engine.tracking.halt import Halt
+from ckpt_engine.tracking.last_boundary import ImpossibleError
 from ckpt_engine.tracking.rollback import Rollbacks
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
 from ckpt_engine.tracking.shared import cadence_of
@@ -34,6 +35,7 @@ from lightning_ckpt.boundary import Kind, Position, kind_of, postponed
 from lightning_ckpt.capture import Capture, Instant
 from lightning_ckpt.compat import Internals, callbacks_of
 from lightning_ckpt.endings import Endings
+from lightning_ckpt.failing import Before, Failing
 from lightning_ckpt.guard import FenceGuard
 from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.ranks import ranks_of, replicas_of
@@ -110,6 +112,9 @@ class FitRun:
         self._announced_optimizers = False
         self._end_taken = False
         self._report_due = False
+        self._failing = Failing(trainer, module, self._internals, self._loaders, config.overhead, BAR_NAMES)
+        self._saved_step: int | None = None
+        self._not_saved = ""
 
     # ---- connecting
 
@@ -211,7 +216,7 @@ class FitRun:
             raise self._halt.exit_of(stop)
 
     def abort(self, exception: BaseException) -> None:
-        """Training failed: no collective, no new snapshot (but after a SIGTERM between two batches), a deadline."""
+        """Training failed: no collective, a deadline; what could be saved of it was, see `failed`."""
         try:
             if isinstance(exception, SIGTERMException) and self._trainer.world_size == 1 and not self._halt.done:
                 self._take_on_signal()
@@ -221,12 +226,15 @@ class FitRun:
             _log.error("while handling %s: %s", type(exception).__name__, err)
         finally:
             self.disconnect()
+        if self._not_saved:
+            _log.warning("%s: %s; %s", type(exception).__name__, self.watches.preemption.durable(), self._not_saved)
         if isinstance(exception, DivergedError) and self._halt.stops:
             raise self._halt.end_of(exception)  # it came meanwhile
 
     def fence(self) -> None:
         """Wait until lazily copied tensors may change."""
         seconds = self.checkpointer.before_update()
+        self._failing.last.changes()
         if seconds:
             self.cadence.fence(seconds)
             self.telemetry.fenced(seconds)
@@ -250,8 +258,12 @@ class FitRun:
     def _boundary(self) -> None:
         """The fetch boundary."""
         self._given = None
-        if not self._active:
-            return
+        if self._active:
+            self._at_boundary()
+            if self._shared is None:
+                self._failing.reached(self._position(), self.step)
+
+    def _at_boundary(self) -> None:
         if self.resume.pending:
             self._skip_batches = self._internals.in_whole_steps(self.resume.skip_batches)
             self.resume.at_first_fetch()
@@ -332,7 +344,32 @@ class FitRun:
             self.resume.restore_streams()
             finish_again(self._trainer, self._module)
 
+    def failed(self, exception: BaseException) -> None:
+        if isinstance(exception, CkptError | SIGTERMException) or self._halt.stops or not self._active:
+            return
+        try:
+            self._not_saved = self._take_last_boundary()
+        except Exception as err:  # noqa: BLE001 - a device may be unusable; the user must see what stopped training
+            self._not_saved = f"the last step is not saved: {type(err).__name__}: {err}"
+
     # ---- taking
+
+    def _take_last_boundary(self) -> str:
+        """Save what the last finished step has left, if nothing else is in it; what came of it."""
+        if self._shared is not None:
+            return "of several ranks none takes a snapshot after a failure"
+        try:
+            before = self._failing.before()
+        except ImpossibleError as err:
+            return f"the last boundary is not saved: {err}"
+        if before.step == self._saved_step:
+            return "that is the last step"
+        if self.watches.vetoed(due=True):
+            return f"step {before.step} is not saved: its loss is far above the usual ones"
+        if not self.checkpointer.ready() and not self.checkpointer.wait(EXCEPTION_WAIT_SECONDS):
+            return f"step {before.step} is not saved: earlier snapshots are still being written"
+        taken = self._take(before.kind, "exception", before.step, before=before)
+        return "that is the last step" if taken is not None else f"step {before.step} is not saved"
 
     def _take_at_end(self, kind: Kind) -> None:
         self._end_taken = True
@@ -362,7 +399,9 @@ class FitRun:
             return None
         return self._take(kind_of(self._position()), reason, self.step)
 
-    def _take(self, kind: Kind, reason: str, step: int, *, durable: bool = True) -> SaveHandle | None:
+    def _take(
+        self, kind: Kind, reason: str, step: int, *, durable: bool = True, before: Before | None = None
+    ) -> SaveHandle | None:
         if self._endings.vetoed(due=True):
             if durable:
                 _log.error("no snapshot of step %d: its loss is far above the usual ones", step)
@@ -372,7 +411,7 @@ class FitRun:
         began = time.perf_counter()
         try:
             handle = self.checkpointer.save(
-                self._state(kind),
+                self._state(kind, before),
                 step=step,
                 epoch=self._trainer.current_epoch,
                 reason=reason,
@@ -381,7 +420,7 @@ class FitRun:
                 notes={
                     "trainer": "lightning",
                     "kind": kind.value,
-                    "batch": self._internals.batches_in_epoch,
+                    "batch": self._internals.batches_in_epoch if before is None else before.position.batches_in_epoch,
                     **sharded.notes(self._trainer),
                 },
                 durable=durable,
@@ -398,29 +437,38 @@ class FitRun:
             return None
         stall = time.perf_counter() - began
         if durable:
-            self._asked = False
+            self._asked, self._saved_step = False, step
             self.cadence.taken(step, stall)
         else:
             self.cadence.held(step, stall)
         self.telemetry.took(stall)
         return handle
 
-    def _state(self, kind: Kind) -> dict[str, Any]:
+    def _state(self, kind: Kind, before: Before | None = None) -> dict[str, Any]:
         trainer, internals = self._trainer, self._internals
+        accumulating = internals.accumulating if before is None else before.position.accumulating
         # In manual optimisation only the user knows when gradients are used up, and if no backward runs they are not.
-        gradients = internals.accumulating or internals.skips_backward or not self._module.automatic_optimization
+        gradients = accumulating or internals.skips_backward or not self._module.automatic_optimization
+        extras: dict[str, Any] = {
+            "epoch": trainer.current_epoch,
+            "batch": internals.batches_in_epoch,
+            "cadence": self.cadence.state(),
+            "stopped_early": self._stop.by_early_stopping,
+        }
+        if before is None:
+            loaders = self._loaders.states(epoch_is_over=kind is Kind.FINISHED)
+        else:
+            extras |= {**before.packed, **before.moved}
+            loaders = extras.pop("loaders")
         return self._capture.state(
             Instant(
                 kind=kind,
-                loaders=self._loaders.states(epoch_is_over=kind is Kind.FINISHED),
+                loaders=loaders,
                 validation=self._loaders.validation_states(),
+                accumulating=accumulating,
                 gradients=gradients and kind is not Kind.FINISHED,
-                extras={
-                    "epoch": trainer.current_epoch,
-                    "batch": internals.batches_in_epoch,
-                    "cadence": self.cadence.state(),
-                    "stopped_early": self._stop.by_early_stopping,
-                },
+                undo=None if before is None else before.undo,
+                extras=extras,
                 hidden=BAR_NAMES,
                 flags_at_start=self._flags_at_start,
             )

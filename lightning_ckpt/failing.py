@@ -1,0 +1,191 @@
+"""A fit that ends by an exception: makes the last finished boundary durable, if it can be had exactly.
+
+What a training step changes before its optimizer steps is recorded at each boundary, or known not to have moved, or
+nobody can tell: then nothing is saved. A batch that does not come has changed the random streams and the loaders only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from ckpt_engine.data import rng
+from ckpt_engine.tracking.last_boundary import ImpossibleError, LastBoundary, fingerprint, loose_tensors, require_finite
+from ckpt_engine.tracking.weights import own_copy
+from lightning_ckpt import loop_state
+from lightning_ckpt.boundary import Kind, Position, kind_of
+from lightning_ckpt.compat import Internals, callbacks_of
+from lightning_ckpt.kept import is_lightnings
+from lightning_ckpt.loaders import FitLoaders
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """A boundary, as far as a step changes it before its optimizer steps.
+
+    Args:
+        position: of the trainer.
+        step: of the run.
+        packed: our own entries of a snapshot, by name.
+        moved: the same of what changes once a batch is there.
+        tensors: of the model, by name, that change in forward.
+        seen: what is compared, by the name of what it is of.
+        obstacle: why nothing can be saved once a batch is there, or "".
+    """
+
+    position: Position
+    step: int
+    packed: Mapping[str, Any]
+    moved: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+    seen: Mapping[str, Any]
+    obstacle: str
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.position)
+
+    def undo(self, state: dict[str, Any]) -> None:
+        """Take out of Lightning's part of a snapshot what the step that failed has done already."""
+        fit_loop = state["loops"]["fit_loop"]
+        fit_loop["epoch_loop.batch_progress"] = copy.deepcopy(self.packed["progress"]["batch"])
+        fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = self.packed["progress"]["stepped"]
+        step = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+        for span in ("total", "current"):
+            done = step["step"][span]["completed"]
+            step["step"][span]["ready"] = done
+            step["zero_grad"][span].update(dict.fromkeys(("ready", "started", "completed"), done))
+        state.get("current_model_state", state["state_dict"]).update(
+            {name: tensor for name, tensor in self.tensors.items() if name in state["state_dict"]}
+        )
+
+
+class Failing:
+    """Training thread only.
+
+    Args:
+        trainer, module, internals, loaders: of the fit.
+        budget: the share of training time that snapshots may cost.
+        hidden: progress bar entries that are not the user's.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        internals: Internals,
+        loaders: FitLoaders,
+        budget: float,
+        hidden: frozenset[str],
+    ) -> None:
+        self._trainer, self._module = trainer, module
+        self._internals, self._loaders = internals, loaders
+        self._hidden = hidden
+        self.last: LastBoundary[Before] = LastBoundary(self._make, budget)
+        self._now: tuple[Position, int]
+        self._obstacle: str | None = None
+        self._loose: list[tuple[str, torch.Tensor]] = []
+
+    def reached(self, position: Position, step: int) -> None:
+        """The boundary after `step`; the next batch is asked for when this returns."""
+        self._now = position, step
+        self.last.reached()
+
+    def before(self) -> Before:
+        """What to save now, after an exception.
+
+        Raises:
+            ImpossibleError: the last boundary cannot be had.
+        """
+        before = self.last.record()
+        if self._internals.batches_in_epoch == before.position.batches_in_epoch and not self._internals.user_fetches:
+            require_finite(self._trainer.optimizers)
+            return Before(before.position, before.step, before.packed, {}, {}, {}, "")
+        if before.obstacle:
+            raise ImpossibleError(before.obstacle)
+        for name, seen in self._seen().items():
+            if seen != before.seen.get(name):
+                raise ImpossibleError(f"{name} has changed in the step that failed")
+        require_finite(self._trainer.optimizers)
+        return before
+
+    # ---- at every boundary
+
+    def _make(self) -> Before:
+        position, step = self._now
+        internals = self._internals
+        packed = {
+            "rng": rng.capture(),
+            "loaders": self._loaders.states(epoch_is_over=False),
+            "combined": internals.combined_position,
+            "progress": internals.progress,
+            "should_stop": bool(self._trainer.should_stop),
+            "epoch": self._trainer.current_epoch,
+            "batch": position.batches_in_epoch,
+        }
+        if self._obstacle is None:
+            self._obstacle = self._always()
+        obstacle = self._obstacle or ("it has gradients of earlier batches" if position.accumulating else "")
+        if obstacle:
+            return Before(position, step, packed, {}, {}, {}, obstacle)
+        try:
+            seen = self._seen()
+        except ImpossibleError as err:
+            self._obstacle = str(err)
+            return Before(position, step, packed, {}, {}, {}, str(err))
+        moved = {
+            "results": own_copy(loop_state.dump_results(internals)),
+            "metrics": own_copy(loop_state.dump_metrics(self._module)),
+            "tables": loop_state.dump_tables(internals, self._hidden),
+        }
+        tensors = {name: tensor.detach().clone() for name, tensor in self._loose}
+        return Before(position, step, packed, moved, tensors, seen, "")
+
+    def _always(self) -> str:
+        """Why a step that has its batch can never be undone in this fit, or ""."""
+        trainer, module = self._trainer, self._module
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not module.automatic_optimization or self._internals.skips_backward:
+            return "it has gradients of earlier batches"
+        if is_overridden("on_save_checkpoint", module):
+            return "nobody knows what of the model's on_save_checkpoint the step has changed"
+        if data is not None and is_overridden("state_dict", data, parent=pl.LightningDataModule):
+            return "nobody knows what of the data module's state the step has changed"
+        for callback in callbacks_of(trainer):
+            if is_overridden("on_save_checkpoint", callback, parent=Callback) and not is_lightnings(type(callback)):
+                return f"nobody knows what of {type(callback).__name__}'s on_save_checkpoint the step has changed"
+        if any(type(one).get_extra_state is not torch.nn.Module.get_extra_state for one in module.modules()):
+            return "nobody knows what of the model's get_extra_state the step has changed"
+        try:
+            self._loose = [(name, tensor) for _, name, tensor in loose_tensors([module], trainer.optimizers)]
+        except ImpossibleError as err:
+            return str(err)
+        return ""
+
+    def _seen(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for number, optimizer in enumerate(self._trainer.optimizers):
+            for group in optimizer.param_groups:
+                options = {name: value for name, value in group.items() if name != "params"}
+                found[f"optimizer {number}"] = _seen(f"optimizer {number}", options)
+        for number, config in enumerate(self._trainer.lr_scheduler_configs):
+            found[f"scheduler {number}"] = _seen(f"scheduler {number}", config.scheduler.state_dict())
+        for number, callback in enumerate(callbacks_of(self._trainer)):
+            if is_overridden("state_dict", callback, parent=Callback):
+                name = f"callback {number}, a {type(callback).__name__},"
+                found[name] = _seen(name, callback.state_dict())
+        return found
+
+
+def _seen(name: str, state: Any) -> Any:
+    try:
+        return fingerprint(state)
+    except ImpossibleError as err:
+        raise ImpossibleError(f"{name} has {err}") from err

@@ -18,7 +18,7 @@ from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store.manifest import Entry
-from ckpt_engine.store.slim import entries_in
+from ckpt_engine.store.tree import entries_in
 from ckpt_engine.tracking.packed import unpack
 
 PACKED = ("ckpt_engine", "packed")

@@ -174,7 +174,7 @@ def _planned(snapshot: Candidate, out: Path, form: str, arrays: int, nbytes: int
 
 
 def _file(snapshot: Candidate, out: Path, form: str) -> _Job:
-    from ckpt_engine.convert import lightning_file, rebuilt, torch_file  # torch
+    from ckpt_engine.convert import folders, lightning_file, rebuilt, torch_file  # torch
 
     manifest = snapshot.manifest
     if form == "lightning":
@@ -184,7 +184,7 @@ def _file(snapshot: Candidate, out: Path, form: str) -> _Job:
 
     def write(sources: Sources, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
         state, notes = rebuilt.rebuild(sources, manifest, tree)
-        with new_file(out, replace=force) as file:
+        with new_file(out, replace=force) as file, folders.fitting(form, snapshot.info.id):
             torch_file.write(state, file)
         advance(planned.nbytes)
         refused = torch_file.why_not_weights_only(out)
@@ -200,11 +200,12 @@ def _folder(snapshot: Candidate, out: Path, form: str) -> _Job:
     tree = rebuilt.foreign_tree(manifest) if form == "dcp" else dict(manifest.tree)
     planned = _planned_tree(snapshot, out, form, tree)
     places = Sources([place.storage for place in snapshot.sources])
-    folders.CHECKS[form](rebuilt.outline(places, manifest, tree), info)
+    with folders.fitting(form, info.id):
+        folders.CHECKS[form](rebuilt.outline(places, manifest, tree), info)
 
     def write(sources: Sources, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
         state, notes = rebuilt.rebuild(sources, manifest, tree)
-        with new_folder(out, replace=force) as folder:
+        with new_folder(out, replace=force) as folder, folders.fitting(form, info.id):
             notes += folders.WRITERS[form](state, info, folder)
         advance(planned.nbytes)
         return notes

@@ -22,8 +22,6 @@ from ckpt_engine.store import container
 from ckpt_engine.store.manifest import Entry, Manifest
 
 _ARRAY_KINDS = ("tensor", "sharded", "ndarray")
-_ITEM_BYTES = {"complex128": 16, "complex32": 4}
-"""Of dtypes that the container has no code for; others of those have one byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +91,7 @@ def as_dtype(selection: Selection, target: str) -> Selection:
 
 def item_bytes(dtype: str) -> int:
     """Bytes per element of a torch dtype."""
-    known = container.DTYPES.get(dtype)
-    return known[1] if known else _ITEM_BYTES.get(dtype, 1)
+    return container.item_bytes(dtype) or 1
 
 
 def select_component(manifest: Manifest, component: str) -> Selection:

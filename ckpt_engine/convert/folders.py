@@ -1,20 +1,44 @@
-"""The formats that are folders, under one signature: what is refused, and what is written."""
+"""The formats of others under one signature: what is refused, and what is written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ckpt_engine.convert import accelerate_folder, dcp_folder, transformers_folder
 from ckpt_engine.convert.parts import recognise
-from ckpt_engine.errors import MismatchError
+from ckpt_engine.errors import CkptError, MismatchError
 from ckpt_engine.store.manifest import SnapshotInfo
 
 Check = Callable[[Any, SnapshotInfo], None]
 """Raises MismatchError if a state cannot become this format; the tensors' values do not matter."""
 Writer = Callable[[Any, SnapshotInfo, Path], tuple[str, ...]]
 """Writes a state into an empty folder; returns notes."""
+
+
+_MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, pickle.PicklingError)
+"""What the writers of others raise for values that they do not take."""
+
+
+@contextmanager
+def fitting(form: str, snapshot: str) -> Iterator[None]:
+    """Runs a check or a writer; what it cannot take is said in our words.
+
+    Raises:
+        MismatchError: a state that can be stored need not be one that others can store.
+    """
+    try:
+        yield
+    except CkptError:
+        raise
+    except _MISFITS as err:
+        raise MismatchError(
+            f"the state of {snapshot} cannot become {form}: {type(err).__name__}: {err}",
+            hint="--to safetensors exports its tensors",
+        ) from err
 
 
 def _check_dcp(state: Any, info: SnapshotInfo) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from ckpt_engine.restore.named import dtype_of
-from ckpt_engine.restore.read import read_entries
+from ckpt_engine.restore.read import read_entries, require_room
 from ckpt_engine.restore.rebuild import Rebuilder
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store.manifest import Manifest
-from ckpt_engine.store.slim import entries_in
+from ckpt_engine.store.tree import entries_in
 
 OWN_KEY = "ckpt_engine"
 """Top-level key of what only our adapters put back: data position, random streams, running means."""
@@ -49,6 +49,7 @@ def outline(sources: Sources, manifest: Manifest, tree: Mapping[str, Any]) -> An
     Raises:
         CorruptError, FormatError, StorageError: as `rebuild`.
     """
+    require_room(manifest, entries_of(tree))
     sizes = {name: sum(piece.raw_nbytes for piece in manifest.entries[name].pieces) for name in entries_of(tree)}
     read = read_entries(sources, manifest, [name for name, nbytes in sizes.items() if nbytes <= SMALL_BYTES])
     rest = {

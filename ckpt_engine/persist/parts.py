@@ -157,7 +157,7 @@ def decode(data: bytes, where: str) -> Part:
     Raises:
         FormatError: it cannot be used.
     """
-    manifest = manifest_codec.decode(data)
+    manifest = manifest_codec.decode(data, is_part=True)
     if manifest.info.partial is not None:
         return of_manifest(manifest)
     world = manifest.world

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ckpt_engine.errors import CorruptError, FormatError, StorageMissingError
 from ckpt_engine.observe.events import Event, Notice
-from ckpt_engine.store import layout
+from ckpt_engine.store import fields, layout
 from ckpt_engine.store.lease import Holder
 from ckpt_engine.store.sealed import seal, unseal
 from ckpt_engine.store.storage.base import Storage
@@ -204,8 +204,8 @@ def parse_status(text: bytes, where: str) -> WriterStatus:
     """
     try:
         row = unseal(text, where)
-        tiers = tuple(TierStatus(**_known(TierStatus, tier)) for tier in row.pop("tiers"))
-        return WriterStatus(**_known(WriterStatus, row), tiers=tiers)
+        tiers = tuple(_checked(TierStatus(**_known(TierStatus, tier))) for tier in row.pop("tiers"))
+        return _checked(WriterStatus(**_known(WriterStatus, row), tiers=tiers))
     except FormatError as err:
         raise CorruptError(err.message, hint="remove it: a running writer writes it again") from err
     except (ValueError, LookupError, TypeError, AttributeError) as err:
@@ -216,3 +216,21 @@ def _known(kind: type, row: dict[str, Any]) -> dict[str, Any]:
     """What this version knows of `row`: a newer writer may say more."""
     names = {one.name for one in dataclasses.fields(kind)}
     return {name: value for name, value in row.items() if name in names}
+
+
+_Row = TypeVar("_Row", TierStatus, WriterStatus)
+
+
+def _checked(row: _Row) -> _Row:
+    """The same, if every field is of its type; they have those of JSON."""
+    for one in dataclasses.fields(row):
+        value, kind = getattr(row, one.name), str(one.type)
+        fits = {
+            "str": type(value) is str,
+            "str | None": value is None or type(value) is str,
+            "int": fields.is_whole(value),
+            "float": fields.is_time(value),
+            "bool": type(value) is bool,
+        }
+        fields.require(fits.get(kind, True), f"{one.name!r} is of another type, or out of range")
+    return row

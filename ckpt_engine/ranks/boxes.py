@@ -120,7 +120,12 @@ def boxes_of(node: Mapping[str, Any], shape: Sequence[int]) -> tuple[Box, ...]:
         return (Box.whole(shape),)
     try:
         boxes = tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in node["blocks"])
-        fits = all(len(box.offsets) == len(box.shape) == len(shape) for box in boxes) and tiles(shape, boxes)
+        numbers = (n for box in boxes for n in (*box.offsets, *box.shape))
+        fits = (
+            all(type(n) is int and n >= 0 for n in numbers)
+            and all(len(box.offsets) == len(box.shape) == len(shape) for box in boxes)
+            and tiles(shape, boxes)
+        )
     except (TypeError, ValueError) as err:
         raise FormatError(f"the blocks of {node.get('entry')!r} are malformed: {err}") from err
     if not fits:

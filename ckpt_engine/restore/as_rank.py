@@ -44,15 +44,3 @@ def own_trees(manifest: Manifest) -> dict[int, Mapping[str, Any]]:
     if size_of(manifest) == 1:
         return {}
     return {int(rank): tree for rank, tree in manifest.tree.get(RANKS, {}).items()}
-
-
-def entries_of(node: Any) -> set[str]:
-    """The entries that a tree refers to."""
-    if isinstance(node, list):
-        return {name for child in node for name in entries_of(child)}
-    if not isinstance(node, dict):
-        return set()
-    found = {name for child in node.values() for name in entries_of(child)}
-    if node.get("$") is not None and isinstance(node.get("entry"), str):
-        found.add(node["entry"])
-    return found

@@ -12,7 +12,7 @@ from ckpt_engine.errors import ForeignError, FormatError, StorageError, StorageM
 from ckpt_engine.observe import units
 from ckpt_engine.observe.aloud import announce
 from ckpt_engine.restore import memory
-from ckpt_engine.restore.as_rank import as_rank, entries_of, own_trees, size_of
+from ckpt_engine.restore.as_rank import as_rank, own_trees, size_of
 from ckpt_engine.restore.choose import Away, Candidate, Check, Rejected, Search, candidates, none_usable
 from ckpt_engine.restore.into import copy_into, live_shapes, live_targets
 from ckpt_engine.restore.landing import fill
@@ -24,6 +24,7 @@ from ckpt_engine.restore.sources import Repair, Sources
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.tree import entries_in
 
 Live = Callable[[Manifest], Any]
 """Some of the live state, for a manifest: its tensors are filled in place, and all else is read as without it."""
@@ -159,7 +160,8 @@ def load(
             targets = live_targets(manifest.tree, takes, manifest.entries)
             fill(sources, manifest, targets.plain)
             read = read_regions(sources, manifest, targets.regions, targets.stored)
-            wanted = entries_of([manifest.tree, *others.values()]) if size_of(manifest) > 1 else set(manifest.entries)
+            trees = [manifest.tree, *others.values()]
+            wanted = set(entries_in(trees)) if size_of(manifest) > 1 else set(manifest.entries)
             rest = [name for name in manifest.entries if name in wanted and name not in targets.live]
             entries = {**targets.live, **read_entries(sources, manifest, rest)}
             rebuilder = Rebuilder(entries, pickle_paths, finished=targets.filled)

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
-from ckpt_engine.errors import CorruptError
+from ckpt_engine.errors import CorruptError, FormatError
+from ckpt_engine.observe import units
 from ckpt_engine.restore.named import dtype_of
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.restore.stream import READ_BYTES, stream_into
-from ckpt_engine.snapshot import pages
+from ckpt_engine.snapshot import headroom, pages
 from ckpt_engine.store.decode import chain_of, is_plain
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Entry, Manifest, Piece
+
+UNASKED_BYTES = 64 << 20
+"""What any machine has room for: it is not asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,28 @@ class _Wanted:
 
     entry: str
     piece: Piece
+
+
+def require_room(manifest: Manifest, names: Iterable[str]) -> None:
+    """Refuse what this machine has no memory for: the kernel would give it out, and kill somebody later.
+
+    Raises:
+        FormatError: says how much is needed, and how much there is.
+    """
+    needed = sum(piece.raw_nbytes for name in names for piece in manifest.entries[name].pieces)
+    room = headroom.look() if needed > UNASKED_BYTES else None
+    if room is not None and needed > room.nbytes:
+        raise FormatError(
+            f"its tensors need {units.size(needed)} of memory, and {units.size(room.nbytes)} are left ({room.limit})",
+            hint="load it where there is more, or with `into`, into tensors that are there",
+        )
+
+
+def _memory(nbytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as err:
+        raise FormatError(f"this machine gives no {units.size(nbytes)} of memory: {err}") from err
 
 
 def read_entries(sources: Sources, manifest: Manifest, names: Sequence[str] | None = None) -> dict[str, torch.Tensor]:
@@ -46,6 +72,7 @@ def read_entries(sources: Sources, manifest: Manifest, names: Sequence[str] | No
         StorageError: the storages failed.
     """
     entries = {name: manifest.entries[name] for name in (manifest.entries if names is None else names)}
+    require_room(manifest, entries)
     by_file: dict[int, list[_Wanted]] = {}
     composed: dict[str, torch.Tensor] = {}
     for name, entry in entries.items():
@@ -83,7 +110,7 @@ class _Image:
             raise CorruptError(f"the manifest names bytes up to {last} of {name}, which has {nbytes}")
         self._base = self._wanted[0].piece.offset // READ_BYTES * READ_BYTES
         # Untouched memory costs nothing, so gaps between wanted pieces are simply not read.
-        self._memory = mmap.mmap(-1, last - self._base, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._memory = _memory(last - self._base)
         pages.advise(self._memory)
         self._bytes = memoryview(self._memory)
         self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
@@ -128,7 +155,7 @@ def _fresh(manifest: Manifest, name: str, entry: Entry) -> torch.Tensor:
         raise CorruptError(f"the manifest has {nbytes} bytes for {entry.dtype} of shape {entry.shape}")
     skew = chain_of(manifest, name, 0, entry.pieces[0])[-1].offset % mmap.PAGESIZE
     skew -= skew % dtype.itemsize
-    memory = mmap.mmap(-1, skew + nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = _memory(skew + nbytes)
     pages.advise(memory)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=skew).view(entry.shape)
 
@@ -136,7 +163,9 @@ def _fresh(manifest: Manifest, name: str, entry: Entry) -> torch.Tensor:
 def _tensor(entry: Entry, images: Mapping[int, _Image]) -> torch.Tensor:
     dtype = dtype_of(entry.dtype)
     count = math.prod(entry.shape)
-    if not entry.pieces or count == 0:
+    if count * dtype.itemsize != sum(piece.nbytes for piece in entry.pieces):
+        raise CorruptError(f"the manifest has other bytes than {entry.dtype} of shape {entry.shape} needs")
+    if count == 0:
         return torch.empty(entry.shape, dtype=dtype)
     first = entry.pieces[0]
     return images[first.file].tensor(first.offset, dtype, count).view(entry.shape)

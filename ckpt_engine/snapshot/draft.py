@@ -128,6 +128,7 @@ def _draft(
         nbytes = first.numel() * first.element_size()
         return Draft(name, first.dtype, tuple(first.shape), nbytes, cluster[0], None, is_lazy, used, device)
     start = min(_extent(arrays[i])[0] for i in cluster)
+    start -= start % max(arrays[i].element_size() for i in cluster)  # each is aligned in memory that begins there
     stop = max(_extent(arrays[i])[1] for i in cluster)
     for i in cluster:
         array = arrays[i]

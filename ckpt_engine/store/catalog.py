@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_engine.errors import CorruptError
-from ckpt_engine.store import layout, manifest_codec
+from ckpt_engine.store import fields, layout, manifest_codec
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import FORMAT, VERSION, SnapshotInfo
 from ckpt_engine.store.storage.base import ObjectInfo
@@ -77,7 +77,7 @@ def decode(data: bytes, run: str, listed: Mapping[str, ObjectInfo]) -> list[Card
     if start != b'{"digest":"%s"' % digest(body).encode():
         raise CorruptError("the catalog is damaged")
     try:
-        document = json.loads(body)
+        document = fields.loads(body)
         if (document["format"], document["version"], document["run"]) != (FORMAT, VERSION, run):
             raise CorruptError("the catalog is of another run or version")
         return [card for row in document["snapshots"] if (card := _card(row, listed)) is not None]

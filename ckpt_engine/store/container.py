@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ckpt_engine.errors import CorruptError, ForeignError
+from ckpt_engine.store import fields
 from ckpt_engine.store.digest import ALGORITHM, digest
 
 ALIGN_BYTES = 4096
@@ -48,6 +49,17 @@ Codes that only the newest readers know are left out: one unknown code makes the
 """
 
 _ITEM_BYTES = dict(DTYPES.values())
+_OTHER_BYTES = {"complex128": 16, "complex32": 4, "bits16": 2, "qint32": 4}
+_BYTES = re.compile(r"u?int[1-7]|bits8|bits1x8|bits2x4|bits4x2|quint4x2|quint2x4|quint8|qint8|float[48]_[a-z0-9_]+")
+
+
+def item_bytes(dtype: str) -> int | None:
+    """Bytes per element of a torch dtype; None: it is not known here."""
+    known = DTYPES.get(dtype)
+    if known is not None:
+        return known[1]
+    return 1 if _BYTES.fullmatch(dtype) else _OTHER_BYTES.get(dtype)
+
 
 _SEAL = "header"
 _NO_DIGEST = f"{ALGORITHM}:{'0' * 32}"
@@ -150,6 +162,13 @@ def header_nbytes(start: bytes) -> int:
     return 8 + length
 
 
+def _row(name: str, row: Mapping[str, Any]) -> tuple[int, int, str, str, tuple[int, ...]]:
+    start, stop = row["data_offsets"]
+    fields.require(fields.are_sizes([start, stop]) and fields.is_shape(row["shape"]), f"{name!r:.80} is nowhere")
+    fields.require(type(row["dtype"]) is str, f"{name!r:.80} has no dtype")
+    return start, stop, name, row["dtype"], tuple(row["shape"])
+
+
 def parse_header(data: bytes) -> Header:
     """Parse a header from the start of a file; `data` may go on after it.
 
@@ -163,13 +182,11 @@ def parse_header(data: bytes) -> Header:
     if len(data) < end:
         raise CorruptError(f"the container's header ends at byte {end}, only {len(data)} bytes are there")
     try:
-        table = json.loads(data[8:end])
-        metadata = dict(table.pop("__metadata__", {}))
+        table = fields.loads(bytes(data[8:end]))
+        metadata = table.pop("__metadata__", {})
+        fields.require(fields.is_object(metadata), "its metadata are no object")
         _require_seal(data[:end], metadata)
-        rows = sorted(
-            (row["data_offsets"][0], row["data_offsets"][1], name, row["dtype"], tuple(row["shape"]))
-            for name, row in table.items()
-        )
+        rows = sorted(_row(name, row) for name, row in table.items())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as err:
         raise CorruptError(f"the container's header is damaged: {err}") from err
     offset = 0

@@ -13,6 +13,8 @@ from ckpt_engine.store.manifest import Manifest, Piece
 KEPT_BYTES = 192 << 20
 """Decoded pieces that wait for somebody to ask for them, at most."""
 _SPARE = 12
+MOST_DECODED = 8
+"""Times that what a manifest names is decoded at most. Once is enough, but what nobody asked for soon is made again."""
 
 Fetch = Callable[[str, Piece, memoryview], object]
 FillBase = Callable[[str, int, Piece, memoryview], object]
@@ -65,6 +67,7 @@ class Groups:
         self._busy: dict[_Key, threading.Lock] = {}
         self._kept: OrderedDict[_Key, dict[str, memoryview]] = OrderedDict()
         self._spare: list[bytearray] = []
+        self._left_bytes: int | None = None
 
     def fill(self, level: str | None, name: str, start: int, piece: Piece, out: memoryview) -> None:
         """Fill `out` with a piece that has a group.
@@ -93,6 +96,7 @@ class Groups:
         members = dict(members_of(self._manifest, level, start, piece))
         if len(members) != len(codec.roles) or piece.base is None or set(outs) != set(members):
             raise CorruptError(f"{piece.group[0]!r}: pieces encoded together with {piece.codec!r} do not fit together")
+        self._count(sum(one.raw_nbytes for one in members.values()))
         bases = {name: self._room(piece.raw_nbytes) for name in piece.group}
         stored = {name: self._room(one.nbytes) for name, one in members.items()}
         try:
@@ -106,6 +110,19 @@ class Groups:
                 raise CorruptError(f"{piece.group[0]!r}: {err.message}", hint=err.hint) from err
         finally:
             self._give(*bases.values(), *stored.values())
+
+    def _count(self, nbytes: int) -> None:
+        """Groups of other groups, and so on, could be arranged so that decoding them never ends."""
+        with self._lock:
+            if self._left_bytes is None:
+                named = [piece for entry in self._manifest.entries.values() for piece in entry.pieces]
+                named += [
+                    one for level in self._manifest.bases.values() for kept in level.values() for one in kept.values()
+                ]
+                self._left_bytes = MOST_DECODED * sum(piece.raw_nbytes for piece in named)
+            self._left_bytes -= nbytes
+            if self._left_bytes < 0:
+                raise CorruptError(f"its groups take more than {MOST_DECODED} times as long to decode as they should")
 
     def _bases(self, level: str | None, start: int, piece: Piece, bases: dict[str, memoryview]) -> None:
         """What a group was encoded against: often a group as well."""

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from ckpt_engine.errors import CkptError, CorruptError, LeaseHeldError
-from ckpt_engine.store import layout, lease_objects
+from ckpt_engine.store import fields, layout, lease_objects
 from ckpt_engine.store.lease_objects import Timing, slot_of
 from ckpt_engine.store.mounts import locks_are_shared
 from ckpt_engine.store.repository import Repository
@@ -153,8 +153,11 @@ def parse_holder(text: bytes, where: str) -> Holder | None:
     row = unseal(text, where)
     row.pop("lease", None)
     try:
-        return Holder(**row)
-    except TypeError as err:
+        holder = Holder(**row)
+        fields.require(fields.is_whole(holder.pid) and fields.is_time(holder.started), "no process, or no time")
+        fields.require(type(holder.host) is str and type(holder.command) is str, "no host, or no command")
+        return holder
+    except (TypeError, ValueError) as err:
         raise CorruptError(f"{where} is damaged: {err}") from err
 
 

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_engine.errors import CorruptError, ForeignError, NewerFormatError, SnapshotFailedError
-from ckpt_engine.store import layout
-from ckpt_engine.store.decode import is_plain, stored_pieces
+from ckpt_engine.store import fields, layout
+from ckpt_engine.store.decode import is_plain
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import (
     FORMAT,
@@ -35,15 +35,18 @@ from ckpt_engine.store.manifest import (
     Piece,
     SnapshotInfo,
 )
+from ckpt_engine.store.manifest_check import check, check_info
 
 HEAD_BYTES = 4096
 """Enough of a manifest for `decode_info`, unless it has very many metrics."""
 
 _START = re.compile(rb'\{"digest":"([a-z0-9-]+:[0-9a-f]+)","manifest":')
 _END = b"}\n"
-_INFO = re.compile(rb'\{"format":"([^"\\]*)","version":(\d+),"info":')
+_INFO = re.compile(rb'\{"format":"([^"\\]*)","version":(\d{1,9}),"info":')
 _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _DECODER = json.JSONDecoder()
+_STRANGER_BYTES = 1 << 20
+"""Of a file that does not begin as a manifest does: a larger one is not parsed to say what it may be."""
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 """What taking apart an unexpected document can raise."""
 
@@ -93,8 +96,11 @@ def version_of(manifest: Manifest) -> int:
     return VERSION if all(map(is_plain, manifest.entries.values())) else STORED_VERSION
 
 
-def decode(data: bytes) -> Manifest:
-    """The inverse of `encode`; nothing is believed before the digest has been verified.
+def decode(data: bytes, *, is_part: bool = False) -> Manifest:
+    """The inverse of `encode`; nothing is believed before the digest and every field have been verified.
+
+    Args:
+        is_part: it is a part record, see `manifest_check.check`.
 
     Raises:
         CorruptError: truncated, changed, or contradicting itself.
@@ -103,7 +109,7 @@ def decode(data: bytes) -> Manifest:
     """
     body = _verified_body(data)
     try:
-        document = json.loads(body)
+        document = fields.loads(body)
         manifest = Manifest(
             info=info_from_json(document["info"]),
             run=document["run"],
@@ -120,7 +126,7 @@ def decode(data: bytes) -> Manifest:
                 for snapshot, entries in document.get("bases", {}).items()
             },
         )
-        _check(manifest)
+        check(manifest, is_part=is_part)
     except _MALFORMED as err:
         raise CorruptError(f"the manifest contradicts the format: {type(err).__name__}: {err}") from err
     return manifest
@@ -162,6 +168,8 @@ def _verified_body(data: bytes) -> bytes:
         raise CorruptError(f"the manifest has an unknown digest, {algorithm}")
     if not data.endswith(_END) or digest(body).encode() != start[1]:
         raise CorruptError(f"the manifest is truncated or was changed ({len(data)} bytes)")
+    if _INFO.match(body) is None:
+        raise CorruptError("the manifest does not begin with its format, its version and its info")
     _check_version(body)
     return body
 
@@ -182,7 +190,7 @@ def _check_version(body: bytes) -> None:
 def _stranger(data: bytes) -> CorruptError | ForeignError:
     """Why `data` does not begin like a manifest: other JSON is foreign, anything else is taken for damage."""
     try:
-        json.loads(data)
+        json.loads(data[: _STRANGER_BYTES + 1])  # cut off it is no JSON
     except (ValueError, RecursionError):
         return CorruptError(f"no manifest, or one whose start is damaged ({len(data)} bytes)")
     return ForeignError("not a manifest of ckpt-engine, though it is JSON")
@@ -262,19 +270,21 @@ def info_from_json(row: Mapping[str, Any]) -> SnapshotInfo:
     """The inverse of `info_to_json`. Raises what an unexpected document raises."""
     metrics = {name: _NUMBERS[value] if isinstance(value, str) else value for name, value in row["metrics"].items()}
     partial = row.get("partial")
-    return SnapshotInfo(
-        id=row["id"],
-        seq=row["seq"],
-        step=row["step"],
-        epoch=row["epoch"],
-        reason=row["reason"],
-        created=row["created"],
-        nbytes=row["nbytes"],
-        metrics=metrics,
-        parent=row["parent"],
-        components=row["components"],
-        partial=Partial(tuple(partial["ranks"]), partial["size"]) if partial is not None else None,
-        line=line_from_json(row["line"]) if "line" in row else UNNAMED,
+    return check_info(
+        SnapshotInfo(
+            id=row["id"],
+            seq=row["seq"],
+            step=row["step"],
+            epoch=row["epoch"],
+            reason=row["reason"],
+            created=row["created"],
+            nbytes=row["nbytes"],
+            metrics=metrics,
+            parent=row["parent"],
+            components=row["components"],
+            partial=Partial(tuple(partial["ranks"]), partial["size"]) if partial is not None else None,
+            line=line_from_json(row["line"]) if "line" in row else UNNAMED,
+        )
     )
 
 
@@ -295,18 +305,3 @@ def _piece_from_json(row: Mapping[str, Any]) -> Piece:
         row.get("raw_digest"),
         tuple(row.get("group", ())),
     )
-
-
-def _check(manifest: Manifest) -> None:
-    parsed = layout.parse_id(manifest.info.id)
-    if parsed is None or parsed.seq != manifest.info.seq:
-        raise ValueError(f"bad snapshot id {manifest.info.id!r}")
-    for file in manifest.files:
-        if layout.data_owner(file.name) is None:
-            raise ValueError(f"bad data file name {file.name!r}")
-    sizes = [file.nbytes for file in manifest.files]
-    for name, piece in stored_pieces(manifest):
-        if piece.nbytes < 0 or not 0 <= piece.offset <= sizes[piece.file] - piece.nbytes or piece.file < 0:
-            raise ValueError(f"a piece of {name!r} lies outside its file")
-        if piece.raw_nbytes < 0 or (piece.codec == RAW and piece.raw_nbytes != piece.nbytes):
-            raise ValueError(f"a piece of {name!r} cannot have {piece.raw_nbytes} bytes")

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt_engine.errors import ConfigError, CorruptError, FormatError, StorageExistsError, StorageMissingError
-from ckpt_engine.store import layout, manifest_codec
+from ckpt_engine.store import fields, layout, manifest_codec
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.sealed import seal, unseal
@@ -172,8 +172,9 @@ def check(text: bytes, snapshot: str, where: str) -> None:
 def _pin(head: bytes, snapshot: str, where: str) -> Pin:
     row = unseal(head, where)
     try:
-        return Pin(snapshot, str(row["note"]), float(row["created"]))
-    except (ValueError, LookupError, TypeError, OverflowError) as err:
+        fields.require(type(row["note"]) is str and fields.is_time(row["created"]), "no note, or no time")
+        return Pin(snapshot, row["note"], float(row["created"]))
+    except (ValueError, LookupError) as err:
         raise CorruptError(f"{where} is damaged: {type(err).__name__}: {err}") from err
 
 

@@ -18,7 +18,7 @@ from ckpt_engine.errors import (
     NewerFormatError,
     StorageMissingError,
 )
-from ckpt_engine.store import catalog, layout, manifest_codec
+from ckpt_engine.store import catalog, fields, layout, manifest_codec
 from ckpt_engine.store.decode import require_decodable
 from ckpt_engine.store.manifest import FORMAT, VERSION, Manifest, SnapshotInfo
 from ckpt_engine.store.sealed import seal, unseal
@@ -436,6 +436,7 @@ def parse_record(data: bytes, url: str) -> RunRecord:
                 f"{where} has format version {row['version']}, this program reads up to {VERSION}",
                 hint="upgrade ckpt-engine",
             )
-        return RunRecord(str(row["run"]), float(row["created"]))
-    except (ValueError, LookupError, TypeError, OverflowError) as err:
+        fields.require(type(row["run"]) is str and fields.is_time(row["created"]), "it names no run, or no time")
+        return RunRecord(row["run"], float(row["created"]))
+    except (ValueError, LookupError, TypeError) as err:
         raise CorruptError(f"{where} is damaged: {type(err).__name__}: {err}", hint=hint) from err

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_engine.errors import CorruptError, ForeignError
+from ckpt_engine.store import fields
 from ckpt_engine.store.digest import ALGORITHM, digest
 
 _KEY = b', "digest": "'
@@ -34,7 +35,7 @@ def unseal(text: bytes, where: str) -> dict[str, Any]:
     if found and text[len(body) :].rstrip(b" \n") != end:
         raise CorruptError(f"{where} is damaged: it does not match its digest")
     try:
-        row = json.loads(text)
+        row = fields.loads(text)
     except (ValueError, RecursionError) as err:
         raise CorruptError(f"{where} is damaged: {err}") from err
     if not isinstance(row, dict):

@@ -12,10 +12,9 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ckpt_engine.errors import CorruptError, StorageExistsError
 from ckpt_engine.store import container, layout, manifest_codec
@@ -25,6 +24,7 @@ from ckpt_engine.store.manifest import RAW, DataFile, Entry, Manifest, Piece, Sn
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.oserrors import translating
 from ckpt_engine.store.transfer import mapped, scratch_of
+from ckpt_engine.store.tree import entries_in
 
 NOTE = "slimmed"
 """The key in a manifest's notes: `{"from": <id>, "without": [<component>, ...]}`."""
@@ -193,15 +193,3 @@ def twins(infos: Sequence[SnapshotInfo]) -> dict[str, str]:
 def _info(info: SnapshotInfo, snapshot: str, nbytes: int, without: Collection[str]) -> SnapshotInfo:
     components = {name: size for name, size in info.components.items() if name not in without}
     return replace(info, id=snapshot, nbytes=nbytes, components=components)
-
-
-def entries_in(node: Any) -> Iterator[str]:
-    """The entries that a tree refers to."""
-    if isinstance(node, Mapping):
-        if "$" in node and isinstance(node.get("entry"), str):
-            yield node["entry"]
-        for value in node.values():
-            yield from entries_in(value)
-    elif isinstance(node, list | tuple):
-        for value in node:
-            yield from entries_in(value)

@@ -21,6 +21,7 @@ from ckpt_engine.persist.skeleton import Skeleton as Filler
 from ckpt_engine.restore.named import dtype_of
 from ckpt_engine.restore.rebuild import Rebuilder
 from ckpt_engine.snapshot.flatten import Flattener
+from ckpt_engine.store.tree import check
 
 _SMALLEST_BYTES = 16 << 10
 
@@ -80,10 +81,12 @@ def unpack(packed: torch.Tensor) -> tuple[Any, list[str]]:
             str(index): _tensor(data[8 + length + a["at"] : 8 + length + a["at"] + a["nbytes"]], a)
             for index, a in enumerate(content["arrays"])
         }
-    except (ValueError, KeyError, TypeError, RuntimeError) as err:
+        tree = content["tree"]
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as err:
         raise CorruptError(f"the packed part of the snapshot cannot be read: {err}") from err
     rebuilder = Rebuilder(entries)
-    return rebuilder.node(content["tree"], ()), rebuilder.notes
+    check({"packed": tree}, None)
+    return rebuilder.node(tree, ()), rebuilder.notes
 
 
 def _tensor(data: bytes, array: Any) -> torch.Tensor:

@@ -6,8 +6,18 @@ import re
 from pathlib import Path
 
 from ckpt_engine.restore.rebuild import _KINDS
-from ckpt_engine.snapshot.flatten import INLINE_BYTES
-from ckpt_engine.store import catalog, container, digest, layout, manifest, manifest_codec
+from ckpt_engine.snapshot.flatten import _MAX_DEPTH, INLINE_BYTES
+from ckpt_engine.store import (
+    catalog,
+    container,
+    decode_groups,
+    digest,
+    layout,
+    manifest,
+    manifest_check,
+    manifest_codec,
+    tree,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
@@ -23,6 +33,10 @@ def test_constants_on_the_page_are_those_of_the_code() -> None:
     assert f"if at most {INLINE_BYTES} bytes" in PAGE
     assert f"have at most {layout.MANIFEST_BYTES} bytes" in PAGE
     assert f"the other JSON files at most {layout.SMALL_BYTES}" in PAGE
+    assert f"nested at most {tree.MAX_DEPTH} deep (writers stop at {_MAX_DEPTH})" in PAGE
+    assert f"at most {manifest_check.MOST_OVERHEAD_BYTES} more as it is stored" in PAGE
+    assert f"name at most {manifest_check.MOST_SHARED} times the bytes" in PAGE
+    assert f"decoded more than {decode_groups.MOST_DECODED} times" in PAGE
     assert f"when at least {catalog.EVERY} snapshots" in PAGE
 
 

@@ -20,7 +20,7 @@ from ckpt_engine.store.manifest_codec import decode, decode_info, encode
 from tests.store.samples import info, manifest
 
 _law = settings(max_examples=80, deadline=None)  # a busy machine is no failure
-_names = st.text(max_size=12)
+_names = st.text(max_size=12).filter(lambda name: name not in ("$", "slimmed"))
 _json = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_names, inner, max_size=3),
@@ -40,25 +40,29 @@ def _manifests(draw: st.DrawFn) -> Manifest:
     files = tuple(
         DataFile(f"data/{snapshot}-r{rank:05d}.safetensors", 10_000) for rank in range(draw(st.integers(1, 3)))
     )
+    places, starts, sizes = (
+        st.integers(0, len(files) - 1),
+        st.integers(0, 5000),
+        st.integers(1, 50).map(lambda n: 16 * n),
+    )
     pieces = st.builds(
         Piece,
-        file=st.integers(0, len(files) - 1),
-        offset=st.integers(0, 5000),
-        nbytes=st.integers(0, 5000),
+        file=places,
+        offset=starts,
+        nbytes=st.integers(1, 800),
         digest=st.just(digest(b"x")),
-        raw_nbytes=st.integers(0, 9000),
+        raw_nbytes=sizes,
         codec=st.sampled_from(["zstd", "delta"]),
         base=st.none() | st.just(snapshot),
         raw_digest=st.none() | st.just(digest(b"y")),
     )
-    sizes, places = st.integers(0, 5000), st.integers(0, len(files) - 1)
-    pieces |= st.builds(lambda file, offset, n: Piece(file, offset, n, digest(b"x"), n), places, sizes, sizes)
+    pieces |= st.builds(lambda file, offset, n: Piece(file, offset, n, digest(b"x"), n), places, starts, sizes)
     entries = st.builds(
-        Entry,
-        dtype=st.sampled_from(["float32", "complex128"]),
-        shape=st.lists(st.integers(0, 9), max_size=3).map(tuple),
-        pieces=st.lists(pieces, max_size=3).map(tuple),
-        container_dtype=st.sampled_from(["F32", "U8"]),
+        lambda dtype, found: Entry(
+            dtype[0], (sum(piece.raw_nbytes for piece in found) // dtype[1],), tuple(found), dtype[2]
+        ),
+        dtype=st.sampled_from([("float32", 4, "F32"), ("complex128", 16, "U8")]),
+        found=st.lists(pieces, max_size=3),
     )
     about = SnapshotInfo(
         snapshot,
@@ -76,7 +80,8 @@ def _manifests(draw: st.DrawFn) -> Manifest:
     notes = draw(st.dictionaries(_names, _json, max_size=2))
     kept = st.dictionaries(_names, st.dictionaries(sizes, pieces, max_size=2), max_size=2)
     bases = draw(st.dictionaries(_names, kept, max_size=2))
-    return Manifest(about, "ab" * 16, {"size": 1}, {"torch": "2"}, files, table, draw(_json), notes, bases)
+    tree = draw(st.dictionaries(_names, _json, max_size=3))
+    return Manifest(about, "ab" * 16, {"size": 1}, {"torch": "2"}, files, table, tree, notes, bases)
 
 
 def _comparable(value: SnapshotInfo) -> SnapshotInfo:

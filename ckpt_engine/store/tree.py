@@ -1,0 +1,218 @@
+"""The grammar of the tree in a manifest (docs/format.md, "Tree"): checks it before anything follows it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from math import isfinite, prod
+from typing import Any
+
+from ckpt_engine.errors import CorruptError
+from ckpt_engine.store.container import item_bytes
+from ckpt_engine.store.fields import are_sizes, is_shape
+from ckpt_engine.store.manifest import Entry
+
+MAX_DEPTH = 210
+"""Nodes inside each other. Writers stop at 200, and the trees of ranks lie two deeper."""
+PAIRS = frozenset({"dict", "odict", "defaultdict", "counter", "mapping"})
+"""Kinds whose items are pairs of a key and a value."""
+
+_Where = tuple[Any, Any]
+"""A key, and where that which it is a key of is; `()` at the top."""
+
+
+def check(tree: Mapping[str, Any], entries: Mapping[str, Entry] | None) -> None:
+    """Whether everything that follows a tree can do so without looking again.
+
+    Args:
+        entries: of the manifest; None: some of those that the tree refers to are elsewhere.
+
+    Raises:
+        CorruptError: a node lacks what its kind has, or has it of another type or out of range; names its path.
+    """
+    # Without recursion: how deep it is nested is what has to be found out.
+    left: list[tuple[Any, Any, int]] = [(node, (key, ()), 1) for key, node in tree.items()]
+    while left:
+        node, where, depth = left.pop()
+        kind = type(node)
+        if kind is dict or kind is list:
+            if depth > MAX_DEPTH:
+                raise CorruptError(f"the state is nested deeper than {MAX_DEPTH} levels at {_show(where)}")
+            if kind is dict and "$" in node:
+                _check_node(node, where, entries)
+            left += [(child, (key, where), depth + 1) for key, child in _children(node)]
+        elif kind is float and not isfinite(node):
+            raise CorruptError(f"a number at {_show(where)} is not finite")
+
+
+def entries_in(tree: Any) -> Iterator[str]:
+    """The entries that a tree refers to, in its order; one that several leaves share as often."""
+    left = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, Mapping):
+            if "$" in node and isinstance(node.get("entry"), str):
+                yield node["entry"]
+            left += reversed(list(node.values()))
+        elif isinstance(node, list | tuple):
+            left += reversed(node)
+
+
+def _children(node: Any) -> Iterator[tuple[Any, Any]]:
+    """What is right below a node, each with a key; scalars may be left out."""
+    if isinstance(node, list):
+        yield from enumerate(node)
+        return
+    pairs = node.get("$") in PAIRS
+    for key, value in node.items():
+        if "$" not in node:
+            yield key, value
+        elif key == "items" and isinstance(value, list):
+            yield from enumerate(chain.from_iterable(value) if pairs else value)
+        elif key == "fields" and isinstance(value, dict):
+            yield from value.items()
+        elif isinstance(value, dict | list):
+            yield key, value
+
+
+def _check_node(node: Mapping[str, Any], where: _Where, entries: Mapping[str, Entry] | None) -> None:
+    kind = node["$"]
+    problem = _problem(node, kind, entries) if isinstance(kind, str) else "its kind is no text"
+    if problem:
+        raise CorruptError(f"malformed {str(kind)[:40]!r} node at {_show(where)}: {problem}")
+
+
+def _problem(node: Mapping[str, Any], kind: str, entries: Mapping[str, Entry] | None) -> str | None:
+    """What is wrong with a node itself; of a kind that is not known here only what all kinds have in common."""
+    for key, types in _FIELDS.get(kind, {}).items():
+        if type(node.get(key, _ABSENT)) not in types:
+            return f"{key!r} is missing or of another type"
+    items, fields = node.get("items"), node.get("fields")
+    if "items" in node and not isinstance(items, list):
+        return "'items' is no list"
+    if isinstance(items, list) and kind in PAIRS and not all(type(one) is list and len(one) == 2 for one in items):
+        return "'items' are no pairs"
+    if "fields" in node and not isinstance(fields, dict):
+        if not isinstance(fields, list) or not isinstance(items, list) or len(fields) != len(items):
+            return "'fields' do not fit 'items'"
+        if not all(isinstance(one, str) for one in fields):
+            return "'fields' are no names"
+    if "entry" in node:
+        if not isinstance(node["entry"], str):
+            return "'entry' is no text"
+        if entries is not None:
+            entry = entries.get(node["entry"])
+            if entry is None:
+                return f"there is no entry {node['entry'][:200]!r}"
+            return _problem_of_array(node, kind, entry)
+    elif kind in ("bytes", "bytearray") and not isinstance(node.get("b64"), str):
+        return "it has no bytes"
+    return None
+
+
+def _problem_of_array(node: Mapping[str, Any], kind: str, entry: Entry) -> str | None:
+    if kind == "ndarray" and not is_shape(node["shape"]):
+        return "its shape is none"
+    if kind not in ("tensor", "sharded"):
+        return None
+    parameter, view, stride = node.get("parameter"), node.get("view"), node.get("stride")
+    if parameter is not None and (type(parameter) is not dict or type(parameter.get("requires_grad")) is not bool):
+        return "'parameter' does not say whether it requires a gradient"
+    if "view" in node:
+        if type(view) is not dict or "stride" in node or kind != "tensor":
+            return "'view' is none"
+        return _problem_of_view(view, sum(piece.raw_nbytes for piece in entry.pieces))
+    if "stride" in node and not (isinstance(stride, list) and are_sizes(stride) and is_dense(entry.shape, stride)):
+        return "'stride' is not that of a dense array of its shape"
+    return None
+
+
+def _problem_of_view(view: Mapping[str, Any], nbytes: int) -> str | None:
+    """Whether a view lies in its memory: whoever follows it does not look again."""
+    dtype, shape, stride, offset = (view.get(key) for key in ("dtype", "shape", "stride", "byte_offset"))
+    if type(dtype) is not str or not is_shape(shape) or not are_sizes(stride) or not are_sizes([offset]):
+        return "'view' lacks something, or has it out of range"
+    assert shape is not None
+    assert stride is not None
+    assert offset is not None
+    if len(shape) != len(stride):
+        return "'view' has a stride of another number of dimensions"
+    size = item_bytes(dtype) or 1  # of a dtype that only a newer torch knows, which looks itself
+    reach = sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) + 1 if prod(shape) else 0
+    if offset % size or offset + reach * size > nbytes:
+        return f"'view' reaches beyond the {nbytes} bytes of its entry"
+    return None
+
+
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether strides are a permutation of those of an array in C order."""
+    if len(shape) != len(stride):
+        return False
+    if not prod(shape):
+        return True
+    expected = 1
+    for step, n in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n != 1):
+        if step != expected:
+            return False
+        expected *= n
+    return True
+
+
+def _show(where: Any) -> str:
+    keys = []
+    while where:
+        key, where = where
+        keys.append(str(key))
+    shown = "/".join(reversed(keys))
+    return shown if len(shown) <= 200 else f"{shown[:200]}…"
+
+
+_ABSENT = object()
+_TEXT, _LIST, _MAP, _ITEMS = (str,), (list,), (dict,), {"items": (list,)}
+_NODE = (dict, list, str, int, float, bool, type(None))
+_V = {"v": _TEXT}
+_FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "tensor": {"entry": _TEXT},
+    "sharded": {"entry": _TEXT, "blocks": _LIST},
+    "ndarray": {"entry": _TEXT, "dtype": _TEXT, "shape": _LIST},
+    "pickle": {"b64": _TEXT},
+    "dict": _ITEMS,
+    "odict": _ITEMS,
+    "defaultdict": {**_ITEMS, "factory": (str, type(None))},
+    "counter": _ITEMS,
+    "mapping": {**_ITEMS, "type": _TEXT},
+    "tuple": _ITEMS,
+    "torch.Size": _ITEMS,
+    "namedtuple": {**_ITEMS, "type": _TEXT, "fields": _LIST},
+    "set": _ITEMS,
+    "frozenset": _ITEMS,
+    "deque": {**_ITEMS, "maxlen": (int, type(None))},
+    "namespace": {"fields": _MAP},
+    "simplenamespace": {"fields": _MAP},
+    "dataclass": {"type": _TEXT, "fields": _MAP},
+    "enum": {"type": _TEXT, "name": (str, type(None))},
+    "omegaconf": {"container": _NODE, "flags": _MAP},
+    "float": _V,
+    "complex": {"re": _NODE, "im": _NODE},
+    "npscalar": {"dtype": _TEXT, "hex": _TEXT},
+    "np.dtype": _V,
+    "path": {"v": _TEXT, "pure": (bool,)},
+    "datetime": {"v": _TEXT, "fold": (int,)},
+    "date": _V,
+    "time": _V,
+    "timedelta": {"v": _LIST},
+    "uuid": _V,
+    "decimal": _V,
+    "fraction": _V,
+    "range": {"v": _LIST},
+    "slice": {"v": _LIST},
+    "torch.dtype": _V,
+    "torch.memory_format": _V,
+    "torch.layout": _V,
+    "torch.device": _V,
+    "torch.Generator": {"device": _TEXT, "state": _MAP},
+    "np.Generator": {"state": _NODE},
+    "np.RandomState": {"state": _NODE},
+    "random.Random": {"state": _NODE},
+}
+"""What each kind has at least, and of which types."""

@@ -24,7 +24,7 @@ EVERY = 100
 FEW = 8
 """So many unknown manifests are read singly without asking for the catalog."""
 
-_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+_MALFORMED = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ _NUMBERS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _DECODER = json.JSONDecoder()
 _STRANGER_BYTES = 1 << 20
 """Of a file that does not begin as a manifest does: a larger one is not parsed to say what it may be."""
-_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+_MALFORMED = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError)
 """What taking apart an unexpected document can raise."""
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from ckpt_engine.restore.rebuild import _KINDS
-from ckpt_engine.snapshot.flatten import _MAX_DEPTH, INLINE_BYTES
+from ckpt_engine.snapshot.flatten import INLINE_BYTES, MAX_DEPTH
 from ckpt_engine.store import (
     catalog,
     container,
@@ -33,7 +33,7 @@ def test_constants_on_the_page_are_those_of_the_code() -> None:
     assert f"if at most {INLINE_BYTES} bytes" in PAGE
     assert f"have at most {layout.MANIFEST_BYTES} bytes" in PAGE
     assert f"the other JSON files at most {layout.SMALL_BYTES}" in PAGE
-    assert f"nested at most {tree.MAX_DEPTH} deep (writers stop at {_MAX_DEPTH})" in PAGE
+    assert f"nested at most {tree.MAX_DEPTH} deep (writers stop at {MAX_DEPTH})" in PAGE
     assert f"at most {manifest_check.MOST_OVERHEAD_BYTES} more as it is stored" in PAGE
     assert f"name at most {manifest_check.MOST_SHARED} times the bytes" in PAGE
     assert f"decoded more than {decode_groups.MOST_DECODED} times" in PAGE

@@ -1,7 +1,6 @@
 """The control socket of a writer: the same user's processes on the same machine ask it one thing per connection.
 
-It is an abstract Unix socket, whose name says the user, the root of the run and the rank; it leaves nothing behind. A
-request is a message of `wire` with `what`, and the reply is one, perhaps with file descriptors:
+A request is a message of `wire` with `what`, and the reply is one, perhaps with file descriptors:
 
 | `what`         | reply                                                                                 |
 |---|---|
@@ -25,20 +24,17 @@ Who asks for something else is told `error`.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import selectors
-import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 from ckpt_engine.errors import WaitTimeoutError, WriterError
+from ckpt_engine.persist import sockets
+from ckpt_engine.persist.sockets import Listener
 from ckpt_engine.persist.wire import Body, Channel, Received
 
 SNAPSHOT = "snapshot"
@@ -56,27 +52,10 @@ TAKE_SECONDS = 30.0
 """How long it may take to take in the reply."""
 REPLY_SECONDS = 120.0
 """How long it is let wait for the reply."""
+CONNECT_SECONDS = 1.0
+"""How long it may take to connect: a writer that lives takes connections at once."""
 _REQUEST_BYTES = 64 << 10
 _CLIENTS = 16
-_UCRED = struct.Struct("3i")
-_TIMEVAL = struct.Struct("ll")
-
-
-def address(root_url: str, rank: int = 0) -> str:
-    """The name of the socket of whoever writes the run at `root_url` for a rank and this user. Touches no storage."""
-    place = root_url.rstrip("/")
-    if "://" not in root_url:
-        place = str(Path(root_url).expanduser().absolute())
-    elif root_url.partition("://")[0].lower() == "file":
-        place = str(Path(unquote(urlsplit(root_url).path)))
-    if rank:
-        place += f"#{rank}"
-    return f"\0ckpt-engine-{os.geteuid()}-{hashlib.sha256(place.encode()).hexdigest()[:32]}"
-
-
-def peer_uid(sock: socket.socket) -> int:
-    """The user at the other end: who connected, or who listens there."""
-    return int(_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[1])
 
 
 def ask(root_url: str, request: Mapping[str, Any], timeout: float, rank: int = 0) -> Received | None:
@@ -95,22 +74,18 @@ def ask(root_url: str, request: Mapping[str, Any], timeout: float, rank: int = 0
         WriterError: it says something else than a reply.
     """
     deadline = time.monotonic() + timeout
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
-        try:
-            sock.connect(address(root_url, rank))
-        except ConnectionRefusedError:
-            return None  # nobody has the name
-        except BlockingIOError as err:
-            raise _silent(root_url, timeout) from err
-        if peer_uid(sock) != os.geteuid():
-            return None
-        channel = Channel(sock)
-        try:
-            channel.send(request)
-            return _reply(channel, root_url, deadline, timeout)
-        finally:
-            channel.close()
+    try:
+        sock = sockets.connect(sockets.name_of(root_url, rank), min(timeout, CONNECT_SECONDS))
+    except TimeoutError as err:
+        raise _silent(root_url, timeout) from err
+    if sock is None:
+        return None
+    channel = Channel(sock)
+    try:
+        channel.send(request)
+        return _reply(channel, root_url, deadline, timeout)
+    finally:
+        channel.close()
 
 
 def _reply(channel: Channel, root_url: str, deadline: float, timeout: float) -> Received:
@@ -131,11 +106,6 @@ def _reply(channel: Channel, root_url: str, deadline: float, timeout: float) -> 
 
 def _silent(root_url: str, timeout: float) -> WaitTimeoutError:
     return WaitTimeoutError(f"the writer of {root_url} did not answer within {timeout:.0f} s")
-
-
-def _timeval(seconds: float) -> bytes:
-    micros = max(1, int(seconds * 1e6))
-    return _TIMEVAL.pack(micros // 1_000_000, micros % 1_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +143,7 @@ class Control:
         self._root_url = root_url
         self._rank = rank
         self._answer = answer
-        self._listener: socket.socket | None = None
+        self._listener: Listener | None = None
         self._clients: list[_Client] = []
         self._stopping = False
         self._lock = threading.Lock()
@@ -187,17 +157,12 @@ class Control:
             WriterError: the name is not to be had within `timeout` seconds.
         """
         try:
-            listener = self._bind()
-            if listener is None:
-                reply = ask(self._root_url, {"what": BYE}, timeout, self._rank)
-                if reply is not None and not reply.body.get("ok"):
-                    raise WriterError("another writer of this run serves its trainer")
-                listener = self._bind()
-            if listener is None:
-                raise WriterError("somebody else has its name")
+            reply = ask(self._root_url, {"what": BYE}, timeout, self._rank)
+            if reply is not None and not reply.body.get("ok"):
+                raise WriterError("another writer of this run serves its trainer")
+            self._listener = Listener(sockets.name_of(self._root_url, self._rank), timeout)
         except OSError as err:
             raise WriterError(str(err)) from err
-        self._listener = listener
         self._thread.start()
 
     def poke(self) -> None:
@@ -222,16 +187,6 @@ class Control:
             if not self._thread.is_alive() and self._wake_fd >= 0:
                 os.close(self._wake_fd)
                 self._wake_fd = -1
-
-    def _bind(self) -> socket.socket | None:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            listener.bind(address(self._root_url, self._rank))
-            listener.listen(_CLIENTS)
-        except OSError:
-            listener.close()
-            return None
-        return listener
 
     def _run(self) -> None:
         try:
@@ -273,13 +228,9 @@ class Control:
             return None
         return max(0.0, min(client.deadline for client in self._clients) - time.monotonic())
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            sock, _ = listener.accept()
-        except OSError:
-            return  # it went away again
-        if peer_uid(sock) != os.geteuid():
-            sock.close()
+    def _accept(self, listener: Listener) -> None:
+        sock = listener.accept()
+        if sock is None:
             return
         channel = Channel(sock, most_bytes=_REQUEST_BYTES, takes_fds=False)
         self._clients.append(_Client(channel, time.monotonic() + REQUEST_SECONDS))

@@ -106,7 +106,12 @@ class Desk:
             body["node"] = self._ranks.node
         if self._ranks is not None and self._peers is not None:
             guests = {str(rank): ids for rank, ids in self._peers.guests.ids().items()}
-            body |= {"guests": guests, "port": self._peers.port, "secret": self._ranks.session}
+            body |= {
+                "guests": guests,
+                "host": self._peers.host,
+                "port": self._peers.port,
+                "secret": self._ranks.session,
+            }
             body |= {"group": list(self._peers.parity.group), "parity": self._peers.parity.ids()}
         return Reply(body)
 

@@ -232,6 +232,7 @@ class RankConfig:
         place: the ranks of this one's place, in order; empty: all ranks see one root.
         places: of all ranks, in the order of their leaders; empty: as `place`.
         record: of the run, as other places have it: what a root without snapshots takes. Empty: nobody else has one.
+        address: where other machines reach this one, and the writer listens for them; empty: nowhere.
     """
 
     rank: int
@@ -246,6 +247,7 @@ class RankConfig:
     place: tuple[int, ...] = ()
     places: tuple[tuple[int, ...], ...] = ()
     record: str = ""
+    address: str = ""
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import Any
 from ckpt_engine.errors import CorruptError, WriterError
 from ckpt_engine.persist.mapping import map_shared
 from ckpt_engine.persist.parity import chunk, number_of, xor_into
-from ckpt_engine.persist.peer import Line, Share, memory_file
+from ckpt_engine.persist.peer import SLICE_BYTES, Line, Share, memory_file
 from ckpt_engine.store.digest import Running
 from ckpt_engine.store.layout import parse_id
 
@@ -24,7 +24,6 @@ KEPT = 2
 """Complete ones. Ranks may be one snapshot apart."""
 OPEN = 2
 """Incomplete ones; a durable snapshot may follow one in memory that is still on its way."""
-_SLICE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +148,9 @@ class ParitySets:
         return found, nbytes
 
     def _take_in(self, found: _Set, nbytes: int, digest: str, line: Line) -> None:
-        running, buffer = Running(), memoryview(bytearray(min(nbytes, _SLICE_BYTES)))
-        for at in range(0, nbytes, _SLICE_BYTES):
-            slice_ = buffer[: min(_SLICE_BYTES, nbytes - at)]
+        running, buffer = Running(), memoryview(bytearray(min(nbytes, SLICE_BYTES)))
+        for at in range(0, nbytes, SLICE_BYTES):
+            slice_ = buffer[: min(SLICE_BYTES, nbytes - at)]
             line.fill(slice_)
             running.add(slice_)
             with found.lock:

@@ -44,6 +44,8 @@ class Guests:
             if said["rank"] not in self._ranks:
                 raise WriterError(f"the shares of rank {said['rank']} are not kept here")
         nbytes = int(said["nbytes"])
+        if nbytes < 0:
+            raise WriterError(f"a share of {nbytes} bytes is none")
         with self._receiving:
             fd = self._memory(nbytes)
             try:

@@ -65,11 +65,17 @@ class Peers:
         throttle = Throttle(rate) if rate is not None else None
         self._mirror = Mirror(ranks, run, intact, self._done, self._notice, throttle)
         # All ranks tell rank 0's writer what was kept.
-        self._server = Server(ranks.session, self._serve, ranks.size if ranks.rank == 0 else 0)
+        where = ranks.address or "127.0.0.1"
+        self._server = Server(where, ranks.session, self._serve, ranks.size if ranks.rank == 0 else 0)
+
+    @property
+    def host(self) -> str:
+        """Where other writers reach this one, at `port`."""
+        return self._server.host
 
     @property
     def port(self) -> int:
-        """Where other writers reach this one."""
+        """See `host`."""
         return self._server.port
 
     def meet(self, body: Body) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
 
 from ckpt_engine.errors import ConfigError, RanksError, WaitTimeoutError
+from ckpt_engine.ranks.addresses import towards
 
 WAIT_SECONDS = 120.0
 _SHORT_SECONDS = 30.0
@@ -102,15 +103,10 @@ class ProcessGroupRanks:
 
     @property
     def address(self) -> str:
-        """Of the interface through which this machine reaches the one of rank 0."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-            try:
-                sock.connect((os.environ.get("MASTER_ADDR", self.node), 9))  # sends nothing
-                found = str(sock.getsockname()[0])
-            except OSError:
-                return self.node
+        """Of the interface through which this machine reaches the one of rank 0; else its name."""
+        found = towards(os.environ.get("MASTER_ADDR", self.node))
         # On the machine of rank 0 its own name often means the loopback interface, which no other machine reaches.
-        return self.node if found.startswith("127.") else found
+        return self.node if found is None or found.startswith("127.") else found
 
     def divides(self, path: tuple[Any, ...]) -> bool:
         return self._divides(path)

@@ -12,6 +12,7 @@ from ckpt_engine.config import Config
 from ckpt_engine.errors import CkptError, ConfigError, WaitTimeoutError
 from ckpt_engine.persist.client import WriterClient
 from ckpt_engine.persist.job import ErrorRecord, RankConfig
+from ckpt_engine.ranks.addresses import towards_others
 from ckpt_engine.ranks.answers import hear, say
 from ckpt_engine.ranks.partners import neighbours
 from ckpt_engine.ranks.places import Beacon, Places, Sight, divide, record_in, sees
@@ -66,6 +67,7 @@ class Session:
         self._next_seq = 0
         self._places: Places | None = None
         self._record = ""
+        self._address = ""
         self._questions = self._meetings = 0
         self.count = 0
         """Snapshots that were given an id."""
@@ -150,6 +152,8 @@ class Session:
                 f"rank {places[1][0]} does not see that of rank 0",
                 hint="take `memory` out of the tiers, or put a shared folder or an object store behind it",
             )
+        if self.replicates:
+            self.locate()
         found = self._open_first(start)
         if len(places) > 1:
             found = self._open_places(start, found)
@@ -163,10 +167,25 @@ class Session:
                 raise
         return client
 
+    def locate(self) -> str:
+        """Where other machines reach this one: the one interface at which anything may listen for them.
+
+        Asked of all ranks at once; the answer is kept.
+
+        Raises:
+            WaitTimeoutError, RanksError: rank 0 does not answer.
+        """
+        if not self._address:
+            ranks = self.ranks
+            mine = [ranks.node, ranks.address]
+            said = self.meet(lambda: mine, _as_they_are)
+            self._address = towards_others(mine[1], [str(one[1]) for one in said if one and one[0] != ranks.node])
+        return self._address
+
     def _introduce(self, client: WriterClient) -> None:
         """Tell the writer where the others are."""
         ranks = self.ranks
-        mine: list[Any] = [ranks.node, ranks.address, client.peer_port]
+        mine: list[Any] = [ranks.node, self._address, client.peer_port]
         said = self.meet(lambda: mine, _as_they_are)
         nodes = [str(one[0]) if one is not None else "" for one in said]
         near = neighbours(ranks.rank, nodes, self._parity)
@@ -339,6 +358,7 @@ class Session:
             next((place for place in places if self.ranks.rank in place), ()),
             places,
             self._record if places else "",
+            self._address,
         )
 
     @property

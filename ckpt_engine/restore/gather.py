@@ -97,6 +97,7 @@ class Gathered:
     def _meet(self, roots: RanksByRoot, own: LocalStorage) -> None:
         session, ranks = self._session, self._session.ranks
         place = next(number for number, members in enumerate(roots) if ranks.rank in members)
+        address = session.locate()
         secret = session.agree(lambda: secrets.token_hex(16), LOAD_SECONDS)
         offers: dict[str, list[int]] = defaultdict(list)
         silent: dict[str, str] = {}
@@ -110,9 +111,9 @@ class Gathered:
                 ids = [parsed.id for parsed in repository.ids()]
                 found = repository.record()
                 record = encode_record(found).decode() if found is not None else ""
-                self._lender = Lender(own, secret, ranks.size)
+                self._lender = Lender(own, address, secret, ranks.size)
                 since = Path(own.path(layout.RECORD)).stat().st_mtime if record else None
-                lends = {"host": ranks.address, "port": self._lender.port}
+                lends = {"host": address, "port": self._lender.port}
                 return {**lends, "ids": ids, "record": record, "since": since}
             except (CkptError, OSError) as err:
                 return {"why": f"it cannot be used: {err}"}

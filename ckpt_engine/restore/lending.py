@@ -58,17 +58,18 @@ class Lender:
     """Serves a root until it is closed.
 
     Args:
-        secret: of those who may ask.
+        host: where those who may ask reach this machine.
+        secret: of theirs.
         ranks: how many may.
 
     Raises:
         OSError: no port is to be had.
     """
 
-    def __init__(self, root: LocalStorage, secret: str, ranks: int) -> None:
+    def __init__(self, root: LocalStorage, host: str, secret: str, ranks: int) -> None:
         self._root = root
         self._turns = threading.BoundedSemaphore(AT_ONCE)
-        self._server = Server(secret, self._answer, clients=lines(ranks) * ranks)
+        self._server = Server(host, secret, self._answer, clients=lines(ranks) * ranks)
 
     @property
     def port(self) -> int:

@@ -47,9 +47,8 @@ def attach(
     found: list[Source] = []
 
     def look() -> dict[str, Any]:
-        address = ranks.address if session.replicates else ""
         for writer in range(ranks.size):
-            source = _source(root_url, writer, ranks.node, address, deadline)
+            source = _source(root_url, writer, ranks.node, session.replicates, deadline)
             found.extend([source] if source is not None else [])
         return {"node": ranks.node, "sources": [asdict(source) for source in found]}
 
@@ -88,7 +87,7 @@ def attach(
     return place, True
 
 
-def _source(root_url: str, writer: int, node: str, address: str, deadline: float) -> Source | None:
+def _source(root_url: str, writer: int, node: str, serves: bool, deadline: float) -> Source | None:
     reply = _ask(root_url, {"what": control.HELD}, writer, deadline)
     if reply is None or reply.body.get("node") != node:
         return None
@@ -96,10 +95,10 @@ def _source(root_url: str, writer: int, node: str, address: str, deadline: float
         body = reply.body
         shares = {str(writer): [str(one) for one in body["held"]]}
         shares |= {str(rank): list(ids) for rank, ids in body.get("guests", {}).items()}
-        port = int(body.get("port", 0)) if address else 0
+        host, port = (str(body.get("host", "")), int(body.get("port", 0))) if serves else ("", 0)
         group = [int(rank) for rank in body.get("group", ())]
         parity = [str(one) for one in body.get("parity", ())]
-        return Source(writer, shares, address, port, str(body.get("secret", "")) if port else "", group, parity)
+        return Source(writer, shares, host, port, str(body.get("secret", "")) if port else "", group, parity)
     except (LookupError, TypeError, ValueError, AttributeError):
         return None
 

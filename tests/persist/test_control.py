@@ -7,6 +7,7 @@ import os
 import select
 import socket
 import struct
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.errors import WaitTimeoutError, WriterError
-from ckpt_engine.persist import control
-from ckpt_engine.persist.control import Control, Reply, address, ask
+from ckpt_engine.persist import control, sockets
+from ckpt_engine.persist.control import Control, Reply, ask
+from ckpt_engine.persist.sockets import name_of
 from ckpt_engine.persist.wire import Body
 from tests.persist.staged import WAIT_SECONDS
 
@@ -49,9 +51,15 @@ def served(tmp_path: Path, echo: Echo, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 def connect(root: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.connect(address(str(root)))
+    sock.connect(path_of(root))
     sock.settimeout(WAIT_SECONDS)
     return sock
+
+
+def path_of(root: Path) -> str:
+    """The socket of who serves there, or has been killed."""
+    (found,) = (one for folder in sockets.folders() if (one := Path(folder, name_of(str(root)))).exists())
+    return str(found)
 
 
 def works(root: Path) -> bool:
@@ -85,17 +93,16 @@ def test_nobody_there_is_no_error(tmp_path: Path) -> None:
     assert ask(str(tmp_path), {"what": "x"}, WAIT_SECONDS) is None
 
 
-def test_the_name_says_the_place_and_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same place in any spelling, another place, another user."""
+def test_the_name_says_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same place in any spelling, another place, another rank; and it is never too long for a socket."""
     root = tmp_path / "a run"
-    name = address(str(root))
+    name = name_of(str(root))
     monkeypatch.chdir(tmp_path)
-    assert name == address("a run") == address(f"{root}/") == address(f"file://{str(root).replace(' ', '%20')}")
-    assert address("s3://bucket/run") == address("s3://bucket/run/")
-    assert len({name, address(str(tmp_path)), address("s3://bucket/run"), address("s3://other/run")}) == 4
-    monkeypatch.setattr(os, "geteuid", lambda: 1234567)
-    assert address(str(root)) != name
-    assert all(len(address(place)) < 108 for place in ("x" * 9999, "/" + "ü" * 999))
+    assert name == name_of("a run") == name_of(f"{root}/") == name_of(f"file://{str(root).replace(' ', '%20')}")
+    assert name_of("s3://bucket/run") == name_of("s3://bucket/run/")
+    others = [name_of(str(tmp_path)), name_of("s3://bucket/run"), name_of("s3://other/run"), name_of(str(root), 1)]
+    assert len({name, *others}) == 5
+    assert all(len(name_of(place)) == 32 for place in ("x" * 9999, "/" + "ü" * 999))
 
 
 def test_a_reply_may_come_later(tmp_path: Path, served: Control, echo: Echo) -> None:
@@ -227,54 +234,117 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 
 
 @root_only
-def test_another_user_is_not_let_in(tmp_path: Path, served: Control) -> None:
-    """It knows the name, and is hung up on without a word."""
+def test_another_user_cannot_connect(tmp_path: Path, served: Control) -> None:
+    """Not even where it knows the name: it comes neither to the writer nor into the queue before it."""
     work = f"""
 sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-sock.settimeout({WAIT_SECONDS})
-sock.connect({address(str(tmp_path))!r})
 try:
-    sock.sendall(struct.pack("<Q", 2) + b"{{}}")
-    status = 0 if sock.recv(100) == b"" else 1
-except (BrokenPipeError, ConnectionResetError):
+    sock.connect({path_of(tmp_path)!r})
+    status = 1
+except PermissionError:
     status = 0
 """
     assert as_nobody(work) == 0
     assert works(tmp_path)
 
 
-@root_only
-def test_another_user_is_not_asked(tmp_path: Path) -> None:
-    """One that has taken the name is nobody for us, and a writer goes on without it."""
-    ready, done = socket.socketpair()
-    child = os.fork()
-    if child == 0:
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # The name of root, not its own.
-        listener.bind(f"\0ckpt-engine-0-{address(str(tmp_path)).rpartition('-')[2]}")
-        listener.listen()
-        done.sendall(b"x")
-        done.recv(1)
-        os._exit(0)
-    try:
-        assert ready.recv(1) == b"x"
-        assert ask(str(tmp_path), {"what": control.SNAPSHOT}, WAIT_SECONDS) is None
-        squatted = Control(str(tmp_path), lambda request: Reply({}))
-        with pytest.raises(WriterError, match="somebody else has its name"):
-            squatted.open(WAIT_SECONDS)
-        squatted.close(WAIT_SECONDS)
-    finally:
-        ready.sendall(b"x")
-        os.waitpid(child, 0)
-        ready.close()
-        done.close()
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
+    """Where all users may make folders, with nothing in it. With names that are short enough for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as one, tempfile.TemporaryDirectory(dir="/tmp") as two:
+        monkeypatch.setattr(sockets, "_PLACES", (one, two))
+        yield Path(one), Path(two)
+        Path(one).mkdir(exist_ok=True)
+
+
+def test_a_folder_that_others_can_enter_is_not_believed(tmp_path: Path, places: tuple[Path, Path], echo: Echo) -> None:
+    """Nor a link, a file, or the folder of another user: none is asked or used, and one of our own is made."""
+    prefix = f"ckpt-engine-{os.geteuid()}-"
+    open_to_all, link, file = (places[0] / f"{prefix}{name}" for name in ("all", "link", "file"))
+    open_to_all.mkdir()
+    open_to_all.chmod(0o755)
+    (places[0] / "private").mkdir(mode=0o700)
+    link.symlink_to(places[0] / "private")
+    file.touch()
+    if os.geteuid() == 0:
+        foreign = places[0] / f"{prefix}foreign"
+        foreign.mkdir(mode=0o700)
+        os.chown(foreign, NOBODY, NOBODY)
+    fake = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    fake.bind(str(open_to_all / name_of(str(tmp_path))))
+    fake.listen()
+    assert ask(str(tmp_path), {"what": "x"}, WAIT_SECONDS) is None
+    made = Control(str(tmp_path), echo.answer)
+    made.open(WAIT_SECONDS)
+    assert works(tmp_path)
+    (folder,) = sockets.folders()
+    assert Path(folder).parent == places[0] and folder not in map(str, (open_to_all, link, file))
+    made.close(WAIT_SECONDS)
+    fake.close()
+
+
+def test_where_no_folder_can_be_made_the_next_place_is_used(
+    tmp_path: Path, places: tuple[Path, Path], echo: Echo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A root file system that can only be read still has memory for files; without any, the writer says so."""
+    places[0].rmdir()
+    made = Control(str(tmp_path), echo.answer)
+    made.open(WAIT_SECONDS)
+    assert works(tmp_path) and Path(sockets.folders()[0]).parent == places[1]
+    made.close(WAIT_SECONDS)
+    monkeypatch.setattr(sockets, "_PLACES", (str(tmp_path / "nothing"),))
+    nowhere = Control(str(tmp_path), echo.answer)
+    with pytest.raises(WriterError, match="nothing"):
+        nowhere.open(WAIT_SECONDS)
+    nowhere.close(WAIT_SECONDS)
+
+
+def test_what_a_killed_writer_has_left_is_in_nobodys_way(tmp_path: Path, places: tuple[Path, Path], echo: Echo) -> None:
+    """Its socket says that nobody is there; the next writer, of this run or another one, removes it."""
+    for name in (name_of(str(tmp_path)), name_of("another run")):
+        killed = sockets.Listener(name, WAIT_SECONDS)
+        killed._sock.close()
+    folder = Path(sockets.folders()[0])
+    assert len(list(folder.iterdir())) == 2 - 1  # the second one has removed the first
+    killed = sockets.Listener(name_of(str(tmp_path)), WAIT_SECONDS)
+    killed._sock.close()
+    assert ask(str(tmp_path), {"what": "x"}, WAIT_SECONDS) is None
+    made = Control(str(tmp_path), echo.answer)
+    made.open(WAIT_SECONDS)
+    assert works(tmp_path)
+    assert [one.name for one in folder.iterdir()] == [name_of(str(tmp_path))]
+    made.close(WAIT_SECONDS)
+    assert list(folder.iterdir()) == []
+
+
+def test_a_writer_that_takes_no_connections_is_not_waited_for(
+    tmp_path: Path, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long the reply may take, to connect takes a second at most."""
+    monkeypatch.setattr(sockets, "_BACKLOG", 0)
+    stands = sockets.Listener(name_of(str(tmp_path)), WAIT_SECONDS)
+    waits = []
+    while len(waits) < 2:
+        waits.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+        with contextlib.suppress(BlockingIOError):
+            waits[-1].connect(path_of(tmp_path))
+    given: list[float] = []
+    monkeypatch.setattr(control.sockets, "connect", lambda name, timeout: given.append(timeout))
+    assert ask(str(tmp_path), {"what": "x"}, 1e6) is None
+    assert given == [1.0]
+    monkeypatch.undo()
+    monkeypatch.setattr(sockets, "_PLACES", tuple(map(str, places)))
+    monkeypatch.setattr(control, "CONNECT_SECONDS", 0.01)
+    with pytest.raises(WaitTimeoutError, match="did not answer"):
+        ask(str(tmp_path), {"what": "x"}, 1e6)
+    stands.close()
+    for one in waits:
+        one.close()
 
 
 def test_the_credentials_decide(tmp_path: Path, served: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, where no other user can be had: the socket is told to be another user's."""
-    monkeypatch.setattr(control, "peer_uid", lambda sock: os.geteuid() + 1)
+    monkeypatch.setattr(sockets, "peer_uid", lambda sock: os.geteuid() + 1)
     assert ask(str(tmp_path), {"what": "x"}, WAIT_SECONDS) is None
     with connect(tmp_path) as sock:
         assert hung_up(sock)

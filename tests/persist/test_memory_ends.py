@@ -18,7 +18,7 @@ import pytest
 from ckpt_engine.errors import NoUsableSnapshotError, WriterError
 from ckpt_engine.observe.events import Notice, SnapshotCommitted
 from ckpt_engine.persist import spawn
-from ckpt_engine.persist.control import BYE, SAVE, SNAPSHOT, STATUS, STOP, address, ask
+from ckpt_engine.persist.control import BYE, SAVE, SNAPSHOT, STATUS, STOP, Control, Reply, ask
 from ckpt_engine.persist.job import PersistJob
 from ckpt_engine.persist.snapshots import Digests
 from ckpt_engine.restore.load import load
@@ -122,28 +122,29 @@ def test_the_next_writer_takes_over_the_name(tmp_path: Path, processes: Writers,
 
 
 def test_a_writer_whose_name_is_taken_goes_on_without(processes: Writers, stage: Stage) -> None:
-    """Something else listens there: that is told, and snapshots are taken all the same."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
-        other.bind(address(str(processes.root)))  # but does not listen
-        client = processes.start(memory=True)
-        assert client.wait(WAIT_SECONDS)
-        (notice,) = client.poll()
-        assert isinstance(notice, Notice) and "takes no requests" in notice.message
-        stage.share(client)
-        client.hold(stage.job(1))
-        assert client.close(WAIT_SECONDS)
+    """Another one has it and does not go: that is told, and snapshots are taken all the same."""
+    other = Control(str(processes.root), lambda _: Reply({"ok": False}))
+    other.open(WAIT_SECONDS)
+    client = processes.start(memory=True)
+    assert client.wait(WAIT_SECONDS)
+    (notice,) = client.poll()
+    assert isinstance(notice, Notice) and "takes no requests" in notice.message
+    stage.share(client)
+    client.hold(stage.job(1))
+    assert client.close(WAIT_SECONDS)
+    other.close(WAIT_SECONDS)
     assert steps(processes.root) == [1]
 
 
 def test_a_name_that_has_become_free_is_taken_when_it_matters(tmp_path: Path) -> None:
     """A writer that had to go on without it serves its memory all the same."""
     root = tmp_path / "run"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
-        other.bind(address(str(root)))
-        with trainer(root, "wait") as process:
-            until("held", process, root)
-            assert ask(str(root), {"what": STATUS}, WAIT_SECONDS) is None
-            other.close()
+    other = Control(str(root), lambda _: Reply({"ok": False}))
+    other.open(WAIT_SECONDS)
+    with trainer(root, "wait") as process:
+        until("held", process, root)
+        assert asked(root, STATUS) == {"ok": False}
+        other.close(WAIT_SECONDS)
     deadline = time.monotonic() + WAIT_SECONDS
     while (place := attach(str(root), WAIT_SECONDS)) is None:
         assert time.monotonic() < deadline

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.persist.control import address
+from ckpt_engine.persist import sockets
 from ckpt_engine.restore.memory import attach
 from tests.persist.holding import DURABLE_EVERY
 from tests.persist.staged import WAIT_SECONDS, check_all
@@ -69,7 +69,7 @@ def nothing_is_left(root: Path, writers: list[int]) -> None:
         place.release()
     for pid in writers:
         assert gone(pid)
-    assert address(str(root))[1:] not in Path("/proc/net/unix").read_text()
+    assert not [one for one in sockets.folders() if Path(one, sockets.name_of(str(root))).exists()]
     assert os.fspath(root) not in processes()
 
 

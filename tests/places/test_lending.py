@@ -31,7 +31,7 @@ def root(tmp_path: Path) -> LocalStorage:
 
 @pytest.fixture
 def lender(root: LocalStorage) -> Iterator[Lender]:
-    made = Lender(root, "secret", 2)
+    made = Lender(root, "127.0.0.1", "secret", 2)
     yield made
     made.close()
 
@@ -134,7 +134,7 @@ def read_all(borrowers: list[Borrower]) -> list[object]:
 @pytest.mark.parametrize("ranks", [2, 1000])
 def test_more_ranks_than_a_leader_takes_come_one_after_the_other(lender: Lender, ranks: int) -> None:
     """It hangs up on those who are too many: they come again, and get what others have let go of."""
-    lender._server._room = threading.BoundedSemaphore(12 if ranks == 2 else 2)
+    lender._server._room = 12 if ranks == 2 else 2
     borrowers = [Borrower("127.0.0.1", lender.port, "secret", 0, ranks) for _ in range(4)]
     assert read_all(borrowers) == [True] * 12
     assert all(not borrower._idle for borrower in borrowers) == (ranks > lending.ALL_LINES)
@@ -166,7 +166,7 @@ def test_a_leader_reads_for_so_many_at_once(root: LocalStorage, monkeypatch: pyt
                 busy -= 1
 
     monkeypatch.setattr(Lender, "_found", count)
-    lender = Lender(root, "secret", 4)
+    lender = Lender(root, "127.0.0.1", "secret", 4)
     borrowers = [Borrower("127.0.0.1", lender.port, "secret", 0, 4) for _ in range(4)]
     assert read_all(borrowers) == [True] * 12
     assert most == 2

@@ -8,11 +8,13 @@ from typing import Any
 
 from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, SnapshotSkipped, SnapshotStaged, WriterLost
+from ckpt_engine.persist.client import WriterClient
 from ckpt_engine.persist.job import ErrorRecord, JobDone, Mirrored, PersistJob, SlotFreed
 from ckpt_engine.persist.pulse import Pulse
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot import headroom
 from ckpt_engine.snapshot.arena import Slot, slot_bytes
+from ckpt_engine.snapshot.coming import Coming
 from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS
 from ckpt_engine.snapshot.cuda_pin import teller
 from ckpt_engine.snapshot.flatten import Flattener, LazyPredicate
@@ -95,18 +97,22 @@ class Pipeline:
         self._unsent: dict[int, tuple[PersistJob, SaveHandle, CkptError]] = {}
         self._failures: list[CkptError] = []
         self.lineage = Lineage(session)
-        self.behind = False
+        self.behind = self._lost = False
 
     def start(self) -> None:
         """Start the writer and take the run's lease, unless that is done.
 
         `behind` another writer it is only waited for shortly: snapshots are skipped as busy until it has started, and
-        what goes wrong is raised by the first call after that.
+        what goes wrong is raised by the first call after that. After a writer was lost nobody waits for the next one.
 
         Raises:
             LeaseHeldError, StorageError, WriterError
         """
         if self._writer is not None:
+            return
+        if self._lost:
+            starting = Starting(self._open_writer, self.memory)
+            self._writer = Handover(Coming(starting, self._tier, self._arrived))
             return
         if self.behind and self._starting is None:
             self._starting = Starting(self._open_writer, self.memory)
@@ -124,6 +130,9 @@ class Pipeline:
             for event in starting.events:
                 self._emit(event)
         self._writer = Handover(client)
+        self._arrived(client)
+
+    def _arrived(self, client: WriterClient) -> None:
         if self.memory:
             self.memory = outlives_the_trainer(client, self._emit)
         if self.memory:
@@ -159,9 +168,7 @@ class Pipeline:
     def ready(self, durable: bool = True) -> bool:
         """Whether `save` would take a snapshot now."""
         self.poll()
-        if self._still_starting:
-            return False
-        if self._staging is not None and not self._staging.over:
+        if self._still_starting or (self._staging is not None and not self._staging.over):
             return False
         if not durable and not self._mirroring.keeps_up:
             return False
@@ -280,9 +287,7 @@ class Pipeline:
                 self._fail(handle, error)
         client = self._writer.client if self._writer is not None else None
         self._newest.settle(lambda: client is not None and client.alive and client.flushed)
-        if client is None:
-            return
-        for message in client.poll():
+        for message in client.poll() if client is not None else ():
             if isinstance(message, JobDone):
                 self._settle(message, message.error.exception() if message.error else None)
             elif isinstance(message, SlotFreed):
@@ -297,7 +302,7 @@ class Pipeline:
 
     def _lose_writer(self) -> None:
         """Nobody will say any more when the slots are free that its hanging calls held: others take their place."""
-        self._writer = None
+        self._writer, self._lost = None, True
         for slot in self._held:
             self._slots.discard(slot)
         self._held.clear()

@@ -15,6 +15,7 @@ from torch import nn
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.persist import spawn, thread  # noqa: F401 - otherwise imported when needed, in each fork
+from ckpt_engine.snapshot.handle import SaveHandle
 from tests.support.trainers import serve
 
 SEED = 7
@@ -106,6 +107,7 @@ def run(job: dict[str, Any]) -> None:
     while not (ckpt.ready() and ckpt._pipeline._slots._warm_up is None):
         assert time.monotonic() < deadline, "the arena does not become ready"
         time.sleep(0.001)
+    handles: list[SaveHandle | None] = []
     slow_from = training.steps + job.get("slow_after", job["steps"])
     while training.steps < job["steps"]:
         ckpt.begin_step(training.steps + 1)
@@ -115,7 +117,9 @@ def run(job: dict[str, Any]) -> None:
         ckpt.before_update()
         training.update()
         trace.tell("end", training.steps, loss.hex())
-        take(ckpt, training, job, predicate, trace)
+        handles = [*handles[-1:], take(ckpt, training, job, predicate, trace)]
+        if (before := handles[0]) is not None and before.done() and before.error is None and not before.durable:
+            trace.tell("held", before.step)
     trace.tell("digest", training.steps, training.digest())
     if job.get("hang"):
         time.sleep(job["hang"])
@@ -123,15 +127,17 @@ def run(job: dict[str, Any]) -> None:
     trace.tell("closed", training.steps)
 
 
-def take(ckpt: Checkpointer, training: Training, job: dict[str, Any], predicate: Any, trace: Trace) -> None:
+def take(
+    ckpt: Checkpointer, training: Training, job: dict[str, Any], predicate: Any, trace: Trace
+) -> SaveHandle | None:
     """A snapshot in memory after every step, a durable one after every seventh."""
     step = training.steps
     durable = step % job["durable_every"] == 0 and ckpt.ready()
     if not durable and not (job["memory"] and ckpt.ready(durable=False)):
         trace.tell("skipped", step)
-        return
+        return None
     reason = "manual" if durable else "memory"
-    ckpt.save(training.state(), step=step, reason=reason, durable=durable, lazy=predicate)
+    return ckpt.save(training.state(), step=step, reason=reason, durable=durable, lazy=predicate)
 
 
 def warm_up() -> None:

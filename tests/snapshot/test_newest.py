@@ -13,11 +13,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from ckpt_engine.errors import CkptError, LeaseHeldError, WriterError
+from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, WriterLost
 from ckpt_engine.persist.job import ErrorRecord, JobDone, Layout, PersistJob
 from ckpt_engine.persist.mailbox import Message
 from ckpt_engine.snapshot import pipeline
+from ckpt_engine.snapshot.coming import Coming
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.snapshot.headroom import Room
 from ckpt_engine.snapshot.pipeline import Pipeline
@@ -29,6 +30,8 @@ PATIENCE_SECONDS = 60.0
 
 class FakeWriter:
     """A client whose messages reach the kernel, and whose jobs end, when the test says so."""
+
+    first_seq, peer_port, history = 1, 0, None
 
     def __init__(self, memory: bool = True) -> None:
         self.memory = memory
@@ -142,6 +145,15 @@ class Arena:
     def writer(self) -> FakeWriter:
         return self.writers[-1]
 
+    def arrive(self) -> None:
+        """Let the writer that takes the place of a lost one be there, if one is coming."""
+        if self.lease is not None:
+            self.lease.set()
+        handover = self.pipeline._writer
+        if handover is not None and isinstance(handover.client, Coming):
+            handover.client.wait(PATIENCE_SECONDS)
+        self.pipeline.poll()
+
     def save(self, durable: bool = False, lazy: bool = False) -> SaveHandle:
         self.step += 1
         self.pipeline.before_update()
@@ -188,7 +200,12 @@ class Rotation(RuleBasedStateMachine):
     @rule()
     def die(self) -> None:
         if self.arena.writer.alive:
+            self.arena.lease = threading.Event()  # the next one comes when a rule says so
             self.arena.writer.die()
+
+    @rule()
+    def arrive(self) -> None:
+        self.arena.arrive()
 
     @invariant()
     def what_the_writer_would_rescue_is_whole(self) -> None:
@@ -203,9 +220,9 @@ class Rotation(RuleBasedStateMachine):
             return
         pipeline = self.arena.pipeline
         pipeline.before_update()
-        if not self.arena.writer.alive:
-            pipeline.poll()
-            pipeline.start()
+        pipeline.poll()
+        pipeline.start()
+        self.arena.arrive()
         self.arena.writer.delayed = False
         self.arena.writer.wait(0.0)
         assert self.arena.save().wait(PATIENCE_SECONDS) == "", (
@@ -263,6 +280,7 @@ def test_what_a_lost_writer_was_told_is_not_taken_for_what_the_next_one_knows(mo
         patch.setattr(newest, "tell", late)
         handle = arena.save()
     assert not arena.save().skipped
+    arena.arrive()
     assert handle.done()
     assert isinstance(handle.error, WriterError)
     assert not handle.held
@@ -305,7 +323,62 @@ def test_a_dead_writer_costs_nothing_but_its_snapshots() -> None:
     arena.writer.die()
     for _ in range(5):
         assert not arena.save().skipped
+        arena.arrive()
     assert len(arena.writers) == 2
+    arena.pipeline.close(PATIENCE_SECONDS)
+
+
+def test_training_does_not_wait_for_the_writer_that_takes_the_place_of_a_lost_one() -> None:
+    """Its snapshots are staged meanwhile, and the new writer gets them in their order, each with what it names."""
+    arena = Arena()
+    arena.save(durable=True)
+    arena.lease = threading.Event()
+    arena.writer.die()
+    durable, _, held = arena.save(durable=True), arena.save(), arena.save()
+    assert durable.skipped is held.skipped is None
+    assert len(arena.writers) == 1 and not durable.done() and not held.done()
+    assert arena.save().skipped, "the arena is full, and nobody waits for it"
+    arena.arrive()
+    assert len(arena.writers) == 2
+    assert [job.step for job, _ in arena.writer.open] == [durable.step]
+    assert arena.writer.newest is not None and arena.writer.newest[0].step == held.step
+    assert held.wait(PATIENCE_SECONDS) == ""
+    arena.writer.finish()
+    assert durable.wait(PATIENCE_SECONDS)
+    assert not arena.save().skipped
+    arena.pipeline.close(PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_snapshots_that_wait_for_a_writer_that_does_not_start_fail(durable: bool) -> None:
+    """They say why, their slots are free, and the next snapshot tries another one."""
+    arena = Arena()
+    arena.save()
+    arena.lease, arena.refused = threading.Event(), StorageError("the disk is gone")
+    arena.writer.die()
+    handle = arena.save(durable=durable)
+    arena.arrive()
+    assert handle.done() and handle.error is not None
+    assert not durable or "the disk is gone" in handle.error.message
+    lost = [event.message for event in arena.events if isinstance(event, WriterLost)]
+    assert lost[-1] == "no other writer starts: the disk is gone"
+    arena.refused = None
+    assert not arena.save(durable=durable).skipped
+    arena.arrive()
+    assert len(arena.writers) == 2
+    arena.pipeline.close(PATIENCE_SECONDS)
+
+
+def test_a_run_that_another_job_has_taken_meanwhile_ends() -> None:
+    """The writer died, and another trainer has the lease by now: that is raised, whatever becomes of snapshots."""
+    arena = Arena()
+    arena.save()
+    arena.lease, arena.refused = threading.Event(), LeaseHeldError("somebody else was faster")
+    arena.writer.die()
+    handle = arena.save(durable=True)
+    with pytest.raises(LeaseHeldError, match="faster"):
+        arena.arrive()
+    assert handle.done() and handle.error is not None
     arena.pipeline.close(PATIENCE_SECONDS)
 
 

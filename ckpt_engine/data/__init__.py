@@ -16,7 +16,7 @@ for batch in loader:                                       # goes on with the ne
 """
 
 from ckpt_engine.data import rng
-from ckpt_engine.data.exactness import Difference, Effect, Exactness, Level, Restoration
+from ckpt_engine.data.exactness import Difference, Effect, Exactness, Level, OnChange, Restoration
 from ckpt_engine.data.iteration import Mode
 from ckpt_engine.data.position import LoaderPosition, attach, positions
 
@@ -27,6 +27,7 @@ __all__ = [
     "Level",
     "LoaderPosition",
     "Mode",
+    "OnChange",
     "Restoration",
     "attach",
     "positions",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Difference", "Effect", "Exactness", "Level", "Restoration"]
+__all__ = ["Difference", "Effect", "Exactness", "Level", "OnChange", "Restoration"]
 
 
 class Level(StrEnum):
@@ -45,6 +45,15 @@ class Effect(StrEnum):
     HARMLESS = "harmless"
     AUGMENTATION = "order exact, augmentation not"
     REFUSED = "refused"
+    OTHER_SAMPLES = "other samples"
+
+
+class OnChange(StrEnum):
+    """What becomes of an epoch that is resumed in its middle with a changed loader: the option `data`."""
+
+    REFUSE = "refuse"
+    RESTART_EPOCH = "restart_epoch"
+    CONTINUE = "continue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +66,14 @@ class Difference:
     effect: Effect
 
     def __str__(self) -> str:
-        return f"{self.field} was {self.saved!r}, now {self.current!r} ({self.effect})"
+        return f"{self.change} ({self.effect})"
+
+    @property
+    def change(self) -> str:
+        """What was, and what is."""
+        if self.effect is Effect.OTHER_SAMPLES:
+            return f"{self.field} has other values"
+        return f"{self.field} was {self.saved!r}, now {self.current!r}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +89,5 @@ class Restoration:
     phase: str
     batches: int
     """Batches of the epoch that were trained before the snapshot and are not delivered again."""
+    restarted: bool = False
+    """The epoch starts again at its first batch, because the loader has changed."""

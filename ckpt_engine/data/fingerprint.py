@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ckpt_engine.data import streams
+from ckpt_engine.data import identity, streams
 from ckpt_engine.data.exactness import Difference, Effect
 
 __all__ = ["Fingerprint", "compare", "fingerprint", "known_length", "length_of"]
@@ -34,8 +34,12 @@ _EFFECTS: Mapping[str, Effect] = {
 }
 
 
-def fingerprint(loader: DataLoader[Any]) -> Fingerprint:
-    """The fields a resume compares. Never calls `len(loader)` on an iterable dataset: torch would warn."""
+def fingerprint(loader: DataLoader[Any], samples: identity.Samples) -> Fingerprint:
+    """The fields a resume compares. Never calls `len(loader)` on an iterable dataset: torch would warn.
+
+    Args:
+        samples: of the dataset before training, which may change attributes of it.
+    """
     iterable = isinstance(loader.dataset, IterableDataset)
     counters = streams.counters(loader)
     context = loader.multiprocessing_context
@@ -56,6 +60,7 @@ def fingerprint(loader: DataLoader[Any]) -> Fingerprint:
         "prefetch_factor": loader.prefetch_factor,
         "start_method": None if context is None else context.get_start_method(),
         "pin_memory": loader.pin_memory,
+        "samples": samples,
     }
 
 
@@ -76,6 +81,8 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[Diffe
         for name, effect in effects.items()
         if name in saved and name in current and saved[name] != current[name]
     ]
+    others = identity.differing(saved.get("samples", {}), current.get("samples", {}))
+    found += [Difference(path, None, None, Effect.OTHER_SAMPLES) for path in others]
     order = list(Effect)
     return tuple(sorted(found, key=lambda d: -order.index(d.effect)))
 

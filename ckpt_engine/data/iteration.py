@@ -22,7 +22,7 @@ __all__ = ["Epoch", "Fetch", "FollowedIterator", "Mode", "no_order", "nothing_re
 
 def no_order() -> dict[str, Any]:
     """What a state says of the order of an epoch that nobody has followed."""
-    return {"at_iter": None, "at_first": None, "digest": None, "draws": False, "outstanding": []}
+    return {"at_iter": None, "at_first": None, "digest": None, "draws": False, "outstanding": [], "moves": False}
 
 
 def nothing_recorded(num_workers: int) -> dict[str, Any]:

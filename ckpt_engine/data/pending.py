@@ -7,8 +7,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ckpt_engine.data import streams
+from ckpt_engine.data import adapting, streams
 from ckpt_engine.data.dealing import Dealing
+from ckpt_engine.data.exactness import Exactness
 
 __all__ = ["Pending"]
 
@@ -29,6 +30,7 @@ class Pending:
         self._before: streams.Counters = {}
         self._after: streams.Counters = {}
         self._generators: dict[str, Any] = {}
+        self._samplers: dict[str, Any] = {}
 
     @property
     def batches(self) -> int:
@@ -41,21 +43,28 @@ class Pending:
         found = self.state.get("order", {}).get("dealt") if self.phase == "within" else None
         return None if found is None else (Dealing.of_state(found["dealing"]), int(found["total"]))
 
-    def install(self, loader: DataLoader[Any]) -> None:
-        """At load time: samplers of a fresh epoch get their counters now, so that a later `set_epoch` still counts."""
-        if self.phase == "fresh":
-            streams.restore_counters(loader, self.state["counters"])
-            streams.restore_generators(loader, self.state["generators"])
+    def install(self, loader: DataLoader[Any]) -> Exactness:
+        """At load time: samplers of a fresh epoch get their counters now, so that a later `set_epoch` still counts.
+
+        Returns:
+            How exactly samplers that change with training are as they were.
+        """
+        if self.phase != "fresh":
+            return Exactness()
+        streams.restore_holders(loader, self.state)
+        return adapting.compared(loader, self.state, between_epochs=True)
 
     def before_iterator(self, loader: DataLoader[Any]) -> None:
         """Take back what building an earlier iterator moved in the samplers, but nothing that the user set since."""
         if self.begun and self.phase == "fresh":
             now = streams.counters(loader)
             moved = {path: value for path, value in self._before.items() if now.get(path) == self._after.get(path)}
-            streams.restore_counters(loader, moved)
-            streams.restore_generators(loader, self._generators)
+            streams.restore_holders(
+                loader, {"counters": moved, "generators": self._generators, "samplers": self._samplers}
+            )
         self._before = streams.counters(loader)
         self._generators = streams.capture_generators(loader)
+        self._samplers = streams.capture_samplers(loader)
 
     def after_iterator(self, loader: DataLoader[Any]) -> None:
         """Remember what building the iterator made of the samplers."""

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_engine.data import fingerprint, streams, swap
+from ckpt_engine.data.changed import fit_to, require_same_split
 from ckpt_engine.data.dealing import Dealing
-from ckpt_engine.data.exactness import Difference, Effect, Exactness, Level, Restoration
+from ckpt_engine.data.exactness import Difference, Effect, Exactness, Level, OnChange, Restoration
 from ckpt_engine.data.iteration import Epoch, Fetch, FollowedIterator, Mode, no_order, nothing_recorded
 from ckpt_engine.data.pending import Pending
 from ckpt_engine.data.resplit import resplit
 from ckpt_engine.data.rng import RngState
 from ckpt_engine.data.sampling import deref
 from ckpt_engine.data.start import Starter
-from ckpt_engine.errors import MismatchError, NewerFormatError, StateError
+from ckpt_engine.errors import NewerFormatError, StateError
 
 __all__ = ["LoaderPosition", "attach", "positions"]
 
@@ -133,9 +135,7 @@ class LoaderPosition:
         found, epoch = self._restoration, self._epoch
         if found is None or epoch is None or (self._pending is not None and not self._pending.begun):
             return found
-        return Restoration(
-            found.exactness.also(epoch.exactness), found.differences, found.mode, found.phase, found.batches
-        )
+        return replace(found, exactness=found.exactness.also(epoch.exactness))
 
     def state(self, consumed: int | None = None, *, asked_again: bool = False) -> State:
         """The position at a fetch boundary: right before the trainer asks for its next batch.
@@ -215,6 +215,8 @@ class LoaderPosition:
         *,
         rng: Mapping[str, Any] | None = None,
         at_end: Literal["next_epoch", "finish_epoch"] = "next_epoch",
+        on_change: OnChange = OnChange.REFUSE,
+        restart: bool = False,
     ) -> Restoration:
         """Continue at `state` from the next `iter(loader)` on; it holds until the first batch is fetched.
 
@@ -227,6 +229,9 @@ class LoaderPosition:
             at_end: what a state of phase "ended" resumes into. "next_epoch": a fresh epoch, for trainers that count
                 batches and never ask for one more. "finish_epoch": an iterator that ends at once, for loops
                 that run until the iterator ends.
+            on_change: what to do in the middle of an epoch if the loader is not the one that was saved; between
+                epochs it is taken as it is, unless it is as long as before and has other samples.
+            restart: the epoch starts again in any case.
 
         Raises:
             MismatchError: the loader is not the one that was saved; names every field that differs.
@@ -234,25 +239,26 @@ class LoaderPosition:
         """
         if state["version"] > _VERSION:
             raise NewerFormatError(f"loader position of version {state['version']}, this is version {_VERSION}")
-        differences = fingerprint.compare(state["fingerprint"], fingerprint.fingerprint(self.loader))
-        refused = [d for d in differences if d.effect is Effect.REFUSED]
-        if refused:
-            raise MismatchError(
-                "the data loader is not the one of the snapshot: " + "; ".join(map(str, refused)),
-                hint="use the loader of the saved run, or start this epoch anew without its saved position",
-            )
+        differences = fingerprint.compare(state["fingerprint"], self._starter.fingerprint(again=True))
         phase = state["phase"]
         if phase == "ended":
             phase = "fresh" if at_end == "next_epoch" else "within"
+        exactness = _saved_exactness(state, differences)
+        changed = [d for d in differences if d.effect in (Effect.REFUSED, Effect.OTHER_SAMPLES)]
+        restarts = False
+        if changed or restart:
+            policy = OnChange.RESTART_EPOCH if restart else on_change
+            found = fit_to({**state, "phase": phase}, changed, policy, self._starter.recipe(), self.loader)
+            state, phase, exactness, restarts = (
+                found.state,
+                found.phase,
+                found.exactness.also(exactness),
+                found.restarts,
+            )
         self._pending = Pending(state, phase, rng)
-        self._pending.install(self.loader)
-        self._restoration = Restoration(
-            _saved_exactness(state, differences),
-            differences,
-            state["mode"],
-            state["phase"],
-            0 if phase == "fresh" else state["batches"],
-        )
+        exactness = exactness.also(self._pending.install(self.loader))
+        batches = 0 if phase == "fresh" else state["batches"]
+        self._restoration = Restoration(exactness, differences, state["mode"], state["phase"], batches, restarts)
         return self._restoration
 
     def for_another_number(
@@ -270,6 +276,7 @@ class LoaderPosition:
             ResumeError: the rest of the epoch cannot be divided anew; says why.
         """
         fresh = self._assemble(None, None, 0, "fresh")
+        require_same_split(fingerprint.compare(states[0]["fingerprint"], fresh["fingerprint"]))
         return resplit(self.loader, fresh, states, rank, size, rng, common)
 
     def forget(self) -> None:
@@ -317,6 +324,8 @@ class LoaderPosition:
             "exactness": {"level": str(exactness.level), "reasons": list(exactness.reasons)},
             "generators": streams.capture_generators(self.loader),
             "counters": streams.changed_counters(self.loader, self._starter.baseline),
+            "samplers": streams.capture_samplers(self.loader),
+            "attributes": self._starter.attributes(),
         }
         if epoch is None or fetch is None:
             return state
@@ -339,12 +348,15 @@ class LoaderPosition:
         }
         if order is not None:
             given = batches + epoch.lost
+            state["made_at_start"] = sorted(order.made_at_start)
+            again = (order.draws or state["samplers"]) and self.loader.num_workers
             state["order"] = {
                 "at_iter": order.at_iter,
                 "at_first": order.at_first,
                 "digest": order.digest_after(given),
                 "draws": order.draws,
-                "outstanding": order.outstanding(given) if order.draws and self.loader.num_workers else [],
+                "outstanding": order.outstanding(given) if again else [],
+                "moves": order.moves,
             }
         if order is not None and epoch.dealing is not None:
             state["version"] = _VERSION

@@ -57,6 +57,9 @@ def resplit(
         "exactness": first["exactness"],
         "generators": _moved(first["generators"], paths),
         "counters": _moved(first["counters"], paths),
+        "samplers": first.get("samplers", {}),
+        "attributes": first.get("attributes", {}),
+        "made_at_start": first.get("made_at_start", []),
     }
     _seed_new(recipe, begin, common)
     if all(state["phase"] != "within" or not state["batches"] for state in states):

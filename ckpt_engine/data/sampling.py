@@ -7,17 +7,18 @@ are drawn and dropped.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ckpt_engine.data import rng, streams
+from ckpt_engine.data import adapting, fingerprint, rng, streams
 from ckpt_engine.errors import MismatchError, StateError
 
 __all__ = ["Order", "RecordingSampler", "ResumePlan"]
@@ -33,6 +34,10 @@ class Order:
     """When it was first asked for an index (samplers that are generators permute there)."""
     draws: bool = False
     """It drew from a global stream at a later index too."""
+    moves: bool = False
+    """What it says of itself (`state_dict`) changes when it is asked for an index: it knows its position."""
+    made_at_start: set[str] = field(default_factory=set)
+    """Attributes that it makes anew whenever it starts, see `adapting`."""
     digest: int | None = 0
     """Running checksum of every index given so far; None where indices are not integers."""
     base: int = 0
@@ -71,8 +76,17 @@ class ResumePlan:
     draws: bool
     outstanding: Sequence[Any]
     """Entries to give first as recorded, because the sampler cannot draw them again."""
+    holders: Mapping[str, Any] = field(default_factory=dict)
+    """What `streams.restore_holders` puts back: the samplers as they were when the state was taken."""
+    moves: bool = False
+    restarts: bool = False
+    """The epoch starts again: its first entry is drawn under the streams of then, the others follow from it."""
     dealt: Sequence[Any] | None = None
     """Entries to give instead of those of the sampler; the streams are left alone."""
+
+
+_STATES = 3
+"""Draws of an epoch around which the state of samplers is looked at."""
 
 
 class RecordingSampler(streams.StandIn):
@@ -121,7 +135,9 @@ class RecordingSampler(streams.StandIn):
         self._calls += 1
         plan, order = self.plan, self.order
         if plan is not None and plan.dealt is not None:
-            self._current = _RecordingIterator(self._reference, iter(plan.dealt), self._baseline, order, plan)
+            self._current = _RecordingIterator(
+                self._reference, lambda: iter(plan.dealt or ()), self._baseline, order, plan
+            )
             return self._current
         # With workers torch calls iter() twice and drops the first result; the first call must draw what it naturally
         # draws, so that the workers' base seed, drawn between the two, comes out as it did.
@@ -132,7 +148,7 @@ class RecordingSampler(streams.StandIn):
             order.at_iter = plan.at_iter
         elif not dropped:
             order.at_iter = streams.capture(loader, self._baseline)
-        self._current = _RecordingIterator(self._reference, iter(self.inner), self._baseline, order, plan)
+        self._current = _RecordingIterator(self._reference, lambda: iter(self.inner), self._baseline, order, plan)
         return self._current
 
 
@@ -140,16 +156,20 @@ class _RecordingIterator:
     def __init__(
         self,
         reference: weakref.ref[DataLoader[Any]],
-        inner: Iterator[Any],
+        start: Callable[[], Iterator[Any]],
         baseline: streams.Counters,
         order: Order,
         plan: ResumePlan | None,
     ) -> None:
-        self._reference, self.inner, self._baseline, self._order = reference, inner, baseline, order
+        loader = deref(reference)
+        self._reference, self._start, self._baseline, self._order = reference, start, baseline, order
         self._plan = plan
+        self._attributes = adapting.attributes(loader)
+        self._states = _STATES if streams.capture_samplers(loader) else 0
+        self.inner = start()
         self._primed = False
         self._dealt = plan is not None and plan.dealt is not None
-        self._watched = not self._dealt and not streams.draws_at_start_only(deref(reference))
+        self._watched = not self._dealt and not streams.draws_at_start_only(loader)
         self._again: deque[Any] = deque()
 
     def __iter__(self) -> Iterator[Any]:
@@ -172,8 +192,25 @@ class _RecordingIterator:
         if plan.at_first is not None:
             streams.restore(loader, plan.at_first)
             order.at_first = plan.at_first
+        order.draws, order.moves = plan.draws, plan.moves
+        self._again.extend(plan.outstanding)
+        try:
+            self._repeat(plan)
+        except MismatchError:
+            if not plan.moves:
+                raise
+            order.verified = False
+        if order.verified is False and plan.moves:
+            self._take_up(plan)
+        if plan.restarts:
+            self._again.extend(itertools.islice(self.inner, 1))
+
+    def _repeat(self, plan: ResumePlan) -> None:
+        """Draw again what was drawn, and drop it."""
+        order = self._order
         for done in range(plan.skip):
             self._record(self._draw(f"only {done} of {plan.skip} batches that were already trained"))
+            self._started()
             order.forget_before(order.base + done)
         if plan.digest is not None and order.digest is not None:
             order.verified = order.digest == plan.digest
@@ -183,8 +220,25 @@ class _RecordingIterator:
                 order.recent.append((number, indices, plan.digest))
         for _ in plan.outstanding:
             self._draw(f"fewer batches than the {plan.skip + len(plan.outstanding)} the saved run had dealt out")
-        self._again.extend(plan.outstanding)
-        order.draws = plan.draws
+
+    def _started(self) -> None:
+        """The first entry was given: what that has changed in the sampler is made anew at each start."""
+        if self._attributes:
+            made = adapting.changed(deref(self._reference), self._attributes)
+            self._order.made_at_start.update(made)
+            self._attributes = {}
+
+    def _take_up(self, plan: ResumePlan) -> None:
+        """The sampler goes on by its own state, as it does not give again what it gave."""
+        order, loader = self._order, deref(self._reference)
+        order.given, order.digest, order.verified = order.base + plan.skip, plan.digest, None
+        order.recent.clear()
+        order.recent.append((order.given - 1, (), plan.digest))
+        streams.restore_holders(loader, plan.holders)
+        self.inner = self._start()
+        length = fingerprint.length_of(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
+        if length is not None:
+            self.inner = itertools.islice(self.inner, max(0, length - plan.skip - len(plan.outstanding)))
 
     def __next__(self) -> Any:
         first = not self._primed
@@ -192,11 +246,17 @@ class _RecordingIterator:
         order = self._order
         if self._again:
             return self._record(self._again.popleft())
-        if first or order.draws or not self._watched:
-            return self._record(next(self.inner))
+        if first or (order.draws and not self._states) or not self._watched:
+            indices = next(self.inner)
+            self._started()
+            return self._record(indices)
         before = rng.probe()
+        states = streams.capture_samplers(deref(self._reference)) if self._states else None
         indices = next(self.inner)
-        order.draws = before != rng.probe()
+        order.draws = order.draws or before != rng.probe()
+        if states is not None:
+            self._states -= 1
+            order.moves = order.moves or not streams.same(states, streams.capture_samplers(deref(self._reference)))
         return self._record(indices)
 
     def _draw(self, what: str) -> Any:

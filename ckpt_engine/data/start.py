@@ -13,8 +13,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from ckpt_engine.data import adapting, identity, native, rng, streams
 from ckpt_engine.data import fingerprint as fingerprints
-from ckpt_engine.data import native, rng, streams
 from ckpt_engine.data import torch_private as private
 from ckpt_engine.data.dealing import Dealing
 from ckpt_engine.data.exactness import Exactness, Level
@@ -41,6 +41,8 @@ class Starter:
         # worker forked meanwhile would try to join its siblings.
         self._reference = weakref.ref(loader)
         self.baseline = streams.counters(loader)
+        self._samples = identity.samples_of(loader.dataset)
+        self._attributes = adapting.attributes(loader)
         self._recorder: RecordingSampler | None = None
         self._rotation = 0
         self._late = False
@@ -66,11 +68,15 @@ class Starter:
             return Mode.REPLAY
         return Mode.SHIP if loader.num_workers > 0 else Mode.SKIP
 
-    def fingerprint(self) -> fingerprints.Fingerprint:
-        """The loader's fingerprint, taken once per epoch."""
-        if self._fingerprint is None:
-            self._fingerprint = fingerprints.fingerprint(self._loader)
+    def fingerprint(self, *, again: bool = False) -> fingerprints.Fingerprint:
+        """The loader's fingerprint, taken once per epoch, or `again`."""
+        if self._fingerprint is None or again:
+            self._fingerprint = fingerprints.fingerprint(self._loader, self._samples)
         return self._fingerprint
+
+    def attributes(self) -> adapting.Attributes:
+        """What has changed in samplers that cannot save themselves."""
+        return adapting.changed(self._loader, self._attributes)
 
     def recipe(self) -> Recipe:
         """How its samplers make an epoch, read once per epoch."""
@@ -137,7 +143,11 @@ class Starter:
     ) -> tuple[Epoch, Iterator[Any]]:
         """The epoch after the saved one, under `streams_then` if given; the samplers' counters are in place already."""
         loader, saved = self._loader, state.get("native")
-        counters, generators = streams.counters(loader), streams.capture_generators(loader)
+        holders = {
+            "counters": streams.counters(loader),
+            "generators": streams.capture_generators(loader),
+            "samplers": streams.capture_samplers(loader),
+        }
         previous: Epoch | None = None
         private.discard_iterator(loader)
         native.reset(loader)
@@ -152,8 +162,7 @@ class Starter:
                     epoch, iterator = self._following(previous), standing
         elif saved is not None and saved["of"] == "dataset":
             native.restore(loader, saved)
-        streams.restore_counters(loader, counters)
-        streams.restore_generators(loader, generators)
+        streams.restore_holders(loader, holders)
         if streams_then is not None:
             rng.restore(streams_then)
         if iterator is not None:
@@ -202,11 +211,13 @@ class Starter:
         if order is not None and order.verified is False:
             epoch.exactness = _unverified(order)
         if same:
-            streams.restore_counters(self._loader, state["counters"])
-            if epoch.refetch:
-                epoch.then_generators = state["generators"]
-            else:
-                streams.restore_generators(self._loader, state["generators"])
+            generators = {} if epoch.refetch else state["generators"]
+            streams.restore_holders(
+                self._loader,
+                {"counters": state["counters"], "generators": generators, "samplers": state.get("samplers", {})},
+            )
+            epoch.then_generators = state["generators"] if epoch.refetch else None
+        epoch.exactness = epoch.exactness.also(adapting.compared(self._loader, state, between_epochs=False))
 
     def _restart(self, make: Make, previous: Epoch) -> tuple[Epoch, Iterator[Any]]:
         """The next epoch with new workers in place of persistent ones. Leaves the global streams as it found them.
@@ -277,6 +288,9 @@ class Starter:
             digest=order["digest"],
             draws=order["draws"],
             outstanding=order["outstanding"],
+            holders={name: state.get(name, {}) for name in ("counters", "generators", "samplers")},
+            moves=order.get("moves", False),
+            restarts=order.get("restarts", False),
             dealt=None if dealing is None else dealing.rest(dealing.origin.order()),
         )
 

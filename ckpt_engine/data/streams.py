@@ -1,11 +1,12 @@
 """Everything random or counting that a loader's samplers depend on, captured at one instant and put back.
 
 That is: the process's global streams, the generators held by the loader and its samplers (torch, python and numpy
-ones), and the samplers' plain counters such as `DistributedSampler.epoch`.
+ones), the samplers' plain counters such as `DistributedSampler.epoch`, and their `state_dict` where they have one.
 """
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils.data import (
 )
 
 from ckpt_engine.data import rng
+from ckpt_engine.data.shipping import is_stateful
 
 __all__ = [
     "Counters",
@@ -30,6 +32,7 @@ __all__ = [
     "Streams",
     "capture",
     "capture_generators",
+    "capture_samplers",
     "changed_counters",
     "counters",
     "draws_at_start_only",
@@ -38,11 +41,13 @@ __all__ = [
     "restore",
     "restore_counters",
     "restore_generators",
+    "restore_holders",
+    "same",
     "sampler_types",
 ]
 
 Streams = dict[str, Any]
-"""`{"rng": global streams, "generators": {path: state}, "counters": {path: value}}`."""
+"""`{"rng": global streams, "generators": {path: state}, "counters": {path: value}, "samplers": {path: state}}`."""
 Counters = dict[str, Any]
 
 _ALWAYS = ("epoch", "seed", "initial_seed")
@@ -70,14 +75,38 @@ def capture(loader: DataLoader[Any], baseline: Mapping[str, Any]) -> Streams:
         "rng": rng.capture(),
         "generators": capture_generators(loader),
         "counters": changed_counters(loader, baseline),
+        "samplers": capture_samplers(loader),
     }
 
 
 def restore(loader: DataLoader[Any], streams: Mapping[str, Any]) -> None:
     """Put `capture`'s streams back, the global ones first: a generator may *be* `torch.default_generator`."""
     rng.restore(streams["rng"])
+    restore_holders(loader, streams)
+
+
+def restore_holders(loader: DataLoader[Any], streams: Mapping[str, Any]) -> None:
+    """All of that but the global streams.
+
+    A sampler's own state comes last, and only where it differs then: many a `load_state_dict` sets up where the next
+    iteration starts, which must not happen to a sampler that is at its place already.
+    """
     restore_generators(loader, streams["generators"])
     restore_counters(loader, streams["counters"])
+    live = dict(holders(loader))
+    for path, saved in streams.get("samplers", {}).items():
+        sampler: Any = live.get(path)
+        if is_stateful(sampler) and not same(sampler.state_dict(), saved):
+            sampler.load_state_dict(copy.deepcopy(saved))
+
+
+def capture_samplers(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What each sampler with `state_dict` and `load_state_dict` says of itself, by path."""
+    return {
+        path: copy.deepcopy(holder.state_dict())
+        for path, holder in holders(loader)
+        if holder is not loader and is_stateful(holder)
+    }
 
 
 def capture_generators(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -172,6 +201,19 @@ def _generators(loader: DataLoader[Any]) -> Iterator[tuple[str, Any, str, Any]]:
             if _kind(value) is not None and id(value) not in seen:
                 seen.add(id(value))
                 yield f"{path}.{name}", holder, name, value
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two trees of plain values, tensors and arrays are equal."""
+    if isinstance(one, torch.Tensor | np.ndarray) or isinstance(other, torch.Tensor | np.ndarray):
+        if type(one) is not type(other) or one.dtype != other.dtype or one.shape != other.shape:
+            return False
+        return bool(torch.equal(one, other) if isinstance(one, torch.Tensor) else np.array_equal(one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
 
 
 def _attributes(holder: Any) -> list[tuple[str, Any]]:

@@ -48,6 +48,7 @@ class AdaptiveCheckpoint(Callback):
         slots: snapshots in host memory at once.
         lazy: "auto", "on" or "off".
         rng: random streams with another number of ranks: "derive", "warn" or "strict".
+        data: a changed loader in the middle of an epoch: "refuse", "restart_epoch" or "continue".
         pickle: paths in the state that may be stored with pickle.
         debug: compare every lazily copied byte.
 
@@ -82,6 +83,7 @@ class AdaptiveCheckpoint(Callback):
         slots: int | None = None,
         lazy: str | bool | None = None,
         rng: str | None = None,
+        data: str | None = None,
         pickle: str | list[str] | None = None,
         debug: bool | None = None,
     ) -> None:

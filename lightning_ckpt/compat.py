@@ -304,6 +304,15 @@ class Internals(DataInternals):
         fit_loop._restarting = False
         fit_loop.epoch_loop._restarting = False
 
+    def begin_epoch_again(self) -> None:
+        """No batch of the current epoch counts any more."""
+        epoch_loop = self._trainer.fit_loop.epoch_loop
+        for progress in (epoch_loop.batch_progress, epoch_loop.scheduler_progress):
+            progress.reset_on_run()
+        epoch_loop.automatic_optimization.optim_progress.reset_on_run()
+        if hasattr(epoch_loop, "reset_restart_stage"):  # else it would count a batch as completed
+            epoch_loop.reset_restart_stage()
+
     @property
     def progress(self) -> dict[str, Any]:
         """The position in the epoch and the loggers' step, exactly."""

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
 from ckpt_engine.data.dealing import Dealing
-from ckpt_engine.data.exactness import Level
+from ckpt_engine.data.exactness import Level, OnChange
 from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.errors import ResumeError, StateError
 from ckpt_engine.observe.resume_report import NotRestored
@@ -23,11 +23,13 @@ class FitLoaders:
     Args:
         internals: of the trainer.
         trainer: whose loaders these are.
+        on_change: what becomes of an epoch that is resumed in its middle with changed loaders.
     """
 
-    def __init__(self, internals: Internals, trainer: pl.Trainer) -> None:
+    def __init__(self, internals: Internals, trainer: pl.Trainer, on_change: OnChange = OnChange.REFUSE) -> None:
         self._internals = internals
         self._trainer = trainer
+        self._on_change = on_change
         self._positions: list[LoaderPosition | None] = []
         self._types: list[str] = []
         self._workers: list[int] = []
@@ -106,11 +108,23 @@ class FitLoaders:
         """
         if self._saved_validation and not self._validation:
             self._internals.make_validation_loaders()
-        if self._saved is not None and self._waiting:
-            for index in range(self._waiting):
-                self._load(index)
-            self._waiting = 0
+        if self._saved is None:
+            return
+        late = self._waiting > 0
+        for index in range(self._waiting):
+            self._load(index)
+        self._waiting = 0
+        if again := self.epoch_restarts:
+            for index in range(len(self._positions)):
+                self._load(index, restart=True)
+        if late or again:
             self._internals.restart_fetcher()
+
+    @property
+    def epoch_restarts(self) -> bool:
+        """A training loader has changed, and the interrupted epoch starts again: with all loaders."""
+        found = [position.restoration for position in self._positions if position is not None]
+        return any(one is not None and one.restarted for one in found)
 
     def measure(self) -> None:
         """All loaders exist: how many batches are fetched ahead is known now. Once per epoch."""
@@ -122,7 +136,7 @@ class FitLoaders:
         return [position.dealt for position in self._positions if position is not None]
 
     def batches_in_epoch(self) -> int | None:
-        """Batches of the resumed epoch, if another number of ranks has begun it: not as many as in any other."""
+        """Batches of the resumed epoch, if other ranks or another loader have begun it: not as many as in any other."""
         for dealing, total in filter(None, self.dealt()):
             limit = self._trainer.limit_train_batches
             if isinstance(limit, float) and limit < 1.0:
@@ -185,7 +199,7 @@ class FitLoaders:
     def _forget(self) -> None:
         self._positions, self._types, self._workers, self._waiting = [], [], [], 0
 
-    def _load(self, index: int) -> None:
+    def _load(self, index: int, *, restart: bool = False) -> None:
         assert self._saved is not None
         if index >= len(self._saved):
             raise StateError(
@@ -197,14 +211,16 @@ class FitLoaders:
             if self._elastic is not None:
                 saved = self._elastic.position(position, [own["loaders"][index] for own in self._elastic.own])
             # Iterators of a combination end one by one and are asked again then; a single one never stands at its end.
-            position.load_state(saved, at_end="finish_epoch")
+            alone = len(self._saved) == 1 or self._on_change is not OnChange.CONTINUE
+            on_change = self._on_change if alone else OnChange.REFUSE  # several loaders would not be in step
+            position.load_state(saved, at_end="finish_epoch", on_change=on_change, restart=restart)
 
     def _load_validation(self, index: int) -> None:
         position, saved = self._validation[index], self._saved_validation[index]
         if position is not None and saved is not None:
             if self._elastic is not None:
                 saved = self._elastic.position(position, [own["validation"][index] for own in self._elastic.own])
-            position.load_state(saved)
+            position.load_state(saved, on_change=self._on_change)
 
 
 def _inexact(name: str, position: LoaderPosition) -> list[NotRestored]:

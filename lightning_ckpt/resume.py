@@ -316,6 +316,8 @@ class Resume:
             self._internals.validation_reload_epoch = epoch
         if (batches := self._loaders.batches_in_epoch()) is not None:
             self._internals.set_epoch_length(batches)
+        if self._loaders.epoch_restarts:
+            self._restart_epoch()
         if self._elastic is not None and self.report is not None:
             self.report.notes += self._elastic.notes(self._loaders.dealt())
         if self.finished:
@@ -327,6 +329,18 @@ class Resume:
             self._let_go()
         else:
             loop_state.restore_tables(self._internals, self._module.device, self._own["tables"])
+
+    def _restart_epoch(self) -> None:
+        """The epoch of the snapshot begins again: nothing counts that belongs to its batches."""
+        assert self.report is not None
+        self._internals.begin_epoch_again()
+        none = {name: self._internals.progress["batch"][name] for name in ("current", "is_last_batch")}
+        progress = {**self._own["progress"], "batch": {**self._own["progress"]["batch"], **none}}
+        tables = {**self._own["tables"], "first_batch": None, "fx": None}
+        gradients = None if self._module.automatic_optimization else self._own["gradients"]
+        of_the_epoch: dict[str, Any] = {"results": {}, "metrics": {}, "combined": None, "gradients": gradients}
+        self._own = {**self._own, **of_the_epoch, "tables": tables, "progress": progress}
+        self.report.notes.append(f"data: restart_epoch: epoch {self._own['epoch']} starts again at its first batch")
 
     def _restore_precisely(self) -> None:
         if self._loaded_as and not is_overridden("on_load_checkpoint", self._module):

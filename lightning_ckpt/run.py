@@ -15,6 +15,7 @@ from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config
 from ckpt_engine.config.live import LiveFile
 from ckpt_engine.config.status import Status
+from ckpt_engine.data.exactness import OnChange
 from ckpt_engine.errors import CkptError, DivergedError, LeaseHeldError, StorageError, WriterError
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
@@ -86,7 +87,7 @@ class FitRun:
         sinks.add(self.telemetry)
         watched = config if ranks is None or ranks.rank == 0 else config.model_copy(update={"status": Status()})
         self.watches = Watches(watched, clock, sinks, self.telemetry, self.cadence, live, ranks)
-        self._loaders = FitLoaders(self._internals, trainer)
+        self._loaders = FitLoaders(self._internals, trainer, OnChange(config.data))
         rollbacks: Rollbacks | None = None
         if config.rollback is not None:
             rollbacks = Rollbacks(self.checkpointer, _log, replicas_of(trainer), self._internals.in_whole_steps)

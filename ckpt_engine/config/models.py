@@ -293,6 +293,16 @@ class Config(Section):
         "saved ones; warn lets rank r go on with those of saved rank r mod their number, and says so; strict refuses.",
     )
 
+    data: Annotated[Literal["refuse", "restart_epoch", "continue"], one_of("refuse", "restart_epoch", "continue")] = (
+        Field(
+            default="refuse",
+            description="When a run resumes in the middle of an epoch and its loader has changed: refuse; "
+            "restart_epoch starts that epoch again at its first sample; continue goes on with the samples that are "
+            "left, in batches of the new loader, as far as that is known. Between epochs a changed loader is taken and "
+            "reported.",
+        )
+    )
+
     pickle: Annotated[
         tuple[str, ...],
         checked(_patterns),

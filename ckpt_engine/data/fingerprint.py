@@ -47,7 +47,7 @@ def fingerprint(loader: DataLoader[Any], samples: identity.Samples) -> Fingerpri
         "dataset_kind": "iterable" if iterable else "map",
         "dataset_type": _type_name(loader.dataset),
         "dataset_length": None if iterable else length_of(loader.dataset),
-        "batch_size": loader.batch_size,
+        "batch_size": _named(counters, "batch_size") if loader.batch_size is None else loader.batch_size,
         "batches": known_length(loader),
         "samplers": [] if iterable else streams.sampler_types(loader),
         "num_replicas": _named(counters, "num_replicas"),
@@ -79,7 +79,11 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[Diffe
     found = [
         Difference(name, saved[name], current[name], effect)
         for name, effect in effects.items()
-        if name in saved and name in current and saved[name] != current[name]
+        if name in saved
+        and name in current
+        and saved[name] != current[name]
+        # Of loaders with a batch sampler of the user's, earlier versions did not know it.
+        and not (name == "batch_size" and saved[name] is None)
     ]
     others = identity.differing(saved.get("samples", {}), current.get("samples", {}))
     found += [Difference(path, None, None, Effect.OTHER_SAMPLES) for path in others]

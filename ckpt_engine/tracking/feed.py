@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch.utils.data import DataLoader
 
 from ckpt_engine.data import fingerprint, rng, swap
-from ckpt_engine.data.exactness import Level, Restoration
+from ckpt_engine.data.exactness import Level, OnChange, Restoration
 from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.data.sampling import deref
 
@@ -148,8 +148,11 @@ class Feed:
             return self._resumed
         return self._assemble(self.position.next_epoch_state(), 0, self._count())
 
-    def load(self, state: State, streams: Mapping[str, Any] | None) -> None:
+    def load(self, state: State, streams: Mapping[str, Any] | None, on_change: OnChange = OnChange.REFUSE) -> None:
         """The next pass continues at `state`; `streams` are installed before the first batch that was not fetched yet.
+
+        Args:
+            on_change: what becomes of a pass that is resumed in its middle with a changed loader.
 
         Raises:
             MismatchError: the loader is not the one that was saved.
@@ -158,7 +161,11 @@ class Feed:
         # The position installs them at the first fetch of a batch.
         late = self._share == 0 and state["position"]["phase"] == "within"
         self._streams = streams if late else None
-        self.position.load_state(state["position"], rng=None if late else streams)
+        if self.dispatched and on_change is OnChange.CONTINUE:
+            on_change = OnChange.REFUSE  # one process fetches for all: no rank has samples of its own to divide
+        found = self.position.load_state(state["position"], rng=None if late else streams, on_change=on_change)
+        if found.restarted:
+            state = {**state, "position": self.position.state(), "delivered": 0}
         self._resumed = state
         self.delivered, self.epochs = int(state["delivered"]), int(state["epochs"])
         self.starts_only, self.finished = bool(state["starts_only"]), False

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt_engine.data import rng
 from ckpt_engine.data.derived import Teams
-from ckpt_engine.data.exactness import Level
+from ckpt_engine.data.exactness import Level, OnChange
 from ckpt_engine.data.resplit import require_between_epochs
 from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
 from ckpt_engine.observe.aloud import announce
@@ -177,7 +177,8 @@ class Resume:
         """A pass over `feed` ended before anything was trained: the next one starts where this one did."""
         state = self._own["feeds"].get(feed.name)
         if state is not None:
-            feed.load(state, self._own["rng"] if feed.name == self._own["training"] else None)
+            on_change = OnChange(self._engine.config.data)
+            feed.load(state, self._own["rng"] if feed.name == self._own["training"] else None, on_change)
 
     def publish(self) -> None:
         """Log and write the report, once."""

@@ -102,7 +102,6 @@ class Tracker:
         self._asked_at: dict[Feed, float] = {}
         self._closed = False
         engine.start()
-        engine.tenure.release = self.release
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
         self._feeds = [Feed(name, source, self) for name, source in sources.items()]
         self._resume = Resume(engine, parts, self._feeds, surroundings, folder, self._log, fresh)
@@ -114,6 +113,7 @@ class Tracker:
         self._fence = StepFence(self.before_update)
         self._fence.install()
         self._after = register_optimizer_step_post_hook(self._after_step)
+        engine.tenure.release = self.release
         self._cadence.start(self._steps)
         self._stopping.start(self._steps)
 

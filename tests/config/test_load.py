@@ -85,6 +85,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "slots",
         "lazy",
         "rng",
+        "data",
         "pickle",
         "debug",
     )

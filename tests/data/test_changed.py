@@ -146,7 +146,11 @@ def weighted() -> DataLoader[Any]:
     [
         (loader, lambda: loader(shuffle=False), "samplers is another"),
         (loader, lambda: loader(9), "13 of its samples are gone"),
-        (weighted, lambda: loader(9, shuffle=False, sampler=WeightedRandomSampler([1.0] * 9, 9)), "WeightedRandomSampler"),
+        (
+            weighted,
+            lambda: loader(9, shuffle=False, sampler=WeightedRandomSampler([1.0] * 9, 9)),
+            "WeightedRandomSampler",
+        ),
     ],
 )
 def test_continue_says_where_it_has_no_meaning(saved: Any, now: Any, why: str) -> None:

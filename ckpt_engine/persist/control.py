@@ -251,7 +251,10 @@ class Control:
             client.deadline = time.monotonic() + REPLY_SECONDS
         if client.request is None or not is_open:
             return is_open
-        reply = self._answer(client.request)
+        try:
+            reply = self._answer(client.request)
+        except Exception as err:  # noqa: BLE001 - who asked is told; the next one is answered all the same
+            reply = Reply({"error": f"{type(err).__name__}: {err}"})
         if reply is None:
             return True
         channel.send(reply.body, reply.fds)

@@ -204,9 +204,9 @@ class Channel:
             if len(self._incoming) < stop:
                 break
             body = decode(bytes(self._incoming[start + _LENGTH.size : stop]))
-            wanted = int(body.pop("fds", 0))
-            if wanted > len(self._fds):
-                raise WriterError(f"a message came with {len(self._fds)} of its {wanted} file descriptors")
+            wanted = body.pop("fds", 0)
+            if not isinstance(wanted, int) or not 0 <= wanted <= len(self._fds):
+                raise WriterError(f"a message came with {len(self._fds)} of its {wanted!r:.20} file descriptors")
             found.append(Received(body, tuple(self._fds.popleft() for _ in range(wanted))))
             start = stop
         del self._incoming[:start]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import random
 import select
 import socket
 import struct
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +20,10 @@ import pytest
 from ckpt_engine.errors import WaitTimeoutError, WriterError
 from ckpt_engine.persist import control, sockets
 from ckpt_engine.persist.control import Control, Reply, ask
+from ckpt_engine.persist.desk import Desk
+from ckpt_engine.persist.held import Held
+from ckpt_engine.persist.ids import Ids
+from ckpt_engine.persist.job import RankConfig
 from ckpt_engine.persist.sockets import name_of
 from ckpt_engine.persist.wire import Body
 from tests.persist.staged import WAIT_SECONDS
@@ -374,3 +381,69 @@ def test_a_name_that_is_given_up_is_taken_over(tmp_path: Path, echo: Echo) -> No
     first.close(WAIT_SECONDS)
     second.close(WAIT_SECONDS)
     assert ask(str(tmp_path), {"what": "x"}, WAIT_SECONDS) is None
+
+
+# ---------------------------------------------------------------------- fuzz
+
+
+def attack(root: Path, seed: int) -> None:
+    """One connection that means no good: a request that is changed, cut off, too much, or none."""
+    chance = random.Random(seed)
+    whats = ["snapshot", "held", "parity", "bye!", "save", "flush", "status", "x", 7, None, [], {}]
+    values = [None, -1, 1 << 70, 1e308, "x" * 99, [[]], {"a": {}}, True, "\ud800"]
+    body: dict[str, object] = {"what": chance.choice(whats)}
+    for key in chance.sample(["snapshot", "rank", "who", "fds", "you"], chance.randrange(4)):
+        body[key] = chance.choice(values)
+    text = json.dumps(body).encode()
+    length = chance.choice([len(text)] * 6 + [0, len(text) - 1, len(text) + 1, 1 << 16, 1 << 40, (1 << 64) - 1])
+    data = struct.pack("<Q", length) + text
+    match chance.randrange(8):
+        case 0:
+            data = data[: chance.randrange(len(data))]
+        case 1:
+            at = chance.randrange(len(data))
+            data = data[:at] + bytes([data[at] ^ 1 << chance.randrange(8)]) + data[at + 1 :]
+        case 2:
+            data = struct.pack("<Q", 50_000) + chance.choice([b"[", b'{"":']) * 50_000
+        case 3:
+            data = chance.randbytes(chance.randrange(1, 3000))
+        case _:
+            data *= chance.choice([1, 1, 2])
+    with contextlib.suppress(OSError), connect(root) as sock:
+        for at in range(0, len(data), size := chance.choice([1 << 20, 7])):
+            sock.sendall(data[at : at + size])
+        if chance.random() < 0.5:
+            sock.settimeout(0.02)
+            sock.recv(1 << 20)
+
+
+def campaign(root: Path, seeds: range) -> None:
+    """Against what a writer answers: after each of them it answers what it should."""
+    ranks = RankConfig(1, 2, "secret", None, 1.0, "here", replicate=True)
+    held = Held(Ids(), lambda: None)
+    desk = Desk(held, lambda what, who: True, lambda: True, lambda: None, lambda: None, ranks)
+    served = Control(str(root), desk.answer)
+    served.open(WAIT_SECONDS)
+    ended: list[object] = []
+    before, threading.excepthook = threading.excepthook, lambda args: ended.append(args.exc_value)
+    try:
+        for seed in seeds:
+            attack(root, seed)
+            reply = ask(str(root), {"what": control.STATUS}, WAIT_SECONDS)
+            assert reply is not None and reply.body["pid"] == os.getpid(), seed
+    finally:
+        threading.excepthook = before
+        served.close(WAIT_SECONDS)
+    assert ended == [] and not served._thread.is_alive()
+
+
+def test_no_bytes_keep_a_writer_from_answering(tmp_path: Path) -> None:
+    """A few of the campaign below."""
+    campaign(tmp_path, range(60))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_fuzzed_requests(tmp_path: Path) -> None:
+    """Three thousand connections: the thread that answers lives, and answers the next one at once."""
+    campaign(tmp_path, range(1000, 4000))

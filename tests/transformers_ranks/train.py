@@ -32,6 +32,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 import ckpt_engine.checkpointer
 from accelerate_ckpt import TransformersCallback
 from tests.ranks.launch import PATIENCE_SECONDS
+from tests.ranks.stop_run import wait_for_the_arena
 from tests.support.digests import digest, seed_everything
 
 _TIMED = ("runtime", "per_second", "train_loss")
@@ -130,6 +131,8 @@ def make_trainer(job: Mapping[str, Any], trace: Trace, callbacks: list[Any]) -> 
             trace.write(step=step, epoch=trainer.state.epoch, samples=kwargs["index"].tolist(), draw=draw, loss=loss)
             if step == job.get("stops_in"):
                 os.kill(os.getpid(), signal.SIGTERM)
+            if "stands_at" in job and callbacks[0]._engine is not None:
+                wait_for_the_arena(callbacks[0]._engine)  # what is due before it stands is taken, and not later
             if step == job.get("stands_at"):
                 time.sleep(PATIENCE_SECONDS)  # until somebody kills it
             time.sleep(job.get("pace", 0.0))

@@ -84,6 +84,7 @@ class Checkpointer:
             pickle_paths=self.config.pickle,
             check_lazy=self.config.debug,
             tier=self.config.root_url,
+            process=self.config.writer == "process",
         )
         rank = 0 if self._session is None else self._session.ranks.rank
         self.tenure = Tenure(self.config.root_url, rank, partial(self.close, failed=True), self._pipeline.drain)
@@ -408,7 +409,7 @@ class Checkpointer:
 
     def _open_writer(self, memory: bool, emit: Callable[[Event], None]) -> WriterClient:
         config = writer_config(self.config, memory=memory, ranks=self._session is not None)
-        begin = partial(open_client, thread=self.config.writer == "thread", emit=emit)
+        begin = partial(open_client, thread=not self._pipeline.process, emit=emit)
 
         def start(config: WriterConfig) -> WriterClient:
             return self._pipeline.lineage.checked(begin(config), self.root_url)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_engine.errors import CkptError
+from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError
 from ckpt_engine.snapshot.arguments import seconds
 
 if TYPE_CHECKING:
@@ -54,7 +54,18 @@ class SaveHandle:
             SnapshotFailedError: it did not become durable; the cause is chained.
             WaitTimeoutError: not durable yet; it may still become so.
         """
-        return self._pipeline.wait_for(self, seconds("timeout", timeout))
+        most = seconds("timeout", timeout)
+        if self.skipped is not None:
+            raise SnapshotSkippedError(f"the snapshot of step {self.step} was skipped ({self.skipped})")
+        if not self._pipeline.wait_for(self, most):
+            raise WaitTimeoutError(
+                f"the snapshot of step {self.step} is not {'durable' if self.durable else 'with the writer'} yet"
+            )
+        if self.error is not None:
+            raise SnapshotFailedError(
+                f"the snapshot of step {self.step} did not become durable: {self.error.message}", hint=self.error.hint
+            ) from self.error
+        return self.snapshot or ""
 
     @property
     def _settled(self) -> bool:

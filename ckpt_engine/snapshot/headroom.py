@@ -15,6 +15,8 @@ from ckpt_engine.observe.units import size
 
 RESERVE = 0.05
 """Share of what is available that is left to everybody else."""
+WRITER_BYTES = 32_000_000
+"""What a writer process takes beside the arena, twice what was measured."""
 _MEMINFO = Path("/proc/meminfo")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -36,11 +38,13 @@ class Fit:
         slots: at least 1.
         memory: whether there is still a memory tier.
         warning: what is missing, and what to do; None if nothing is.
+        process: whether there is room for a writer process; else a thread of the trainer writes.
     """
 
     slots: int
     memory: bool
     warning: str | None = None
+    process: bool = True
 
 
 def look(meminfo: Path = _MEMINFO, membership: Path = _MEMBERSHIP, cgroups: Path = _CGROUPS) -> Room | None:
@@ -54,34 +58,60 @@ def look(meminfo: Path = _MEMINFO, membership: Path = _MEMBERSHIP, cgroups: Path
 
 
 def plan_arena(
-    slot_bytes: int, slots: int, *, memory: bool, room: Room | None, held_bytes: int = 0, kept: int = 1
+    slot_bytes: int,
+    slots: int,
+    *,
+    memory: bool,
+    room: Room | None,
+    held_bytes: int = 0,
+    kept: int = 1,
+    process: bool = False,
+    started: bool = False,
 ) -> Fit:
-    """How many of the wanted slots have room: first fewer slots, then no memory tier, and always one slot.
+    """How many of the wanted slots have room: first fewer slots, then no memory tier, then no writer process, and
+    always one slot.
 
     Args:
-        slot_bytes: of each slot.
+        slot_bytes: of each slot; 0: not known yet.
         slots: as wanted.
         memory: whether a memory tier is wanted.
         room: None if unknown; then everything has room.
         held_bytes: what the arena occupies already and would reuse.
         kept: slots with complete snapshots while one more is filled, with a memory tier.
+        process: the writer is to be a process, which takes memory of its own; else it is a thread.
+        started: it is there, and what it takes is not available any more.
     """
     if room is None:
         return Fit(slots, memory)
-    free = int(room.nbytes * (1.0 - RESERVE)) + held_bytes
+    left = int(room.nbytes * (1.0 - RESERVE)) + held_bytes
+    free = left - WRITER_BYTES if process and not started else left
+    if free < max(1, slot_bytes) and process:
+        alone = left + WRITER_BYTES if started else left
+        found = max(1, min(slots, alone // max(1, slot_bytes)))
+        return Fit(
+            found,
+            False,
+            f"too little host memory for a writer process: {size(left)} are available ({room.limit}). Snapshots go on, "
+            f"written by a thread of the trainer, with {_shown(found, lost=memory)}. Give the job more memory, or set "
+            "`writer: thread`" + (" and remove the memory tier" if memory else ""),
+            process=False,
+        )
     found = min(slots, free // max(1, slot_bytes))
     if found >= slots:
         return Fit(slots, memory)
     still = memory and found > kept
-    found = max(1, found)
-    what = f"{found} slot{'s' if found > 1 else ''}" + (" and without the memory tier" if memory and not still else "")
+    found, lost = max(1, found), memory and not still
     return Fit(
         found,
         still,
         f"too little host memory for the arena: {slots} slots of {size(slot_bytes)} need {size(slots * slot_bytes)}, "
-        f"{size(free)} are available ({room.limit}). Snapshots go on with {what}. Give the job more memory, or set "
-        f"`slots: {found}`" + (" and remove the memory tier" if memory and not still else ""),
+        f"{size(free)} are available ({room.limit}). Snapshots go on with {_shown(found, lost=lost)}. Give the job "
+        f"more memory, or set `slots: {found}`" + (" and remove the memory tier" if lost else ""),
     )
+
+
+def _shown(slots: int, *, lost: bool) -> str:
+    return f"{slots} slot{'s' if slots > 1 else ''}" + (" and without the memory tier" if lost else "")
 
 
 def _machine(meminfo: Path) -> Iterator[Room]:

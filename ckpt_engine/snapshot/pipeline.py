@@ -52,9 +52,9 @@ class Pipeline:
         check_lazy: debug mode, see `Staging`.
         session: where several ranks take each snapshot together.
         tier: how the nearest place is called in events.
+        process: the writer is one, where there is room.
 
-    `behind` is to be set where the writer of an earlier trainer may still hold the lease for a while.
-
+    `behind` is to be set where the writer of an earlier trainer may still have the lease for a while.
     All methods belong to the training thread. Nothing but `wait_for`, `drain` and `close` ever waits for storage.
     """
 
@@ -70,9 +70,11 @@ class Pipeline:
         check_lazy: bool = False,
         session: Session | None = None,
         tier: str = "",
+        process: bool = False,
     ) -> None:
         self._open_writer = open_writer
         self._tier = tier
+        self.process = process
         self._emit = emit
         self._check_lazy = check_lazy
         self._numbering = Numbering(session, self._cancel)
@@ -111,9 +113,10 @@ class Pipeline:
         if self._writer is not None:
             return
         if self._lost:
-            starting = Starting(self._open_writer, self.memory)
-            self._writer = Handover(Coming(starting, self._tier, self._arrived))
+            self._writer = Handover(Coming(Starting(self._open_writer, self.memory), self._tier, self._arrived))
             return
+        if not self._fitted_bytes:
+            self._fit_to(0)
         if self.behind and self._starting is None:
             self._starting = Starting(self._open_writer, self.memory)
             self._starting.wait(BEHIND_SECONDS)
@@ -194,8 +197,7 @@ class Pipeline:
 
     def _save(self, state: Any, wanted: Request, snapshot: str | None) -> SaveHandle:
         step, durable = wanted.step, wanted.durable
-        began = time.perf_counter()
-        when = Instant(time.time(), time.monotonic(), snapshot, self.lineage.parent)
+        began, when = time.perf_counter(), Instant(time.time(), time.monotonic(), snapshot, self.lineage.parent)
         self.before_update()
         if not self._hand_over(FENCE_TIMEOUT_SECONDS):
             raise WaitTimeoutError("the copy of the snapshot before does not get on")
@@ -278,7 +280,6 @@ class Pipeline:
             del self._unsent[number]
             if self.memory:
                 self._slots.release(job.slot)  # the writer does not know of it
-            # It has said nothing of it either.
             told = SnapshotFailed(job.snapshot or "", job.step, self._tier, error.code, error.message, error.hint or "")
             self._emit(told)
             if handle.durable:
@@ -309,22 +310,30 @@ class Pipeline:
         self._newest.lose(WriterError("the writer was lost before it knew of the snapshot"))
 
     def _fit(self, plan: Plan) -> None:
-        """Where the host has too little memory for the arena: fewer slots, or no memory tier."""
         nbytes = slot_bytes(plan)
-        if nbytes <= self._fitted_bytes:
-            return
-        self._fitted_bytes = nbytes
-        held, kept = self._slots.nbytes(), self._newest.keep
+        if nbytes > self._fitted_bytes:
+            self._fitted_bytes = nbytes
+            self._fit_to(nbytes)
+
+    def _fit_to(self, nbytes: int) -> None:
+        """Where the host has too little memory: fewer slots of `nbytes`, no memory tier, no writer process."""
         fit = headroom.plan_arena(
-            nbytes, self._slots.count, memory=self.memory, room=self._room(), held_bytes=held, kept=kept
+            nbytes,
+            self._slots.count,
+            memory=self.memory,
+            room=self._room(),
+            held_bytes=self._slots.nbytes(),
+            kept=self._newest.keep,
+            process=self.process,
+            started=self._writer is not None,
         )
         if fit.warning is None:
             return
         self._emit(Notice("WARNING", fit.warning))
-        self._slots.limit(fit.slots)
-        if self.memory == fit.memory:
-            return
-        if self._writer is not None:
+        if nbytes:
+            self._slots.limit(fit.slots)
+        self.process &= fit.process
+        if self._writer is not None and (self.memory != fit.memory or not fit.process):
             # It would go on keeping a slot for a rescue: another one takes its place.
             if not self._writer.client.close(WRITER_CLOSE_SECONDS):
                 self.before_update()
@@ -338,23 +347,14 @@ class Pipeline:
         """The oldest background error that has not been shown yet."""
         return self._failures.pop(0) if self._failures else None
 
-    def wait_for(self, handle: SaveHandle, timeout: float | None) -> str:
-        """See `SaveHandle.wait`."""
-        if handle.skipped is not None:
-            raise SnapshotSkippedError(f"the snapshot of step {handle.step} was skipped ({handle.skipped})")
+    def wait_for(self, handle: SaveHandle, timeout: float | None) -> bool:
+        """Wait until the outcome of `handle` is known; False if the time was not enough. An error counts as shown."""
         self.before_update()
         if not (self._hand_over(wait_seconds(timeout)) and self._wait(lambda: handle.done(), timeout)):
-            raise WaitTimeoutError(
-                f"the snapshot of step {handle.step} is not {'durable' if handle.durable else 'with the writer'} yet"
-            )
-        if handle.error is not None:
-            if handle.error in self._failures:
-                self._failures.remove(handle.error)
-            raise SnapshotFailedError(
-                f"the snapshot of step {handle.step} did not become durable: {handle.error.message}",
-                hint=handle.error.hint,
-            ) from handle.error
-        return handle.snapshot or ""
+            return False
+        if handle.error is not None and handle.error in self._failures:
+            self._failures.remove(handle.error)
+        return True
 
     def drain(self, timeout: float | None) -> bool:
         """Wait until no snapshot is in flight; False if the time was not enough."""

@@ -15,7 +15,7 @@ import torch
 from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.observe.events import Event, SnapshotCommitted, StaleSnapshot
 from ckpt_engine.preempt import stale
-from ckpt_engine.preempt.stale import StaleWatch, unchanged
+from ckpt_engine.preempt.stale import Content, StaleWatch, unchanged
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import Case, EverySnapshotIsDurable, Model, fit
@@ -31,23 +31,29 @@ def manifest(step: int, **digests: str) -> Manifest:
     return Manifest(info, "run", {"size": 1}, {}, (DataFile("a", 8),), entries, {})
 
 
+def same(before: Manifest, after: Manifest, trainable: list[str]) -> bool:
+    return unchanged(Content.of(before, trainable), Content.of(after, trainable))
+
+
 def test_weights_that_are_the_same_are_told() -> None:
     """Whatever else has changed: counters, buffers, random streams."""
     before, after = manifest(1, w="a", b="b", rng="x"), manifest(2, w="a", b="b", rng="y")
-    assert unchanged(before, after, ["w", "b"])
-    assert not unchanged(before, manifest(2, w="a", b="c"), ["w", "b"])
+    assert same(before, after, ["w", "b"])
+    assert not same(before, manifest(2, w="a", b="c"), ["w", "b"])
 
 
 def test_nothing_is_told_where_nothing_is_known() -> None:
     """No trainable entry in common, no step in between, bytes that are encoded, other pieces."""
     before, after = manifest(1, w="a"), manifest(2, w="a")
-    assert not unchanged(before, after, [])
-    assert not unchanged(before, after, ["v"])
-    assert not unchanged(before, manifest(1, w="a"), ["w"])
+    assert not same(before, after, [])
+    assert not same(before, after, ["v"])
+    assert not same(before, manifest(1, w="a"), ["w"])
     piece = after.entries["w"].pieces[0]
     for pieces in ((dataclasses.replace(piece, codec="zstd"),), (piece, piece)):
         entry = dataclasses.replace(after.entries["w"], pieces=pieces)
-        assert not unchanged(before, dataclasses.replace(after, entries={"w": entry}), ["w"])
+        encoded = dataclasses.replace(after, entries={"w": entry})
+        assert not same(before, encoded, ["w"])
+        assert not same(encoded, dataclasses.replace(encoded, info=manifest(3).info), ["w"]) or len(pieces) == 2
 
 
 def committed(snapshot: str) -> SnapshotCommitted:
@@ -62,7 +68,7 @@ def until(condition: Any) -> None:
 
 
 def test_snapshots_are_compared_without_waiting_for_storage() -> None:
-    """The first two always, then now and then; what was found is handed out once."""
+    """The first two that can be read, then now and then; what was found is handed out once."""
     gate = threading.Event()
     asked: list[str] = []
 
@@ -72,30 +78,35 @@ def test_snapshots_are_compared_without_waiting_for_storage() -> None:
         return manifest(int(snapshot[1:]), w="a")
 
     watch = StaleWatch(["w"], read)
-    for snapshot in ("s1", "s2", "s3"):
+    watch.emit(committed("s1"))
+    until(lambda: asked)
+    for snapshot in ("s2", "s3"):
         watch.emit(committed(snapshot))
     assert watch.take() is None
     gate.set()
     found: list[StaleSnapshot | None] = []
     until(lambda: found.append(watch.take()) or found[-1])
-    assert found[-1] == StaleSnapshot(2, 1, 1)
-    assert watch.take() is None and asked == ["s1", "s2"]
+    assert found[-1] == StaleSnapshot(3, 1, 1)
+    watch.emit(committed("s4"))
+    assert watch.take() is None and asked == ["s1", "s3"]
 
 
-def test_a_manifest_that_is_gone_is_no_alarm() -> None:
-    """Retention may have removed it."""
-    done = threading.Event()
+def test_each_manifest_is_read_while_its_snapshot_is_the_newest() -> None:
+    """Whatever retention does to a snapshot once the next one is there: it is not asked for again."""
+    there: set[str] = set()
 
     def read(snapshot: str) -> Manifest:
-        done.set()
-        raise StorageMissingError("gone")
+        if snapshot not in there:
+            raise StorageMissingError("gone")
+        return manifest(int(snapshot[1:]), w="a")
 
     watch = StaleWatch(["w"], read)
-    watch.emit(committed("s1"))
-    watch.emit(committed("s2"))
-    assert done.wait(PATIENCE_SECONDS)
-    until(lambda: not any(thread.name == "ckpt-stale" for thread in threading.enumerate()))
-    assert watch.take() is None
+    for snapshot in ("s1", "s2", "s3"):
+        watch.emit(committed(snapshot))  # the first one is gone before it is looked at
+        until(lambda: watch._thread is None)
+        there.clear()
+        there.add(f"s{int(snapshot[1:]) + 1}")
+    assert watch.take() == StaleSnapshot(3, 2, 1)
 
 
 class Stuck(Model):
@@ -105,13 +116,18 @@ class Stuck(Model):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-@pytest.mark.parametrize(("model", "told"), [(Stuck, True), (Model, False)])
+KEEPS = ({"last": 9}, {"last": 1}, {"last": 9, "components": {"state_dict": {"last": 1}}})
+
+
+@pytest.mark.parametrize(
+    ("model", "told", "keep"), [*((Stuck, True, keep) for keep in KEEPS), (Model, False, KEEPS[1])]
+)
 def test_a_run_whose_optimizer_does_nothing_is_told(
-    model: type[Model], told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: type[Model], told: bool, keep: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batch norm's buffers and the counters change all the same. A run that trains hears nothing."""
     monkeypatch.setattr(stale, "EVERY_SECONDS", math.inf)  # else a slow run hears it again
-    ckpt = AdaptiveCheckpoint(str(tmp_path), every_n_steps=2, writer="thread")
+    ckpt = AdaptiveCheckpoint(str(tmp_path), every_n_steps=2, keep=keep, writer="thread")
     events: list[Event] = []
 
     class Listen(EverySnapshotIsDurable):

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_engine import Checkpointer
+from ckpt_engine.persist.spawn import ProcessWriter
+from ckpt_engine.persist.thread import ThreadWriter
 from ckpt_engine.snapshot.headroom import RESERVE, Fit, Room, look, plan_arena
 
 GB = 10**9
@@ -144,3 +148,61 @@ def test_the_plan_has_room_or_is_the_least(nbytes: int, slots: int, memory: bool
     assert not fit.memory or memory
     assert fit.slots == slots or not fit.memory or fit.slots >= 2
     assert (fit.warning is None) == (fit == Fit(slots, memory))
+
+
+MB = 10**6
+
+
+@pytest.mark.parametrize(
+    ("available", "process", "slots"),
+    [
+        (200, True, 2),
+        (120, True, 1),
+        (80, False, 1),  # a writer process would leave too little for one snapshot
+        (130, True, 1),
+        (20, False, 1),
+    ],
+)
+def test_where_a_writer_process_leaves_no_room_a_thread_writes(available: int, process: bool, slots: int) -> None:
+    """Snapshots of 60 MB in small control groups: the process counts before it is started, and says so in one line."""
+    room = Room(available * MB, "limit of control group /x")
+    fit = plan_arena(60 * MB, 2, memory=False, room=room, process=True)
+    assert (fit.process, fit.slots, fit.memory) == (process, slots, False)
+    assert fit.process or "written by a thread of the trainer, with 1 slot. Give" in (fit.warning or "")
+    started = plan_arena(60 * MB, 2, memory=False, room=room, process=True, started=True)
+    assert started.process == (available * (1 - RESERVE) >= 60)
+
+
+def test_a_writer_process_is_not_started_into_too_little_memory() -> None:
+    """Before any state is known; with the memory tier, which needs a process, that is lost too."""
+    room = Room(20 * MB, "limit of control group /x")
+    fit = plan_arena(0, 3, memory=True, room=room, process=True)
+    assert (fit.process, fit.slots, fit.memory) == (False, 3, False)
+    assert fit.warning == (
+        "too little host memory for a writer process: 19 MB are available (limit of control group /x). Snapshots go "
+        "on, written by a thread of the trainer, with 3 slots and without the memory tier. Give the job more memory, "
+        "or set `writer: thread` and remove the memory tier"
+    )
+    assert plan_arena(0, 3, memory=True, room=Room(40 * MB, "x"), process=True).process
+
+
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("memory", [False, True])
+def test_the_defaults_write_with_a_thread_where_a_process_would_be_killed(
+    tmp_path: Path, started: bool, memory: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found before the writer is started, or when the first state is seen: then the process is ended again."""
+    rooms = [Room(100 * MB, "limit of control group /x")] * started + [Room(10 * MB, "limit of control group /x")] * 9
+    with Checkpointer(tiers=["memory", str(tmp_path)] if memory else str(tmp_path)) as ckpt:
+        monkeypatch.setattr(ckpt._pipeline, "_room", lambda: rooms.pop(0))
+        ckpt.start()
+        assert isinstance(_client(ckpt), ProcessWriter if started else ThreadWriter)
+        ckpt.save({"w": torch.ones(12 * MB // 4)}, step=1).wait(60)
+        assert not ckpt._pipeline.process and not ckpt.memory
+        assert [one.step for one in ckpt.snapshots()] == [1]
+    assert sum("too little host memory for a writer process" in line for line in caplog.messages) == 1
+
+
+def _client(ckpt: Checkpointer) -> object:
+    assert ckpt._pipeline._writer is not None
+    return ckpt._pipeline._writer.client

@@ -54,6 +54,7 @@ class AcceleratedParts:
         self.flat = flat_models(plain)
         self._others = NamedParts({**internals.named_objects(), **(more or {})}, self.flat)
         self.optimizers: Mapping[str, torch.optim.Optimizer] = self._others.optimizers
+        self.objects: Mapping[str, Any] = {**self.modules, **self._others.objects}
 
     def state(self) -> dict[str, Any]:
         """The components, with references to live tensors.

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckpt_engine.audit.carried import Carry as Carry
     from ckpt_engine.checkpointer import Checkpointer as Checkpointer
     from ckpt_engine.config import Config as Config
     from ckpt_engine.errors import CkptError as CkptError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from ckpt_engine.store.manifest import SnapshotInfo as SnapshotInfo
 
 _HOMES = {
+    "Carry": "ckpt_engine.audit.carried",
     "Checkpointer": "ckpt_engine.checkpointer",
     "CkptError": "ckpt_engine.errors",
     "Config": "ckpt_engine.config",
@@ -23,7 +25,7 @@ _HOMES = {
     "SnapshotInfo": "ckpt_engine.store.manifest",
 }
 
-__all__ = ["Checkpointer", "CkptError", "Config", "SaveHandle", "SnapshotInfo"]
+__all__ = ["Carry", "Checkpointer", "CkptError", "Config", "SaveHandle", "SnapshotInfo"]
 
 
 def __getattr__(name: str) -> Any:

@@ -49,6 +49,7 @@ class AdaptiveCheckpoint(Callback):
         lazy: "auto", "on" or "off".
         rng: random streams with another number of ranks: "derive", "warn" or "strict".
         data: a changed loader in the middle of an epoch: "refuse", "restart_epoch" or "continue".
+        hidden: attributes that no state_dict has: "auto", "report" or "off".
         pickle: paths in the state that may be stored with pickle.
         debug: compare every lazily copied byte.
 
@@ -84,6 +85,7 @@ class AdaptiveCheckpoint(Callback):
         lazy: str | bool | None = None,
         rng: str | None = None,
         data: str | None = None,
+        hidden: str | None = None,
         pickle: str | list[str] | None = None,
         debug: bool | None = None,
     ) -> None:

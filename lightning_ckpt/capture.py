@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
 from ckpt_engine.snapshot import sharding
 from ckpt_engine.snapshot.flatten import Flattener, problems
@@ -43,6 +44,7 @@ class Instant:
         extras: more of our own entries, or others in their place.
         hidden: progress bar entries that are not the user's.
         flags_at_start: `flags.dump_flags` when training started.
+        audit: what it finds is part of the state.
     """
 
     kind: Kind
@@ -54,6 +56,7 @@ class Instant:
     extras: Mapping[str, Any]
     hidden: frozenset[str]
     flags_at_start: Mapping[str, list[str]]
+    audit: Audit
 
 
 class Capture:
@@ -90,13 +93,16 @@ class Capture:
             instant.undo(state)
         _canonicalise(fit_loop, instant.kind, accumulating=instant.accumulating)
         self._drop_unstorable(state)
+        hidden, large = instant.audit.state()
         state[OWN_KEY] = {
             "version": OWN_VERSION,
             "kind": instant.kind.value,
             "gradients": loop_state.dump_gradients(self._module) if instant.gradients else None,
+            "hidden": large,
             "packed": self._packer.pack(
                 {
                     "rng": streams,
+                    "audit": hidden,
                     "loaders": instant.loaders,
                     "validation": instant.validation,
                     "combined": self._internals.combined_position,

@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from ckpt_engine.audit.audit import Audit
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.data import rng
 from ckpt_engine.errors import NewerFormatError, ResumeError
@@ -67,6 +68,7 @@ class Resume:
         checkpointer: opens the run's folder.
         loaders: of this fit; None outside of `fit`.
         rollbacks: decides whether the run goes back, where it may.
+        audit: of the run; None outside of `fit`.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Resume:
         checkpointer: Checkpointer,
         loaders: FitLoaders | None,
         rollbacks: Rollbacks | None = None,
+        audit: Audit | None = None,
     ) -> None:
         self._internals = internals
         self._trainer = trainer
@@ -84,6 +87,7 @@ class Resume:
         self._checkpointer = checkpointer
         self._loaders = loaders
         self._rollbacks = rollbacks
+        self._audit = audit
         self._rollback: Rollback | None = None
         self._own: Mapping[str, Any] = {}
         self._elastic: Elastic | None = None
@@ -167,6 +171,8 @@ class Resume:
         self._elastic = elastic_of(loaded, own, OWN_KEY, ranks, self._checkpointer.config.rng)
         if self._elastic is not None:
             self._elastic = replace(self._elastic, teams=sharded.teams_of(loaded.manifest, self._trainer))
+        if self._audit is not None and self._elastic is None:
+            self._audit.expect(packed.get("audit", {}), own.get("hidden", {}))
         self._own = own = {**own, **packed}
         del own["packed"]
         self.report = ReportDraft(self._checkpointer.root_url, loaded)
@@ -383,6 +389,10 @@ class Resume:
                 flags.restore_flags(module, own["flags"])
             elif flags.dump_flags(module) != own["flags"]:
                 missing.append(NotRestored("frozen parameters and eval modes", "the script sets others now"))
+        if self._audit is not None:
+            restored, unseen = self._audit.restore("start" if self.finished else "batch")
+            report.restored += restored
+            missing += unseen
         missing += [NotRestored("random streams", problem) for problem in rng.restore(own["rng"])]
         if internals.validates_by_time:
             missing.append(NotRestored("time of the next validation", "val_check_interval counts from the restart"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from signal import SIGTERM
 from typing import Any
 
@@ -11,6 +12,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from ckpt_engine.audit.attributes import of_framework
+from ckpt_engine.audit.audit import Audit, roots_of_loader
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config
 from ckpt_engine.config.live import LiveFile
@@ -49,6 +52,8 @@ _log = logging.getLogger("lightning_ckpt")
 
 END_WAIT_SECONDS = 600.0
 EXCEPTION_WAIT_SECONDS = 30.0
+_OF_LIGHTNING = vars(pl.LightningModule()).keys() | vars(pl.LightningDataModule()).keys()
+"""Attributes of Lightning's own classes, which users' classes inherit."""
 
 
 class FitRun:
@@ -91,7 +96,9 @@ class FitRun:
         rollbacks: Rollbacks | None = None
         if config.rollback is not None:
             rollbacks = Rollbacks(self.checkpointer, _log, replicas_of(trainer), self._internals.in_whole_steps)
-        self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders, rollbacks)
+        self._audit = Audit(config.hidden, self._audited, _log, _OF_LIGHTNING)
+        self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders, rollbacks, self._audit)
+        self._begun = False
         self._skip_batches = 0
         self._capture = Capture(self._internals, trainer, module)
         self._lazy = self._capture.lazy() if copies_lazily(config.lazy, trainer.strategy.root_device) else None
@@ -166,6 +173,7 @@ class FitRun:
         self.checkpointer.tenure.release = self.disconnect
         self.resume.fresh.go_on_beside()
         self._flags_at_start = flags.dump_flags(self._module)
+        self._audit.begin("start")
         if self.resume.pending:
             self._stop.by_early_stopping = self.resume.stopped_early
             if (learned := self.resume.cadence_state) is not None:
@@ -265,6 +273,9 @@ class FitRun:
                 self._failing.reached(self._position(), self.step)
 
     def _at_boundary(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._audit.begin("batch")
         if self.resume.pending:
             self._skip_batches = self._internals.in_whole_steps(self.resume.skip_batches)
             self.resume.at_first_fetch()
@@ -472,8 +483,22 @@ class FitRun:
                 extras=extras,
                 hidden=BAR_NAMES,
                 flags_at_start=self._flags_at_start,
+                audit=self._audit,
             )
         )
+
+    def _audited(self) -> dict[str, Any]:
+        """What takes part in training besides the trainer itself, by name."""
+        trainer = self._trainer
+        data: Any = getattr(trainer, "datamodule", None)
+        own = [one for one in callbacks_of(self._trainer) if not of_framework(one) and one is not self._owner]
+        return {
+            "model": self._module,
+            **({} if data is None else {"datamodule": data}),
+            **{f"callbacks.{type(one).__name__}": one for one in own if one is not self.guard},
+            **_roots("train_dataloader", trainer.train_dataloader),
+            **_roots("val_dataloaders", trainer.val_dataloaders),
+        }
 
     def _announce(self) -> None:
         """Make the arena ready in the background; again once the optimizers have their state."""
@@ -485,3 +510,14 @@ class FitRun:
             state = self._state(Kind.PLAIN)
             self.checkpointer.prepare(state, lazy=self._lazy, share=self._prepare_share)
             self.cadence.announce(self.checkpointer.snapshot_bytes)
+
+
+def _roots(name: str, loaders: Any) -> dict[str, Any]:
+    """What of a loader, or of any nesting of loaders, may change with training."""
+    if isinstance(loaders, Mapping):
+        rows = [(f"{name}[{key!r}]", one) for key, one in loaders.items()]
+    elif isinstance(loaders, list | tuple):
+        rows = [(f"{name}[{index}]", one) for index, one in enumerate(loaders)]
+    else:
+        return roots_of_loader(name, loaders)
+    return {path: root for inner, one in rows for path, root in _roots(inner, one).items()}

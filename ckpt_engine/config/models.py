@@ -302,6 +302,11 @@ class Config(Section):
             "reported.",
         )
     )
+    hidden: Annotated[Literal["auto", "report", "off"], one_of("auto", "report", "off")] = Field(
+        default="auto",
+        description="Attributes that training changes and no state_dict has: auto saves them, and restores them where "
+        "the new process begins with the same values; report only names them; off does not look.",
+    )
 
     pickle: Annotated[
         tuple[str, ...],

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
 from ckpt_engine.snapshot.flat import FlatPart
 from ckpt_engine.snapshot.sharding import here
@@ -31,13 +32,15 @@ class Capture:
         self._managed: frozenset[int] | None = None
         self._order: GradientOrder | None = None
 
-    def state(self, own: Mapping[str, Any], gradients: Mapping[str, Any]) -> dict[str, Any]:
+    def state(self, own: Mapping[str, Any], gradients: Mapping[str, Any], audit: Audit) -> dict[str, Any]:
         """The whole state, with references to live tensors; draws nothing from any global random stream.
 
         Args:
             own: small values that an exact resume needs besides the components.
             gradients: of optimizers that wait for more, by component and parameter name.
+            audit: what it finds is part of the state.
         """
+        hidden, large = audit.state()
         streams = rng.capture()
         state = self._parts.state()
         if rng.capture() != streams:
@@ -47,7 +50,10 @@ class Capture:
             OWN_KEY: {
                 "version": OWN_VERSION,
                 "gradients": dict(gradients),
-                "packed": self._packer.pack({**own, "rng": streams, "gradient_order": self._gradient_order()}),
+                "hidden": large,
+                "packed": self._packer.pack(
+                    {**own, "audit": hidden, "rng": streams, "gradient_order": self._gradient_order()}
+                ),
             }
         }
 

@@ -30,6 +30,10 @@ class Parts(Protocol):
         """The torch optimizers, by component, out of whatever wraps them."""
 
     @property
+    def objects(self) -> Mapping[str, Any]:
+        """Whatever takes part in training, by the names that users know it by."""
+
+    @property
     def flat(self) -> FlatModels | None:
         """What of the models FSDP1 divides."""
 
@@ -71,7 +75,7 @@ class NamedParts:
                     f"{name!r}, a {type(value).__name__}, has no state_dict() and load_state_dict()",
                     hint="track modules, optimizers, schedulers, scalers, loaders, or give the class these two methods",
                 )
-        self._objects = dict(objects)
+        self.objects: Mapping[str, Any] = dict(objects)
         self.modules = {name: value for name, value in objects.items() if isinstance(value, nn.Module)}
         self.optimizers = {
             name: unwrapped(value) for name, value in objects.items() if isinstance(value, torch.optim.Optimizer)
@@ -82,7 +86,7 @@ class NamedParts:
                 self.flat.require_trained(optimizer)
 
     def state(self) -> dict[str, Any]:
-        return {name: state_of(value, self.flat) for name, value in self._objects.items()}
+        return {name: state_of(value, self.flat) for name, value in self.objects.items()}
 
     def shapes(self) -> dict[str, Shapes]:
         return {name: weight_shapes(module, self.flat) for name, module in self.modules.items()}
@@ -90,14 +94,14 @@ class NamedParts:
     def load(self, saved: Mapping[str, Any]) -> tuple[list[Restored], list[NotRestored]]:
         restored: list[Restored] = []
         missing: list[NotRestored] = []
-        for name, value in self._objects.items():
+        for name, value in self.objects.items():
             if name not in saved:
                 missing.append(NotRestored(name, "the snapshot has no such component: it is as the script made it"))
                 continue
             put_back(name, value, saved[name], self.flat)
             restored.append(Restored(name, type(value).__name__))
         into_own_memory(self.optimizers.values())
-        gone = [name for name in saved if name not in self._objects]
+        gone = [name for name in saved if name not in self.objects]
         missing += [NotRestored(name, "nothing of that name is tracked now") for name in gone]
         return restored, missing
 

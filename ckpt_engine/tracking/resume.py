@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
 from ckpt_engine.data.derived import Teams
 from ckpt_engine.data.exactness import Level, OnChange
@@ -52,6 +53,7 @@ class Resume:
         surroundings: of the loop.
         folder: where the report is written if the run's own place is not a local folder.
         log: of the adapter.
+        audit: of the run.
         fresh: nothing is resumed, and that was said.
     """
 
@@ -63,6 +65,7 @@ class Resume:
         surroundings: Surroundings,
         folder: Path,
         log: logging.Logger,
+        audit: Audit,
         fresh: bool = False,
     ) -> None:
         self._engine = engine
@@ -72,6 +75,7 @@ class Resume:
         self._surroundings = surroundings
         self._folder = folder
         self._log = log
+        self._audit = audit
         self._own: Mapping[str, Any] = {}
         self._flags: dict[str, dict[str, list[str]]] = {}
         self._draft: ReportDraft | None = None
@@ -93,6 +97,7 @@ class Resume:
             self._engine.start_fresh("leave out resume='off'")
             return None
         self._flags = self._flags_now()
+        self._audit.begin("start")
         url = self._engine.root_url
         if self._engine.choose(check=self._fits) is None:
             if self._rank == 0:
@@ -111,7 +116,7 @@ class Resume:
             )
         packed, notes = unpack(own["packed"])
         elastic = elastic_of(loaded, own, OWN_KEY, numbers_of(self._engine.ranks), self._engine.config.rng)
-        self._own = {**packed, "gradients": own["gradients"]}
+        self._own = {**packed, "gradients": own["gradients"], "hidden": own.get("hidden", {})}
         missing: list[NotRestored] = []
         if elastic is not None:
             self._own, missing = self._resplit(self._own, elastic)  # first of all: this may be impossible
@@ -131,6 +136,10 @@ class Resume:
             draft.notes += elastic.notes(feed.position.dealt for feed in self._feeds)
             draft.not_restored += elastic.not_restored() if self._rank == 0 else []
         self._surroundings.restore(own["surroundings"])
+        if elastic is None:
+            self._audit.expect(packed.get("audit", {}), own.get("hidden", {}))
+        if own["training"] is None or own["finished"]:
+            self._restore_hidden("start")
         if own["training"] is None:
             draft.not_restored += self._put_back_gradients()
         if own["training"] is None or own["finished"]:
@@ -170,6 +179,7 @@ class Resume:
         missing += self._put_back_gradients()
         if not self._own["finished"]:
             missing += self._put_back_flags()
+            self._restore_hidden("batch")
         if self._draft is not None:
             self._draft.not_restored += missing
 
@@ -269,6 +279,13 @@ class Resume:
         elif {name: one["frozen"] for name, one in now.items()} != {n: one["frozen"] for n, one in saved.items()}:
             return [NotRestored("frozen parameters", "the script sets others now")]
         return []
+
+    def _restore_hidden(self, moment: str) -> None:
+        """What no `state_dict` has, when the script has set itself up as it had then."""
+        restored, missing = self._audit.restore(moment)
+        if self._draft is not None:
+            self._draft.restored += restored
+            self._draft.not_restored += missing
 
     def _flags_now(self) -> dict[str, dict[str, list[str]]]:
         return {name: flags.dump_flags(module) for name, module in self._parts.modules.items()}

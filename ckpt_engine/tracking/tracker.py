@@ -13,6 +13,7 @@ from typing import Any, Self
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ckpt_engine.audit.audit import Audit, roots_of_loader
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
@@ -82,6 +83,7 @@ class Tracker:
         self._taker = Taker(engine, self._cadence, self._log)
         device = device_of(parts)
         self._capture = Capture(parts)
+        self._audit = Audit(self._config.hidden, self._audited, self._log)
         self._lazy = self._capture.is_lazy if copies_lazily(self._config.lazy, device) else None
         self._share = prepare_share(self._config, device)
         self._steps = 0
@@ -104,7 +106,7 @@ class Tracker:
         engine.start()
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
         self._feeds = [Feed(name, source, self) for name, source in sources.items()]
-        self._resume = Resume(engine, parts, self._feeds, surroundings, folder, self._log, fresh)
+        self._resume = Resume(engine, parts, self._feeds, surroundings, folder, self._log, self._audit, fresh)
         try:
             self._take_over()
         except BaseException:
@@ -239,8 +241,11 @@ class Tracker:
         """A followed loader is asked for a batch."""
         self._asked_at.setdefault(feed, time.monotonic())
         self._settle()
+        if feed.delivered == 0 and not self._begun_again and not self._restoring:
+            self._audit.begin("batch")
         if self._restoring and feed is self._training and feed.resuming:
             self._reloaded.clear()
+            self._audit.begin("batch")
             self._resume.at_first_fetch()
             self._gradients.install()  # a pass that sees none does not use up the saved position
             self._cadence.start(self._steps)
@@ -316,6 +321,7 @@ class Tracker:
             raise self._stopping.end(stop, lambda reason: self._take(reason, feed, self._positions()))
         self._config = self._stopping.edited(self._config)
         reason = self._cadence.boundary(self._steps) or ("manual" if self._stopping.asked else None)
+        self._audit.boundary(self._counters(feed), taking=reason is not None)
         if reason is None:
             self._announce(feed)
         taken = reason is not None and self._take_unless(obstacle, reason, feed)
@@ -405,7 +411,18 @@ class Tracker:
             "surroundings": self._surroundings.dump(),
             "flags": {name: flags.dump_flags(module) for name, module in self._parts.modules.items()},
         }
-        return self._capture.state(own, {} if finished else self._capture.gradients(self._stepped))
+        gradients = {} if finished else self._capture.gradients(self._stepped)
+        return self._capture.state(own, gradients, self._audit)
+
+    def _audited(self) -> dict[str, Any]:
+        """What takes part in training, by name."""
+        loaders = (roots_of_loader(name, source.base) for name, source in self._sources.items())
+        return {**self._parts.objects, **{path: root for found in loaders for path, root in found.items()}}
+
+    def _counters(self, feed: Feed | None) -> set[int]:
+        """Numbers that a loop may count along with the tracker."""
+        delivered = 0 if feed is None else feed.delivered
+        return {self._steps, self._steps + 1, self.epoch, self.epoch + 1, delivered, delivered + 1}
 
     def _announce(self, feed: Feed | None) -> None:
         """Make the arena ready in the background, once the optimizers have their state."""

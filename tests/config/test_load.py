@@ -86,6 +86,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "lazy",
         "rng",
         "data",
+        "hidden",
         "pickle",
         "debug",
     )

@@ -56,6 +56,18 @@ class Stream(IterableDataset[Any]):
         return (source[i] for i in range(SAMPLES))
 
 
+class Journal:
+    """Writes down what happens in this process alone: without a `__dict__` it is no state that a resume puts back."""
+
+    __slots__ = ("entries",)
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self.entries = entries
+
+    def append(self, entry: Entry) -> None:
+        self.entries.append(entry)
+
+
 class Model(pl.LightningModule):
     """Dropout, batch norm, a logged mean and a metric object; everything it sees goes to `trace`."""
 
@@ -63,7 +75,7 @@ class Model(pl.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, 1))
         self.mean = torchmetrics.MeanMetric()
-        self.case, self.trace = case, trace
+        self.case, self.trace = case, Journal(trace)
         self.automatic_optimization = case.manual == ""
         if not case.needs_epoch_start:
             self.scale = 1.0

@@ -70,8 +70,7 @@ def test_a_restarted_command_continues_exactly(where: str, tmp_path: Path) -> No
     assert (folder / "config.yaml").exists(), "the first start saves its configuration"
     resumed = cli_app.run(*arguments).model
     assert resumed.seen
-    assert resumed.seen == reference.seen[-len(resumed.seen) :]
-    assert len(resumed.seen) < len(reference.seen)
+    assert resumed.seen == reference.seen  # what the model wrote down before the crash is there too
     assert yaml.safe_load((folder / "config.yaml").read_text())["ckpt_path"] == "auto"
 
 

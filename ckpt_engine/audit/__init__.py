@@ -1,0 +1,1 @@
+"""Finds state that training changes and no `state_dict` names."""

@@ -1,0 +1,378 @@
+"""Walks the attributes of the objects that take part in training, and freezes their values so that they compare.
+
+A *holder* is one object whose attributes are looked at; its path is how a user reaches it (`model.encoder`,
+`loader.dataset`). A frozen value is a tuple of plain values that is equal in any process if and only if the value is.
+Of what is large a sample is frozen.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import enum
+import fractions
+import functools
+import itertools
+import pathlib
+import random
+import sys
+import types
+import uuid
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from ckpt_engine.data import rng
+
+MOST_HOLDERS = 5000
+"""Objects that are looked at; the walk ends there."""
+_DEPTH = 8
+_MOST_ITEMS = 256
+_WHOLE_BYTES = 1 << 20
+_SAMPLES = 4096
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_TEXTUAL = (
+    enum.Enum,
+    pathlib.PurePath,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    decimal.Decimal,
+    fractions.Fraction,
+    uuid.UUID,
+    range,
+    slice,
+    torch.dtype,
+    torch.device,
+    np.dtype,
+)
+_SEQUENCES = (list, tuple, collections.deque)
+_SETS = (set, frozenset)
+REFERENCES = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    functools.partial,
+    DataLoader,
+)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_FRAMEWORKS = frozenset(
+    {
+        *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "torchmetrics"),
+        *("ckpt_engine", "lightning_ckpt", "accelerate_ckpt"),
+    }
+)
+_OF_MODULES = frozenset(vars(nn.Module()))
+_SAVED_BY_THEMSELVES = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+_METRICS = "torchmetrics"
+_WRAPPERS = ("torch.nn.parallel", "torch._dynamo")
+_LIBRARY_FOLDERS = ("site-packages", "dist-packages")
+
+Frozen = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One object whose attributes are looked at.
+
+    Args:
+        path: how a user reaches it.
+        owner: the object.
+        values: its attributes, live.
+        skipped: names of attributes that something else saves, or that belong to a framework.
+        public_only: leave out names that begin with an underscore.
+    """
+
+    path: str
+    owner: Any
+    values: Mapping[str, Any]
+    skipped: frozenset[str]
+    public_only: bool
+
+    def names(self) -> Iterator[str]:
+        """The attributes that are looked at."""
+        for name in tuple(self.values):
+            if name not in self.skipped and not (self.public_only and name.startswith("_")):
+                yield name
+
+    def assign(self, name: str, value: Any) -> None:
+        """Put a value back."""
+        if isinstance(self.owner, types.CellType):
+            self.owner.cell_contents = value
+        elif isinstance(self.owner, nn.Module) and name in self.owner._buffers:
+            self.owner._buffers[name] = value
+        else:
+            setattr(self.owner, name, value)
+
+
+class Walk:
+    """The objects below `roots`, each once, parents first.
+
+    Args:
+        roots: objects by the names that users know them by.
+        skipped: attributes of the trainer's own classes, which users' classes inherit.
+    """
+
+    def __init__(self, roots: Mapping[str, Any], skipped: Iterable[str] = ()) -> None:
+        self.found: list[Holder] = []
+        self.saved: set[int] = set()
+        """Addresses of parameters and persistent buffers, which a `state_dict` has."""
+        self._seen: set[int] = set()
+        self._skipped = frozenset(skipped)
+        for path, root in roots.items():
+            self.visit(root, path, _DEPTH, root=True)
+
+    def visit(self, value: Any, path: str, depth: int, *, root: bool = False) -> None:
+        if isinstance(value, (*PLAIN, *_TEXTUAL, torch.Tensor, np.ndarray)) or len(self.found) >= MOST_HOLDERS:
+            return
+        if depth == 0 or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, dict):
+            for key, item in itertools.islice(value.items(), _MOST_ITEMS):
+                self.visit(item, f"{path}[{key!r}]", depth - 1)
+        elif isinstance(value, _SEQUENCES):
+            for index, item in enumerate(itertools.islice(value, _MOST_ITEMS)):
+                self.visit(item, f"{path}[{index}]", depth - 1)
+        elif isinstance(value, functools.partial):
+            self.visit(value.func, path, depth - 1)
+            self.visit([*value.args, *value.keywords.values()], path, depth - 1)
+        elif isinstance(value, types.MethodType):
+            self.visit(value.__self__, path, depth - 1)
+        elif isinstance(value, types.FunctionType):
+            self._visit_cells(value, path, depth)
+        elif self._looks_into(value, root=root):
+            self._visit_attributes(value, path, depth)
+
+    def _looks_into(self, value: Any, *, root: bool) -> bool:
+        kind = type(value)
+        if isinstance(value, (*REFERENCES, *GENERATORS, *_SAVED_BY_THEMSELVES)) or not hasattr(value, "__dict__"):
+            return False
+        if any(base.__module__.startswith(_METRICS) for base in kind.__mro__):
+            return False  # their states are saved with the metrics
+        if isinstance(value, nn.Module | Dataset | Sampler):
+            return True
+        return not is_standard(kind) and (root or kind.__module__.partition(".")[0] not in _FRAMEWORKS)
+
+    def _visit_attributes(self, value: Any, path: str, depth: int) -> None:
+        kind, values = _class_of(value), vars(value)
+        skipped = frozenset(values) if kind.__module__.startswith(_WRAPPERS) or kind is nn.Module else _saved(value)
+        if isinstance(value, nn.Module):
+            skipped |= _OF_MODULES | self._skipped
+            persistent = frozenset(value._buffers) - value._non_persistent_buffers_set
+            if len(persistent) < len(value._buffers):
+                self.found.append(Holder(path, value, value._buffers, persistent, public_only=False))
+            tensors = [*value._parameters.values(), *(value._buffers[name] for name in persistent)]
+            self.saved.update(address(one) for one in tensors if one is not None)
+        elif kind.__module__.partition(".")[0] in _FRAMEWORKS or self._skipped & values.keys():
+            skipped |= self._skipped
+        holder = Holder(path, value, values, skipped, public_only=_is_library(kind))
+        self.found.append(holder)
+        if isinstance(value, nn.Module):
+            for name, child in value._modules.items():
+                self.visit(child, f"{path}.{name}", _DEPTH)
+        for name in holder.names():
+            self.visit(values[name], f"{path}.{name}", depth - 1)
+
+    def _visit_cells(self, function: types.FunctionType, path: str, depth: int) -> None:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                content = cell.cell_contents
+            except ValueError:
+                continue  # not assigned yet
+            if isinstance(content, PLAIN):
+                self.found.append(Holder(path, cell, _Cell(name, cell), frozenset(), public_only=False))
+            else:
+                self.visit(content, f"{path}.{name}", depth - 1)
+
+
+class _Cell(Mapping[str, Any]):
+    """The variable that a function shares with the one around it, as an attribute."""
+
+    def __init__(self, name: str, cell: types.CellType) -> None:
+        self._name, self._cell = name, cell
+
+    def __getitem__(self, name: str) -> Any:
+        if name != self._name:
+            raise KeyError(name)
+        return self._cell.cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((self._name,))
+
+    def __len__(self) -> int:
+        return 1
+
+
+def _saved(value: Any) -> frozenset[str]:
+    """Attributes that the object's own `state_dict` has: those of its keys, and those whose values are in it."""
+    if isinstance(value, nn.Module):
+        return frozenset()  # parameters and buffers are no attributes of the object itself
+    state_dict = getattr(value, "state_dict", None)
+    if not callable(state_dict) or not callable(getattr(value, "load_state_dict", None)):
+        return frozenset()
+    streams = rng.capture()
+    try:
+        state = state_dict()
+    except Exception:  # noqa: BLE001 - it is the user's code, and the snapshot itself reports what is wrong with it
+        return frozenset()
+    finally:
+        rng.restore(streams)
+    if not isinstance(state, dict):
+        return frozenset(vars(value))
+    keys = {str(key).lstrip("_") for key in state}
+    there = {id(state), *map(id, state.values())}
+    return frozenset(name for name, one in vars(value).items() if name.lstrip("_") in keys or id(one) in there)
+
+
+def _class_of(value: Any) -> type:
+    """The class that the user chose: sharding derives a class of its own from it."""
+    kind = type(value)
+    return next((one for one in kind.__mro__ if not one.__module__.startswith("torch.distributed")), kind)
+
+
+def _is_library(kind: type) -> bool:
+    """Whether a class comes with an installed package: what begins with an underscore there is not the user's."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return any(folder in file for folder in _LIBRARY_FOLDERS)
+
+
+def of_framework(value: Any) -> bool:
+    """Whether an object's class is one of torch or of a trainer."""
+    return type(value).__module__.partition(".")[0] in _FRAMEWORKS
+
+
+def is_standard(kind: type) -> bool:
+    """Whether a class comes with Python."""
+    return kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind.__module__ != "__main__"
+
+
+# ---- values
+
+
+def freeze(value: Any, saved: Collection[int] = (), depth: int = _DEPTH) -> Frozen:
+    """The value as a tuple that compares; objects by their class, as their attributes have a holder of their own.
+
+    Args:
+        saved: addresses of tensors that a `state_dict` has; what they hold does not count.
+    """
+    kind = type(value)
+    if kind in PLAIN:
+        return _freeze_plain(value)
+    if isinstance(value, torch.Tensor):
+        return _freeze_tensor(value, saved)
+    if isinstance(value, np.ndarray | np.generic):
+        return _freeze_array(np.asarray(value))
+    if isinstance(value, GENERATORS):
+        return ("stream", type_of(value), xxhash.xxh3_128_hexdigest(repr(_stream_state(value)).encode()))
+    if isinstance(value, _TEXTUAL):
+        return ("text", type_of(value), repr(value))
+    if depth > 0 and isinstance(value, dict):
+        rows = _sampled(list(value.items()))
+        return (
+            "dict",
+            len(value),
+            *((freeze(key, saved, depth - 1), freeze(one, saved, depth - 1)) for key, one in rows),
+        )
+    if depth > 0 and isinstance(value, _SETS):
+        rows = sorted(map(repr, value)) if len(value) <= _MOST_ITEMS else []
+        return ("set", len(value), *rows)
+    if depth > 0 and isinstance(value, _SEQUENCES):
+        items = value if isinstance(value, list | tuple) else list(value)
+        return (kind.__name__, len(value), *(freeze(one, saved, depth - 1) for one in _sampled(items)))
+    return ("object", type_of(value))
+
+
+def _freeze_plain(value: Any) -> Frozen:
+    if type(value) in (str, bytes) and len(value) > _WHOLE_BYTES >> 6:
+        data = value.encode(errors="surrogatepass") if isinstance(value, str) else value
+        return (type(value).__name__, len(value), xxhash.xxh3_128_hexdigest(data))
+    return (type(value).__name__, repr(value))
+
+
+def _freeze_tensor(tensor: torch.Tensor, saved: Collection[int]) -> Frozen:
+    head = ("tensor", str(tensor.dtype), tuple(tensor.shape))
+    if saved and address(tensor) in saved:
+        return (*head, "saved")
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+        return (*head, str(tensor.layout))
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+    if flat.numel() * flat.element_size() > _WHOLE_BYTES:
+        flat = flat[:: max(1, flat.numel() // _SAMPLES)]
+    data = flat.cpu().contiguous().view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
+    return (*head, xxhash.xxh3_128_hexdigest(data.data))
+
+
+def _freeze_array(array: np.ndarray[Any, Any]) -> Frozen:
+    head = ("array", array.dtype.str, array.shape)
+    if array.dtype.hasobject:
+        return (*head, "objects")
+    if array.nbytes > _WHOLE_BYTES:
+        array = array.reshape(-1)[:: max(1, array.size // _SAMPLES)]
+    return (*head, xxhash.xxh3_128_hexdigest(array.tobytes()))
+
+
+def _sampled(rows: Sequence[Any]) -> Sequence[Any]:
+    """All of a short sequence; the beginning, the end and some between of a long one."""
+    if len(rows) <= _MOST_ITEMS:
+        return rows
+    part = _MOST_ITEMS // 4
+    return [*rows[:part], *rows[part : -part : max(1, len(rows) // (2 * part))], *rows[-part:]]
+
+
+def digest(frozen: Frozen) -> str:
+    """A short text that is the same in every process for the same frozen value."""
+    return str(xxhash.xxh3_128_hexdigest(repr(frozen).encode()))
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether the value is a running iterator, whose position nothing shows."""
+    return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+
+
+def type_of(value: Any) -> str:
+    """The class as people write it."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where the tensor's memory begins; 0 where it has none of its own."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return 0
+    return int(tensor.untyped_storage().data_ptr())
+
+
+# ---- random streams that belong to an object
+
+
+def _stream_state(stream: Any) -> Any:
+    if isinstance(stream, random.Random):
+        return stream.getstate()
+    if isinstance(stream, np.random.Generator):
+        return stream.bit_generator.state
+    if isinstance(stream, np.random.RandomState):
+        return stream.get_state(legacy=False)
+    return bytes(stream.get_state().numpy())
+
+
+def copy_stream(stream: Any, saved: Any) -> None:
+    """Set `stream` to where `saved`, of the same class, is; in place, so that others that use it see it too."""
+    if isinstance(stream, random.Random):
+        stream.setstate(saved.getstate())
+    elif isinstance(stream, np.random.Generator):
+        stream.bit_generator.state = saved.bit_generator.state
+    elif isinstance(stream, np.random.RandomState):
+        stream.set_state(saved.get_state(legacy=False))
+    else:
+        stream.set_state(saved.get_state())

@@ -1,0 +1,184 @@
+"""Local variables that a training loop carries from step to step: named, as no snapshot can have them.
+
+A variable is carried if its value of one step is read in a later one: it is *live* where the loop's body begins
+(backward liveness analysis over the function's bytecode; Aho, Sethi, Ullman, "Compilers", section 10.6). Of those only
+numbers, tensors and tuples that differ from look to look count: lists and the like are most often records.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dis
+import os
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import lru_cache
+from types import CodeType, FrameType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt_engine.audit.attributes import Frozen, freeze
+
+_MOST_FRAMES = 16
+_LOADS = ("LOAD_FAST", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
+_STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "DELETE_FAST", "DELETE_NAME", "DELETE_DEREF")
+_ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
+_JUMPS = frozenset({"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"})
+_KINDS = (int, float, complex, torch.Tensor, np.ndarray, np.generic, tuple)
+_PACKAGES = tuple(
+    f"{os.sep}{name}{os.sep}" for name in ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt", "site-packages")
+)
+
+
+class Carry(SimpleNamespace):
+    """What a loop carries from step to step, as one object that a snapshot has.
+
+    Args:
+        values: the variables and what they are at a fresh start: numbers, strings, tensors and containers of them.
+
+    Example:
+        >>> carry = Carry(best_loss=float("inf"), hidden=None)
+        >>> tracker = ckpt.track(model=model, optimizer=optimizer, loader=loader, carry=carry)
+        >>> carry.best_loss = min(carry.best_loss, loss)
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """The values by name."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the values of a snapshot."""
+        vars(self).clear()
+        vars(self).update(state)
+
+
+class CarriedLocals:
+    """Looks at the frames of the loop, at boundaries, and names what they carry."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[CodeType, str], Frozen] = {}
+        self.names: list[str] = []
+        """The variables that changed and are carried, in the order they were found."""
+
+    def look(self, known: Collection[Any] = ()) -> list[str]:
+        """The names found now for the first time; called where the loop asks for its next batch.
+
+        Args:
+            known: values that the loop takes from the tracker, such as counters.
+        """
+        found: dict[tuple[CodeType, str], Frozen] = {}
+        new = []
+        for frame in _frames(sys._getframe(1)):
+            live = _carried(frame.f_code, frame.f_lasti)
+            if not live:
+                continue
+            values = frame.f_locals
+            for name in live:
+                value = values.get(name)
+                if not isinstance(value, _KINDS) or isinstance(value, bool):
+                    continue
+                if isinstance(value, int) and value in known:
+                    continue
+                key = (frame.f_code, name)
+                found[key] = freeze(value, depth=2)
+                if key in self._before and self._before[key] != found[key] and name not in self.names:
+                    new.append(name)
+        self._before.update(found)
+        self.names += new
+        return new
+
+
+def sentence(names: Iterable[str]) -> str:
+    """What users read of such variables."""
+    listed = list(names)
+    return (
+        f"{', '.join(listed)} {'is' if len(listed) == 1 else 'are'} carried from step to step in local variables, and "
+        f"no snapshot has {'it' if len(listed) == 1 else 'them'}: "
+        f"carry = Carry({listed[0]}=…), track(…, carry=carry), and use carry.{listed[0]}"
+    )
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of the user's own code, innermost first."""
+    count = 0
+    while frame is not None and count < _MOST_FRAMES:
+        file = frame.f_code.co_filename
+        if not file.startswith("<frozen") and not any(part in file for part in _PACKAGES):
+            count += 1
+            yield frame
+        frame = frame.f_back
+
+
+@lru_cache(maxsize=256)
+def _carried(code: CodeType, offset: int) -> tuple[str, ...]:
+    """Variables that a loop around the instruction at `offset` may read before it writes them in the same step."""
+    rows = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
+    offsets = [one.offset for one in rows]
+    index = {one: position for position, one in enumerate(offsets)}
+    # In a call the offset may be that of a cache entry behind the instruction.
+    here = bisect.bisect_right(offsets, offset) - 1
+    heads = {
+        index[one.argval]
+        for position, one in enumerate(rows)
+        if one.opcode in dis.hasjrel and one.argval <= rows[here].offset and position >= here
+    }
+    if not heads:
+        return ()
+    live: list[frozenset[str]] = [frozenset()] * (len(rows) + 1)
+    changed = True
+    while changed:
+        changed = False
+        for position in range(len(rows) - 1, -1, -1):
+            after = frozenset[str]().union(*(live[one] for one in _next(rows, index, position)))
+            reads, writes = _uses(rows[position])
+            before = (after - writes) | reads
+            if before != live[position]:
+                live[position], changed = before, True
+    begins = (head + (rows[head].opname == "FOR_ITER") for head in heads)
+    return tuple(sorted(frozenset[str]().union(*(live[one] for one in begins)) - _loop_targets(rows)))
+
+
+def _next(rows: list[dis.Instruction], index: Mapping[int, int], position: int) -> list[int]:
+    """The instructions that may come after one; of a `for` that begins, its body: loops of no step do not train."""
+    row = rows[position]
+    begins = position + 1 < len(rows) and rows[position + 1].opname == "FOR_ITER"
+    following = [] if row.opname in _ENDS or row.opname in _JUMPS else [position + 1 + begins]
+    if row.opcode in dis.hasjrel or row.opcode in dis.hasjabs:
+        following.append(index[row.argval])
+    return [one for one in following if one < len(rows)]
+
+
+def _uses(row: dis.Instruction) -> tuple[frozenset[str], frozenset[str]]:
+    """The variables that an instruction reads, and those it writes."""
+    names = row.argval if isinstance(row.argval, tuple) else (row.argval,)
+    texts = [str(name) for name in names]
+    if row.opname.startswith("STORE_FAST_LOAD_FAST"):
+        return frozenset(texts[1:]) - frozenset(texts[:1]), frozenset(texts[:1])
+    if row.opname.startswith(_LOADS):
+        return frozenset(texts), frozenset()
+    if row.opname.startswith(_STORES):
+        return frozenset(), frozenset(texts)
+    return frozenset(), frozenset()
+
+
+def _loop_targets(rows: list[dis.Instruction]) -> frozenset[str]:
+    """Variables that a `for` sets itself: the loop goes on where its iterable does."""
+    found: set[str] = set()
+    for position, row in enumerate(rows):
+        if row.opname != "FOR_ITER":
+            continue
+        pending = 1
+        for one in rows[position + 1 :]:
+            if one.opname == "UNPACK_SEQUENCE":
+                pending += int(one.arg or 0) - 1
+            elif one.opname.startswith(("STORE_FAST", "STORE_NAME", "STORE_DEREF")):
+                names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
+                found.update(map(str, names))
+                pending -= len(names)
+            else:
+                break
+            if pending <= 0:
+                break
+    return frozenset(found)

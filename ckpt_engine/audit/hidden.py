@@ -1,0 +1,263 @@
+"""Hidden state: attributes that training changes and no `state_dict` names. Saved, and put back where that is safe."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from ckpt_engine.audit.attributes import (
+    GENERATORS,
+    PLAIN,
+    REFERENCES,
+    Frozen,
+    Holder,
+    Walk,
+    copy_stream,
+    digest,
+    freeze,
+    is_iterator,
+    type_of,
+)
+from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.snapshot.flatten import Flattener, problems
+
+Mode = Literal["auto", "report", "off"]
+MOST_BYTES = 256 << 20
+"""Bytes of hidden tensors and arrays that one snapshot takes."""
+_LARGE_BYTES = 1 << 20
+_SHOWN_CHARACTERS = 40
+_MISSING: Any = object()
+
+
+class HiddenState:
+    """What training changes beside the state that is saved anyway.
+
+    A process begins at two moments: `begin("start", …)` before its first epoch, and `begin("batch", …)` right before
+    its first batch. A resumed process compares itself with the first one at either.
+
+    Args:
+        mode: auto: save and restore; report: only name; off: nothing.
+        skipped: attributes of the trainer's own classes.
+    """
+
+    def __init__(self, mode: Mode, skipped: Iterable[str] = ()) -> None:
+        self._mode = mode
+        self._skipped = frozenset(skipped)
+        self._moments: dict[str, _Beginning] = {}
+        self._saved: Mapping[str, Any] = {}
+        self._first: dict[str, Mapping[str, str]] = {}
+        """Of attributes that an earlier process has changed: what they were when the run's first process began."""
+        self._flattener = Flattener()
+        self._named: set[str] = set()
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is looked at."""
+        return self._mode != "off"
+
+    def begin(self, moment: str, roots: Mapping[str, Any]) -> None:
+        """Note what all attributes are now.
+
+        Args:
+            roots: the objects that take part in training, by the names that users know them by.
+        """
+        if self.on:
+            self._moments[moment] = _Beginning(roots, self._skipped)
+
+    def state(self) -> dict[str, Any]:
+        """What has moved, for a snapshot: by path the class, what it was at the beginning, and the live value."""
+        rows: dict[str, Any] = {}
+        nbytes = 0
+        latest = self._moments.get("batch") or self._moments.get("start")
+        for path, value in latest.moved() if latest is not None else ():
+            why = self._why_not(path, value)
+            if not why and (size := _nbytes(value)):
+                nbytes += size
+                why = f"it is larger than the {MOST_BYTES >> 20} MiB of hidden state" if nbytes > MOST_BYTES else ""
+            begin = self._first.get(path) or self._begin_of(path)
+            rows[path] = {"type": type_of(value), "begin": begin} | ({"why": why} if why else {"value": value})
+        return rows
+
+    def unsaved(self, rows: Mapping[str, Any]) -> list[str]:
+        """Sentences about those of `state` that no snapshot has, each once in the life of this object."""
+        new = [path for path, row in rows.items() if "why" in row and path not in self._named]
+        self._named.update(new)
+        return [f"{path} ({rows[path]['type']}): {rows[path]['why']}" for path in new]
+
+    def expect(self, rows: Mapping[str, Any]) -> None:
+        """A snapshot's hidden state, which `restore` puts back later."""
+        self._saved = rows if self.on else {}
+        self._first = {path: row["begin"] for path, row in self._saved.items()}
+
+    def restore(self, moment: str) -> tuple[list[Restored], list[NotRestored]]:
+        """Put back what was expected, where this process began as the run's first one did.
+
+        Args:
+            moment: of `begin`, the one that the process is at.
+        """
+        saved, self._saved = self._saved, {}
+        begun = self._moments.get(moment)
+        if begun is None:
+            return [], []
+        done, missing = [], []
+        for path, row in saved.items():
+            why = _put_back(path, row, begun, row["begin"].get(moment))
+            if why is None:
+                done.append(path)
+            elif why:
+                missing.append(NotRestored(f"hidden state {path}", f"{why}; {_remedy(path, row['type'])}"))
+        return [Restored("hidden state", ", ".join(done))] if done else [], missing
+
+    def _why_not(self, path: str, value: Any) -> str:
+        if self._mode == "report":
+            return "hidden: report only names it"
+        if is_iterator(value):
+            return "it is a running iterator, whose position cannot be seen"
+        return problems(value, (path,), self._flattener) or ""
+
+    def _begin_of(self, path: str) -> Mapping[str, str]:
+        found = {moment: begun.frozen.get(path) for moment, begun in self._moments.items()}
+        return {moment: digest(frozen) for moment, frozen in found.items() if frozen is not None}
+
+
+def taken_apart(rows: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rows of `HiddenState.state` with small values, and the large values alone, by path."""
+    large = {path for path, row in rows.items() if _nbytes(row.get("value")) > _LARGE_BYTES}
+    small = {path: {k: v for k, v in row.items() if k != "value" or path not in large} for path, row in rows.items()}
+    return small, {path: rows[path]["value"] for path in large}
+
+
+def put_together(small: Mapping[str, Any], large: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `taken_apart`."""
+    return {path: {**row, "value": large[path]} if path in large else row for path, row in small.items()}
+
+
+class _Beginning:
+    """What all attributes are at one moment."""
+
+    def __init__(self, roots: Mapping[str, Any], skipped: Iterable[str]) -> None:
+        walk = Walk(roots, skipped)
+        self._address_of_saved = frozenset(walk.saved)
+        self._watched = [_Watched(holder) for holder in walk.found]
+        self.frozen: dict[str, Frozen] = {
+            f"{one.holder.path}.{name}": freeze(value, self._address_of_saved)
+            for one in self._watched
+            for name, value in zip(one.names, one.values, strict=True)
+        }
+        self._holders = {f"{one.holder.path}.{name}": one.holder for one in self._watched for name in one.names}
+        self._by_path = {one.holder.path: one.holder for one in self._watched}
+
+    def holder_of(self, path: str) -> Holder | None:
+        """Whose attribute it is, one that is not there yet included."""
+        return self._holders.get(path) or self._by_path.get(path.rpartition(".")[0])
+
+    def moved(self) -> Iterator[tuple[str, Any]]:
+        """The attributes that are not what they were at that moment."""
+        for one in self._watched:
+            names = tuple(one.holder.names())
+            values = [one.holder.values[name] for name in names]
+            if one.still and names == one.names and all(a is b for a, b in zip(values, one.values, strict=True)):
+                continue
+            before = dict(zip(one.names, one.values, strict=True))
+            for name, value in zip(names, values, strict=True):
+                if self._has_moved(f"{one.holder.path}.{name}", value, before.get(name, _MISSING)):
+                    yield f"{one.holder.path}.{name}", value
+
+    def _has_moved(self, path: str, value: Any, before: Any) -> bool:
+        same = value is before
+        if (same and type(value) in PLAIN) or isinstance(value, REFERENCES):
+            return False
+        if is_iterator(value):
+            return True
+        frozen, begun = freeze(value, self._address_of_saved), self.frozen.get(path)
+        return frozen != begun or (frozen[0] == "object" and not same)
+
+
+class _Watched:
+    """One holder, with its attributes as they were.
+
+    `still`: nothing changes in it unless an attribute becomes another object.
+    """
+
+    __slots__ = ("holder", "names", "still", "values")
+
+    def __init__(self, holder: Holder) -> None:
+        self.holder = holder
+        self.names = tuple(holder.names())
+        self.values = [holder.values[name] for name in self.names]
+        self.still = all(
+            isinstance(one, (*PLAIN, *REFERENCES)) or freeze(one, depth=0)[0] in ("object", "text")
+            for one in self.values
+        ) and not any(isinstance(one, dict | list | set | tuple | collections.deque) for one in self.values)
+
+
+# ---- putting back
+
+
+def _put_back(path: str, row: Mapping[str, Any], begun: _Beginning, first: str | None) -> str | None:
+    """None: it was put back. Else why not, or "" where it is already what it was.
+
+    Args:
+        first: the digest of what the attribute was when the run's first process began; None: it was not there.
+    """
+    changes = f"training changes it (its type is {row['type']})"
+    holder = begun.holder_of(path)
+    if holder is None:
+        return f"{changes}, and there is no such attribute now"
+    if "value" not in row:
+        return f"{changes}, and a snapshot does not have it: {row['why']}"
+    name = path.rpartition(".")[2]
+    now, saved = holder.values.get(name, _MISSING), row["value"]
+    if now is not _MISSING and freeze(now) == freeze(saved) and freeze(now)[0] != "object":
+        return ""
+    begin = begun.frozen.get(path)
+    if (None if begin is None else digest(begin)) != first:
+        return f"{changes}, and this process begins with another value ({_shown(now)}) than the first one did"
+    _assign(holder, name, now, saved)
+    return None
+
+
+def _assign(holder: Holder, name: str, now: Any, saved: Any) -> None:
+    """In place where others may refer to the object, else as a new value."""
+    if isinstance(now, GENERATORS) and type(now) is type(saved):
+        copy_stream(now, saved)
+    elif isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
+        if now.shape == saved.shape and now.dtype == saved.dtype and not now.requires_grad:
+            now.copy_(saved)
+        else:
+            holder.assign(name, saved.to(now.device))
+    elif isinstance(now, list | collections.deque) and type(now) is type(saved):
+        now.clear()
+        now.extend(saved)
+    elif isinstance(now, dict | set) and type(now) is type(saved):
+        now.clear()
+        now.update(saved)
+    else:
+        holder.assign(name, saved)
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return int(value.nbytes)
+    if isinstance(value, dict):
+        return sum(map(_nbytes, value.values()))
+    return sum(map(_nbytes, value)) if isinstance(value, list | tuple | collections.deque) else 0
+
+
+def _shown(value: Any) -> str:
+    if value is _MISSING:
+        return "none"
+    text = repr(value) if isinstance(value, PLAIN) else type_of(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
+
+
+def _remedy(path: str, kind: str) -> str:
+    """The one line of code that makes it exact."""
+    owner, _, name = path.rpartition(".")
+    if kind.endswith("Tensor"):
+        return f"to make it exact: {owner}.register_buffer({name!r}, …)"
+    return f"to make it exact, give {owner} a state_dict() and load_state_dict() with {name!r}, or set it at each start"

@@ -1,0 +1,201 @@
+"""Local variables that a loop carries are named, and no others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_engine.audit.carried import CarriedLocals, Carry, sentence
+
+
+class Batches:
+    """Gives numbers, and looks at its consumer before each of them."""
+
+    def __init__(self, found: CarriedLocals, count: int = 4, known: Callable[[], Any] = tuple) -> None:
+        self._found, self._count, self._known = found, count, known
+
+    def __iter__(self) -> Iterator[float]:
+        return _Pass(self._found, self._count, self._known)
+
+
+class _Pass:
+    def __init__(self, found: CarriedLocals, count: int, known: Callable[[], Any]) -> None:
+        self._found, self._left, self._known = found, count, known
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> float:
+        self._found.look(self._known())
+        if self._left == 0:
+            raise StopIteration
+        self._left -= 1
+        return float(self._left)
+
+
+def plain(found: CarriedLocals) -> None:
+    """What is written before it is read in each step is not carried."""
+    loss = 0.0
+    for epoch in range(2):
+        for index, batch in enumerate(Batches(found)):
+            loss = batch * 2
+            doubled = loss + index + epoch
+            if doubled < 0:
+                return
+        print(loss)
+
+
+def best(found: CarriedLocals) -> None:
+    """A running best."""
+    best_loss = float("inf")
+    for batch in Batches(found):
+        if batch < best_loss:
+            best_loss = batch
+
+
+def running(found: CarriedLocals) -> None:
+    """A running sum, read after the loop."""
+    total = 0.0
+    for batch in Batches(found):
+        total += batch
+    print(total)
+
+
+def prefetched(found: CarriedLocals) -> None:
+    """The next batch is drawn before the step that uses it."""
+    x = torch.rand(2)
+    step = 0
+    while True:
+        y = x * 2
+        x = torch.rand(2)
+        found.look((step,))
+        step += 1
+        if step == 4:
+            break
+        print(y.sum())
+
+
+def hidden(found: CarriedLocals) -> None:
+    """The hidden state of a language model."""
+    h = torch.zeros(2)
+    for batch in Batches(found):
+        h = (h + batch).detach()
+
+
+def tuples(found: CarriedLocals) -> None:
+    """Of a pair that is unpacked, both."""
+    a, b = 0.0, 1.0
+    for _ in Batches(found):
+        a, b = b, a + b
+
+
+def history(found: CarriedLocals) -> None:
+    """A list that grows is most often a record."""
+    losses: list[float] = []
+    for batch in Batches(found):
+        losses.extend([batch])
+
+
+def outer(found: CarriedLocals) -> None:
+    """A variable of the function around the one that iterates."""
+    best_of_all = 10.0
+
+    def epoch() -> float:
+        last = 0.0
+        for batch in Batches(found):
+            last = batch
+        return last
+
+    for _ in range(3):
+        best_of_all = min(best_of_all, epoch()) - 1.0
+
+
+def constants(found: CarriedLocals) -> None:
+    """What never changes is no state."""
+    scale, names = 2.0, ["a"]
+    for batch in Batches(found):
+        print(batch * scale, names)
+
+
+def by_try(found: CarriedLocals) -> None:
+    """A loop in a `with` and a `try`."""
+    count = 0
+    try:
+        with torch.no_grad():
+            for batch in Batches(found):
+                count += 1
+                assert batch >= 0
+    finally:
+        print(count)
+
+
+@pytest.mark.parametrize(
+    ("loop", "names"),
+    [
+        (plain, []),
+        (best, ["best_loss"]),
+        (running, ["total"]),
+        (prefetched, ["x"]),
+        (hidden, ["h"]),
+        (tuples, ["a", "b"]),
+        (history, []),
+        (outer, ["best_of_all"]),
+        (constants, []),
+        (by_try, ["count"]),
+    ],
+)
+def test_what_is_carried_is_named(
+    loop: Callable[[CarriedLocals], None], names: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each kind of loop, by the docstring of its function."""
+    found = CarriedLocals()
+    loop(found)
+    capsys.readouterr()
+    assert found.names == names
+
+
+def test_a_script_is_a_frame_too() -> None:
+    """At the top level of a module variables are names."""
+    found = CarriedLocals()
+    code = "seen = 0\nfor batch in batches:\n    seen += 1\n    last = batch\n"
+    exec(compile(code, "train.py", "exec"), {"batches": Batches(found)})
+    assert found.names == ["seen"]
+
+
+def test_known_counters_are_not_named() -> None:
+    """The tracker has them."""
+    found = CarriedLocals()
+    step = 0
+    for _ in range(4):
+        found.look((step,))
+        step = step + 1
+    assert found.names == []
+
+
+def test_each_is_said_once() -> None:
+    """A second look gives nothing new."""
+    found = CarriedLocals()
+    total, news = 0.0, []
+    for _ in range(4):
+        news.append(found.look())
+        total += random.random()
+    assert sum(map(len, news)) == len(found.names)
+    assert total >= 0
+
+
+def test_the_sentence_shows_the_code() -> None:
+    """It can be copied."""
+    assert "carry = Carry(X=…)" in sentence(["X", "Y"])
+
+
+def test_a_carry_keeps_its_values() -> None:
+    """It is an object that a snapshot has."""
+    carry = Carry(best=1.0, hidden=torch.ones(2))
+    other = Carry(best=9.0, hidden=None)
+    other.load_state_dict(carry.state_dict())
+    assert other.best == 1.0
+    assert other.hidden.tolist() == [1.0, 1.0]

@@ -1,0 +1,272 @@
+"""Hidden state is found, saved, and put back where the fresh process begins as the saved one did."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ckpt_engine.audit.hidden import HiddenState
+from ckpt_engine.tracking.packed import Packer, unpack
+
+
+class Net(nn.Module):
+    """A model with all kinds of attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.drop = nn.Dropout(0.1)
+        self.register_buffer("kept", torch.zeros(3))
+        self.register_buffer("transient", torch.zeros(3), persistent=False)
+        self.count = 0
+        self.name = "net"
+        self._private = 1.5
+        self.history: list[float] = []
+        self.table: dict[str, int] = {}
+        self.window: collections.deque[int] = collections.deque(maxlen=4)
+        self.seen: set[int] = set()
+        self.plain = torch.zeros(2)
+        self.weights = [self.layer.weight]
+        self.dice = random.Random(1)
+        self.numpy_dice = np.random.default_rng(1)
+        self.torch_dice = torch.Generator().manual_seed(1)
+        self.meter = Meter()
+        self.meters = [Meter(), Meter()]
+        self.best: float | None = None
+        self.size = torch.Size([2])
+
+
+class Meter:
+    """An object of the user."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+
+def through_a_snapshot(rows: dict[str, Any]) -> dict[str, Any]:
+    """What a resumed process gets."""
+    return unpack(Packer("hidden").pack(rows))[0]
+
+
+def count(net: Net) -> None:
+    net.count += 1
+
+
+def push(net: Net) -> None:
+    net.window.extend([1, 2])
+
+
+CHANGES: dict[str, Callable[[Net], Any]] = {
+    "net.count": count,
+    "net._private": lambda net: setattr(net, "_private", 2.5),
+    "net.name": lambda net: setattr(net, "name", "other"),
+    "net.history": lambda net: net.history.append(0.5),
+    "net.table": lambda net: net.table.update(a=1),
+    "net.window": push,
+    "net.seen": lambda net: net.seen.add(4),
+    "net.plain": lambda net: net.plain.add_(1),
+    "net.transient": lambda net: net.transient.add_(1),
+    "net.dice": lambda net: net.dice.random(),
+    "net.numpy_dice": lambda net: net.numpy_dice.random(),
+    "net.torch_dice": lambda net: torch.rand(1, generator=net.torch_dice),
+    "net.meter.total": lambda net: setattr(net.meter, "total", 3.0),
+    "net.meters[1].total": lambda net: setattr(net.meters[1], "total", 3.0),
+    "net.best": lambda net: setattr(net, "best", 0.25),
+    "net.drop.p": lambda net: setattr(net.drop, "p", 0.5),
+    "net.later": lambda net: setattr(net, "later", 7),
+}
+
+
+def value_at(net: Net, path: str) -> Any:
+    """The attribute, in a form that compares."""
+    found: Any = net
+    for name in path.removeprefix("net.").replace("[1]", "").split("."):
+        found = getattr(found, name)
+        found = found[1] if name == "meters" else found
+    if isinstance(found, random.Random):
+        return found.getstate()
+    if isinstance(found, np.random.Generator):
+        return found.bit_generator.state
+    if isinstance(found, torch.Generator):
+        return found.get_state().tolist()
+    return found.tolist() if isinstance(found, torch.Tensor) else found
+
+
+def begun(net: Any, mode: Any = "auto") -> HiddenState:
+    """At the first batch of a process."""
+    hidden = HiddenState(mode)
+    hidden.begin("start", {"net": net})
+    hidden.begin("batch", {"net": net})
+    return hidden
+
+
+@pytest.mark.parametrize("path", CHANGES)
+def test_what_moved_is_found_alone_and_put_back(path: str) -> None:
+    """Of all attributes the one that training changes is saved, and a fresh process gets it, three times over."""
+    net = Net()
+    hidden = begun(net)
+    for _ in range(3):
+        CHANGES[path](net)
+        rows = hidden.state()
+        assert list(rows) == [path]
+        fresh = Net()
+        hidden = begun(fresh)
+        hidden.expect(through_a_snapshot(rows))
+        restored, missing = hidden.restore("batch")
+        assert not missing
+        assert [one.detail for one in restored] == [path]
+        assert value_at(fresh, path) == value_at(net, path)
+        assert list(hidden.state()) == [path]
+        net = fresh
+
+
+def test_what_a_state_dict_has_is_not_hidden() -> None:
+    """Parameters and buffers, also where an attribute refers to them."""
+    net = Net()
+    hidden = begun(net)
+    with torch.no_grad():
+        net.layer.weight.add_(1)
+        net.kept.add_(1)
+    assert hidden.state() == {}
+
+
+def test_another_beginning_is_left_alone_and_named() -> None:
+    """A value that differs from process to process is not overwritten with that of another one."""
+    net = Net()
+    net.count = 100
+    hidden = begun(net)
+    net.count = 101
+    fresh = Net()
+    again = begun(fresh)
+    again.expect(through_a_snapshot(hidden.state()))
+    restored, missing = again.restore("batch")
+    assert not restored
+    assert fresh.count == 0
+    assert [one.name for one in missing] == ["hidden state net.count"]
+    assert "state_dict" in missing[0].why
+
+
+def test_what_is_already_there_is_neither_restored_nor_named() -> None:
+    """A script that sets an attribute for each epoch itself has set it right."""
+    net = Net()
+    hidden = begun(net)
+    net.count = 3
+    fresh = Net()
+    fresh.count = 3
+    again = begun(fresh)
+    again.expect(through_a_snapshot(hidden.state()))
+    assert again.restore("batch") == ([], [])
+
+
+class Stack:
+    """An object that cannot be stored."""
+
+    def __init__(self) -> None:
+        self.items = iter([1, 2, 3])
+        self.other: Any = None
+
+
+def test_what_cannot_be_stored_is_named() -> None:
+    """Running iterators, whether they move or not, and new objects."""
+    stack = Stack()
+    hidden = begun(stack)
+    stack.other = Stack()
+    rows = hidden.state()
+    assert set(rows) == {"net.items", "net.other"}
+    assert len(hidden.unsaved(rows)) == 2
+    assert hidden.unsaved(rows) == []
+    again = begun(Stack())
+    again.expect(through_a_snapshot(rows))
+    _, missing = again.restore("batch")
+    assert sorted(one.name for one in missing) == ["hidden state net.items", "hidden state net.other"]
+
+
+def test_report_only_names() -> None:
+    """With `hidden: report` nothing is stored or restored."""
+    net = Net()
+    hidden = begun(net, "report")
+    net.count += 1
+    rows = hidden.state()
+    assert "value" not in rows["net.count"]
+    fresh = Net()
+    again = begun(fresh, "report")
+    again.expect(rows)
+    _, missing = again.restore("batch")
+    assert [one.name for one in missing] == ["hidden state net.count"]
+    assert fresh.count == 0
+
+
+def test_off_looks_at_nothing() -> None:
+    """With `hidden: off` there is nothing in a snapshot."""
+    net = Net()
+    hidden = begun(net, "off")
+    net.count += 1
+    assert hidden.state() == {}
+
+
+def test_variables_of_closures_count() -> None:
+    """A function that counts its calls is put back."""
+
+    def make() -> Callable[[], int]:
+        calls = 0
+
+        def collate() -> int:
+            nonlocal calls
+            calls += 1
+            return calls
+
+        return collate
+
+    collate = make()
+    hidden = begun(collate)
+    assert (collate(), collate()) == (1, 2)
+    fresh = make()
+    again = begun(fresh)
+    again.expect(through_a_snapshot(hidden.state()))
+    again.restore("batch")
+    assert fresh() == 3
+
+
+def test_a_cycle_ends() -> None:
+    """Objects that refer to each other are looked at once."""
+    first, second = Meter(), Meter()
+    first.other = second  # type: ignore[attr-defined]
+    second.other = first  # type: ignore[attr-defined]
+    hidden = begun(first)
+    second.total = 1.0
+    assert list(hidden.state()) == ["net.other.total"]
+
+
+def test_an_object_replaced_by_one_of_its_class_has_moved() -> None:
+    """Nothing of the new one is known, so it is named."""
+    net = Net()
+    hidden = begun(net)
+    net.meter = Meter()
+    assert list(hidden.state()) == ["net.meter"]
+
+
+def test_nothing_is_drawn_from_any_stream() -> None:
+    """The run is the same with and without the audit."""
+    net = Net()
+    before = torch.get_rng_state().tolist(), random.getstate(), net.dice.getstate()
+    begun(net).state()
+    assert (torch.get_rng_state().tolist(), random.getstate(), net.dice.getstate()) == before
+
+
+def test_large_values_are_sampled() -> None:
+    """A long list that grows, and a large tensor that changes everywhere, are seen."""
+    net = Net()
+    net.history = list(itertools.repeat(0.0, 100_000))
+    net.plain = torch.zeros(1 << 20)
+    hidden = begun(net)
+    net.history.append(1.0)
+    net.plain.mul_(2).add_(1)
+    assert set(hidden.state()) == {"net.history", "net.plain"}

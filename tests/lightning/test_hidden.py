@@ -1,0 +1,173 @@
+"""A Lightning run resumes exactly although model, data module and callbacks carry state that no `state_dict` names."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ckpt import AdaptiveCheckpoint
+from tests.support.digests import seed_everything
+
+EPOCHS = 3
+BATCHES = 4
+
+
+class CrashError(Exception):
+    """The process dies here."""
+
+
+class Noisy(Dataset[Any]):
+    """Samples with noise from a stream of its own."""
+
+    def __init__(self) -> None:
+        self.dice = random.Random(5)
+
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((3,), index + self.dice.random())
+
+
+class Data(pl.LightningDataModule):
+    """Scales its samples by a curriculum that a callback moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+        self.noisy = Noisy()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.noisy, batch_size=2, shuffle=True)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch * self.scale
+
+
+class Curriculum(Callback):
+    """Counts batches and epochs, and makes the task harder."""
+
+    def __init__(self) -> None:
+        self.batches = self.epochs = 0
+        self.began: float | None = time.time()
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.epochs += 1
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+        self.began = time.time()
+        trainer.datamodule.scale = 1.0 + 0.1 * self.batches + self.epochs
+
+
+class Net(pl.LightningModule):
+    """A queue of old outputs, a running mean and a dropout rate that grows."""
+
+    def __init__(self, losses: list[str], crash_at: int | None) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(3, 1), nn.Dropout(0.1)
+        self.register_buffer("queue", torch.zeros(4), persistent=False)
+        self.ema: dict[str, torch.Tensor] = {}
+        self._calls = 0
+        object.__setattr__(self, "write", Writer(losses))
+        self.crash_at = crash_at
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == self.crash_at:
+            raise CrashError
+        self._calls += 1
+        self.drop.p = 0.1 + 0.01 * self._calls
+        out = self.layer(self.drop(batch)).squeeze(1)
+        self.queue = torch.cat([self.queue[2:], out.detach()])
+        for name, parameter in self.layer.named_parameters():
+            self.ema[name] = 0.9 * self.ema.get(name, parameter.detach()) + 0.1 * parameter.detach()
+        loss = (out - self.queue.mean() - self.ema["weight"].sum()).square().mean() / (1 + self._calls)
+        self.write(f"{self.global_step} {loss.item().hex()}")
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class Writer:
+    """Writes down what this process alone does."""
+
+    __slots__ = ("losses",)
+
+    def __init__(self, losses: list[str]) -> None:
+        self.losses = losses
+
+    def __call__(self, line: str) -> None:
+        self.losses.append(line)
+
+
+class Durable(Callback):
+    """Waits until each snapshot is."""
+
+    def __init__(self, ckpt: AdaptiveCheckpoint) -> None:
+        self.ckpt = ckpt
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        assert self.ckpt._run is not None
+        self.ckpt._run.checkpointer.wait(60)
+
+
+def fit(folder: Path, seed: int, crash_at: int | None, **options: Any) -> list[str]:
+    """One process: the losses of its steps as text, with their step."""
+    seed_everything(seed)
+    losses: list[str] = []
+    ckpt = AdaptiveCheckpoint(folder, every_n_steps=1, **options)
+    trainer = pl.Trainer(
+        max_epochs=EPOCHS,
+        callbacks=[Curriculum(), ckpt, Durable(ckpt)],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    try:
+        trainer.fit(Net(losses, crash_at), datamodule=Data(), ckpt_path="auto")
+    except CrashError:
+        assert crash_at is not None
+    return losses
+
+
+def report(folder: Path) -> Any:
+    """What the last resume said."""
+    return json.loads((folder / "resume-report.json").read_text())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("crashes", [(5,), (2, 7, 10)])
+def test_attributes_of_all_objects_go_on(tmp_path: Path, crashes: tuple[int, ...]) -> None:
+    """Model, data module, data set and callback; only the time, which differs from the start, is left and named."""
+    wanted = fit(tmp_path / "whole", 1, None)
+    got: dict[str, str] = {}
+    for seed, crash_at in enumerate((*crashes, None), 1):
+        got |= dict(line.split() for line in fit(tmp_path / "killed", seed, crash_at))
+    assert [f"{step} {loss}" for step, loss in got.items()] == wanted
+    said = report(tmp_path / "killed")
+    assert [row["name"] for row in said["not_restored"]] == ["hidden state callbacks.Curriculum.began"]
+    restored = {row["name"]: row["detail"] for row in said["restored"]}["hidden state"]
+    for name in ("model._calls", "model.queue", "model.ema", "model.drop.p", "datamodule.noisy.dice"):
+        assert name in restored, restored
+    assert "callbacks.Curriculum.batches" in restored
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_with_hidden_off_the_run_differs(tmp_path: Path) -> None:
+    """So the test above shows something."""
+    wanted = fit(tmp_path / "whole", 1, None, hidden="off")
+    first = fit(tmp_path / "killed", 1, 5, hidden="off")
+    assert first + fit(tmp_path / "killed", 2, None, hidden="off") != wanted

@@ -1,0 +1,174 @@
+"""A tracked loop resumes exactly although its objects carry state that no `state_dict` names."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from ckpt_engine import Carry, Checkpointer
+from tests.support.digests import seed_everything
+
+EPOCHS = 3
+BATCHES = 4
+
+
+class Noisy(Dataset[Any]):
+    """Samples with noise from a stream of its own, and a count of how often it was asked."""
+
+    def __init__(self) -> None:
+        self.dice = random.Random(5)
+        self.asked = 0
+
+    def __len__(self) -> int:
+        return BATCHES * 2
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked += 1
+        return torch.full((3,), float(index)), self.dice.random() + 0.01 * self.asked
+
+
+class Net(nn.Module):
+    """Its output depends on a running mean that is a plain attribute, and on a count of its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.mean = torch.zeros(3)
+        self.calls = 0
+        self.started: int | None = os.getpid()
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.drop.p = 0.1 + 0.01 * self.calls
+        return self.layer(self.drop(x - self.mean)) / (1 + self.calls)
+
+
+def collate() -> Callable[[Any], Any]:
+    """A function with a variable of its own."""
+    calls = 0
+
+    def stack(rows: list[Any]) -> Any:
+        nonlocal calls
+        calls += 1
+        return torch.stack([row[0] for row in rows]) + 0.1 * calls, torch.tensor([row[1] for row in rows])
+
+    return stack
+
+
+class Killed(Exception):
+    """The process dies here."""
+
+
+def train(folder: Path, seed: int, die_at: int | None, **options: Any) -> list[str]:
+    """One process: the losses of its steps as text, with their step."""
+    seed_everything(seed)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    loader = DataLoader(Noisy(), batch_size=2, shuffle=True, collate_fn=collate())
+    losses = []
+    try:
+        with Checkpointer(folder, every_n_steps=1, writer="thread", **options) as ckpt:
+            tracker = ckpt.track(net=net, optimizer=optimizer, loader=loader)
+            for _ in range(tracker.epoch, EPOCHS):
+                for x, y in loader:
+                    ckpt.wait(60)
+                    if tracker.global_step == die_at:
+                        raise Killed
+                    loss = ((net(x).squeeze(1) - y) ** 2).mean()
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+                    losses.append(f"{tracker.global_step} {loss.item().hex()}")
+    except Killed:
+        pass
+    return losses
+
+
+def report(folder: Path) -> Any:
+    """What the last resume said."""
+    return json.loads((folder / "resume-report.json").read_text())
+
+
+@pytest.mark.parametrize("kills", [(5,), (2, 3, 9), *map(pytest.param, itertools.combinations(range(1, 12), 2))][:8])
+def test_attributes_of_all_objects_go_on(tmp_path: Path, kills: tuple[int, ...]) -> None:
+    """Model, dataset and collate function; killed up to three times, with another seed each time."""
+    wanted = train(tmp_path / "whole", 1, None)
+    got: dict[str, str] = {}
+    for seed, die_at in enumerate((*kills, None), 1):
+        got |= dict(line.split() for line in train(tmp_path / "killed", seed, die_at))
+    assert [f"{step} {loss}" for step, loss in got.items()] == wanted
+    assert report(tmp_path / "killed")["not_restored"] == []
+    restored = {row["name"]: row["detail"] for row in report(tmp_path / "killed")["restored"]}
+    for name in ("net.mean", "net.calls", "net.drop.p", "loader.dataset.dice", "loader.collate_fn.calls"):
+        assert name in restored["hidden state"]
+
+
+def test_with_hidden_off_the_run_differs(tmp_path: Path) -> None:
+    """So the test above shows something."""
+    wanted = train(tmp_path / "whole", 1, None, hidden="off")
+    first = train(tmp_path / "killed", 1, 5, hidden="off")
+    assert first + train(tmp_path / "killed", 2, None, hidden="off") != wanted
+
+
+def test_report_names_what_it_leaves(tmp_path: Path) -> None:
+    """With `hidden: report` nothing is put back, and all of it is named with what to do."""
+    train(tmp_path, 1, 5, hidden="report")
+    train(tmp_path, 2, 7, hidden="report")
+    names = {row["name"]: row["why"] for row in report(tmp_path)["not_restored"]}
+    assert "hidden state net.calls" in names
+    assert "register_buffer" in names["hidden state net.mean"]
+
+
+def test_locals_that_are_carried_are_named_and_a_carry_has_them(tmp_path: Path) -> None:
+    """The batch that nanoGPT draws ahead, and a running best."""
+    wanted = prefetching(tmp_path / "whole", 1, None, carried=True)
+    first = prefetching(tmp_path / "killed", 1, 5, carried=True)
+    assert first + prefetching(tmp_path / "killed", 2, None, carried=True) == wanted
+    assert report(tmp_path / "killed")["not_restored"] == []
+    prefetching(tmp_path / "bare", 1, 5, carried=False)
+    prefetching(tmp_path / "bare", 2, 7, carried=False)
+    rows = {row["name"]: row["why"] for row in report(tmp_path / "bare")["not_restored"]}
+    assert rows["local variables"].startswith("x, best are carried")
+
+
+def prefetching(folder: Path, seed: int, die_at: int | None, *, carried: bool) -> list[str]:
+    """A loop without a loader, that draws each batch one step ahead."""
+    seed_everything(seed)
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    carry = Carry(x=torch.rand(2, 3), best=float("inf"))
+    x, best = torch.rand(2, 3), float("inf")
+    losses = []
+    try:
+        with Checkpointer(folder, every_n_steps=1, writer="thread") as ckpt:
+            tracker = ckpt.track(net=net, optimizer=optimizer, **({"carry": carry} if carried else {}))
+            while tracker.global_step < 10:
+                loss = net(carry.x if carried else x).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                if carried:
+                    carry.x, carry.best = torch.rand(2, 3), min(carry.best, loss.item())
+                    losses.append(f"{loss.item().hex()} {carry.best}")
+                else:
+                    x, best = torch.rand(2, 3), min(best, loss.item())
+                tracker.step()
+                ckpt.wait(60)
+                if tracker.global_step == die_at:
+                    raise Killed
+    except Killed:
+        pass
+    assert carried or best < float("inf")
+    return losses

@@ -273,7 +273,9 @@ class FitRun:
                 self._failing.reached(self._position(), self.step)
 
     def _at_boundary(self) -> None:
-        if not self._begun:
+        if self._begun:
+            self._audit.stepped()
+        else:
             self._begun = True
             self._audit.begin("batch")
         if self.resume.pending:

@@ -52,6 +52,11 @@ class Audit:
         if new := self._locals.look(known):
             self._log.warning("%s", sentence(new))
 
+    def stepped(self) -> None:
+        """See `HiddenState.stepped`."""
+        if self._hidden.on:
+            self._hidden.stepped()
+
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """For a snapshot: small plain values, and large ones by path. What no snapshot has is logged once."""
         rows = self._hidden.state() if self._hidden.on else {}

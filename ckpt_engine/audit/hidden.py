@@ -31,6 +31,7 @@ MOST_BYTES = 256 << 20
 _LARGE_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 40
 _MISSING: Any = object()
+_ONCE = "it is set in the first step of each process"
 
 
 class HiddenState:
@@ -53,6 +54,9 @@ class HiddenState:
         """Of attributes that an earlier process has changed: what they were when the run's first process began."""
         self._flattener = Flattener()
         self._named: set[str] = set()
+        self._once: frozenset[str] | None = None
+        """Flags of objects that are no modules, which the first step of a process sets: most say that something, such
+        as an open file, is ready in this process."""
 
     @property
     def on(self) -> bool:
@@ -68,11 +72,22 @@ class HiddenState:
         if self.on:
             self._moments[moment] = _Beginning(roots, self._skipped)
 
+    def stepped(self) -> None:
+        """The process has made its first step. Cheap from the second call on."""
+        if self._once is None and (latest := self._latest) is not None:
+            self._once = frozenset(
+                path for path, value in latest.moved() if isinstance(value, bool) and not latest.is_of_module(path)
+            )
+
+    @property
+    def _latest(self) -> _Beginning | None:
+        return self._moments.get("batch") or self._moments.get("start")
+
     def state(self) -> dict[str, Any]:
         """What has moved, for a snapshot: by path the class, what it was at the beginning, and the live value."""
         rows: dict[str, Any] = {}
         nbytes = 0
-        latest = self._moments.get("batch") or self._moments.get("start")
+        latest = self._latest
         for path, value in latest.moved() if latest is not None else ():
             why = self._why_not(path, value)
             if not why and (size := _nbytes(value)):
@@ -84,7 +99,7 @@ class HiddenState:
 
     def unsaved(self, rows: Mapping[str, Any]) -> list[str]:
         """Sentences about those of `state` that no snapshot has, each once in the life of this object."""
-        new = [path for path, row in rows.items() if "why" in row and path not in self._named]
+        new = [path for path, row in rows.items() if row.get("why", _ONCE) != _ONCE and path not in self._named]
         self._named.update(new)
         return [f"{path} ({rows[path]['type']}): {rows[path]['why']}" for path in new]
 
@@ -113,6 +128,8 @@ class HiddenState:
         return [Restored("hidden state", ", ".join(done))] if done else [], missing
 
     def _why_not(self, path: str, value: Any) -> str:
+        if path in (self._once or ()):
+            return _ONCE
         if self._mode == "report":
             return "hidden: report only names it"
         if is_iterator(value):
@@ -154,6 +171,11 @@ class _Beginning:
     def holder_of(self, path: str) -> Holder | None:
         """Whose attribute it is, one that is not there yet included."""
         return self._holders.get(path) or self._by_path.get(path.rpartition(".")[0])
+
+    def is_of_module(self, path: str) -> bool:
+        """Whether it is an attribute of an nn.Module: a flag there says something of the model."""
+        holder = self.holder_of(path)
+        return holder is not None and isinstance(holder.owner, torch.nn.Module)
 
     def moved(self) -> Iterator[tuple[str, Any]]:
         """The attributes that are not what they were at that moment."""

@@ -321,6 +321,7 @@ class Tracker:
             raise self._stopping.end(stop, lambda reason: self._take(reason, feed, self._positions()))
         self._config = self._stopping.edited(self._config)
         reason = self._cadence.boundary(self._steps) or ("manual" if self._stopping.asked else None)
+        self._audit.stepped()
         self._audit.boundary(self._counters(feed), taking=reason is not None)
         if reason is None:
             self._announce(feed)

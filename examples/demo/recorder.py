@@ -30,7 +30,8 @@ class Recorder(pl.Callback):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         os.write(self._fd, b"\n")
-        self._started = False
+        self._pid = 0
+        """Of the process that has begun to train: a flag would be restored with the run's other attributes."""
 
     def write(self, kind: type[Any], **values: object) -> None:
         """Append one entry; it is in the kernel's hands, hence safe from `kill -9`, on return."""
@@ -40,8 +41,8 @@ class Recorder(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if not self._started:
-            self._started = True
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
             self.write(Start, step=trainer.global_step)
 
     def on_train_batch_end(

@@ -204,6 +204,22 @@ def test_report_only_names() -> None:
     assert fresh.count == 0
 
 
+def test_a_flag_that_each_process_sets_is_named_and_not_restored() -> None:
+    """It most often says that something is ready in this process. One of a module, or one set later, is restored."""
+    meter, net = Meter(), Net()
+    hidden = HiddenState("auto")
+    for one in (meter, net):
+        one.ready, one.late = False, False  # type: ignore[union-attr]
+    hidden.begin("batch", {"meter": meter, "net": net})
+    meter.ready = net.ready = True  # type: ignore[attr-defined, assignment]
+    hidden.stepped()
+    meter.late = True  # type: ignore[attr-defined]
+    rows = hidden.state()
+    assert {path for path, row in rows.items() if "value" in row} == {"net.ready", "meter.late"}
+    assert "first step" in rows["meter.ready"]["why"]
+    assert hidden.unsaved(rows) == []
+
+
 def test_off_looks_at_nothing() -> None:
     """With `hidden: off` there is nothing in a snapshot."""
     net = Net()

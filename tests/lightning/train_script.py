@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,13 +37,13 @@ class Patience(Callback):
 
     def __init__(self, ckpt: AdaptiveCheckpoint) -> None:
         self._ckpt = ckpt
-        self._waited = False
+        self._waited = 0
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         run = self._ckpt._run
-        if self._waited or run is None or not run.checkpointer.arena_bytes():
+        if self._waited == os.getpid() or run is None or not run.checkpointer.arena_bytes():
             return
-        self._waited = True
+        self._waited = os.getpid()
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not (run.checkpointer.ready() and run.checkpointer._pipeline._slots._warm_up is None):
             if time.monotonic() > deadline:

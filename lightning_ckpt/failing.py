@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
 from ckpt_engine.tracking.last_boundary import ImpossibleError, LastBoundary, fingerprint, loose_tensors, require_finite
 from ckpt_engine.tracking.weights import own_copy
@@ -38,6 +39,7 @@ class Before:
         tensors: of the model, by name, that change in forward.
         seen: what is compared, by the name of what it is of.
         obstacle: why nothing can be saved once a batch is there, or "".
+        attributes: those that training had changed, as values that compare.
     """
 
     position: Position
@@ -47,6 +49,7 @@ class Before:
     tensors: Mapping[str, torch.Tensor]
     seen: Mapping[str, Any]
     obstacle: str
+    attributes: Mapping[str, Any]
 
     @property
     def kind(self) -> Kind:
@@ -74,6 +77,7 @@ class Failing:
         trainer, module, internals, loaders: of the fit.
         budget: the share of training time that snapshots may cost.
         hidden: progress bar entries that are not the user's.
+        audit: of the fit.
     """
 
     def __init__(
@@ -84,10 +88,11 @@ class Failing:
         loaders: FitLoaders,
         budget: float,
         hidden: frozenset[str],
+        audit: Audit,
     ) -> None:
         self._trainer, self._module = trainer, module
         self._internals, self._loaders = internals, loaders
-        self._hidden = hidden
+        self._hidden, self._audit = hidden, audit
         self.last: LastBoundary[Before] = LastBoundary(self._make, budget)
         self._now: tuple[Position, int]
         self._obstacle: str | None = None
@@ -105,9 +110,13 @@ class Failing:
             ImpossibleError: the last boundary cannot be had.
         """
         before = self.last.record()
+        now = self._audit.frozen()
+        for path in now.keys() | before.attributes.keys():
+            if now.get(path) != before.attributes.get(path):
+                raise ImpossibleError(f"{path} has changed in the step that failed")
         if self._internals.batches_in_epoch == before.position.batches_in_epoch and not self._internals.user_fetches:
             require_finite(self._trainer.optimizers)
-            return Before(before.position, before.step, before.packed, {}, {}, {}, "")
+            return Before(before.position, before.step, before.packed, {}, {}, {}, "", before.attributes)
         if before.obstacle:
             raise ImpossibleError(before.obstacle)
         for name, seen in self._seen().items():
@@ -120,6 +129,7 @@ class Failing:
 
     def _make(self) -> Before:
         position, step = self._now
+        attributes = self._audit.frozen()
         internals = self._internals
         packed = {
             "rng": rng.capture(),
@@ -134,19 +144,19 @@ class Failing:
             self._obstacle = self._always()
         obstacle = self._obstacle or ("it has gradients of earlier batches" if position.accumulating else "")
         if obstacle:
-            return Before(position, step, packed, {}, {}, {}, obstacle)
+            return Before(position, step, packed, {}, {}, {}, obstacle, attributes)
         try:
             seen = self._seen()
         except ImpossibleError as err:
             self._obstacle = str(err)
-            return Before(position, step, packed, {}, {}, {}, str(err))
+            return Before(position, step, packed, {}, {}, {}, str(err), attributes)
         moved = {
             "results": own_copy(loop_state.dump_results(internals)),
             "metrics": own_copy(loop_state.dump_metrics(self._module)),
             "tables": loop_state.dump_tables(internals, self._hidden),
         }
         tensors = {name: tensor.detach().clone() for name, tensor in self._loose}
-        return Before(position, step, packed, moved, tensors, seen, "")
+        return Before(position, step, packed, moved, tensors, seen, "", attributes)
 
     def _always(self) -> str:
         """Why a step that has its batch can never be undone in this fit, or ""."""

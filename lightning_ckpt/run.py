@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from signal import SIGTERM
 from typing import Any
 
@@ -12,8 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from ckpt_engine.audit.attributes import of_framework
-from ckpt_engine.audit.audit import Audit, roots_of_loader
+from ckpt_engine.audit.audit import Audit
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config
 from ckpt_engine.config.live import LiveFile
@@ -35,6 +33,7 @@ from ckpt_engine.tracking.rollback import Rollbacks
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
 from ckpt_engine.tracking.shared import cadence_of
 from lightning_ckpt import loop_state, sharded
+from lightning_ckpt.audited import OF_LIGHTNING, audited
 from lightning_ckpt.boundary import Kind, Position, kind_of, postponed
 from lightning_ckpt.capture import Capture, Instant
 from lightning_ckpt.compat import Internals, callbacks_of
@@ -52,8 +51,6 @@ _log = logging.getLogger("lightning_ckpt")
 
 END_WAIT_SECONDS = 600.0
 EXCEPTION_WAIT_SECONDS = 30.0
-_OF_LIGHTNING = vars(pl.LightningModule()).keys() | vars(pl.LightningDataModule()).keys()
-"""Attributes of Lightning's own classes, which users' classes inherit."""
 
 
 class FitRun:
@@ -96,7 +93,7 @@ class FitRun:
         rollbacks: Rollbacks | None = None
         if config.rollback is not None:
             rollbacks = Rollbacks(self.checkpointer, _log, replicas_of(trainer), self._internals.in_whole_steps)
-        self._audit = Audit(config.hidden, self._audited, _log, _OF_LIGHTNING)
+        self._audit = Audit(config.hidden, lambda: audited(trainer, module, (owner, self.guard)), _log, OF_LIGHTNING)
         self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders, rollbacks, self._audit)
         self._begun = False
         self._skip_batches = 0
@@ -120,7 +117,9 @@ class FitRun:
         self._announced_optimizers = False
         self._end_taken = False
         self._report_due = False
-        self._failing = Failing(trainer, module, self._internals, self._loaders, config.overhead, BAR_NAMES)
+        self._failing = Failing(
+            trainer, module, self._internals, self._loaders, config.overhead, BAR_NAMES, self._audit
+        )
         self._saved_step: int | None = None
         self._not_saved = ""
 
@@ -489,19 +488,6 @@ class FitRun:
             )
         )
 
-    def _audited(self) -> dict[str, Any]:
-        """What takes part in training besides the trainer itself, by name."""
-        trainer = self._trainer
-        data: Any = getattr(trainer, "datamodule", None)
-        own = [one for one in callbacks_of(self._trainer) if not of_framework(one) and one is not self._owner]
-        return {
-            "model": self._module,
-            **({} if data is None else {"datamodule": data}),
-            **{f"callbacks.{type(one).__name__}": one for one in own if one is not self.guard},
-            **_roots("train_dataloader", trainer.train_dataloader),
-            **_roots("val_dataloaders", trainer.val_dataloaders),
-        }
-
     def _announce(self) -> None:
         """Make the arena ready in the background; again once the optimizers have their state."""
         if self._announced_optimizers:
@@ -512,14 +498,3 @@ class FitRun:
             state = self._state(Kind.PLAIN)
             self.checkpointer.prepare(state, lazy=self._lazy, share=self._prepare_share)
             self.cadence.announce(self.checkpointer.snapshot_bytes)
-
-
-def _roots(name: str, loaders: Any) -> dict[str, Any]:
-    """What of a loader, or of any nesting of loaders, may change with training."""
-    if isinstance(loaders, Mapping):
-        rows = [(f"{name}[{key!r}]", one) for key, one in loaders.items()]
-    elif isinstance(loaders, list | tuple):
-        rows = [(f"{name}[{index}]", one) for index, one in enumerate(loaders)]
-    else:
-        return roots_of_loader(name, loaders)
-    return {path: root for inner, one in rows for path, root in _roots(inner, one).items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from ckpt_engine.audit.attributes import Frozen
 from ckpt_engine.audit.carried import CarriedLocals, sentence
 from ckpt_engine.audit.hidden import HiddenState, Mode, put_together, taken_apart
 from ckpt_engine.observe.resume_report import NotRestored, Restored
@@ -56,6 +57,10 @@ class Audit:
         """See `HiddenState.stepped`."""
         if self._hidden.on:
             self._hidden.stepped()
+
+    def frozen(self) -> dict[str, Frozen]:
+        """The attributes that training has changed so far, as values that compare."""
+        return self._hidden.frozen() if self._hidden.on else {}
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """For a snapshot: small plain values, and large ones by path. What no snapshot has is logged once."""

@@ -97,6 +97,10 @@ class HiddenState:
             rows[path] = {"type": type_of(value), "begin": begin} | ({"why": why} if why else {"value": value})
         return rows
 
+    def frozen(self) -> dict[str, Frozen]:
+        """What has moved, as values that compare."""
+        return {path: freeze(value) for path, value in (self._latest.moved() if self._latest is not None else ())}
+
     def unsaved(self, rows: Mapping[str, Any]) -> list[str]:
         """Sentences about those of `state` that no snapshot has, each once in the life of this object."""
         new = [path for path, row in rows.items() if row.get("why", _ONCE) != _ONCE and path not in self._named]

@@ -126,7 +126,7 @@ def fit(folder: Path, seed: int, crash_at: int | None, **options: Any) -> list[s
     """One process: the losses of its steps as text, with their step."""
     seed_everything(seed)
     losses: list[str] = []
-    ckpt = AdaptiveCheckpoint(folder, every_n_steps=1, **options)
+    ckpt = AdaptiveCheckpoint(folder, **{"every_n_steps": 1, **options})
     trainer = pl.Trainer(
         max_epochs=EPOCHS,
         callbacks=[Curriculum(), ckpt, Durable(ckpt)],
@@ -163,6 +163,17 @@ def test_attributes_of_all_objects_go_on(tmp_path: Path, crashes: tuple[int, ...
     for name in ("model._calls", "model.queue", "model.ema", "model.drop.p", "datamodule.noisy.dice"):
         assert name in restored, restored
     assert "callbacks.Curriculum.batches" in restored
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_that_fails_leaves_no_snapshot_with_what_it_has_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The attributes of the boundary before are gone, so that boundary is not saved, and a line says why."""
+    fit(tmp_path, 1, 5, every_n_steps=4, overhead=0.9)
+    names = [path.name for path in (tmp_path / "snapshots").iterdir()]
+    assert all("s0000000004" in name for name in names), names
+    assert "has changed in the step that failed" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore")

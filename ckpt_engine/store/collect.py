@@ -256,7 +256,7 @@ def _settle(repository: Repository, garbage: Sequence[ObjectInfo]) -> None:
     their data is gone.
     """
     owners = {owner.id for item in garbage if (owner := layout.data_owner(item.name))}
-    repository.forget(sorted(owners))
+    repository.forget(sorted(owners - {parsed.id for parsed in repository.ids()}))
 
 
 def _of_line(repository: Repository, line: Line | None) -> tuple[list[SnapshotInfo], dict[str, str]]:

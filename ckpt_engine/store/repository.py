@@ -248,8 +248,9 @@ class Repository:
     def unreferenced(self, in_flight: Container[str] = ()) -> Garbage:
         """The data files no snapshot needs, by reachability over all manifests.
 
-        A file is kept while a snapshot of its own name exists in whatever condition. A manifest that cannot be read may
-        refer to any data as old as itself or older: that is withheld.
+        A manifest that cannot be read may refer to any data as old as itself or older: that is withheld. Files of a
+        snapshot's own name that it does not need are left by a copy of it that was interrupted, and begun again with
+        another codec.
 
         Args:
             in_flight: ids of snapshots being written now, whose manifests are still to come.
@@ -257,15 +258,20 @@ class Repository:
         # Data first, then manifests: data of a snapshot that is committed between the two is then seen as needed.
         found = [(item, layout.data_owner(item.name)) for item in self.storage.list(layout.DATA)]
         listed = self._manifests()
-        alive = {parsed.id for parsed, _ in listed}
+        own = {name for parsed, _ in listed for name in self._files.get(parsed.id, ())}
         loose = [
-            (item, owner) for item, owner in found if owner and owner.id not in alive and owner.id not in in_flight
+            (item, owner) for item, owner in found if owner and owner.id not in in_flight and item.name not in own
         ]
         if not loose:
             return Garbage((), (), ())
         needed, damaged = self._references(listed)
         blocked_up_to = max((bad.seq for bad in damaged), default=-1)
-        unneeded = [(item, owner.seq > blocked_up_to) for item, owner in loose if item.name not in needed]
+        needed_by_damaged = {bad.id for bad in damaged}
+        unneeded = [
+            (item, owner.seq > blocked_up_to)
+            for item, owner in loose
+            if item.name not in needed and owner.id not in needed_by_damaged
+        ]
         free = tuple(item for item, proven in unneeded if proven)
         return Garbage(free, tuple(item for item, proven in unneeded if not proven), damaged)
 

@@ -97,7 +97,8 @@ class Evolving:
             file.name, [memoryview(header), *(memoryview(array.data) for array in self.arrays.values())]
         )
         run = self.repository.run_id
-        self.repository.commit(Manifest(info, run, {"size": 1}, {}, (file,), entries, {}))
+        tree = {name: {"$": "tensor", "entry": name} for name in entries}
+        self.repository.commit(Manifest(info, run, {"size": 1}, {}, (file,), entries, tree))
         self.truth[snapshot] = {name: array.data.tobytes() for name, array in self.arrays.items()}
         return snapshot
 

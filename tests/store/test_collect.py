@@ -241,3 +241,23 @@ def test_a_snapshot_committed_while_garbage_is_sought_keeps_its_data(repository:
             return iter(items)
 
     assert Repository(Racing(tmp_path)).unreferenced().unreferenced == ()
+
+
+def test_what_an_interrupted_copy_has_left_beside_a_snapshot_is_removed(tmp_path: Path) -> None:
+    """Data of a snapshot's own name that its manifest does not need; the snapshot, and what is being written, stay."""
+    repository = Repository(LocalStorage(tmp_path))
+    snapshot = save(repository)
+    left = layout.data_name(snapshot, part=7)
+    for fresh in (False, True):  # with and without a manifest that was read before
+        repository.storage.put(left, [memoryview(b"encoded otherwise")])
+        place = Repository(repository.storage) if fresh else repository
+        with acquire(place.storage) as lease:
+            assert collect(place, lease, in_flight=[snapshot]).removed == ()
+            assert collect(place, lease).removed == (left,)
+        assert [info.id for info in Repository(place.storage).list()] == [snapshot]
+        assert Repository(place.storage).read(snapshot).files[0].name in files(tmp_path)
+    repository.storage.put(left, [memoryview(b"encoded otherwise")])
+    (tmp_path / layout.manifest_name(snapshot)).write_bytes(b"damaged")
+    with acquire(repository.storage) as lease:
+        kept = collect(Repository(repository.storage), lease)
+    assert (kept.removed, left in files(tmp_path)) == ((), True)

@@ -369,6 +369,7 @@ class Tracker:
         durable: bool = True,
     ) -> SaveHandle | None:
         self._announced = True
+        batch = 0 if feed is None else feed.delivered
         handle = self._taker.take(
             lambda: self._state(feed, states, finished=finished),
             step=self._steps,
@@ -377,11 +378,7 @@ class Tracker:
             reason=reason,
             metrics=self.metrics,
             lazy=self._lazy,
-            notes={
-                "trainer": self._trainer,
-                "batch": feed.delivered if feed is not None else 0,
-                **self._surroundings.notes(),
-            },
+            notes={"trainer": self._trainer, "batch": batch, **self._surroundings.notes()},
         )
         if handle is not None and durable:
             self._stopping.taken()

@@ -18,7 +18,7 @@ from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store.manifest import Entry
-from ckpt_engine.store.tree import entries_in
+from ckpt_engine.store.tree import entries_in, require_written_out
 from ckpt_engine.tracking.packed import unpack
 
 PACKED = ("ckpt_engine", "packed")
@@ -182,6 +182,7 @@ class _Side:
 
     def rebuilt(self, node: Any) -> Any:
         """The objects of one node."""
+        require_written_out(node, self._manifest.entries)
         entries = read_entries(self._sources, self._manifest, list(dict.fromkeys(entries_in(node))))
         return Rebuilder(entries, plain=True).node(node, ())
 

@@ -22,6 +22,7 @@ from ckpt_engine.restore.choose import Candidate, assemble
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.some_ranks import require_whole
+from ckpt_engine.store.tree import require_written_out
 
 MODEL = "state_dict"
 FORMATS = ("safetensors", "lightning", "torch", "dcp", "accelerate", "transformers")
@@ -200,6 +201,7 @@ def _folder(snapshot: Candidate, out: Path, form: str) -> _Job:
     tree = rebuilt.foreign_tree(manifest) if form == "dcp" else dict(manifest.tree)
     planned = _planned_tree(snapshot, out, form, tree)
     places = Sources([place.storage for place in snapshot.sources])
+    require_written_out(tree, manifest.entries)
     with folders.fitting(form, info.id):
         folders.CHECKS[form](rebuilt.outline(places, manifest, tree), info)
 

@@ -20,7 +20,9 @@ from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store import container
 from ckpt_engine.store.manifest import Entry, Manifest
+from ckpt_engine.store.tree import require_written_out
 
+_BLOCK_BYTES = 4 << 20
 _ARRAY_KINDS = ("tensor", "sharded", "ndarray")
 
 
@@ -144,6 +146,7 @@ def write(
 
 
 def _select(manifest: Manifest, node: Any, name_of: Callable[[ArrayLeaf], str]) -> Selection:
+    require_written_out(node, manifest.entries)
     stored: dict[tuple[str, str], Array] = {}
     tied: dict[str, str] = {}
     taken: set[str] = set()
@@ -204,7 +207,7 @@ def _blocks(sources: Sources, manifest: Manifest, array: Array) -> Iterator[byte
 def _in_order(array: Array, blocks: Iterator[bytearray]) -> Iterator[bytes | bytearray]:
     """The bytes of an array in C order."""
     if array.view is not None:
-        yield _cut_view(array, array.view, b"".join(blocks))
+        yield from _cut_view(array, array.view, b"".join(blocks))
     elif array.boxes:
         yield _put_together(array, b"".join(blocks))
     else:
@@ -223,9 +226,18 @@ def _put_together(array: Array, stored: bytes) -> bytes:
     return out.tobytes()
 
 
-def _cut_view(array: Array, view: View, whole: bytes) -> bytes:
-    """The bytes of a view in C order."""
+def _cut_view(array: Array, view: View, whole: bytes) -> Iterator[bytes]:
+    """The bytes of a view in C order; a few at a time, as it may repeat what it has."""
     size = item_bytes(array.stored or array.dtype)
     strides = (*(step * size for step in view.stride), 1)
     raw = np.frombuffer(whole, np.uint8, offset=view.byte_offset)
-    return np.lib.stride_tricks.as_strided(raw, (*array.shape, size), strides, writeable=False).tobytes()
+    yield from _in_blocks(np.lib.stride_tricks.as_strided(raw, (*array.shape, size), strides, writeable=False))
+
+
+def _in_blocks(rows: Any) -> Iterator[bytes]:
+    if rows.nbytes <= _BLOCK_BYTES:
+        yield rows.tobytes()
+        return
+    step = _BLOCK_BYTES // rows[0].nbytes
+    for start in range(0, len(rows), step or 1):
+        yield from (rows[start : start + step].tobytes(),) if step else _in_blocks(rows[start])

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import pickle
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,24 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from ckpt_engine.convert import safe_load
+from ckpt_engine.convert.bounded import require_honest
 from ckpt_engine.convert.imported import Advance, Imported
 from ckpt_engine.convert.parts import is_optimizer
 from ckpt_engine.convert.torch_file import of_state
-from ckpt_engine.errors import CorruptError, ForeignError, MismatchError, StorageMissingError, UnstorableLeafError
+from ckpt_engine.errors import (
+    CkptError,
+    CorruptError,
+    ForeignError,
+    MismatchError,
+    StorageMissingError,
+    UnstorableLeafError,
+)
 from ckpt_engine.store.storage.oserrors import translated
 
 METADATA = ".metadata"
+MOST_READ = 4
+"""Times that the bytes of a folder are read at most."""
+_MADE_BY_PYTHON = 1 << 9
 _OF_METADATA = (
     "Metadata",
     "TensorStorageMetadata",
@@ -55,15 +68,17 @@ def read(folder: Path, advance: Advance) -> Imported:
         StorageError: it cannot be read.
     """
     described = _read_metadata(folder)
-    reader = _Reader(folder, described.storage_data, advance)
     flat: dict[str, Any] = {}
     try:
+        reader = _Reader(folder, described.storage_data, advance)
         for name, item in described.state_dict_metadata.items():
             tensor = isinstance(item, metadata.TensorStorageMetadata)
             flat[name] = reader.tensor(name, item) if tensor else reader.value(name)
-    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as err:
+        return of_state("dcp", _nested(flat, described.planner_data))
+    except CkptError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError, MemoryError) as err:
         raise CorruptError(f"{folder / METADATA} does not fit the files beside it: {err}") from err
-    return of_state("dcp", _nested(flat, described.planner_data))
 
 
 class _Reader:
@@ -71,8 +86,11 @@ class _Reader:
 
     def __init__(self, folder: Path, items: Mapping[Any, Any], advance: Advance) -> None:
         self._folder = folder
-        self._items = items
+        # Its keys are of classes that were made for the file, and equal to no others.
+        self._items = {metadata.MetadataIndex(one.fqn, one.offset): item for one, item in items.items()}
         self._advance = advance
+        # Each stored item is of one name: read again and again, a small folder would take for ever.
+        self._left_bytes = MOST_READ * sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
 
     def value(self, name: str) -> Any:
         """A value that is no tensor."""
@@ -82,6 +100,9 @@ class _Reader:
         """A tensor, put together of its chunks."""
         if sum(math.prod(chunk.sizes) for chunk in item.chunks) != math.prod(item.size):
             raise CorruptError(f"{name} in {self._folder} is not whole: chunks are missing, or overlap")
+        stored = sum(self._items[metadata.MetadataIndex(name, chunk.offsets)].length for chunk in item.chunks)
+        if math.prod(item.size) * item.properties.dtype.itemsize > stored:
+            raise CorruptError(f"{name} in {self._folder} is larger than what is stored of it")
         out = torch.empty(item.size, dtype=item.properties.dtype)
         for chunk in item.chunks:
             found = safe_load.load_bytes(self._bytes(metadata.MetadataIndex(name, chunk.offsets)), name)
@@ -103,6 +124,12 @@ class _Reader:
         file = self._folder / Path(item.relative_path).name  # names come from the file: not out of the folder
         try:
             with file.open("rb") as opened:
+                there = os.fstat(opened.fileno()).st_size
+                if not 0 <= item.offset <= item.offset + item.length <= there:
+                    raise CorruptError(f"{file} is cut off: {item.length} bytes from {item.offset} on are not there")
+                self._left_bytes -= item.length
+                if self._left_bytes < 0:
+                    raise CorruptError(f"{self._folder / METADATA} names more bytes than the files beside it have")
                 opened.seek(item.offset)
                 data = opened.read(item.length)
         except FileNotFoundError as err:
@@ -110,13 +137,24 @@ class _Reader:
         except OSError as err:
             raise translated(err, "read", str(file)) from err
         if len(data) != item.length:
-            raise CorruptError(f"{file} is cut off: {item.length} bytes from {item.offset} on are not there")
+            raise CorruptError(f"{file} became shorter while it was read")
         self._advance(len(data))
         return data
 
 
 class _MetadataUnpickler(pickle.Unpickler):  # it takes only the classes named above
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._own: dict[type, type] = {}
+
     def find_class(self, module: str, name: str) -> Any:
+        found = self._allowed(module, name)
+        if not isinstance(found, type) or issubclass(found, Enum) or not found.__flags__ & _MADE_BY_PYTHON:
+            return found
+        # A class of this file's own: a pickle can put attributes into the classes that it names.
+        return self._own.setdefault(found, type(name, (found,), {"__module__": found.__module__}))
+
+    def _allowed(self, module: str, name: str) -> Any:
         if module == metadata.__name__ and name in _OF_METADATA:
             return getattr(metadata, name)
         if module == "torch" and type(vars(torch).get(name)) is torch.dtype:  # getattr imports what is named
@@ -132,12 +170,14 @@ class _MetadataUnpickler(pickle.Unpickler):  # it takes only the classes named a
 def _read_metadata(folder: Path) -> metadata.Metadata:
     file = folder / METADATA
     try:
-        found = _MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
+        data = file.read_bytes()
+        require_honest(data, str(file))
+        found = _MetadataUnpickler(data).load()
     except FileNotFoundError as err:
         raise StorageMissingError(f"{file} does not exist") from err
     except OSError as err:
         raise translated(err, "read", str(file)) from err
-    except safe_load.UNREADABLE as err:
+    except (*safe_load.UNREADABLE, ImportError) as err:
         raise ForeignError(f"{file} does not describe a checkpoint: {type(err).__name__}: {err}") from err
     if not isinstance(found, metadata.Metadata) or not isinstance(found.storage_data, dict):
         raise ForeignError(f"{file} does not describe a checkpoint of torch.distributed.checkpoint")

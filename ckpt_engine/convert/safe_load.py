@@ -20,6 +20,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
+from ckpt_engine.convert.bounded import require_bounded, require_stored
 from ckpt_engine.errors import CorruptError, ForeignError, StorageMissingError, UnstorableLeafError
 from ckpt_engine.store.storage.oserrors import translated
 
@@ -85,6 +86,7 @@ def load(path: Path, may_lose: MayLose | None = None) -> Opened:
 
     Raises:
         UnstorableLeafError: it holds classes that are not loaded; names them and their leaves.
+        MismatchError: it is far larger than its file, written out.
         ForeignError: it is not a file of `torch.save`.
         StorageError: it cannot be read.
     """
@@ -92,6 +94,8 @@ def load(path: Path, may_lose: MayLose | None = None) -> Opened:
         with path.open("rb") as file:
             file.read(1)
         zipped = is_zip(path)
+        if zipped:
+            require_stored(path)
         return Opened(_load(path, mmap=zipped), {})
     except FileNotFoundError as err:
         raise StorageMissingError(f"{path} does not exist") from err
@@ -120,16 +124,21 @@ def load_bytes(data: bytes, what: str) -> Any:
         UnstorableLeafError, ForeignError: as `load`.
     """
     try:
-        return _load(io.BytesIO(data), mmap=False)
+        found = _load(io.BytesIO(data), mmap=False)
+        require_bounded(found, len(data), what)
     except UNREADABLE as err:
         if found := _GLOBAL.search(str(err)):
             raise UnstorableLeafError(f"{what} holds {found[1]}, which is not loaded", hint=_SAVE_AGAIN) from err
         raise CorruptError(f"{what} cannot be read: {_cause(err)}") from err
+    return found
 
 
 def _load(file: Path | IO[bytes], *, mmap: bool, more: list[Any] | None = None) -> Any:
     with torch.serialization.safe_globals([*_HARMLESS, *(more or ())]):
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+    if isinstance(file, Path):
+        require_bounded(found, file.stat().st_size, str(file))
+    return found
 
 
 def _second_look(path: Path, zipped: bool, error: Exception, may_lose: MayLose | None) -> Opened:

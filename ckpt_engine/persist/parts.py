@@ -21,6 +21,7 @@ from ckpt_engine.persist.job import Layout, RankConfig
 from ckpt_engine.persist.skeleton import Skeleton
 from ckpt_engine.store import layout as names
 from ckpt_engine.store import manifest_codec
+from ckpt_engine.store.fields import are_sizes, is_shape, is_whole, require
 from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, Partial, Piece, SnapshotInfo
 from ckpt_engine.store.storage.base import Storage
 
@@ -94,11 +95,11 @@ def of_manifest(manifest: Manifest) -> Part:
     world = manifest.world
     try:
         slices = {
-            entry: Slices(tuple(whole), tuple((int(start), int(pieces)) for start, pieces in runs))
+            entry: Slices(tuple(whole), tuple((start, pieces) for start, pieces in runs))
             for entry, (whole, runs) in world["slices"].items()
         }
-        return Part(tuple(world["ranks"]), world["size"], world["structure"], slices, manifest)
-    except (KeyError, TypeError, ValueError) as err:
+        return _checked(Part(tuple(world["ranks"]), world["size"], world["structure"], slices, manifest))
+    except (AttributeError, LookupError, TypeError, ValueError) as err:
         raise CorruptError(f"the manifest of {manifest.info.id} is not of some of several ranks: {err}") from err
 
 
@@ -163,14 +164,30 @@ def decode(data: bytes, where: str) -> Part:
     world = manifest.world
     try:
         slices = {
-            entry: Slices(tuple(whole), ((int(start), len(manifest.entries[entry].pieces)),))
+            entry: Slices(tuple(whole), ((start, len(manifest.entries[entry].pieces)),))
             for entry, (start, whole) in world["slices"].items()
         }
         place = tuple(world.get("place", ()))
-        ranks = (int(world["rank"]),)
-        return Part(ranks, world["size"], world["structure"], slices, manifest, world.get("cancelled"), place)
-    except (KeyError, TypeError, ValueError) as err:
+        ranks = (world["rank"],)
+        return _checked(Part(ranks, world["size"], world["structure"], slices, manifest, world.get("cancelled"), place))
+    except (AttributeError, LookupError, TypeError, ValueError) as err:
         raise CorruptError(f"{where} is no part record: {err}") from err
+
+
+def _checked(part: Part) -> Part:
+    """The same, if its ranks are some of those that there are, and its slices those of its entries.
+
+    Raises:
+        LookupError, ValueError: they are not.
+    """
+    require(all(is_whole(rank, 0, part.size - 1) for rank in (*part.ranks, *part.place)), "bad ranks")
+    require(list(part.ranks) == sorted(set(part.ranks)) != [], "bad ranks")
+    require(type(part.structure) is str and type(part.cancelled or "") is str, "something is no text")
+    for name, one in part.slices.items():
+        require(is_shape(one.whole) and all(map(are_sizes, one.runs)), f"bad slice of {name!r:.80}")
+        pieces = len(part.manifest.entries[name].pieces)
+        require(sum(count for _, count in one.runs) == pieces, f"the slices of {name!r:.80} are not its pieces")
+    return part
 
 
 def read_all(storage: Storage, snapshot: str, ranks: Collection[int]) -> dict[int, Part]:

@@ -25,6 +25,7 @@ MOST_SHARED = 4
 _MOST_RANKS = 1 << 24
 _NAME = re.compile(r"[0-9A-Za-z_]{1,40}")
 _RANK = re.compile(r"0|[1-9][0-9]{0,8}")
+_WHOLE, _TEXT = frozenset({int}), frozenset({str})
 _SLIMMED = "slimmed"
 
 
@@ -114,7 +115,7 @@ def _check_pieces(manifest: Manifest) -> None:
 
 def _check_piece(name: str, piece: Piece, sizes: Sequence[int]) -> None:
     numbers = (piece.file, piece.offset, piece.nbytes, piece.raw_nbytes)
-    if not all(type(one) is int and one >= 0 for one in numbers) or piece.file >= len(sizes):
+    if not set(map(type, numbers)) <= _WHOLE or min(numbers) < 0 or piece.file >= len(sizes):
         raise ValueError(f"a piece of {name!r:.200} is nowhere")
     if piece.offset + piece.nbytes > sizes[piece.file]:
         raise ValueError(f"a piece of {name!r:.200} lies outside its file")
@@ -123,7 +124,7 @@ def _check_piece(name: str, piece: Piece, sizes: Sequence[int]) -> None:
     if piece.codec == RAW and piece.raw_nbytes != piece.nbytes:
         raise ValueError(f"a piece of {name!r:.200} cannot have {piece.raw_nbytes} bytes")
     texts = (piece.digest, piece.codec, piece.base or "", piece.raw_digest or "", *piece.group)
-    if not all(type(one) is str for one in texts):
+    if not set(map(type, texts)) <= _TEXT:
         raise ValueError(f"a piece of {name!r:.200} has something that is no text")
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from math import isfinite, prod
 from typing import Any
 
-from ckpt_engine.errors import CorruptError
+from ckpt_engine.errors import CorruptError, MismatchError
 from ckpt_engine.store.container import item_bytes
 from ckpt_engine.store.fields import are_sizes, is_shape
 from ckpt_engine.store.manifest import Entry
 
 MAX_DEPTH = 210
 """Nodes inside each other. Writers stop at 200, and the trees of ranks lie two deeper."""
+REPEATED, FREE_BYTES = 64, 64 << 20
+"""A view is written out where that takes at most so many times its bytes, and so many more."""
 PAIRS = frozenset({"dict", "odict", "defaultdict", "counter", "mapping"})
 """Kinds whose items are pairs of a key and a value."""
 
@@ -31,18 +33,25 @@ def check(tree: Mapping[str, Any], entries: Mapping[str, Entry] | None) -> None:
         CorruptError: a node lacks what its kind has, or has it of another type or out of range; names its path.
     """
     # Without recursion: how deep it is nested is what has to be found out.
-    left: list[tuple[Any, Any, int]] = [(node, (key, ()), 1) for key, node in tree.items()]
+    left: list[tuple[Any, Any, int]] = [(tree, (), 0)]
     while left:
         node, where, depth = left.pop()
-        kind = type(node)
-        if kind is dict or kind is list:
-            if depth > MAX_DEPTH:
-                raise CorruptError(f"the state is nested deeper than {MAX_DEPTH} levels at {_show(where)}")
-            if kind is dict and "$" in node:
-                _check_node(node, where, entries)
-            left += [(child, (key, where), depth + 1) for key, child in _children(node)]
-        elif kind is float and not isfinite(node):
-            raise CorruptError(f"a number at {_show(where)} is not finite")
+        if depth > MAX_DEPTH:
+            raise CorruptError(f"the state is nested deeper than {MAX_DEPTH} levels at {_show(where)}")
+        children: Iterable[tuple[Any, Any]]
+        if type(node) is list:
+            children = enumerate(node)
+        elif "$" not in node or not depth:
+            children = node.items()
+        else:
+            _check_node(node, where, entries)
+            children = _children(node)
+        for key, child in children:
+            kind = type(child)
+            if kind is dict or kind is list:
+                left.append((child, (key, where), depth + 1))
+            elif kind is float and not isfinite(child):
+                raise CorruptError(f"a number at {_show((key, where))} is not finite")
 
 
 def entries_in(tree: Any) -> Iterator[str]:
@@ -58,16 +67,35 @@ def entries_in(tree: Any) -> Iterator[str]:
             left += reversed(node)
 
 
+def require_written_out(tree: Any, entries: Mapping[str, Entry]) -> None:
+    """Refuse views that repeat their elements so often that writing them out takes far more than they have.
+
+    Raises:
+        MismatchError: names the entry.
+    """
+    left = [tree]
+    while left:
+        node = left.pop()
+        if isinstance(node, list):
+            left += node
+        elif isinstance(node, dict):
+            left += node.values()
+            view = node.get("view") if node.get("$") == "tensor" else None
+            if view:
+                written = prod(view["shape"]) * (item_bytes(view["dtype"]) or 1)
+                nbytes = sum(piece.raw_nbytes for piece in entries[node["entry"]].pieces)
+                if written > REPEATED * nbytes + FREE_BYTES:
+                    raise MismatchError(
+                        f"a view of {node['entry']!r} repeats {nbytes:,} bytes until they are {written:,}",
+                        hint="`ckpt export --to torch` writes it as what it is",
+                    )
+
+
 def _children(node: Any) -> Iterator[tuple[Any, Any]]:
-    """What is right below a node, each with a key; scalars may be left out."""
-    if isinstance(node, list):
-        yield from enumerate(node)
-        return
+    """What is right below a node that has a kind, each with a key; scalars may be left out."""
     pairs = node.get("$") in PAIRS
     for key, value in node.items():
-        if "$" not in node:
-            yield key, value
-        elif key == "items" and isinstance(value, list):
+        if key == "items" and isinstance(value, list):
             yield from enumerate(chain.from_iterable(value) if pairs else value)
         elif key == "fields" and isinstance(value, dict):
             yield from value.items()

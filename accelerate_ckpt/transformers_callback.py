@@ -127,6 +127,11 @@ class TransformersCallback(TrainerCallback):
         self._folder = Path(tempfile.mkdtemp(prefix="ckpt-resume-"))
         (self._folder / _FILE).write_text(as_file(state), encoding="utf-8")
         internals.keep_weights()
+        if not self._imported:
+            batches = int(candidate.manifest.notes["batch"])
+            # Where passes are too short for a boundary within, that is at the start of the next one.
+            begins = state["global_step"] > 0 and not batches
+            internals.count_from(int(state["epoch"] or 0) + begins, batches)
         return str(self._folder)
 
     def _open(self, trainer: Trainer) -> tuple[Checkpointer, TrainerInternals]:

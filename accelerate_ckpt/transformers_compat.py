@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers.trainer
 from transformers import Trainer
+from transformers.trainer_utils import has_length
 
 from accelerate_ckpt.compat import PrivateName
 from ckpt_engine.errors import CkptError
@@ -32,6 +33,7 @@ _RUNNING_LOSS = "_tr_loss"  # 5.0 and later; a local variable of the loop before
 _LAST_LOGGED = "_globalstep_last_logged"
 _TOTAL_LOSS = "_total_loss_scalar"
 _FIRST_STEP = "_initial_global_step"
+_COUNTS = "_init_training_state"  # 5.0 and later; a part of the loop before
 
 
 def trainer_above() -> Trainer | None:
@@ -98,6 +100,22 @@ class TrainerInternals:
             return None
 
         self._replace("_load_from_checkpoint", load_nothing)
+
+    def count_from(self, epoch: int, batches: int) -> None:
+        """Training goes on in this pass over the data after so many of its batches. Undone by `unwrap`.
+
+        Where their number is not known the trainer takes all steps for one epoch, and would skip those of the passes
+        before in this one. Before 5.0 there is no place to tell it.
+        """
+        if has_length(self._trainer.train_dataset) or not hasattr(self._trainer, _COUNTS):
+            return
+        original = getattr(self._trainer, _COUNTS)
+
+        def init_training_state(*arguments: Any, **more: Any) -> tuple[int, int]:
+            original(*arguments, **more)
+            return epoch, batches
+
+        self._replace(_COUNTS, init_training_state)
 
     def skip_with(self, skip: Callable[[Any, int], Any]) -> None:
         """`skip(loader, batches)` runs instead of `skip_first_batches`, once. Undone by `unwrap`."""

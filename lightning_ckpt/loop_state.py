@@ -15,8 +15,8 @@ import torch
 from torchmetrics import Metric
 
 from ckpt_engine.observe.resume_report import NotRestored
-from ckpt_engine.snapshot import sharding
 from ckpt_engine.snapshot.arguments import numbers_among
+from ckpt_engine.tracking import gradients
 from lightning_ckpt.compat import Internals, metric_progress, set_metric_progress
 
 _META_FIELDS = (
@@ -182,17 +182,16 @@ def numbers(internals: Internals, limit: int = 64) -> dict[str, float]:
 # ---- gradients and flags
 
 
-def dump_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def dump_gradients(module: torch.nn.Module) -> dict[str, Any]:
     """The gradients accumulated so far, by parameter name; of DTensors what this rank has."""
-    return {name: sharding.here(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+    return {name: gradients.stored(p.grad) for name, p in module.named_parameters() if p.grad is not None}
 
 
-def restore_gradients(module: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> list[NotRestored]:
+def restore_gradients(module: torch.nn.Module, saved: Mapping[str, Any]) -> list[NotRestored]:
     """Put accumulated gradients back; must run after Lightning's `zero_grad` at the start of a run."""
     live = dict(module.named_parameters())
     for name, gradient in saved.items():
         if name in live:
-            part = gradient.to(live[name].device, copy=True)
-            live[name].grad = sharding.divided_like(live[name], part)
+            gradients.put_back(live[name], gradient)
     gone = [name for name in saved if name not in live]
     return [NotRestored(f"gradient of {name!r}", "the model has no such parameter now") for name in gone]

@@ -29,12 +29,13 @@ from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.preempt.rollback import Rollback
 from ckpt_engine.restore.load import Loaded
-from ckpt_engine.restore.match import require_match, tensor_shapes
+from ckpt_engine.restore.match import require_match
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.tracking import flags
 from ckpt_engine.tracking.ddp_order import not_restored
 from ckpt_engine.tracking.elastic import Elastic, elastic_of, require_ranks
 from ckpt_engine.tracking.packed import unpack
+from ckpt_engine.tracking.parts import own_extra_state, saved_shapes
 from ckpt_engine.tracking.report import ReportDraft, publish
 from ckpt_engine.tracking.rollback import Rollbacks
 from ckpt_engine.tracking.sharded import require_whole_gradients
@@ -155,6 +156,9 @@ class Resume:
             )
         if live is not None:
             sharded.restore(self._trainer, state)
+        for key in ("state_dict", "current_model_state"):
+            if key in state:
+                state[key] = own_extra_state(state[key])
         self._internals.hand_over(state, f"{self._checkpointer.root_url}#{loaded.info.id}")
         if self._loaders is None:
             _log.info("loaded the weights of snapshot %s (step %d)", loaded.info.id, loaded.info.step)
@@ -229,7 +233,7 @@ class Resume:
         if is_overridden("on_load_checkpoint", module):
             return  # the user's hook may well convert the old weights
         expected = sharded.shapes(self._trainer, module)
-        found = tensor_shapes(manifest, ("state_dict",))
+        found = saved_shapes(manifest, "state_dict")
         if not module.strict_loading:
             common = expected.keys() & found.keys()
             expected = {name: shape for name, shape in expected.items() if name in common}

@@ -17,7 +17,7 @@ from ckpt_engine.config import Config
 from ckpt_engine.config.live import LiveFile
 from ckpt_engine.config.status import Status
 from ckpt_engine.data.exactness import OnChange
-from ckpt_engine.errors import CkptError, DivergedError, LeaseHeldError, StorageError, WriterError
+from ckpt_engine.errors import CkptError, DivergedError, LeaseHeldError, StorageError, UnstorableLeafError, WriterError
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
@@ -438,8 +438,10 @@ class FitRun:
                 },
                 durable=durable,
             )
-        except (StorageError, WriterError) as err:
-            if isinstance(err, LeaseHeldError) or self._config.on_error == "raise":
+        except (StorageError, WriterError, UnstorableLeafError) as err:
+            # At the start it is for the user to mend now; later it must not end a long run.
+            wrong = isinstance(err, UnstorableLeafError) and self._saved_step is None
+            if wrong or isinstance(err, LeaseHeldError) or self._config.on_error == "raise":
                 raise
             _log.error("no snapshot of step %d: %s", step, err)
             self.cadence.skipped(step, "error")
@@ -451,6 +453,7 @@ class FitRun:
         stall = time.perf_counter() - began
         if durable:
             self._asked, self._saved_step = False, step
+            self._announced_optimizers |= self._optimizers_have_state
             self.cadence.taken(step, stall)
         else:
             self.cadence.held(step, stall)
@@ -492,9 +495,12 @@ class FitRun:
         """Make the arena ready in the background; again once the optimizers have their state."""
         if self._announced_optimizers:
             return
-        has_state = any(optimizer.state for optimizer in self._trainer.optimizers)
-        if has_state or self._internals.batches_in_total == 1 or self.resume.pending:
-            self._announced_optimizers = has_state
+        if self._optimizers_have_state or self._internals.batches_in_total == 1 or self.resume.pending:
+            self._announced_optimizers = self._optimizers_have_state
             state = self._state(Kind.PLAIN)
             self.checkpointer.prepare(state, lazy=self._lazy, share=self._prepare_share)
             self.cadence.announce(self.checkpointer.snapshot_bytes)
+
+    @property
+    def _optimizers_have_state(self) -> bool:
+        return any(optimizer.state for optimizer in self._trainer.optimizers)

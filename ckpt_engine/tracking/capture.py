@@ -12,6 +12,7 @@ from ckpt_engine.data import rng
 from ckpt_engine.snapshot.flat import FlatPart
 from ckpt_engine.snapshot.sharding import here
 from ckpt_engine.tracking.ddp_order import GradientOrder, wrappers_of
+from ckpt_engine.tracking.gradients import stored
 from ckpt_engine.tracking.packed import Packer
 from ckpt_engine.tracking.parts import OWN_KEY, Parts, managed
 
@@ -62,7 +63,7 @@ class Capture:
             self._order = GradientOrder(wrappers_of(self._parts.modules.values()))
         return self._order.state()
 
-    def gradients(self, stepped: set[int]) -> dict[str, dict[str, torch.Tensor]]:
+    def gradients(self, stepped: set[int]) -> dict[str, dict[str, Any]]:
         """Gradients that wait for an optimizer step.
 
         Args:
@@ -77,7 +78,7 @@ class Capture:
             for name, module in self._parts.modules.items()
             if (
                 found := {
-                    key: here(p.grad) for key, p in module.named_parameters() if id(p) in ids and p.grad is not None
+                    key: stored(p.grad) for key, p in module.named_parameters() if id(p) in ids and p.grad is not None
                 }
             )
         }

@@ -76,9 +76,13 @@ class Elastic:
         """
         whole = {name: p.shape for name, p in module.named_parameters() if here(p) is p}
         found = {name: [one[name] for one in saved] for name in saved[0] if all(name in one for one in saved)}
-        divided = [name for name, parts in found.items() if any(part.shape != whole.get(name) for part in parts)]
+        divided = [
+            name
+            for name, parts in found.items()
+            if any(not isinstance(part, torch.Tensor) or part.shape != whole.get(name) for part in parts)
+        ]
         gone = [name for name in saved[0] if name not in found]
-        why = "it is divided among the ranks, or not all have it: it is left out of the next step"
+        why = "it is sparse, divided among the ranks, or not all have it: it is left out of the next step"
         missing = [NotRestored(f"gradient of {name!r}", why) for name in (*divided, *gone)]
         return {name: _mean(parts) for name, parts in found.items() if name not in divided}, missing
 

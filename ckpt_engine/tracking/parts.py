@@ -10,11 +10,14 @@ from torch import nn
 
 from ckpt_engine.errors import ConfigError, MismatchError
 from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.restore.match import tensor_shapes
 from ckpt_engine.snapshot.flat import FlatPart
+from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.tracking.fsdp1 import FlatModels, flat_models
 from ckpt_engine.tracking.weights import into_own_memory, own_copy
 
 OWN_KEY = "ckpt_engine"
+_EXTRA_STATE = "_extra_state"
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -122,6 +125,7 @@ def put_back(name: str, value: Any, saved: Any, flat: FlatModels | None = None) 
         MismatchError: the object refuses the state.
     """
     mine = isinstance(value, nn.Module | torch.optim.Optimizer)  # both copy, or are copied afterwards
+    saved = own_extra_state(saved) if isinstance(value, nn.Module) else saved
     try:
         if flat is not None and isinstance(value, nn.Module):
             flat.load(value, saved)
@@ -136,13 +140,30 @@ def put_back(name: str, value: Any, saved: Any, flat: FlatModels | None = None) 
         ) from err
 
 
+def own_extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's state where modules may keep what `set_extra_state` gets: torch hands it on as it is."""
+    return {key: own_copy(value) if key.endswith(_EXTRA_STATE) else value for key, value in state.items()}
+
+
 def weight_shapes(module: nn.Module, flat: FlatModels | None = None) -> Shapes:
     """Shapes of the tensors of a model's state; lazy ones have none yet."""
-    return {
-        key: tuple(value.shape)
-        for key, value in state_of(module, flat).items()
-        if isinstance(value, FlatPart) or (isinstance(value, torch.Tensor) and not nn.parameter.is_lazy(value))
-    }
+    return _without_extra_state(
+        {
+            key: tuple(value.shape)
+            for key, value in state_of(module, flat).items()
+            if isinstance(value, FlatPart) or (isinstance(value, torch.Tensor) and not nn.parameter.is_lazy(value))
+        }
+    )
+
+
+def saved_shapes(manifest: Manifest, component: str) -> Shapes:
+    """The same of a model in a snapshot."""
+    return _without_extra_state(tensor_shapes(manifest, (component,)))
+
+
+def _without_extra_state(shapes: Shapes) -> Shapes:
+    """What `get_extra_state` returns may be of another shape each time; `set_extra_state` decides what fits."""
+    return {key: shape for key, shape in shapes.items() if not key.split("/")[0].endswith(_EXTRA_STATE)}
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:

@@ -18,8 +18,7 @@ from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.restore.as_rank import as_rank
 from ckpt_engine.restore.load import Loaded
-from ckpt_engine.restore.match import require_match, tensor_shapes
-from ckpt_engine.snapshot.sharding import divided_like
+from ckpt_engine.restore.match import require_match
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.tracking import flags
 from ckpt_engine.tracking.capture import OWN_VERSION
@@ -27,8 +26,9 @@ from ckpt_engine.tracking.ddp_order import GradientOrder, not_restored, wrappers
 from ckpt_engine.tracking.elastic import Elastic, elastic_of, numbers_of, require_ranks
 from ckpt_engine.tracking.engine import Engine
 from ckpt_engine.tracking.feed import Feed
+from ckpt_engine.tracking.gradients import put_back
 from ckpt_engine.tracking.packed import unpack
-from ckpt_engine.tracking.parts import OWN_KEY, Parts
+from ckpt_engine.tracking.parts import OWN_KEY, Parts, saved_shapes
 from ckpt_engine.tracking.report import ReportDraft, publish
 from ckpt_engine.tracking.sharded import any_sharded, live_of, require_whole_gradients
 from ckpt_engine.tracking.surroundings import Surroundings
@@ -263,7 +263,7 @@ class Resume:
             live = {} if module is None else dict(module.named_parameters())
             for name, gradient in gradients.items():
                 if name in live:
-                    live[name].grad = divided_like(live[name], gradient.to(live[name].device, copy=True))
+                    put_back(live[name], gradient)
                 else:
                     missing.append(NotRestored(f"gradient of {name!r}", "the model has no such parameter now"))
         return missing
@@ -302,7 +302,7 @@ class Resume:
                 hint="give this run its own folder, or use Checkpointer.load",
             )
         for name, expected in self._parts.shapes().items():
-            found = tensor_shapes(manifest, (name,))
+            found = saved_shapes(manifest, name)
             if IMPORTED in manifest.notes:
                 found = with_tied(self._parts.modules[name], found)
             require_match(expected, found, what=f"model ({name!r})", snapshot=manifest.info.id)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_engine.errors import LeaseHeldError, StorageError, WriterError
+from ckpt_engine.errors import LeaseHeldError, StorageError, UnstorableLeafError, WriterError
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.snapshot.handle import SaveHandle
 from ckpt_engine.tracking.engine import Engine
@@ -26,6 +26,7 @@ class Taker:
         self._engine = engine
         self._cadence = cadence
         self._log = log
+        self._took = False
 
     def take(self, state: Callable[[], Any], *, step: int, durable: bool, **options: Any) -> SaveHandle | None:
         """A snapshot of `step`; None: there is none, and that was said.
@@ -39,12 +40,14 @@ class Taker:
         Raises:
             LeaseHeldError: another process writes this run.
             StorageError, WriterError: with `on_error: raise`, as `Checkpointer.save`.
+            UnstorableLeafError: the same, and if it is the first one: then it is for the user to mend now.
         """
         began = time.perf_counter()
         try:
             handle = self._engine.save(state(), step=step, durable=durable, **options)
-        except (StorageError, WriterError) as err:
-            if isinstance(err, LeaseHeldError) or self._engine.config.on_error == "raise":
+        except (StorageError, WriterError, UnstorableLeafError) as err:
+            wrong = isinstance(err, UnstorableLeafError) and not self._took
+            if wrong or isinstance(err, LeaseHeldError) or self._engine.config.on_error == "raise":
                 raise
             self._log.error("no snapshot of step %d: %s", step, err)
             self._cadence.skipped(step, "error")
@@ -54,6 +57,7 @@ class Taker:
             if durable:
                 self._cadence.skipped(step, "busy")
             return None
+        self._took = True
         if durable:
             self._cadence.taken(step, stall)
         else:

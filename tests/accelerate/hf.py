@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import string
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from accelerate_ckpt import TransformersCallback
@@ -35,6 +35,21 @@ class Text(Dataset[Any]):
         piece = self.pieces[index].clone()
         piece[int(torch.randint(LENGTH, ()))] = 0
         return {"input_ids": piece, "labels": piece}
+
+
+class Endless(IterableDataset[Any]):
+    """The same in an order of each pass, which is told as HF's streaming data sets are told; of unknown length."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        text = Text()
+        order = torch.randperm(len(text.pieces), generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        return (text[index] for index in order)
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]
@@ -64,6 +79,7 @@ def train_hf(
     overflows: int = 0,
     asks: bool = True,
     late: bool = False,
+    data: Callable[[], Any] | None = None,
 ) -> Outcome:
     """One process; without options there is no callback of ours.
 
@@ -71,6 +87,7 @@ def train_hf(
         asks: the script passes `resume_from`.
         late: the callback is added to a trainer that was made without it.
         overflows: with so many steps at first that a GradScaler skips.
+        data: makes the training data.
     """
     seed_everything(seed)
     transformers.logging.set_verbosity_error()
@@ -111,7 +128,7 @@ def train_hf(
                     **arguments,
                 },
             ),
-            train_dataset=Text(),
+            train_dataset=Text() if data is None else data(),
             eval_dataset=Text(8),
             callbacks=[*([] if late else ours), recorder, *patience],
         )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from accelerate_ckpt import TransformersCallback
-from tests.accelerate.hf import train_hf
+from tests.accelerate.hf import Endless, train_hf
 from tests.tracking.runs import every_boundary, only, report, resume_only, saved
 
 CASES: dict[str, dict[str, Any]] = {
@@ -56,6 +56,31 @@ def assert_resumes(name: str, tmp_path: Path, share: int) -> None:
 def test_the_trainer_resumes_exactly(tmp_path: Path) -> None:
     """The callback leaves the run as it is; boundaries in the middle resume it."""
     assert_resumes("accumulation with a remainder", tmp_path, 3)  # one of them is between two logs
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_steps": 15, "gradient_accumulation_steps": 2},
+        pytest.param({"max_steps": 15}, marks=pytest.mark.slow),
+        pytest.param({"max_steps": 8, "dataloader_num_workers": 1}, marks=pytest.mark.slow),
+        pytest.param({"max_steps": 5, "per_device_train_batch_size": 22}, marks=pytest.mark.slow),
+    ],
+)
+def test_data_of_unknown_length_resumes_beyond_its_first_pass(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """transformers takes all steps for one epoch there, and would skip the passes before in the current one."""
+    reference = train_hf(arguments, None, tmp_path / "out", data=Endless)
+    watched = train_hf(arguments, every_boundary(tmp_path / "run"), tmp_path / "out", data=Endless)
+    assert watched.trace == reference.trace
+    snapshots = [one for one in saved(tmp_path / "run") if one.reason != "end"]
+    assert snapshots[-1].epoch >= 1
+    for number, snapshot in enumerate((snapshots[1], snapshots[-2], snapshots[-1])):
+        root = only(tmp_path / "run", snapshot, tmp_path / str(number))
+        resumed = train_hf(arguments, resume_only(root), tmp_path / "out", seed=11, data=Endless)
+        where = f"step {snapshot.step}, epoch {snapshot.epoch}, batch {snapshot.batch}"
+        assert resumed.trace, where
+        assert resumed.trace == reference.trace[len(reference.trace) - len(resumed.trace) :], where
+        assert resumed.digest == reference.digest, where
 
 
 def test_a_copy_has_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

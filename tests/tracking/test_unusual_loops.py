@@ -304,3 +304,35 @@ def test_a_loader_that_the_script_drops_lives_as_long_as_it_is_tracked(tmp_path:
     del run.loader
     run.end()
     assert saved(tmp_path)[-1].reason == "end"
+
+
+class Growing(Net):
+    """Its extra state is a tensor that grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.zeros(1)
+
+    def get_extra_state(self) -> Any:
+        return self.seen
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state
+
+
+def test_extra_state_that_grows_fits(tmp_path: Path) -> None:
+    """`set_extra_state` decides; and the model may keep what it gets."""
+    for number in range(3):
+        model = Growing()
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        loader = DataLoader(Augmented(), batch_size=BATCH)
+        with Checkpointer(str(tmp_path), every_n_steps=1, writer="thread") as ckpt:
+            run = ckpt.track(model=model, optimizer=optimizer, loader=loader)
+            assert model.seen.tolist() == [float(i) for i in range(run.global_step + 1)]
+            for _ in range(run.epoch, number + 1):
+                for x, y, _ in loader:
+                    model.seen = torch.cat([model.seen, model.seen[-1:] + 1])
+                    ((model(x) - y) ** 2).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert len(model.seen) == 19

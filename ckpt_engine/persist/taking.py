@@ -7,15 +7,17 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from ckpt_engine.errors import FormatError, StorageMissingError
+from ckpt_engine.errors import CkptError, FormatError, StorageMissingError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.observe.units import duration
 from ckpt_engine.persist.job import History, WriterConfig
-from ckpt_engine.store.lease import Holder, read_holder
+from ckpt_engine.store.lease import Holder, acquire, read_holder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.local import LocalStorage
 
 
 def waiting(
@@ -39,11 +41,15 @@ def waiting(
     return pause
 
 
+def _is_gone(other: Holder) -> bool:
+    return other.host == socket.gethostname() and not Path(f"/proc/{other.pid}").exists()
+
+
 def _waits_for(other: Holder, me: Holder, url: str, seconds: float) -> Notice:
     wait = duration(seconds)
     if other.is_process_of(me):
         return Notice("INFO", f"another writer of this process still finishes at {url}; waiting for it, at most {wait}")
-    if other.host == socket.gethostname() and not Path(f"/proc/{other.pid}").exists():
+    if _is_gone(other):
         return Notice(
             "INFO", f"process {other.pid} is gone, its writer still finishes at {url}; waiting for it, at most {wait}"
         )
@@ -52,6 +58,18 @@ def _waits_for(other: Holder, me: Holder, url: str, seconds: float) -> Notice:
         f"the run at {url} is being written by {other}; waiting for its end, at most {wait}; `ckpt stop {url}` on "
         f"{other.host} lets it save and end, or give this run another folder",
     )
+
+
+def let_finish(storage: LocalStorage, seconds: float, emit: Callable[[Event], object]) -> None:
+    """Wait at most `seconds` for the writer of a trainer that is gone: what it still makes durable counts for a resume.
+
+    A writer that was killed too, or whose trainer lives or is on another machine, is not waited for.
+    """
+    other, me = read_holder(storage), Holder.current()
+    if other is None or not _is_gone(other):
+        return
+    with suppress(CkptError):  # then somebody else goes on there, or nothing can be written
+        acquire(storage, me, seconds, pause=waiting(storage, me, seconds, emit)).release()
 
 
 def history_of(repository: Repository) -> History | None:

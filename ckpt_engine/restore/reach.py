@@ -7,6 +7,7 @@ from typing import Any
 
 from ckpt_engine.config import Config
 from ckpt_engine.observe.events import Event
+from ckpt_engine.persist.taking import let_finish
 from ckpt_engine.ranks.session import START_SECONDS, Session
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore import shares, together
@@ -18,9 +19,10 @@ from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.store.lines import continued
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
 
-ATTACH_SECONDS = 60.0
+ATTACH_SECONDS = FINISH_SECONDS = 60.0
 
 
 class Reach:
@@ -57,6 +59,7 @@ class Reach:
                 self.attach()
                 found = together.load(self._session, self.places, step, **how)
             else:
+                self._let_finish()
                 found = restore.load(self.places(), step, **how)
             self._pipeline.lineage.looked(0 if found is None else found.newest_seq)
             if found is not None:
@@ -64,6 +67,14 @@ class Reach:
         finally:
             self.detach()
         return found
+
+    def _let_finish(self) -> None:
+        """Before this process has the lease: the writer of a dead trainer may be about to make something newer."""
+        nearest = self._config.tiers[0]
+        if self._config.memory is None and nearest.is_folder and not self._pipeline.started:
+            storage = open_storage(nearest.url, nearest.for_storage())
+            if isinstance(storage, LocalStorage):
+                let_finish(storage, FINISH_SECONDS, self._emit)
 
     def go_on_after(self, info: SnapshotInfo) -> None:
         """See `Checkpointer.go_on_after`."""

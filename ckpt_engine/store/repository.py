@@ -259,9 +259,7 @@ class Repository:
         found = [(item, layout.data_owner(item.name)) for item in self.storage.list(layout.DATA)]
         listed = self._manifests()
         own = {name for parsed, _ in listed for name in self._files.get(parsed.id, ())}
-        loose = [
-            (item, owner) for item, owner in found if owner and owner.id not in in_flight and item.name not in own
-        ]
+        loose = [(item, owner) for item, owner in found if owner and owner.id not in in_flight and item.name not in own]
         if not loose:
             return Garbage((), (), ())
         needed, damaged = self._references(listed)

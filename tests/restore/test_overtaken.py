@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,12 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import OvertakenError
+from ckpt_engine.observe.events import Event, Notice
+from ckpt_engine.observe.log import LogSink
+from ckpt_engine.store.lease import Holder, LocalLease, acquire
 from ckpt_engine.store.lines import branches
 from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.storage.local import LocalStorage
 
 WAIT_SECONDS = 60.0
 
@@ -176,3 +182,43 @@ def test_a_further_tier_leaves_the_line_of_another_job_alone(tmp_path: Path) -> 
             save(first, *range(2, 8))
         save(late, 20, 30, 40)
     assert {6, 7, 30, 40} <= set(steps(far))
+
+
+def lease_of_the_dead(root: Path) -> LocalLease:
+    """The lease of a run whose trainer is gone, still locked by its writer."""
+    gone = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True, timeout=60)
+    lease = acquire(LocalStorage(root), Holder(int(gone.stdout), socket.gethostname(), 0.0, "train.py"))
+    assert isinstance(lease, LocalLease)
+    return lease
+
+
+def test_a_load_waits_for_the_writer_of_a_dead_trainer(tmp_path: Path) -> None:
+    """What that still makes durable is what the run goes on from, instead of being overtaken by it."""
+    with job(tmp_path) as ckpt:
+        save(ckpt, 1, 2)
+    newest = next(tmp_path.glob(f"snapshots/{there(tmp_path)[-1].id}*"))
+    manifest = newest.read_bytes()
+    newest.unlink()
+    lease, late = lease_of_the_dead(tmp_path), job(tmp_path)
+
+    class Finishes(LogSink):
+        def emit(self, event: Event) -> None:
+            if isinstance(event, Notice) and "its writer still finishes" in event.message:
+                newest.write_bytes(manifest)
+                lease.release()
+
+    late.events = Finishes()
+    assert late.load()["step"] == 2  # type: ignore[index]
+    save(late, 3)
+    late.close()
+    assert steps(tmp_path) == [2, 3]
+
+
+def test_a_load_does_not_wait_for_a_writer_that_was_killed_too(tmp_path: Path) -> None:
+    """The lease still names its trainer, and is free."""
+    with job(tmp_path) as ckpt:
+        save(ckpt, 1)
+    lease_of_the_dead(tmp_path)._drop_in_child()
+    with job(tmp_path) as late:
+        assert late.load()["step"] == 1  # type: ignore[index]
+        save(late, 2)

@@ -30,6 +30,7 @@ from ckpt_engine.persist.watched import Source
 from ckpt_engine.store import layout
 from ckpt_engine.store.collect import collect, make_room, prune
 from ckpt_engine.store.lease import Holder, Lease, acquire
+from ckpt_engine.store.lines import branch_id
 from ckpt_engine.store.manifest import Line, SnapshotInfo
 from ckpt_engine.store.recode import Tally, copy_encoded
 from ckpt_engine.store.recode_plan import plan
@@ -121,7 +122,7 @@ class Tier:
         self._lease: Lease | None = None
         self._repository: Repository | None = None
         self._damaged: set[tuple[str, str]] = set()
-        self._unpruned = False
+        self._unpruned = self._said = False
         self._done: set[str] = set()
         """What was sent, or did not fit: it is not sent again when a limit removes it."""
         self._guard = threading.Lock()
@@ -146,11 +147,13 @@ class Tier:
         assert self._lease is not None
         self.copies.progress.moved(LEASE_SECONDS)
         self._lease.check()
-        there = self._of_line(repository.list())
+        infos = repository.list()
+        there = self._of_line(infos)
         self.newest = there[-1] if there else None
         if self._unpruned and self.newest is not None:
             self._prune(repository, self.newest.id)
         near = self._near()
+        self._say_what_stays([info for info in infos if info.id not in near])
         wanted = self._wanted([found.info for found in near.values() if found.info.id not in self._done], there)
         self.waiting = tuple(wanted)
         if not wanted:
@@ -231,6 +234,23 @@ class Tier:
                 lease.release()
             except (CkptError, OSError) as err:
                 self._say(f"the lease of {self.url} could not be given back: {ErrorRecord.of(err).message}")
+
+    def _say_what_stays(self, only_here: Sequence[SnapshotInfo]) -> None:
+        """Once: what other jobs have made here. Of what nearer tiers have too the trainer says it."""
+        line = self.line
+        if line is None or self._said:
+            return
+        self._said = True
+        ours = {attempt for attempt, _ in line.before}
+        others = [
+            info
+            for info in only_here
+            if not line.has(info) and (not ours or ours & {info.line.attempt, *(one for one, _ in info.line.before)})
+        ]
+        if others:
+            remove = f"`ckpt prune {self.url} --branch {branch_id(others[-1].line)}`"
+            many = f"{len(others):,} snapshots of another job, up to step {others[-1].step:,}"
+            self._say(f"{self.url} has {many}: they stay until {remove} removes them")
 
     def _of_line(self, infos: Sequence[SnapshotInfo]) -> list[SnapshotInfo]:
         """Those of the trainer's line, once that is known: what others have there is no reason to copy less."""

@@ -166,8 +166,9 @@ def test_snapshots_without_a_line_are_one_that_the_first_resume_continues(tmp_pa
     assert steps(tmp_path) == [8, 9, 4, 5]
 
 
-def test_a_further_tier_leaves_the_line_of_another_job_alone(tmp_path: Path) -> None:
-    """Two jobs on two machines resume the same snapshot from the tier that both copy to: each one's newest stay."""
+def test_a_further_tier_leaves_the_line_of_another_job_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Two jobs on two machines resume the same snapshot from the tier that both copy to: each one's newest stay, and
+    that is said once."""
     far = tmp_path / "far"
 
     def on(machine: str) -> Checkpointer:
@@ -181,6 +182,9 @@ def test_a_further_tier_leaves_the_line_of_another_job_alone(tmp_path: Path) -> 
             first.load()
             save(first, *range(2, 8))
         save(late, 20, 30, 40)
+    said = [record.getMessage() for record in caplog.records if "snapshots of another job" in record.getMessage()]
+    assert len(said) == 1
+    assert "up to step 7" in said[0]
     assert {6, 7, 30, 40} <= set(steps(far))
 
 

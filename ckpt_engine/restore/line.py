@@ -10,6 +10,9 @@ from ckpt_engine.restore.load import Loaded
 from ckpt_engine.store.lines import continued
 from ckpt_engine.store.repository import Repository
 
+TIDY_FROM = 16
+"""A line that names so many attempts is looked through for those that have left nothing."""
+
 
 def before_of(
     found: Loaded, where: Sequence[Repository], *, newest: bool, back: bool = False
@@ -20,14 +23,18 @@ def before_of(
         newest: it was asked for the newest usable one: what is newer cannot be used.
         back: what is newer is to be left: the run has diverged in it.
     """
-    if found.newest_seq <= found.info.seq:
+    is_newest = found.newest_seq <= found.info.seq
+    if is_newest and len(found.info.line.before) < TIDY_FROM:
         return continued(found.info, (), ())
     try:
-        newer = [info for info in places.snapshots(where) if info.seq > found.info.seq]
+        there = places.snapshots(where)
     except CkptError:
-        return ()  # who knows what there is
+        return continued(found.info, (), ()) if is_newest else ()  # who knows what there is
+    newer = [info for info in there if info.seq > found.info.seq]
     superseded = {info.id for info in newer} if back else _damaged(found) if newest else set()
-    return continued(found.info, newer, superseded)
+    before = continued(found.info, newer, superseded)
+    left = {info.line.attempt for info in there}
+    return before if found.away else tuple(one for one in before if one[0] in left)
 
 
 def _damaged(found: Loaded) -> set[str]:

@@ -15,6 +15,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.errors import OvertakenError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.observe.log import LogSink
+from ckpt_engine.restore.line import TIDY_FROM
 from ckpt_engine.store.lease import Holder, LocalLease, acquire
 from ckpt_engine.store.lines import branches
 from ckpt_engine.store.manifest import SnapshotInfo
@@ -226,3 +227,18 @@ def test_a_load_does_not_wait_for_a_writer_that_was_killed_too(tmp_path: Path) -
     with job(tmp_path) as late:
         assert late.load()["step"] == 1  # type: ignore[index]
         save(late, 2)
+
+
+def test_attempts_that_have_left_nothing_are_not_named_for_ever(tmp_path: Path) -> None:
+    """After many restarts a line names about as many attempts as have snapshots, and retention still sees them all."""
+    for number in range(1, TIDY_FROM + 6):
+        with job(tmp_path, keep={"last": 1, "every_n_steps": 10}) as ckpt:
+            ckpt.load()
+            save(ckpt, number)
+    found = there(tmp_path)
+    assert [info.step for info in found] == [10, 20, 21]
+    assert len(found[-1].line.before) < TIDY_FROM
+    with job(tmp_path, keep={"last": 1}) as ckpt:
+        ckpt.load()
+        save(ckpt, 30)
+    assert steps(tmp_path) == [30]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +18,7 @@ from ckpt_engine.store import fields, layout
 from ckpt_engine.store.lease import Holder
 from ckpt_engine.store.sealed import seal, unseal
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.local import TEMP, LocalStorage
 
 WORKING = "working"
 AWAY = "away"
@@ -52,6 +54,7 @@ class TierStatus:
     encoding: str | None = None
 
 
+_ATTEMPTS = 20
 _NAMED = 3
 _IDLE_SECONDS = 60.0
 
@@ -99,8 +102,7 @@ class StatusFile:
 
     def __init__(self, root: str, pid: int, host: str) -> None:
         self._path = Path(root) / layout.STATUS
-        # One name for all writers, replaced by the next: what looks like an interrupted put is swept meanwhile.
-        self._temporary = Path(root) / f".tmp-{layout.STATUS}"
+        self._root = root
         self._pid = pid
         self._host = host
 
@@ -111,15 +113,28 @@ class StatusFile:
             OSError: from the disk; the earlier status stays.
         """
         status = WriterStatus(self._pid, self._host, time.time(), ended, tuple(tiers))
-        try:
-            # A link of this name, or what an earlier writer left, is removed and not written to.
-            self._temporary.unlink(missing_ok=True)
-            with self._temporary.open("xb") as file:
-                file.write(seal(dataclasses.asdict(status)) + b"\n")
-            self._temporary.replace(self._path)
-        except OSError:
-            self._temporary.unlink(missing_ok=True)
-            raise
+        text = seal(dataclasses.asdict(status)) + b"\n"
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            try:
+                self._replace(text)
+            except (BlockingIOError, FileNotFoundError):  # a sweep came between the making and the lock
+                if not attempts_left:
+                    raise
+            else:
+                return
+
+    def _replace(self, text: bytes) -> None:
+        """In the form of an interrupted put: locked it is left alone, and swept if this process dies."""
+        temporary = Path(self._root, f"{TEMP}{os.urandom(8).hex()}-{layout.STATUS}")
+        with temporary.open("xb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                file.write(text)
+                file.flush()
+                temporary.replace(self._path)
+            except OSError:
+                temporary.unlink(missing_ok=True)
+                raise
 
 
 class StatusWriter:

@@ -251,7 +251,11 @@ class LocalLease:
 
 def _write_text(fd: int, text: bytes) -> None:
     """Replace what the lease file says. On a full disk the lock alone must do, or nothing could be pruned."""
-    padded = text.ljust(max(_TEXT_BYTES, os.fstat(fd).st_size - 1)) + b"\n"
+    nbytes = os.fstat(fd).st_size
+    if nbytes > layout.SMALL_BYTES:  # no lease of ours, and more than is to be written or read
+        os.ftruncate(fd, _TEXT_BYTES + 1)
+        nbytes = _TEXT_BYTES + 1
+    padded = text.ljust(max(_TEXT_BYTES, nbytes - 1)) + b"\n"
     try:
         os.pwrite(fd, padded, 0)  # in place and never shorter: needs no new block
         os.fsync(fd)  # on NFS no other machine sees it before

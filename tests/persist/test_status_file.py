@@ -6,6 +6,8 @@ import json
 import threading
 from pathlib import Path
 
+import pytest
+
 from ckpt_engine.persist.status import WORKING, StatusFile, TierStatus, read_status
 from ckpt_engine.store.sealed import seal
 from ckpt_engine.store.storage.local import LocalStorage
@@ -30,6 +32,24 @@ def test_a_sweep_of_the_folder_does_not_take_the_status_that_is_being_written(tm
         thread.join(60)
     assert read_status(storage) is not None
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_what_a_killed_writer_leaves_of_a_status_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a status is no more than any other interrupted write, and is gone after the next collection."""
+
+    class KilledError(BaseException):
+        pass
+
+    def die(*_: object) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", die)
+        with pytest.raises(KilledError):
+            StatusFile(str(tmp_path), 1, "host").write([])
+    assert len(list(tmp_path.iterdir())) == 1
+    assert LocalStorage(tmp_path).sweep() > 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_newer_writer_says_more_is_passed_over(tmp_path: Path) -> None:

@@ -223,11 +223,13 @@ def test_no_put_writes_through_a_link(tmp_path: Path, victim: Path) -> None:
 
 
 def test_the_status_is_not_written_through_a_link(tmp_path: Path, victim: Path) -> None:
-    """The name of its temporary file is known to everybody."""
+    """Neither through one of its own name nor of the name that its temporary file once had."""
     root = tmp_path / "run"
     root.mkdir()
     for make in (lambda path: path.symlink_to(victim), os.mkfifo):
-        make(root / f".tmp-{layout.STATUS}")
+        for name in (f".tmp-{layout.STATUS}", layout.STATUS):
+            (root / name).unlink(missing_ok=True)
+            make(root / name)
         assert _within_time(lambda: StatusFile(str(root), 1, "here").write([])) is None
         assert stat.S_ISREG((root / layout.STATUS).lstat().st_mode)
         status = read_status(LocalStorage(root))

@@ -53,6 +53,10 @@ def nonempty_text(value: object) -> str:
     """
     if not isinstance(value, str) or not value.strip():
         raise ValueError("must be a text that is not empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be a text that has bytes in UTF-8, without lone surrogates") from None
     return value
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ckpt_engine.config.models import Config
-from ckpt_engine.config.problems import Origin, Problem, explain, plain_values
+from ckpt_engine.config.problems import Origin, Problem, explain, plain_values, shown
 from ckpt_engine.config.yaml_file import read_document
 from ckpt_engine.errors import ConfigError
 
@@ -58,14 +58,14 @@ def _read(source: Source) -> tuple[Mapping[Any, Any], Origin]:
         return source.options(), Origin("options")
     if isinstance(source, Mapping):
         return source, Origin("options")
-    if not isinstance(source, str | os.PathLike) or not isinstance(os.fspath(source), str):
+    text = _text_of(source)
+    if text is None:
         raise ConfigError(
-            f"a {type(source).__name__} cannot be read as options: {source!r:.60}",
+            f"a {type(source).__name__} cannot be read as options: {shown(source)}",
             hint="give the path of a YAML file, a folder or storage URL, or a mapping",
         )
-    text = os.fspath(source)
     path = Path(text)
-    if path.suffix.lower() not in _YAML_SUFFIXES or "://" in text or path.is_dir():
+    if not text.isprintable() or path.suffix.lower() not in _YAML_SUFFIXES or "://" in text or path.is_dir():
         return {"tiers": text}, Origin("options")
     if not path.exists():
         raise ConfigError(f"{text}: no such file", hint="paths are relative to the working directory")
@@ -73,6 +73,15 @@ def _read(source: Source) -> tuple[Mapping[Any, Any], Origin]:
     if document.value is not None and not isinstance(document.value, Mapping):
         raise ConfigError(f"{text}: must contain a mapping such as 'tiers: /data/run1', not a bare value or list")
     return document.value or {}, Origin(text, document.lines)
+
+
+def _text_of(source: object) -> str | None:
+    """The text of a path or URL; None: it is neither."""
+    try:
+        text = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+    except Exception:  # noqa: BLE001 - of a class of the user's
+        return None
+    return text if isinstance(text, str) else None
 
 
 def _error(problems: list[Problem]) -> ConfigError:

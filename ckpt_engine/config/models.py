@@ -56,6 +56,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 def _location(value: object) -> str:
     """A storage URL or `memory` as given, or a folder as an absolute path (of the working directory, `~` expanded)."""
     text = nonempty_text(value)
+    if "\0" in text:
+        raise ValueError("must not contain a zero byte")
     scheme = _SCHEME.match(text)
     if text == MEMORY:
         return text

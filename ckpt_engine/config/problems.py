@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import decimal
 import difflib
+import fractions
+import math
 import os
 import typing
 from collections.abc import Mapping, Sequence
@@ -65,18 +68,33 @@ def plain_values(value: Any, path: KeyPath, origin: Origin, problems: list[Probl
         return None
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_unset=True)
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
+    try:
+        value = _plain_number(value)
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+    except Exception as err:  # noqa: BLE001 - of a class of the user's
+        problems.append(Problem(origin, path, f"a {type(value).__qualname__} cannot be read: {err!r:.80}"))
+        return None
     if isinstance(value, Mapping):
         plain = {}
         for key, item in value.items():
-            if isinstance(key, str):
+            if isinstance(key, str) and key.encode(errors="replace").decode() == key:
                 plain[key] = plain_values(item, (*path, key), origin, problems)
             else:
-                problems.append(Problem(origin, (*path, str(key)), _not_a_text(key)))
+                name = str(key) if isinstance(key, bool | float) else shown(key)
+                problems.append(Problem(origin, (*path, name), _not_a_text(key)))
         return plain
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
         return [plain_values(item, (*path, index), origin, problems) for index, item in enumerate(value)]
+    return value
+
+
+def _plain_number(value: Any) -> Any:
+    """Numbers of numpy and torch, fractions and decimals as numbers of Python; all else as it is."""
+    if isinstance(value, fractions.Fraction | decimal.Decimal):
+        return int(value) if value == int(value) else float(value)
+    if hasattr(value, "dtype") and hasattr(value, "item") and math.prod(getattr(value, "shape", (2,))) == 1:
+        return value.item()
     return value
 
 
@@ -118,7 +136,7 @@ def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str
     )
     if secret:
         return f"{text}{hint}"  # the value may carry credentials
-    return f"{text}, got {_shown(value)}{hint}"
+    return f"{text}, got {shown(value)}{hint}"
 
 
 def _unknown_key(loc: KeyPath) -> str:
@@ -171,8 +189,12 @@ def _at(values: Any, path: KeyPath) -> Any:
     return values
 
 
-def _shown(value: Any) -> str:
-    text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+def shown(value: Any) -> str:
+    """A value as it is shown in messages: short, and never an error."""
+    try:
+        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    except Exception:  # noqa: BLE001 - of a class of the user's, or a number of too many digits
+        text = f"a {type(value).__qualname__}"
     return text if len(text) <= _MAX_VALUE_CHARACTERS else text[: _MAX_VALUE_CHARACTERS - 3] + "..."
 
 
@@ -184,7 +206,7 @@ def _not_a_text(key: object) -> str:
     trap = (
         ": YAML 1.1 reads an unquoted on, yes, off or no as a boolean; put it in quotes" if key in (True, False) else ""
     )
-    return f"a key must be a text, not the {type(key).__name__} {_shown(key)}{trap}"
+    return f"a key must be a text, not the {type(key).__name__} {shown(key)}{trap}"
 
 
 def _shrinking(path: KeyPath) -> list[KeyPath]:

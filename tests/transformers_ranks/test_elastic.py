@@ -51,6 +51,7 @@ def test_generations(generations: list[tuple[int, dict[str, Any]]], lives_in: Ca
         assert len({life.batches(rank)[0]["step"] for rank in range(life.size)}) == 1
 
 
+@pytest.mark.slow
 def test_other_steps_are_refused(lives_in: Callable[..., Lives]) -> None:
     """With twice as many ranks an epoch would have half the steps; the message says what to change."""
     lives = lives_in("lives")

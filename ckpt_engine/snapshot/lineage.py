@@ -81,8 +81,8 @@ class Lineage:
                 f"looked there: {had}. Nothing was written, and nothing is lost",
                 hint="start the script again, or call load() again: it goes on from the newest snapshot",
             )
-        if self._seen is None:
-            self._unsaid = history
+        if self._seen is None and (not self._attempt or history.attempt != self._attempt):
+            self._unsaid = history  # else a writer was lost, and this is what it has made
         self._found = history
         self._seen = max(self._seen or 0, history.seq)
         return client

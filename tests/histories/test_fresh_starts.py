@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,23 @@ def test_one_option_resumes_and_says_nothing(trainer: str, tmp_path: Path, caplo
     assert warned(caplog) == []
     assert there(root)[-1].step == before[-1].step
     assert len(there(root)) == 1
+
+
+def test_what_a_lost_writer_has_made_is_no_history(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The next one finds the snapshots of this very process there."""
+    with Checkpointer(tmp_path, keep={"last": 1}) as ckpt, caplog.at_level(logging.WARNING):
+        ckpt.save({"of": "this run"}, step=1).wait(60)
+        handover = ckpt._pipeline._writer
+        assert handover is not None
+        os.kill(handover.client.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+        while handover.client.alive:
+            handover.client.wait(60)
+        ckpt.poll()
+        for step in (2, 3):
+            ckpt.save({"of": "this run"}, step=step).wait(60)
+    assert "was killed by SIGKILL" in caplog.text
+    assert warned(caplog) == []
+    assert [info.step for info in there(tmp_path)] == [3]
 
 
 def test_another_fit_of_the_same_trainer_goes_on_with_its_line(

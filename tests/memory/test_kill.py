@@ -121,10 +121,10 @@ def kill_writer_then_trainer(run: Run, draw: random.Random) -> Life:
     _pause(draw.uniform(0.0, 0.03))
     first = life.writer()
     assert life.kill_writer()
-    killed = max(life.steps("begin"))
     until(lambda: life.over or life.writer() not in (None, first), life.log)
     # Training has not waited for it: what it keeps is what it was told since.
-    until(lambda: life.over or max(life.steps("held"), default=0) > killed, life.log)
+    begun = max(life.steps("begin"))
+    until(lambda: life.over or max(life.steps("held"), default=0) > begun, life.log)
     known = len(life.steps("begin"))
     life.wait_for_steps(known + draw.randint(3, 8))
     life.kill()

@@ -348,7 +348,7 @@ class Checkpointer:
         Raises:
             StorageError: no tier answers.
         """
-        return places.snapshots(self._reach.places(), nearest=nearest)
+        return places.snapshots([self._reach.nearest()] if nearest else self._reach.places())
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight; False if `timeout` seconds were not enough."""

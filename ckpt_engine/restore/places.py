@@ -229,14 +229,12 @@ def infos(place: Repository) -> list[SnapshotInfo]:
     return place.list()
 
 
-def snapshots(places: Sequence[Repository], *, nearest: bool = False) -> list[SnapshotInfo]:
-    """The snapshots that any place has, or the nearest one that is not memory, oldest first.
+def snapshots(places: Sequence[Repository]) -> list[SnapshotInfo]:
+    """The snapshots that any place has, oldest first.
 
     Raises:
         CkptError: no place answers.
     """
-    if nearest:
-        places = [place for place in places if not isinstance(place.storage, MemoryStorage)][:1]
     found: dict[str, SnapshotInfo] = {}
     for answer in of_one_run(ask(places, infos)):
         for info in answer.value or ():

@@ -92,6 +92,12 @@ class Reach:
         before = rows() if self._session is None else self._session.agree(rows, START_SECONDS)
         self._pipeline.lineage.go_on(info, tuple((str(attempt), int(last)) for attempt, last in before))
 
+    def nearest(self) -> Repository:
+        """The nearest tier. Others are not even opened: that may be slow, too."""
+        self._owner.settle_older()
+        tier = self._config.tiers[0]
+        return Repository(open_storage(tier.url, tier.for_storage()))
+
     def places(self) -> list[Repository]:
         """All of them, nearest first."""
         self._owner.settle_older()

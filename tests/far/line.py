@@ -30,7 +30,7 @@ class Line:
 
     def __init__(self, target: tuple[str, int], port: int) -> None:
         self._target = target
-        self._port = port
+        self.port = port
         self._listener: socket.socket | None = None
         self._filling: list[socket.socket] = []
         self._open: set[socket.socket] = set()
@@ -73,7 +73,7 @@ class Line:
     def _listen(self, backlog: int) -> None:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", self._port))
+        listener.bind(("127.0.0.1", self.port))
         listener.listen(backlog)
         self._listener = listener
 
@@ -82,7 +82,7 @@ class Line:
         for _ in range(4):
             one = socket.socket()
             one.setblocking(False)
-            one.connect_ex(("127.0.0.1", self._port))
+            one.connect_ex(("127.0.0.1", self.port))
             self._filling.append(one)
 
     def _close_all(self) -> None:

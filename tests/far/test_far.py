@@ -1,0 +1,199 @@
+"""A training begins before a far tier has said anything, in every trainer; the line of the campaign is as it says."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from accelerate import Accelerator
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate_ckpt import AdaptiveCheckpoint as AccelerateCheckpoint
+from ckpt_engine import Checkpointer
+from ckpt_engine.persist import fleet
+from ckpt_engine.restore import places, reach
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.open import open_storage
+from lightning_ckpt import AdaptiveCheckpoint as LightningCheckpoint
+from tests.far.line import DEAD, DENIES, HANGS, REFUSES, WORKS, Line
+from tests.servers.s3 import free_port
+
+WAIT_SECONDS = 60.0
+FOR_EVER = 1e6
+ROUNDS = 2
+Step = Callable[[], None]
+
+
+class Silent(LocalStorage):
+    """A far tier that answers nothing before `speaks` is set."""
+
+    speaks = threading.Event()
+    asked = threading.Event()
+
+    def get(self, *args: Any, **options: Any) -> bytes:
+        self._wait()
+        return super().get(*args, **options)
+
+    def put(self, *args: Any, **options: Any) -> None:
+        self._wait()
+        super().put(*args, **options)
+
+    def list(self, prefix: str) -> Any:
+        self._wait()
+        return super().list(prefix)
+
+    def _wait(self) -> None:
+        self.asked.set()
+        assert self.speaks.wait(WAIT_SECONDS)
+
+
+@pytest.fixture
+def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Nobody who waits for it would wait for less than the time of a test."""
+    path = tmp_path / "far"
+    Silent.speaks, Silent.asked = threading.Event(), threading.Event()
+
+    def opened(url: Any, options: Any = None) -> Any:
+        return Silent(path) if str(url).endswith("/far") else open_storage(url, options or {})
+
+    for module in (fleet, reach):
+        monkeypatch.setattr(module, "open_storage", opened)
+    monkeypatch.setattr(fleet, "SURVEY_SECONDS", FOR_EVER)
+    monkeypatch.setattr(places, "ANSWER_SECONDS", FOR_EVER)
+    monkeypatch.setattr(places, "LONGER_SECONDS", FOR_EVER)
+    yield path
+    Silent.speaks.set()
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(1)
+    return torch.nn.Linear(2, 1)
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=1)
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def training_step(self, batch: Any, _: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch[0]).sum()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def lightning(options: dict[str, Any], step: Step) -> None:
+    class Steps(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            step()
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    callbacks = [LightningCheckpoint(options), Steps()]
+    trainer = pl.Trainer(max_epochs=1, accelerator="cpu", enable_model_summary=False, callbacks=callbacks, **quiet)
+    trainer.fit(Module(), loader())
+
+
+def accelerate(options: dict[str, Any], step: Step) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = net()
+    model, optimizer, batches = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader())
+    ckpt = AccelerateCheckpoint(accelerator, options)
+    for _ in range(ckpt.epoch, ckpt.epoch + 1):
+        for (batch,) in batches:
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            step()
+    ckpt.close()
+
+
+def plain(options: dict[str, Any], step: Step) -> None:
+    model, batches = net(), loader()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Checkpointer(options) as ckpt:
+        tracker = ckpt.track(model=model, optimizer=optimizer, loader=batches)
+        for _ in range(tracker.epoch, tracker.epoch + 1):
+            for (batch,) in batches:
+                model(batch).sum().backward()
+                optimizer.step()
+                step()
+        tracker.finish()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("train", [lightning, accelerate, plain])
+def test_the_first_step_comes_before_the_far_tier_has_said_anything(
+    train: Callable[[dict[str, Any], Step], None], far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that resume go on from the near folder when the far one's time is over. Later it gets what it lacks."""
+    near = tmp_path / "near"
+    options = {"writer": "thread", "every_n_steps": 2, "keep": {"last": 9}}
+    before = 0
+    if train is not lightning:
+        train({**options, "tiers": str(near)}, lambda: None)
+        before = Repository(LocalStorage(near)).list()[-1].step
+        monkeypatch.setattr(places, "ANSWER_SECONDS", 0.0)
+    silent: list[bool] = []
+
+    def step() -> None:
+        silent.append(not Silent.speaks.is_set())
+        assert Silent.asked.wait(WAIT_SECONDS)
+        Silent.speaks.set()
+
+    train({**options, "tiers": [str(near), str(far)]}, step)
+    assert silent == [True, False, False, False]
+    assert Repository(LocalStorage(near)).list()[-1].step == before + 4
+    assert Repository(LocalStorage(far)).list()[-1].step == before + 4
+
+
+def test_a_line_is_as_it_says() -> None:
+    """It works, hangs in silence, denies, refuses, and is dead: no connection is made."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def echo() -> None:
+        with suppress(OSError):
+            while True:
+                one, _ = server.accept()
+                with one, suppress(OSError):
+                    one.sendall(b"!" + one.recv(100))
+
+    echoing = threading.Thread(target=echo)
+    echoing.start()
+
+    def ask(seconds: float = WAIT_SECONDS) -> bytes:
+        with socket.create_connection(("127.0.0.1", line.port), seconds) as one:
+            one.sendall(b"?")
+            return one.recv(100)
+
+    with Line(("127.0.0.1", server.getsockname()[1]), free_port()) as line:
+        for _ in range(ROUNDS):
+            line.become(WORKS)
+            assert ask() == b"!?"
+            line.become(DENIES)
+            assert ask().startswith(b"HTTP/1.1 403")
+            line.become(HANGS)
+            with pytest.raises(TimeoutError):
+                ask(0.2)
+            assert line.asked.is_set()
+            line.become(REFUSES)
+            with pytest.raises(ConnectionRefusedError):
+                ask()
+            line.become(DEAD)
+            with pytest.raises(TimeoutError):
+                ask(0.2)
+    server.shutdown(socket.SHUT_RDWR)
+    echoing.join(WAIT_SECONDS)
+    server.close()

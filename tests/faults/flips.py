@@ -113,7 +113,7 @@ class Site:
         return site
 
     def _lease(self, root: Path) -> None:
-        """Keep what the lease says while it is held."""
+        """Keep what the lease says while a writer has it."""
         text = (root / layout.LEASE).read_bytes()
         self.root.joinpath(f"{root.name}.lease").write_bytes(text)
 
@@ -127,9 +127,9 @@ class Site:
         with acquire(storage):
             Repository(storage).write_catalog_if_due()
         assert (Path(storage.root) / layout.CATALOG).exists()
-        held = self.root / f"{Path(storage.root).name}.lease"
-        text = held.read_bytes()
-        held.unlink()
+        kept = self.root / f"{Path(storage.root).name}.lease"
+        text = kept.read_bytes()
+        kept.unlink()
         if Path(storage.root).name == "far":  # the other form: of a storage without locks
             text = lease_objects.Record(json.loads(text), "ab" * 16, 7, 30.0, lease_objects.Place.current()).encode()
         (Path(storage.root) / layout.LEASE).write_bytes(text)

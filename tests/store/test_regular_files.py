@@ -160,7 +160,7 @@ def test_no_writer_makes_what_no_reader_takes(tmp_path: Path, monkeypatch: pytes
 def test_a_command_line_of_megabytes_leaves_a_lease_that_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever is refused still learns who writes."""
+    """A process that is refused still learns who writes."""
     monkeypatch.setattr("sys.argv", ["train.py", "x" * (3 << 20)])
     with acquire(LocalStorage(tmp_path)) as lease:
         assert read_holder(LocalStorage(tmp_path)) == lease.holder

@@ -185,7 +185,7 @@ def source_of(loader: Any) -> Source:
     if not isinstance(base, DataLoader):
         raise CkptError(
             f"a prepared loader is a {type(loader).__name__}, whose position cannot be followed",
-            hint="loaders of XLA devices are not supported",
+            hint="prepare torch DataLoaders on CPUs or GPUs; for XLA devices use accelerator.save_state",
         )
     if not isinstance(loader, DataLoaderDispatcher):
         return Source(loader, base, LOOKAHEAD, "iteration")

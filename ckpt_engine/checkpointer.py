@@ -317,8 +317,9 @@ class Checkpointer:
         snapshot is passed over for the next older one. `self.loaded` tells which one it was, from where, and why.
 
         Args:
-            into: live state whose tensors are overwritten in place, without a second copy of the state in memory. If an
-                error is raised after reading began, their content is undefined.
+            into: live state whose tensors are overwritten in place, without a second copy of the state in memory; None
+                in the place of a component takes it as it is read. If an error is raised after reading began, the
+                content of the tensors is undefined.
             live: in the place of `into`: makes some of the live state once the snapshot is chosen. No match is needed.
             check: raises if a manifest does not fit; asked before data is read.
             back: what is newer than `step` is to be replaced. Else, and if there is something newer, what is saved from

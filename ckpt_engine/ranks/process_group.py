@@ -113,4 +113,6 @@ class ProcessGroupRanks:
 
 
 def _gone(err: RuntimeError) -> RanksError:
-    return RanksError(f"the store of the process group does not answer: {err}", hint="rank 0 may be gone")
+    return RanksError(
+        f"the store of the process group does not answer: {err}", hint="look at the end of rank 0's log: it may be gone"
+    )

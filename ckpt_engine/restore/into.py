@@ -10,21 +10,31 @@ import torch
 
 from ckpt_engine.errors import MismatchError, StateError
 from ckpt_engine.ranks.boxes import Box, boxes_of, runs
-from ckpt_engine.restore.match import Path
+from ckpt_engine.restore.match import Path, require_match, tensor_shapes
 from ckpt_engine.restore.regions import Region
 from ckpt_engine.snapshot.flat import FlatPart
 from ckpt_engine.snapshot.flatten import MAX_DEPTH, show_path
 from ckpt_engine.snapshot.sharding import is_sharded, local, shard_of
 from ckpt_engine.snapshot.sharding import problem as sharding_problem
-from ckpt_engine.store.manifest import Entry
+from ckpt_engine.store.manifest import Entry, Manifest
 
 
-def live_shapes(node: Any, path: Path = ()) -> dict[str, tuple[int, ...]]:
-    """Shapes of the live tensors of a state, by "/"-joined path.
+def require_fit(into: Any, manifest: Manifest) -> None:
+    """Raises where the snapshot has other tensors than `into`, but for components that are None there.
 
     Raises:
-        StateError: it is nested deeper than any state that can be saved.
+        MismatchError: names them.
+        StateError: `into` is nested deeper than any state that can be saved.
     """
+    # Deeper down a None may be what a fresh optimizer has, and what the snapshot has must not get lost.
+    made = {str(key) for key, value in into.items() if value is None} if isinstance(into, Mapping) else set()
+    found = {path: shape for path, shape in tensor_shapes(manifest).items() if path.split("/")[0] not in made}
+    hint = "use the state this run was started with; None takes a component as it is read: into={..., 'rng': None}"
+    require_match(_shapes(into), found, what="state", snapshot=manifest.info.id, hint=hint)
+
+
+def _shapes(node: Any, path: Path = ()) -> dict[str, tuple[int, ...]]:
+    """Shapes of the live tensors of a state, by "/"-joined path."""
     if len(path) > MAX_DEPTH:
         raise StateError(f"`into` is nested too deeply at {show_path(path[:8])}/… (does it contain itself?)")
     if isinstance(node, torch.Tensor | FlatPart):
@@ -37,7 +47,7 @@ def live_shapes(node: Any, path: Path = ()) -> dict[str, tuple[int, ...]]:
         return {}
     found: dict[str, tuple[int, ...]] = {}
     for key, child in children:
-        found.update(live_shapes(child, (*path, key)))
+        found.update(_shapes(child, (*path, key)))
     return found
 
 
@@ -163,6 +173,8 @@ def copy_into(loaded: Any, into: Any, path: Path = ()) -> Any:
     Raises:
         MismatchError: the structures differ; names the path.
     """
+    if into is None and len(path) == 1:
+        return loaded
     where = "/".join(map(str, path)) or "(root)"
     if isinstance(into, FlatPart):
         if isinstance(loaded, torch.Tensor) and tuple(loaded.shape) == into.shape:

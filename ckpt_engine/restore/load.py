@@ -14,9 +14,8 @@ from ckpt_engine.observe.aloud import announce
 from ckpt_engine.restore import memory
 from ckpt_engine.restore.as_rank import as_rank, own_trees, size_of
 from ckpt_engine.restore.choose import Away, Candidate, Check, Rejected, Search, candidates, none_usable
-from ckpt_engine.restore.into import copy_into, live_shapes, live_targets
+from ckpt_engine.restore.into import copy_into, live_targets, require_fit
 from ckpt_engine.restore.landing import fill
-from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
 from ckpt_engine.restore.regions import Read, read_regions
@@ -130,7 +129,8 @@ def load(
 
     Args:
         where: all places of the run, nearest first.
-        into: live state of the same structure; its tensors are overwritten in place and returned in the state. If
+        into: live state of the same structure, or None in the place of a component that is to be made; its tensors are
+            overwritten in place and returned in the state. If
             an error is raised after reading began, their content is undefined.
         live: in the place of `into`: makes, for the snapshot that is read, some of the live state.
         check: see `choose.Check`.
@@ -147,7 +147,7 @@ def load(
     def fits(found: Manifest) -> None:
         manifest = as_rank(found, rank)
         if into is not None:
-            require_match(live_shapes(into), tensor_shapes(manifest), what="state", snapshot=manifest.info.id)
+            require_fit(into, manifest)
         if check is not None:
             check(manifest)
 

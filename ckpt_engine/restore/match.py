@@ -13,6 +13,7 @@ Path = tuple[Any, ...]
 Shapes = Mapping[str, tuple[int, ...]]
 
 _SHOWN = 8
+_SAME = "use the model this run was started with, or another folder for the new model"
 
 
 def tensor_shapes(manifest: Manifest, root: Path = ()) -> dict[str, tuple[int, ...]]:
@@ -24,12 +25,13 @@ def tensor_shapes(manifest: Manifest, root: Path = ()) -> dict[str, tuple[int, .
     }
 
 
-def require_match(expected: Shapes, found: Shapes, *, what: str, snapshot: str) -> None:
+def require_match(expected: Shapes, found: Shapes, *, what: str, snapshot: str, hint: str = _SAME) -> None:
     """Raise if tensors are missing, unexpected or of another shape.
 
     Args:
         what: whose tensors these are ("model", "state"), for the message.
         snapshot: id, for the message.
+        hint: what to do about it.
 
     Raises:
         MismatchError: names the keys, and near misses.
@@ -43,9 +45,7 @@ def require_match(expected: Shapes, found: Shapes, *, what: str, snapshot: str) 
     lines += _section("missing in the snapshot", [_near(k, unexpected) for k in missing])
     lines += _section(f"not in this {what}", unexpected)
     lines += _section("other shape", [f"{k}: {list(found[k])} saved, {list(expected[k])} here" for k in reshaped])
-    raise MismatchError(
-        "\n".join(lines) + "\n", hint="use the model this run was started with, or another folder for the new model"
-    )
+    raise MismatchError("\n".join(lines) + "\n", hint=hint)
 
 
 def _near(key: str, others: list[str]) -> str:

@@ -59,4 +59,6 @@ def populate(address: int, nbytes: int) -> None:
     if _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _POPULATE_WRITE) != 0:
         code = ctypes.get_errno()
         if code not in (errno.EINVAL, errno.EAGAIN):  # those two: an older kernel, whose page faults do it later
-            raise StateError(f"cannot get {size / 1e9:.2f} GB of memory: {os.strerror(code)}", hint="free memory")
+            raise StateError(
+                f"cannot get {size / 1e9:.2f} GB of memory: {os.strerror(code)}", hint="free memory, or lower `slots`"
+            )

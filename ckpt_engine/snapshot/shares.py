@@ -64,7 +64,7 @@ def require_all(drafts: Sequence[Draft], ranks: Ranks | None) -> None:
         if ranks is not None and leaf.shard.ranks != everyone:
             raise StateError(
                 f"the mesh of {where} has {len(leaf.shard.ranks)} of the {len(everyone)} ranks",
-                hint="meshes of some of the ranks (pipeline stages) are not supported",
+                hint="divide it over a mesh of all ranks: meshes of some of them (pipeline stages) are not supported",
             )
 
 

@@ -308,3 +308,21 @@ def test_a_staged_snapshot_survives_the_kill_of_its_trainer(tmp_path: Path) -> N
         ckpt.start()
         loaded = ckpt.load()
     assert loaded is not None and torch.equal(loaded["w"], torch.full((5_000_000,), 7.0))
+
+
+def test_none_takes_a_component_as_it_is_read(tmp_path: Path) -> None:
+    """Deeper down it is a mismatch: what a fresh optimizer does not have yet must not get lost unseen."""
+    saved = {"model": {"w": torch.arange(4.0)}, "rng": torch.arange(3), "optimizer": {"m": torch.ones(2)}}
+    with Checkpointer(str(tmp_path), writer="thread") as ckpt:
+        ckpt.save(saved, step=1).wait()
+    live = {"w": torch.zeros(4)}
+    moments = {"m": torch.zeros(2)}
+    with Checkpointer(str(tmp_path), writer="thread") as ckpt:
+        state = ckpt.load(into={"model": live, "rng": None, "optimizer": moments})
+        assert state is not None
+        assert torch.equal(state["rng"], saved["rng"])
+        assert torch.equal(live["w"], saved["model"]["w"])
+        with pytest.raises(MismatchError, match=r"(?s)optimizer/m.*None takes a component"):
+            ckpt.load(into={"model": live, "rng": None, "optimizer": {"m": None}})
+        with pytest.raises(MismatchError, match="rng"):
+            ckpt.load(into={"model": live, "rng": {}, "optimizer": moments})

@@ -1,0 +1,126 @@
+"""The Python of the documentation: it compiles, names options that exist, and its loops resume."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckpt_engine.config import Config
+from tests.support.digests import digest, seed_everything
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+STEPS = 6
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def block(page: str, words: str) -> str:
+    (found,) = [one for one in blocks(ROOT / page) if words in one]
+    return found
+
+
+@pytest.mark.parametrize("page", [one for one in PAGES if blocks(one)], ids=lambda one: one.name)
+def test_code_compiles_and_names_options_that_exist(page: Path) -> None:
+    """Of the three classes that take options."""
+    options = set(Config.model_fields) | {"ranks", "config"}
+    for code in blocks(page):
+        for call in (one for one in ast.walk(ast.parse(code)) if isinstance(one, ast.Call)):
+            name = call.func.id if isinstance(call.func, ast.Name) else ""
+            if name in ("AdaptiveCheckpoint", "Checkpointer", "TransformersCallback"):
+                assert {one.arg for one in call.keywords} <= options, code
+
+
+class Stop(Exception):
+    """In the middle of training."""
+
+
+class Script:
+    """What the loops of the documentation leave to their readers."""
+
+    def __init__(self, seed: int, stops_after: int | None) -> None:
+        seed_everything(seed)
+        self.left = stops_after
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        with torch.no_grad():
+            for number, parameter in enumerate(self.model.parameters()):
+                parameter.fill_(0.1 * (number + 1))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def loss_of(self, out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise Stop
+        return (out - y).square().mean()
+
+    def train_one_step(self) -> None:
+        self.loss_of(self.model(torch.ones(2, 4)), torch.zeros(2, 1)).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def run(self, code: str, root: Path, **names: Any) -> str:
+        """The digest of weights and optimizer at the end, or "" if it was stopped."""
+        code = re.sub('"/data/run1"|"/shared/run"', f'{str(root)!r}, writer="thread"', code)
+        space = {"model": self.model, "optimizer": self.optimizer, "torch": torch, "steps": STEPS, **names}
+        space |= {"train_one_step": self.train_one_step, "loss_of": self.loss_of}
+        try:
+            exec(compile(code, "documentation", "exec"), space)
+        except Stop:
+            return ""
+        finally:
+            space.get("ckpt", Nothing).close()
+        model, optimizer = space["model"], space["optimizer"]
+        found = digest(weights=model.state_dict(), optimizer=optimizer.state_dict())
+        return found["weights"] + found["optimizer"]
+
+
+class Nothing:
+    @staticmethod
+    def close() -> None: ...
+
+
+def assert_resumes(code: str, folder: Path, **names: Any) -> None:
+    """A run that is stopped and started again under another seed ends as one that nobody stops."""
+    whole = Script(0, None).run(code, folder / "whole", **names)
+    assert whole
+    assert Script(0, STEPS // 2).run(code, folder / "stopped", **names) == ""
+    assert Script(7, None).run(code, folder / "stopped", **names) == whole
+
+
+def test_the_loop_of_the_readme_resumes(tmp_path: Path) -> None:
+    """By hand; it stores no random streams, so that there is no dropout."""
+    code = block("README.md", "train_one_step()").replace("model.load", "model.eval(); model.load", 1)
+    assert_resumes(code, tmp_path)
+
+
+def test_the_loop_of_the_page_on_sharded_models_resumes(tmp_path: Path) -> None:
+    """Into live tensors, with random streams, in a process group."""
+    from ckpt_engine import Checkpointer
+    from ckpt_engine.ranks.process_group import ProcessGroupRanks
+
+    code = block("docs/sharded.md", "get_state_dict(model, optimizer)")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert_resumes(code, tmp_path, Checkpointer=Checkpointer, ProcessGroupRanks=ProcessGroupRanks)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_tracked_loop_resumes(tmp_path: Path) -> None:
+    """With workers, a scheduler and an evaluation."""
+    code = block("docs/plain-loops.md", "loss_of(model(x), y)").replace('overhead="1%"', "every_n_steps=1")
+    script = re.search(r"model = MyModel\(\)\noptimizer = .*\n", code)
+    assert script
+    code = code.replace(script.group(), "").replace("batch_size=64", "batch_size=2")
+    data = [(torch.full((4,), float(i)), torch.tensor([float(i)])) for i in range(6)]
+    assert_resumes(code, tmp_path, dataset=data, epochs=2, evaluate=lambda _: 0.0)

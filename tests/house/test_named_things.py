@@ -1,0 +1,160 @@
+"""Every command, option, key and page that a message or the documentation names is there."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from ckpt_engine.cli.main import VERBS, commands
+from ckpt_engine.config import Config
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt")
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+NOT_OURS = {
+    "--check-hash-based-pycs",
+    "--ckpt_path",
+    "--lr",
+    "--max-restarts",
+    "--nnodes",
+    "--now",
+    "--nproc-per-node",
+    "--only",
+    "--per_device_train_batch_size",
+    "--shutdown-timeout",
+}
+"""Options of Python, torchrun, our benchmarks, LightningCLI, and scripts that stand for the reader's own."""
+
+
+@cache
+def texts() -> tuple[tuple[str, str], ...]:
+    """Every text in the code, with where it is; what a format puts in is `{}`."""
+    found = []
+    for path in (one for package in PACKAGES for one in sorted((ROOT / package).rglob("*.py"))):
+        tree = ast.parse(path.read_text())
+        inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in ast.walk(tree):
+            text = None
+            if isinstance(node, ast.JoinedStr):
+                text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inside:
+                text = node.value
+            if text:
+                found.append((f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", text))
+    return tuple(found)
+
+
+def pages() -> Iterator[tuple[str, str]]:
+    return ((page.name, page.read_text()) for page in PAGES)
+
+
+@cache
+def command(verb: str) -> click.Command:
+    found = commands.get_command(click.Context(commands), verb)
+    assert found is not None
+    return found
+
+
+@cache
+def options_of(verb: str) -> frozenset[str]:
+    names = {name for one in command(verb).params if isinstance(one, click.Option) for name in one.opts}
+    return frozenset(names | {name for one in command(verb).params for name in one.secondary_opts} | {"--help", "-h"})
+
+
+def calls(text: str) -> Iterator[tuple[str, list[str]]]:
+    """What is written as a call of `ckpt`: in backticks, or a line of its own."""
+    for found in re.finditer(r"`ckpt ([a-z][a-z-]*)([^`]*)`|^ *(?:\$ )?ckpt ([a-z][a-z-]*)(.*)$", text, re.MULTILINE):
+        verb, rest = found[1] or found[3], (found[2] or found[4] or "").split("#")[0]
+        ours = re.split(r" -- |[|;&]", rest)[0]  # behind it another program has its own
+        yield verb, re.findall(r"(?<![\w-])--[a-z][a-z-]*", ours)
+
+
+def all_options() -> set[str]:
+    return {name for verb in VERBS for name in options_of(verb)} | {"--version"}
+
+
+@pytest.mark.parametrize("where", ["messages", "pages"])
+def test_every_named_command_and_option_of_it_exists(where: str) -> None:
+    """The option belongs to that command."""
+    problems = []
+    for place, text in texts() if where == "messages" else pages():
+        for verb, options in calls(text):
+            if verb not in VERBS:
+                problems.append(f"{place}: no command `ckpt {verb}`")
+            else:
+                problems += [f"{place}: ckpt {verb} has no {one}" for one in options if one not in options_of(verb)]
+    assert problems == []
+
+
+@pytest.mark.parametrize("where", ["messages", "pages"])
+def test_every_other_named_option_is_one_of_some_command(where: str) -> None:
+    """Also where the command is not named beside it."""
+    known = all_options() | NOT_OURS
+    problems = []
+    for place, text in texts() if where == "messages" else pages():
+        problems += [f"{place}: {one}" for one in re.findall(r"(?<![\w`-])--[a-z][a-z_-]+", text) if one not in known]
+    assert problems == []
+
+
+def _keys(schema: Any) -> set[str]:
+    if isinstance(schema, dict):
+        own = set(schema.get("properties", {}))
+        return own.union(*(_keys(value) for value in schema.values())) if schema else own
+    return set().union(*map(_keys, schema)) if isinstance(schema, list) and schema else set()
+
+
+ARGUMENTS = {"into", "own"}
+"""Of `load` and of `ProcessGroupRanks`."""
+
+
+def hints() -> Iterator[tuple[str, str]]:
+    for path in (one for package in PACKAGES for one in sorted((ROOT / package).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.keyword) and node.arg == "hint":
+                for part in (one for one in ast.walk(node.value) if isinstance(one, ast.Constant)):
+                    yield f"{path.relative_to(ROOT)}:{node.value.lineno}", str(part.value)
+
+
+def test_every_key_of_the_configuration_that_a_hint_names_exists() -> None:
+    """A name in backticks, and `key: value` with a key of several words or one that stands for itself."""
+    known = _keys(Config.model_json_schema(by_alias=True)) | set(Config.model_fields)
+    found = [
+        (place, key)
+        for place, text in hints()
+        for key in (
+            *re.findall(r"`([a-z_]+)`", text),
+            *re.findall(r"(?:\bwith|`)\s?([a-z_]+): (?=\w|\[|\{)", text),
+        )
+    ]
+    assert {"slots", "tiers", "rng", "pickle"} <= {key for _, key in found}, "the search finds nothing"
+    tiers = {"memory"}
+    assert [one for one in found if one[1] not in known | tiers | ARGUMENTS] == []
+
+
+def test_every_named_page_exists() -> None:
+    """Of the documentation, in messages and in links."""
+    problems = []
+    for place, text in texts():
+        problems += [f"{place}: {one}" for one in re.findall(r"docs/[\w/-]+\.md", text) if not (ROOT / one).exists()]
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            if not (page.parent / link).exists():
+                problems.append(f"{page.name}: {link}")
+    assert problems == []
+
+
+def test_the_search_finds_what_is_wrong() -> None:
+    """A command that is not there, an option of another one, and a call in a line of its own."""
+    assert list(calls("see `ckpt frob x --y`, or\n  ckpt ls /run --all  # --not-this")) == [
+        ("frob", ["--y"]),
+        ("ls", ["--all"]),
+    ]
+    assert "--all" not in options_of("ls")
+    assert "--keep" in options_of("prune")

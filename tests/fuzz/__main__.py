@@ -12,16 +12,21 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
+
+import psutil
 
 from tests.fuzz import stores
 from tests.fuzz.mutants import Mutant, corpus, draw
 from tests.fuzz.reading import READINGS, described, read
 
-ANSWER_SECONDS = 150.0
-"""Of waiting: a process that does not answer hangs."""
+ANSWER_CPU_SECONDS = 150.0
+"""Of work on one mutant, in all ways: a process that does not answer after that hangs, however busy the machine is."""
+ANSWER_SECONDS = 1800.0
+"""Of waiting, where it does not even work."""
 MOST_ADDRESS_BYTES = 12 << 30
 FULL = 8
 """One of so many mutants is read in every way; the others are loaded, and read in some."""
@@ -58,7 +63,7 @@ class Reader:
         assert self._child.stdout is not None
         self._child.stdin.write(json.dumps(job) + "\n")
         self._child.stdin.flush()
-        ready, _, _ = select.select([self._child.stdout], [], [], ANSWER_SECONDS)
+        ready = self._is_ready()
         line = self._child.stdout.readline() if ready else ""
         if line:
             return list(json.loads(line))
@@ -66,6 +71,15 @@ class Reader:
         what = f"process ended with {self._child.wait(30)}" if ready else "hang"
         self._child = None
         return [{"what": what, "reading": "?", "mutant": job, "detail": ""}]
+
+    def _is_ready(self) -> bool:
+        assert self._child is not None
+        process, deadline = psutil.Process(self._child.pid), time.monotonic() + ANSWER_SECONDS
+        began = sum(process.cpu_times()[:2])
+        while not select.select([self._child.stdout], [], [], 5)[0]:
+            if time.monotonic() > deadline or sum(process.cpu_times()[:2]) - began > ANSWER_CPU_SECONDS:
+                return False
+        return True
 
     def close(self) -> None:
         if self._child is not None:

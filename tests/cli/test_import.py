@@ -227,7 +227,8 @@ def test_a_lightning_file_resumes_with_auto_and_the_report_says_what_it_lacks(ck
     assert report["step"] == 4
     assert [one["name"] for one in report["not_restored"]] == ["random streams", "data position", "running means"]
     assert "imported from" in report["notes"][0]
-    # From here on it is a run like any other.
+    # From here on it is a run like any other, with the same samples.
+    pl.seed_everything(2)
     last = _trainer(tmp_path, 4, AdaptiveCheckpoint(tmp_path / "run", writer="thread"))
     last.fit(_Model(Settings()), ckpt_path="auto")
     assert last.global_step == 16

@@ -78,6 +78,7 @@ class TransformersCallback(TrainerCallback):
         self._imported = False
         self._unchecked = False
         """transformers has counted where it resumes, and nobody has compared that yet."""
+        self._evaluations: dict[str, Any] = {}
         self._saved_epoch = 0
         """In which the loader continues. The tracker counts no epoch whose steps a GradScaler has all skipped."""
         self._idle = dict(vars(self))
@@ -216,6 +217,8 @@ class TransformersCallback(TrainerCallback):
             folder=Path(args.output_dir or "."),
             fresh=unasked,
         )
+        self._evaluations.clear()
+        internals.follow_evaluations(self._follow_evaluation)
         self._unchecked = resumed and not self._imported
         self._saved_epoch = _saved_epoch(engine, int(getattr(source.outer, source.counter)))
         if resumed:
@@ -255,7 +258,8 @@ class TransformersCallback(TrainerCallback):
         if self._tracker is not None and metrics:
             numbers = numbers_among(metrics)
             self._tracker.metrics.update(numbers)
-            self._tracker.evaluated(numbers.get("eval_runtime", 0.0))
+            if not self._evaluations:  # passes over a followed loader announce themselves
+                self._tracker.evaluated(numbers.get("eval_runtime", 0.0))
 
     @override
     def on_train_end(
@@ -278,6 +282,14 @@ class TransformersCallback(TrainerCallback):
             self._release()
 
     # ---- private
+
+    def _follow_evaluation(self, name: str, loader: Any) -> None:
+        """A loader that the trainer keeps for the next evaluation, because its workers stay, has a position."""
+        source = source_of(loader)
+        if self._tracker is None or not source.base.persistent_workers or self._evaluations.get(name) is loader:
+            return
+        self._evaluations[name] = loader
+        self._tracker.follow(f"evaluation {name}", source)
 
     def _skip(self, loader: Any, batches: int) -> Any:
         """Instead of `skip_first_batches`: the loader itself stands after these batches."""
@@ -320,6 +332,7 @@ class TransformersCallback(TrainerCallback):
 
     def _release(self) -> None:
         tracker, self._tracker = self._tracker, None
+        self._evaluations.clear()
         engine, self._engine = self._engine, None
         internals, self._internals, self._trainer = self._internals, None, None
         self._remove_folder()

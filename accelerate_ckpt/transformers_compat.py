@@ -145,6 +145,16 @@ class TrainerInternals:
         while self._before:
             self._put_back(next(iter(self._before)))
 
+    def follow_evaluations(self, after: Callable[[str, Any], None]) -> None:
+        """`after(name, loader)` gets every loader that is made or kept for an evaluation. Undone by `unwrap`."""
+
+        def get_eval_dataloader(eval_dataset: Any = None) -> Any:
+            loader = original(eval_dataset)
+            after(eval_dataset if isinstance(eval_dataset, str) else "eval", loader)
+            return loader
+
+        original = self._replace("get_eval_dataloader", get_eval_dataloader)
+
     def _replace(self, name: str, method: Any) -> Any:
         """Put `method` on the instance; what was called before. Undone by `unwrap`."""
         original = getattr(self._trainer, name)

@@ -80,6 +80,8 @@ class Resume:
         self._flags: dict[str, dict[str, list[str]]] = {}
         self._draft: ReportDraft | None = None
         self._elastic = self._order_later = False
+        self.waiting: dict[str, Any] = {}
+        """Positions of loaders that this process has not made yet; they belong to its snapshots as they are."""
 
     def load(self) -> Mapping[str, Any] | None:
         """Choose a snapshot and put it back; what the loop saved about itself, or None for a fresh start.
@@ -125,8 +127,8 @@ class Resume:
         draft.restored, draft.not_restored = self._parts.load(state)
         draft.not_restored += missing if self._rank == 0 else []
         draft.notes += [_where(own), *notes]
-        self._load_feeds()
         self._elastic = elastic is not None
+        self._load_feeds()
         draft.not_restored += self._restore_order(loaded.info.step, last=own["training"] is None or own["finished"])
         # A loop that asks no loader has no later moment.
         draft.not_restored += [NotRestored("random streams", problem) for problem in rng.restore(own["rng"])]
@@ -182,6 +184,14 @@ class Resume:
             self._restore_hidden("batch")
         if self._draft is not None:
             self._draft.not_restored += missing
+
+    def late(self, feed: Feed) -> None:
+        """`feed` is followed from now on only: what the snapshot has of it has not changed since."""
+        state = self.waiting.pop(feed.name, None)
+        if state is not None:
+            feed.load(state, None, OnChange(self._engine.config.data))
+        for problem in _problems(feed):
+            self._log.warning("not restored: %s: %s", problem.name, problem.why)
 
     def again(self, feed: Feed) -> None:
         """A pass over `feed` ended before anything was trained: the next one starts where this one did."""
@@ -253,6 +263,8 @@ class Resume:
             if feed.name not in saved:
                 why = "the snapshot has no loader of that name: it starts at its beginning"
                 draft.not_restored.append(NotRestored(f"position of {feed.name!r}", why))
+        if not self._elastic:
+            self.waiting = {name: state for name, state in saved.items() if name not in names}
         if saved:
             draft.restored.append(Restored("data position", f"{len(saved)} loaders"))
 

@@ -225,6 +225,15 @@ class Tracker:
         feed.begin_after(epochs, batches)
         self._resumed, self._resumed_batches = feed if batches else None, batches
 
+    def follow(self, name: str, source: Source) -> None:
+        """One more loader from now on, instead of one that was followed by that name."""
+        for feed in [one for one in self._feeds if one.name == name]:
+            feed.release()
+            self._feeds.remove(feed)
+        self._sources[name] = source
+        self._feeds.append(Feed(name, source, self))
+        self._resume.late(self._feeds[-1])
+
     def abandon_resume(self) -> None:
         """The script loads another state itself: positions and streams of the snapshot do not count any more."""
         self.before_update()
@@ -355,7 +364,7 @@ class Tracker:
         if not self._engine.ready() and not self._engine.wait(self._stopping.seconds_left(END_WAIT_SECONDS)):
             self._log.error("the final state was not saved: earlier snapshots are still being written")
             return
-        states = {one.name: one.next_pass_state() for one in self._feeds}
+        states = self._resume.waiting | {one.name: one.next_pass_state() for one in self._feeds}
         self._take(reason, self._training, states, finished=True)
         self.before_update()
 
@@ -393,7 +402,7 @@ class Tracker:
         return None if obstacle or is_at_end(states[feed.name]) else self._take(reason, feed, states)
 
     def _positions(self) -> dict[str, Any]:
-        return {one.name: one.state() for one in self._feeds}
+        return self._resume.waiting | {one.name: one.state() for one in self._feeds}
 
     def _state(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> dict[str, Any]:
         there = None if feed is None else states[feed.name]

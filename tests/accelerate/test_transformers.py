@@ -20,6 +20,12 @@ CASES: dict[str, dict[str, Any]] = {
     "two workers": {"dataloader_num_workers": 2},
     "persistent workers": {"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
+    "evaluation with persistent workers": {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "dataloader_num_workers": 2,
+        "dataloader_persistent_workers": True,
+    },
     "best model": {
         "eval_strategy": "steps",
         "eval_steps": 2,
@@ -53,9 +59,10 @@ def assert_resumes(name: str, tmp_path: Path, share: int) -> None:
         assert told == [], where
 
 
-def test_the_trainer_resumes_exactly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["accumulation with a remainder", "evaluation with persistent workers"])
+def test_the_trainer_resumes_exactly(name: str, tmp_path: Path) -> None:
     """The callback leaves the run as it is; boundaries in the middle resume it."""
-    assert_resumes("accumulation with a remainder", tmp_path, 3)  # one of them is between two logs
+    assert_resumes(name, tmp_path, 3)  # one of them is between two logs
 
 
 @pytest.mark.parametrize(

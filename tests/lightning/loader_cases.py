@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Sampler
 
 from tests.lightning.cases import shuffled
-from tests.lightning.runs import BATCH, Augmented, Case, Stream
+from tests.lightning.runs import BATCH, SAMPLES, Augmented, Case, Model, Stream
 
 _KEPT = {"num_workers": 2, "persistent_workers": True}
 
@@ -109,6 +110,43 @@ VALIDATION: Mapping[str, Case] = {
     ),
 }
 
+
+class OrderedByLoss(Sampler[int]):
+    """Draws by weights that training moves, and can save them."""
+
+    def __init__(self, n: int) -> None:
+        self.weights = torch.ones(n, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.multinomial(self.weights, len(self.weights), replacement=True).tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"].clone()
+
+
+class LearningModel(Model):
+    """Tells its sampler which samples it has seen."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        sampler = self.trainer.train_dataloader.sampler
+        sampler.weights[batch[2]] += 1.0 + batch_idx
+
+
+def by_loss(**options: Any) -> Callable[[], Any]:
+    return lambda: DataLoader(Augmented(), batch_size=BATCH, sampler=OrderedByLoss(SAMPLES), **options)
+
+
+SAMPLERS: Mapping[str, Case] = {
+    "learns and saves itself": Case(loader=by_loss(), model=LearningModel, val=3),
+    "learns and saves itself, workers": Case(loader=by_loss(**_KEPT), model=LearningModel),
+}
+
 COMBINATIONS: Mapping[str, Case] = {
     "max_size": Case(loader=lambda: CombinedLoader([shuffled()(), shuffled(8)()], "max_size")),
     "max_size, workers": Case(
@@ -120,4 +158,10 @@ COMBINATIONS: Mapping[str, Case] = {
     "max_size, a long stream": Case(
         loader=lambda: CombinedLoader([shuffled(8)(), DataLoader(Stream(), batch_size=BATCH)], "max_size")
     ),
+}
+
+CASES: Mapping[str, Case] = {
+    **{f"validation: {name}": case for name, case in VALIDATION.items()},
+    **{f"sampler: {name}": case for name, case in SAMPLERS.items()},
+    **{f"combined: {name}": case for name, case in COMBINATIONS.items()},
 }

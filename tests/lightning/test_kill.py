@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.lightning import loader_cases
 from tests.lightning.cases import CASES, LOADERS
 from tests.lightning.runs import fit
 from tests.support.trainers import ForkServer, signal_after, wait_for_entries
@@ -46,7 +47,7 @@ class Plan:
     """One life of a run.
 
     Args:
-        case: of `CASES`.
+        case: of `CASES`, or of those of `loader_cases`.
         kills: (entries written before the kill, seconds after that) for each process that dies.
         trainer: more arguments of the trainer.
     """
@@ -58,7 +59,7 @@ class Plan:
 
 def assert_survives(plan: Plan, folder: Path, trainers: Trainers) -> None:
     """All processes together are the uninterrupted run: each continues it exactly from where it resumed."""
-    case = CASES[plan.case]
+    case = {**CASES, **loader_cases.CASES}[plan.case]
     case = replace(case, trainer={**case.trainer, **plan.trainer})
     reference = fit(case)
     expected = [repr(entry) for entry in reference.trace]

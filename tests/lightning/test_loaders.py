@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.lightning.loader_cases import COMBINATIONS, VALIDATION
+from tests.lightning.loader_cases import CASES
 from tests.lightning.runs import Case, Outcome, Saved, every_batch, fit, only, resumer, saved, trained
 from tests.lightning.test_exact_resume import taken
+from tests.lightning.test_kill import Plan, Trainers, assert_survives
 from tests.tracking.runs import report
 
-CASES: Mapping[str, Case] = {
-    **{f"validation: {name}": case for name, case in VALIDATION.items()},
-    **{f"combined: {name}": case for name, case in COMBINATIONS.items()},
-}
 QUICK = {"validation: persistent workers", "combined: max_size"}
 GENERATIONS = 3
 
@@ -48,3 +46,19 @@ def test_every_loader_resumes_exactly(name: str, tmp_path: Path) -> None:
     share = 2 if name in QUICK else 8
     for number, snapshot in enumerate(snapshots[1 :: max(1, len(snapshots) // share)]):
         assert_continues(reference, case, tmp_path / "run", snapshot, tmp_path / str(number))
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Iterator[Trainers]:
+    server = Trainers()
+    yield server
+    server.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(3 * len(CASES)))
+def test_randomised_kills(number: int, tmp_path: Path, trainers: Trainers) -> None:
+    """Each case three times, with one to three kills at random instants; every life has another seed."""
+    draw = random.Random(number)
+    kills = tuple((draw.randint(1, 20), draw.uniform(0, 0.05)) for _ in range(draw.randint(1, 3)))
+    assert_survives(Plan(sorted(CASES)[number % len(CASES)], kills, {}), tmp_path, trainers)

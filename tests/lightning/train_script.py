@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from ckpt_engine.store import layout
 from ckpt_engine.store.storage.local import LocalStorage
 from lightning_ckpt import AdaptiveCheckpoint
+from tests.lightning import loader_cases
 from tests.lightning.cases import CASES
 from tests.lightning.runs import Recorder, final_digest, make_trainer, seed_everything, train
 from tests.support.trainers import TraceFile, serve
@@ -68,7 +69,7 @@ def run(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     if seconds := job.get("write_seconds"):
         slow_down(seconds)
-    case = CASES[job["case"]]
+    case = {**CASES, **loader_cases.CASES}[job["case"]]
     case = replace(case, trainer={**case.trainer, **job.get("trainer", {})})
     seed_everything(job["seed"])
     trace = TraceFile(job["trace"])

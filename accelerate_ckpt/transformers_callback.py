@@ -18,11 +18,13 @@ from accelerate_ckpt.parts import AcceleratedParts
 from accelerate_ckpt.ranks import ranks_of
 from accelerate_ckpt.transformers_compat import TrainerInternals, trainer_above
 from accelerate_ckpt.transformers_ranks import meet
-from accelerate_ckpt.transformers_state import NOTE, TrainerSurroundings, as_file
+from accelerate_ckpt.transformers_state import NOTE, TrainerSurroundings, as_file, steps_before
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.convert import transformers_folder
 from ckpt_engine.data import native
+from ckpt_engine.data.exactness import OnChange
+from ckpt_engine.data.fingerprint import length_of
 from ckpt_engine.data.position import attach
 from ckpt_engine.errors import ConfigError, ResumeError
 from ckpt_engine.snapshot.arguments import numbers_among
@@ -79,6 +81,8 @@ class TransformersCallback(TrainerCallback):
         self._unchecked = False
         """transformers has counted where it resumes, and nobody has compared that yet."""
         self._evaluations: dict[str, Any] = {}
+        self._step = self._saved_step = 0
+        """From which transformers counts on, and that of the snapshot: others where the loader has changed."""
         self._saved_epoch = 0
         """In which the loader continues. The tracker counts no epoch whose steps a GradScaler has all skipped."""
         self._idle = dict(vars(self))
@@ -127,6 +131,10 @@ class TransformersCallback(TrainerCallback):
             state = {**state, "train_batch_size": trainer.args.train_batch_size}
         self._folder = Path(tempfile.mkdtemp(prefix="ckpt-resume-"))
         (self._folder / _FILE).write_text(as_file(state), encoding="utf-8")
+        self._step = self._saved_step = int(state["global_step"])
+        batches = int(candidate.manifest.notes.get("batch") or 0)
+        if not self._imported:
+            internals.recount_with(lambda loader, steps: self._recount(state, batches, loader, steps))
         internals.keep_weights()
         if not self._imported:
             batches = int(candidate.manifest.notes["batch"])
@@ -223,7 +231,7 @@ class TransformersCallback(TrainerCallback):
         self._saved_epoch = _saved_epoch(engine, int(getattr(source.outer, source.counter)))
         if resumed:
             internals.skip_with(self._skip_imported if self._imported else self._skip)
-        _require_same_step(tracker, engine, state, resumed=resumed)
+        _require_same_step(tracker, engine, self._saved_step, self._step, state, resumed=resumed)
         if resumed:
             surroundings.share_history(engine.agree)
         if self._imported and self._folder is not None:
@@ -290,6 +298,15 @@ class TransformersCallback(TrainerCallback):
             return
         self._evaluations[name] = loader
         self._tracker.follow(f"evaluation {name}", source)
+
+    def _recount(self, state: Mapping[str, Any], batches: int, loader: Any, steps: int) -> None:
+        """transformers computes epoch and batch from a number of steps: that of the loader as it is now."""
+        if self._trainer is None or self._folder is None:
+            return
+        on_change = OnChange(self.config.data)
+        length = length_of(loader) or 0
+        self._step = steps_before(state, batches, self._trainer, length, steps, on_change) if length else self._step
+        (self._folder / _FILE).write_text(as_file({**state, "global_step": self._step}), encoding="utf-8")
 
     def _skip(self, loader: Any, batches: int) -> Any:
         """Instead of `skip_first_batches`: the loader itself stands after these batches."""
@@ -378,12 +395,18 @@ def _saved_epoch(engine: Checkpointer, counted: int) -> int:
     return counted if loaded is None else max(counted, int(loaded.manifest.notes[NOTE]["epoch"] or 0))
 
 
-def _require_same_step(tracker: Tracker, engine: Checkpointer, state: TrainerState, *, resumed: bool) -> None:
-    """Raises ResumeError if the state that was put back is not the one that transformers counts from."""
+def _require_same_step(
+    tracker: Tracker, engine: Checkpointer, saved: int, counted: int, state: TrainerState, *, resumed: bool
+) -> None:
+    """Raises ResumeError if the state that was put back is not the one that transformers counts from.
+
+    Args:
+        saved: the step of the snapshot that was chosen.
+        counted: the step that stands for it with this loader.
+    """
     loaded = engine.loaded
-    if (loaded is not None) == resumed and (
-        loaded is None or loaded.manifest.notes[NOTE]["global_step"] == state.global_step
-    ):
+    there = None if loaded is None else (loaded.manifest.notes[NOTE]["global_step"], counted)
+    if there == ((saved, state.global_step) if resumed else None):
         return
     tracker.release()
     raise ResumeError(

@@ -22,6 +22,7 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("Trainer", "_load_from_checkpoint", "resuming without a second copy of the weights (replaced)"),
     PrivateName("Trainer", "_load_rng_state", "resuming without a file of random streams (its absence is allowed)"),
     PrivateName("Trainer", "_maybe_log_save_evaluate", "the running loss where it is a local variable (wrapped)"),
+    PrivateName("trainer", "set_initial_training_values", "the steps of an epoch, with another batch size (wrapped)"),
     PrivateName("trainer", "callback_handler", "the state of callbacks"),
     PrivateName("trainer", "control", "the state of callbacks"),
     PrivateName("trainer", "current_flos", "the count of floating point operations"),
@@ -144,6 +145,16 @@ class TrainerInternals:
         self.unskip()
         while self._before:
             self._put_back(next(iter(self._before)))
+
+    def recount_with(self, recount: Callable[[Any, int], None]) -> None:
+        """`recount(loader, steps_of_an_epoch)` runs before the trainer reads where it resumes. Undone by `unwrap`."""
+
+        def set_initial_training_values(args: Any, dataloader: Any, *more: Any, **named: Any) -> Any:
+            values = original(args, dataloader, *more, **named)
+            recount(dataloader, int(values[1]))
+            return values
+
+        original = self._replace("set_initial_training_values", set_initial_training_values)
 
     def follow_evaluations(self, after: Callable[[str, Any], None]) -> None:
         """`after(name, loader)` gets every loader that is made or kept for an evaluation. Undone by `unwrap`."""

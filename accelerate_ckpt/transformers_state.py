@@ -13,10 +13,15 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 
 from accelerate_ckpt.transformers_compat import TrainerInternals
 from ckpt_engine.convert.parts import FILES, STREAMS, TRAINER_STATE
+from ckpt_engine.data.exactness import OnChange
+from ckpt_engine.data.fingerprint import length_of
+from ckpt_engine.errors import ResumeError
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 
 NOTE = TRAINER_STATE
 """The key in a manifest's notes under which `resume_from` finds the trainer's state."""
+PACE = "pace"
+"""Its entry that says how many samples there are, and in a step."""
 _LONG = "log_history"
 _RANKS = "ranks"
 _SINCE_THE_RESUME = "the next logged loss covers only the steps since the resume"
@@ -66,13 +71,18 @@ class TrainerSurroundings:
         # The history grows with the run, and nobody needs it before the snapshot is loaded; nor a best metric that is
         # NaN, which is no JSON: `restore` has it from `dump`.
         state = {name: None if _is_endless(value) else value for name, value in self._state().items()}
-        return {NOTE: {**state, _LONG: []}}
+        return {NOTE: {**state, _LONG: [], PACE: pace_of(self._trainer)}}
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
         self._restore_state({_LONG: list(self._history), **json.loads(saved["state"])})
         ranks = int(saved.get(_RANKS, 1))
+        moved = self._trainer.state.global_step - int(json.loads(saved["state"])["global_step"])
         loss = {**saved["loss"], "flos": saved["loss"]["flos"] * ranks / self._size}  # of all ranks they are added up
+        loss["last_logged"] += moved
         missing = []
+        if moved and not self._rank:
+            why = f"with this loader an epoch has another number of steps: the trainer counts on {moved:+d} from there"
+            missing.append(NotRestored("count of steps", f"{why}, and the schedule of learning rates does not"))
         if not self._internals.restore_running_loss(loss):
             missing.append(NotRestored("running loss", _SINCE_THE_RESUME))
         elif self._size % ranks and bool(loss["loss"]) and not self._rank:
@@ -133,6 +143,51 @@ class TrainerSurroundings:
         state = dataclasses.asdict(self._trainer.state)
         # Callbacks' states are ours to restore: transformers would make new callbacks of them.
         return {**state, "stateful_callbacks": {}}
+
+
+def pace_of(trainer: Trainer) -> dict[str, int | None]:
+    """How many samples a trainer has, and how many go into one of its steps."""
+    arguments = trainer.args
+    batch = arguments.train_batch_size * trainer.accelerator.num_processes
+    return {
+        "samples": length_of(trainer.train_dataset),
+        "batch": batch,
+        "step": batch * arguments.gradient_accumulation_steps,
+    }
+
+
+def steps_before(
+    state: Mapping[str, Any], batches: int, trainer: Trainer, length: int, steps_of_an_epoch: int, on_change: OnChange
+) -> int:
+    """The steps that the trainer counts up to where a snapshot is, with its loader as it is now.
+
+    Args:
+        state: the snapshot's note.
+        batches: of its epoch.
+        length: of the loader.
+
+    Raises:
+        ResumeError: what is left of the epoch is no whole number of steps.
+    """
+    before, now = state.get(PACE), pace_of(trainer)
+    step, epoch = int(state["global_step"]), float(state["epoch"] or 0.0)
+    if before is None or (before["samples"], before["step"]) == (now["samples"], now["step"]):
+        return step
+    whole = int(epoch)
+    within = batches > 0 and epoch > whole
+    if within and on_change is OnChange.REFUSE:
+        return step
+    if not within or on_change is OnChange.RESTART_EPOCH:
+        return whole * steps_of_an_epoch
+    left = int(before["samples"] or 0) - batches * int(before["batch"] or 0)
+    batch = int(now["batch"] or 1)
+    done = length - (left // batch if trainer.args.dataloader_drop_last else -(-left // batch))
+    if done < 0 or done % trainer.args.gradient_accumulation_steps:
+        raise ResumeError(
+            f"data: continue: the {left:,} samples that are left of the epoch are no whole number of steps",
+            hint="data: restart_epoch starts the interrupted epoch again with this loader",
+        )
+    return whole * steps_of_an_epoch + done // int(trainer.args.gradient_accumulation_steps)
 
 
 def _is_endless(value: Any) -> bool:

@@ -80,6 +80,7 @@ def train_hf(
     asks: bool = True,
     late: bool = False,
     data: Callable[[], Any] | None = None,
+    samples: int = SAMPLES,
 ) -> Outcome:
     """One process; without options there is no callback of ours.
 
@@ -88,6 +89,7 @@ def train_hf(
         late: the callback is added to a trainer that was made without it.
         overflows: with so many steps at first that a GradScaler skips.
         data: makes the training data.
+        samples: of the training data.
     """
     seed_everything(seed)
     transformers.logging.set_verbosity_error()
@@ -128,7 +130,7 @@ def train_hf(
                     **arguments,
                 },
             ),
-            train_dataset=Text() if data is None else data(),
+            train_dataset=Text(samples) if data is None else data(),
             eval_dataset=Text(8),
             callbacks=[*([] if late else ours), recorder, *patience],
         )

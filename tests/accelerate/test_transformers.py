@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from accelerate_ckpt import TransformersCallback
+from ckpt_engine.errors import MismatchError
 from tests.accelerate.hf import Endless, train_hf
 from tests.tracking.runs import every_boundary, only, report, resume_only, saved
 
@@ -133,3 +134,37 @@ def test_an_epoch_without_a_change_of_weights_counts(tmp_path: Path) -> None:
 def test_the_trainer_resumes_exactly_from_every_boundary(name: str, tmp_path: Path) -> None:
     """Whatever boundary a run is resumed from, it continues bit for bit."""
     assert_resumes(name, tmp_path, 1000)
+
+
+def trained(outcome: Any) -> int:
+    return sum(one[0] == "train" for one in outcome.trace)
+
+
+def test_another_batch_size_in_the_middle_of_an_epoch_is_the_users_choice(tmp_path: Path) -> None:
+    """Refused, started again, or continued; six batches of 4 become three of 8 and two further epochs of three."""
+    train_hf({}, every_boundary(tmp_path / "run"), tmp_path / "out")
+    snapshot = next(one for one in saved(tmp_path / "run") if (one.epoch, one.batch) == (1, 4))
+    bigger = {"per_device_train_batch_size": 8}
+    root = only(tmp_path / "run", snapshot, tmp_path / "1")
+    with pytest.raises(MismatchError, match="batch_size was 4, now 8") as caught:
+        train_hf(bigger, resume_only(root), tmp_path / "out", seed=11)
+    assert "data: restart_epoch" in str(caught.value.hint)
+    again = train_hf(bigger, {**every_boundary(root), "data": "restart_epoch"}, tmp_path / "out", seed=11)
+    assert trained(again) == 3 + 3
+    assert any("data: restart_epoch: batch_size was 4" in one.why for one in report(root).not_restored)
+    assert any(one.name == "count of steps" for one in report(root).not_restored)
+    later = [one for one in saved(root) if one.batch == 1][-1]
+    second = train_hf(bigger, resume_only(only(root, later, tmp_path / "2")), tmp_path / "out", seed=12)
+    assert second.trace == again.trace[len(again.trace) - len(second.trace) :]
+    assert second.digest["weights"] == again.digest["weights"]
+    root = only(tmp_path / "run", snapshot, tmp_path / "3")
+    left = train_hf(bigger, {**resume_only(root), "data": "continue"}, tmp_path / "out", seed=11)
+    assert trained(left) == 1 + 3  # 6 of 22 samples are left
+
+
+def test_between_epochs_a_grown_dataset_goes_on(tmp_path: Path) -> None:
+    """A finished run that is trained longer, on more."""
+    train_hf({}, every_boundary(tmp_path / "run"), tmp_path / "out")
+    resumed = train_hf({"num_train_epochs": 4}, resume_only(tmp_path / "run"), tmp_path / "out", seed=11, samples=30)
+    assert trained(resumed) == 8
+    assert any("dataset_length was 22, now 30" in one.why for one in report(tmp_path / "run").not_restored)

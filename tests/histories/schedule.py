@@ -218,7 +218,7 @@ class Schedule:
                 job.has_lease, job.attempt = True, said[1]
                 self._follows(job, said[2])
             case "durable":
-                job.durable.setdefault(said[1], []).append(said[2])
+                self._maker(job, said[2]).durable.setdefault(said[1], []).append(said[2])
             case "loaded":
                 job.loaded = said[1]
             case "error" | "ended":
@@ -230,6 +230,12 @@ class Schedule:
         if said[0] != "durable":
             self._note(f"job {self.jobs.index(job)} says {' '.join(map(str, said))}")
         return False
+
+    def _maker(self, job: Job, snapshot: str) -> Job:
+        """The job that made a snapshot: a job also copies what an earlier one made to its further tiers."""
+        made = [one for one in self.jobs if any(snapshot in found for found in one.durable.values())]
+        before = job.loaded is not None and _seq(snapshot) <= _seq(job.loaded)
+        return next(iter(made), (job.continues if before else None) or job)
 
     def _follows(self, job: Job, loaded: str | None) -> None:
         job.loaded = loaded

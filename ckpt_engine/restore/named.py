@@ -56,12 +56,12 @@ def find_class(name: str) -> type | None:
 
 
 def _is_quiet(cls: type) -> bool:
-    """Whether reading attributes of a class and of its objects runs no code of theirs."""
+    """Whether neither reading attributes of a class and of its objects nor forgetting these runs code of theirs."""
     metaclass = (base for base in _line(type(cls)) if base not in _METACLASSES)
     if any("__getattribute__" in _of_class(base) or "__getattr__" in _of_class(base) for base in metaclass):
         return False
     own = (_of_class(base) for base in _line(cls) if _flags(base) & _MADE_BY_PYTHON)
-    return not any("__getattribute__" in names or "__class__" in names for names in own)
+    return not any(hook in names for names in own for hook in ("__getattribute__", "__class__", "__del__"))
 
 
 def _lookup(cls: type, name: str) -> Any:

@@ -6,6 +6,7 @@ import collections
 import ctypes
 import dataclasses
 import enum
+import subprocess
 import sys
 import types
 import zipfile
@@ -109,6 +110,16 @@ class Asked:
 
 
 @dataclasses.dataclass
+class Ended:
+    """Its objects run code when they are dropped."""
+
+    x: int
+
+    def __del__(self) -> None:
+        RAN.append("del")
+
+
+@dataclasses.dataclass
 class Made:
     """It can be made: what runs in `__new__`, `__init__` and `__setattr__` does not."""
 
@@ -201,6 +212,7 @@ NAMES = (
     "traps:Members",
     "traps:Settable",
     "traps:Asked",
+    "traps:Ended",
     "traps:Ordinary",
     "traps:Ordinary.hook",
     "traps:Ordinary.hook.x",
@@ -226,7 +238,9 @@ NAMES = (
 def traps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Modules and classes that tell `RAN` when code of theirs runs."""
     module = types.ModuleType("traps")
-    vars(module).update({one.__name__: one for one in (Settable, Asked, Made, Table, Row, Color, Ordinary, Meta)})
+    vars(module).update(
+        {one.__name__: one for one in (Settable, Asked, Ended, Made, Table, Row, Color, Ordinary, Meta)}
+    )
     vars(module).update(Watched=Watched, Members=Members, instance=Ordinary())
     module.__getattr__ = lambda name: RAN.append(f"traps {name}")  # type: ignore[method-assign]
     monkeypatch.setitem(sys.modules, "traps", module)
@@ -409,7 +423,8 @@ def test_import_looks_nothing_up_that_a_file_names(tmp_path: Path, form: str, mo
 
 def test_the_lookup_itself_asks_nothing() -> None:
     """By itself, for all names, the lookup finds nothing but what lies there."""
-    there = ("traps:Settable", "traps:Ordinary", "traps:Ordinary.Inner", "ctypes:CDLL", "subprocess:Popen")
+    there = ("traps:Settable", "traps:Ordinary", "traps:Ordinary.Inner", "ctypes:CDLL")
     there += ("builtins:type", "builtins:object")
     assert {name for name in NAMES if named.find_class(name) is not None} == set(there)
     assert named.find_class("traps:Made") is Made
+    assert "__del__" in vars(subprocess.Popen), "this is why no object of this class is made"

@@ -90,6 +90,21 @@ class CarriedLocals:
         return new
 
 
+def live_variables(frame: FrameType | None) -> dict[str, dict[str, Any]]:
+    """What the loops on the stack read in a later step than the one that wrote it, by function; modules left out.
+
+    Args:
+        frame: the innermost one that is looked at.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for one in _frames(frame):
+        values = one.f_locals
+        names = [name for name in _carried(one.f_code, one.f_lasti) if name in values and not name.startswith("__")]
+        if names:
+            found.setdefault(one.f_code.co_name, {name: values[name] for name in names})
+    return found
+
+
 def sentence(names: Iterable[str]) -> str:
     """What users read of such variables."""
     listed = list(names)

@@ -128,7 +128,7 @@ class HiddenState:
             if why is None:
                 done.append(path)
             elif why:
-                missing.append(NotRestored(f"hidden state {path}", f"{why}; {_remedy(path, row['type'])}"))
+                missing.append(NotRestored(f"hidden state {path}", f"{why}; {remedy(path, row['type'])}"))
         return [Restored("hidden state", ", ".join(done))] if done else [], missing
 
     def _why_not(self, path: str, value: Any) -> str:
@@ -143,6 +143,15 @@ class HiddenState:
     def _begin_of(self, path: str) -> Mapping[str, str]:
         found = {moment: begun.frozen.get(path) for moment, begun in self._moments.items()}
         return {moment: digest(frozen) for moment, frozen in found.items() if frozen is not None}
+
+
+def all_attributes(roots: Mapping[str, Any], skipped: Iterable[str] = ()) -> dict[str, tuple[str, str]]:
+    """Class and digest of every attribute that is looked at, by path, moved or not.
+
+    Args:
+        roots, skipped: as for `HiddenState`.
+    """
+    return _Beginning(roots, skipped).described()
 
 
 def taken_apart(rows: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -175,6 +184,15 @@ class _Beginning:
     def holder_of(self, path: str) -> Holder | None:
         """Whose attribute it is, one that is not there yet included."""
         return self._holders.get(path) or self._by_path.get(path.rpartition(".")[0])
+
+    def described(self) -> dict[str, tuple[str, str]]:
+        """Class and digest of all attributes."""
+        return {
+            path: (type_of(value), digest(self.frozen[path]))
+            for one in self._watched
+            for name, value in zip(one.names, one.values, strict=True)
+            for path in (f"{one.holder.path}.{name}",)
+        }
 
     def is_of_module(self, path: str) -> bool:
         """Whether it is an attribute of an nn.Module: a flag there says something of the model."""
@@ -281,7 +299,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
 
 
-def _remedy(path: str, kind: str) -> str:
+def remedy(path: str, kind: str) -> str:
     """The one line of code that makes it exact."""
     owner, _, name = path.rpartition(".")
     if kind.endswith("Tensor"):

@@ -20,6 +20,11 @@ from ckpt_engine.errors import ResumeError
 if TYPE_CHECKING:
     from ckpt_engine.cli.rehearsal.pairing import Pair
     from ckpt_engine.cli.rehearsal.verdict import Divergence
+    from ckpt_engine.observe.resume_report import NotRestored
+
+
+NOT_SEEDED = 3
+"""Exit code where two runs from the start differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,7 @@ class Report:
 
     Args:
         exact: the resumed run equals the uninterrupted one in every snapshot after the restart.
+        seeded: two runs from the start are equal, but for random streams that nothing has drawn from.
         killed_after: the step that the killed run had as its last snapshot.
         snapshots, values: how much was compared after the restart.
         resumed: where a resumed run first differs.
@@ -37,6 +43,7 @@ class Report:
     """
 
     exact: bool
+    seeded: bool
     steps: int
     killed_after: int
     snapshots: int
@@ -65,8 +72,9 @@ def command(
 
     The script runs as it is, with its snapshots of every step in a scratch folder: once uninterrupted to --steps, and
     once killed with SIGKILL after --kill-at and started again. What both have saved after the restart is compared bit
-    for bit, and the first tensor, random stream, data position or batch that differs is named, with its usual cause.
-    Ends with exit code 1 if there is one.
+    for bit, and the first tensor, random stream, data position or batch that differs is named, with the hidden state
+    that explains it or its usual cause. Ends with exit code 1 if there is one, and with 3 if two runs from the start
+    differ already, as nothing seeds them.
     """
     at = steps // 2 if kill_at is None else kill_at
     if at >= steps:
@@ -86,6 +94,8 @@ def command(
         print_json(asdict(report))
     else:
         _print(report)
+    if not report.seeded:
+        sys.exit(NOT_SEEDED)
     if not report.exact:
         sys.exit(1)
 
@@ -115,7 +125,7 @@ def _rehearse(runs: Runs, steps: int, at: int, *, quiet: bool) -> Report:
     fresh, _ = _compare(runs, ("uninterrupted", "killed"), (whole, killed), (0, at), fresh=True)
     second = "killed"
     if fresh is not None:
-        say("two runs from the start differ; run 4: started on a snapshot of the first one")
+        say("not seeded: two runs from the start differ; run 4: started on a snapshot of the first one")
         notes += ("two runs from the start differ, so the restart was compared on a snapshot of the first one",)
         second = runs.cut(at)
         again = runs.again(second)
@@ -125,6 +135,8 @@ def _rehearse(runs: Runs, steps: int, at: int, *, quiet: bool) -> Report:
     resumed, pairs = _compare(runs, ("uninterrupted", second), (whole, again), span, fresh=False)
     if resumed is None:
         resumed = _judge_end(whole, again)
+    if resumed is not None:
+        resumed = _explain(resumed, whole, killed, again, runs.not_restored(second))
     if not pairs and resumed is None:
         raise ResumeError(
             f"there is no snapshot of both runs between step {span[0]} and step {span[1]}",
@@ -134,6 +146,7 @@ def _rehearse(runs: Runs, steps: int, at: int, *, quiet: bool) -> Report:
         notes += (f"not compared, for want of a counterpart: {count(lonely, 'snapshot')} of the uninterrupted run",)
     return Report(
         exact=resumed is None,
+        seeded=fresh is None or fresh.streams_only,
         steps=steps,
         killed_after=max(step for step in killed.steps if step <= at),
         snapshots=len(pairs),
@@ -154,7 +167,8 @@ def _compare(
     for a, b in zip(runs.folders(names[0]), runs.folders(names[1]), strict=False):
         for pair in pairing.compare(a, b, traces, *steps):
             pairs.append(pair)
-            if pair.differences or pair.batch is not None:
+            divergence = verdict.judge([pair], fresh=fresh)
+            if divergence is not None and not (fresh and divergence.streams_only):
                 break  # what follows from a difference is of no interest
     pairs.sort(key=lambda pair: pair.step)
     return verdict.judge(pairs, fresh=fresh), pairs
@@ -164,6 +178,12 @@ def _judge_end(whole: Trace, again: Trace) -> Divergence | None:
     from ckpt_engine.cli.rehearsal import verdict  # torch
 
     return verdict.judge_end(max(whole.steps), max(again.steps, default=0))
+
+
+def _explain(resumed: Divergence, whole: Trace, killed: Trace, again: Trace, missing: list[NotRestored]) -> Divergence:
+    from ckpt_engine.cli.rehearsal import verdict  # torch
+
+    return verdict.explain(resumed, whole, killed, again, missing)
 
 
 def _lonely(runs: Runs, second: str, span: tuple[int, int]) -> int:
@@ -194,23 +214,35 @@ def _about_folders(*traces: Trace) -> tuple[str, ...]:
 
 
 def _print(report: Report) -> None:
+    what = f"{count(report.snapshots, 'snapshot')}, {count(report.values, 'value')}"
+    if report.fresh is not None and not report.seeded:
+        click.echo(f"not seeded: two runs from the start differ at step {report.fresh.step}, before anything is killed")
+        _print_divergence(report.fresh)
     if report.exact:
-        what = f"{count(report.snapshots, 'snapshot')}, {count(report.values, 'value')}"
         click.echo(
             f"exact: killed after step {report.killed_after}, equal to the uninterrupted run up to the end ({what})"
         )
-    for divergence, when in ((report.resumed, "after the restart"), (report.fresh, "from the start")):
-        if divergence is None:
-            continue
-        title = "NOT EXACT" if divergence is report.resumed else "not seeded"
-        click.echo(f"{title}: the runs differ at step {divergence.step} {when}")
-        click.echo(f"  first: {divergence.first}")
-        click.echo(f"  usual cause: {divergence.cause}")
-        for other in divergence.others:
-            click.echo(f"  also: {other}")
-        if divergence.hidden:
-            click.echo(f"  and {divergence.hidden:,} more")
+    elif report.resumed is not None:
+        blamed = "NOT EXACT" if report.seeded else "the restart differs as well, which may have the same cause"
+        click.echo(f"{blamed}: the runs differ at step {report.resumed.step} after the restart")
+        _print_divergence(report.resumed)
+    if report.fresh is not None and report.seeded:
+        click.echo(f"note: {report.fresh.first} differs from start to start: {report.fresh.cause}")
     for note in report.notes:
         click.echo(f"note: {note}")
     if report.scratch is not None:
         click.echo(f"snapshots and output are in {report.scratch}")
+
+
+def _print_divergence(divergence: Divergence) -> None:
+    click.echo(f"  first: {divergence.first}")
+    for moved in divergence.moved:
+        click.echo(f"  hidden state that the resume did not put back: {moved}")
+    for declared in divergence.declared:
+        click.echo(f"  the resume report says: {declared}")
+    if not divergence.moved and not divergence.declared:
+        click.echo(f"  usual cause: {divergence.cause}")
+    for other in divergence.others:
+        click.echo(f"  also: {other}")
+    if divergence.hidden:
+        click.echo(f"  and {divergence.hidden:,} more")

@@ -9,6 +9,8 @@ from typing import Any
 
 from ckpt_engine.observe.units import duration, size
 
+FILE_NAME = "resume-report.json"
+"""Where a run's folder has the report of its last resume."""
 _FROM_MEMORY = "resumed from memory"
 _BY_OTHERS = "another number of ranks"
 

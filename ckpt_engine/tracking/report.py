@@ -10,10 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_engine.observe.aloud import Aloud, announce
-from ckpt_engine.observe.resume_report import NotRestored, Rejected, Restored, ResumeReport, resumed_from_memory
+from ckpt_engine.observe.resume_report import (
+    FILE_NAME,
+    NotRestored,
+    Rejected,
+    Restored,
+    ResumeReport,
+    resumed_from_memory,
+)
 from ckpt_engine.restore.load import Loaded
-
-FILE_NAME = "resume-report.json"
 
 
 @dataclass(slots=True)

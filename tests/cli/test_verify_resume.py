@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,8 +19,9 @@ from ckpt_engine.cli.rehearsal.command_line import PythonCommand
 from ckpt_engine.cli.rehearsal.pairing import Pair
 from ckpt_engine.cli.rehearsal.patches import Rehearsal
 from ckpt_engine.cli.rehearsal.spec import Spec, Trace, event_line
-from ckpt_engine.cli.rehearsal.verdict import Area, area_of, judge, judge_end
+from ckpt_engine.cli.rehearsal.verdict import Area, area_of, explain, judge, judge_end
 from ckpt_engine.errors import CorruptError
+from ckpt_engine.observe.resume_report import NotRestored
 
 Ckpt = Callable[..., Any]
 SCRIPTS = Path(__file__).parent / "rehearsed"
@@ -74,14 +75,16 @@ def test_what_is_rehearsed_is_called_as_the_engine_is(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_own_generator_is_found(verify: Callable[..., Any]) -> None:
-    """It starts anew after a restart, which no state holds: weights differ, streams do not."""
+    """It begins again after a restart: weights differ, and the variable is named with the line that saves it."""
     result = verify("own generator", "--json")
     assert result.code == 1, result.err
     report = result.json
     assert (report["exact"], report["fresh"]) == (False, None)
     assert (report["resumed"]["step"], report["resumed"]["area"]) == (4, "tensor")
     assert report["resumed"]["first"].startswith("model/0.weight: ")
-    assert "an own random.Random" in report["resumed"]["cause"]
+    (moved,) = report["resumed"]["moved"]
+    assert (moved["path"], moved["type"]) == ("main().own", "random.Random")
+    assert "save({…, 'own': own}, step=step), and own = state['own'] after load()" in moved["remedy"]
 
 
 @pytest.mark.slow
@@ -99,19 +102,22 @@ def test_draws_at_every_start_are_found(verify: Callable[..., Any]) -> None:
 def test_code_that_reads_the_clock_is_found_from_the_start_and_after_the_restart(verify: Callable[..., Any]) -> None:
     """The restart is compared on a snapshot of the first run, because the second one differs from it."""
     result = verify("clock")
-    assert result.code == 1, result.err
-    assert "NOT EXACT: the runs differ at step 4 after the restart" in result.out
-    assert "code that reads the clock" in result.out
-    assert "not seeded: the runs differ at step 1 from the start" in result.out
+    assert result.code == 3, result.err
+    first, _, rest = result.out.partition("the restart differs as well, which may have the same cause")
+    assert first.startswith("not seeded: two runs from the start differ at step 1, before anything is killed")
+    assert ": the runs differ at step 4 after the restart" in rest
+    assert "code that reads the clock" in rest
+    assert "NOT EXACT" not in result.out
 
 
 @pytest.mark.slow
 def test_a_script_without_a_seed_may_still_resume_exactly(verify: Callable[..., Any]) -> None:
-    """That two runs differ is said, and is no fault of the resume."""
+    """That two runs differ is said first, has an exit code of its own, and is no fault of the resume."""
     result = verify("no seed")
-    assert result.code == 0, result.err
+    assert result.code == 3, result.err
+    assert result.out.startswith("not seeded: two runs from the start differ at step 1, before anything is killed")
     assert "exact: killed after step 3" in result.out
-    assert "not seeded: the runs differ at step 1 from the start" in result.out
+    assert "NOT EXACT" not in result.out
     assert "run 4" in result.err
 
 
@@ -159,10 +165,54 @@ def test_lightning_with_workers_is_exact(verify: Callable[..., Any]) -> None:
 def test_augmentation_from_a_generator_of_the_workers_is_found(verify: Callable[..., Any]) -> None:
     """Not the weights are named, but the first batch with other content."""
     result = verify("workers", script="lightning_loop.py")
-    assert result.code == 1, result.err
+    assert result.code == 3, result.err
     assert "first: batch 3 of training loader 0 has other content" in result.out
     assert "the same samples come with other content" in result.out
-    assert "not seeded: the runs differ at step 1 from the start" in result.out
+    assert result.out.startswith("not seeded: two runs from the start differ at step 1, before anything is killed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "mistake", "lines"),
+    [
+        ("lightning_loop.py", "iterator", ["the resume report says: hidden state model.factors", "state_dict()"]),
+        ("tracked_loop.py", "dice", ["not put back: main().dice", "random.Random", "carry = Carry(dice=dice)"]),
+        ("tracked_loop.py", "best", ["the resume report says: local variables: best is carried", "Carry(best=…)"]),
+        ("tracked_loop.py", "hidden off", ["not put back: model.calls", "int", "state_dict()"]),
+    ],
+)
+def test_the_hidden_state_that_explains_it_is_named(
+    verify: Callable[..., Any], script: str, mistake: str, lines: list[str]
+) -> None:
+    """Attribute path, class, and the line that makes it exact, instead of a usual cause."""
+    result = verify(mistake, script=script)
+    assert result.code == 1, result.out + result.err
+    assert result.out.startswith("NOT EXACT: the runs differ at step 4 after the restart")
+    assert "usual cause" not in result.out
+    for line in lines:
+        assert line in result.out
+
+
+def test_what_differs_between_two_fresh_starts_explains_nothing() -> None:
+    """A time or a path is another one in every process; a count is named before the tensor made with it."""
+
+    def trace(*values: tuple[int, Mapping[str, str]]) -> Trace:
+        rows = {step: {path: (path.rpartition(".")[2], one) for path, one in row.items()} for step, row in values}
+        return Trace((), (), {}, tuple(rows), True, rows)
+
+    divergence = judge([Pair(2, (Difference("w", Kind.TENSOR, "1", "2", 1, 4, (0,), 1.0),), 3, None)], fresh=False)
+    assert divergence is not None
+    whole = trace(
+        (1, {"a.float": "1", "m.Tensor": "1", "b.int": "1"}), (2, {"a.float": "1", "m.Tensor": "2", "b.int": "2"})
+    )
+    killed = trace((1, {"a.float": "9", "m.Tensor": "1", "b.int": "1"}))
+    again = trace((2, {"a.float": "8", "m.Tensor": "7", "b.int": "7"}))
+    found = explain(divergence, whole, killed, again, [])
+    assert [one.path for one in found.moved] == ["b.int", "m.Tensor"]
+    missing = [NotRestored("hidden state b.int", "as it is")]
+    reported = explain(divergence, whole, killed, again, missing)
+    assert [one.path for one in reported.moved] == ["m.Tensor"]
+    assert reported.declared == ("hidden state b.int: as it is",)
 
 
 def test_a_module_and_its_surroundings_run_as_python_runs_them(tmp_path: Path) -> None:
@@ -292,12 +342,14 @@ def test_a_trace_comes_back_as_it_was_written(tmp_path: Path) -> None:
     path.write_bytes(
         event_line("root", url="/run")
         + event_line("loaded", snapshot="x")
-        + event_line("saving", step=2, batches=[[0, 1, "aa"]])
-        + event_line("saving", step=2, batches=[[0, 2, "bb"]])
+        + event_line("saving", step=2, batches=[[0, 1, "aa"]], attributes={"a": ["int", "1"], "b": ["int", "1"]})
+        + event_line("saving", step=2, batches=[[0, 2, "bb"]], attributes={"a": ["int", "2"]})
         + event_line("stopped", step=2)
     )
     batches = {2: {(0, 1): "aa", (0, 2): "bb"}}
-    assert Trace.read(path) == Trace(("/run",), ("x",), batches, (2, 2), True)
+    assert Trace.read(path) == Trace(
+        ("/run",), ("x",), batches, (2, 2), True, {2: {"a": ("int", "2"), "b": ("int", "1")}}
+    )
     path.write_bytes(b'{"event": "saving"}\n')
     with pytest.raises(CorruptError):
         Trace.read(path)

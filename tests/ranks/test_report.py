@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.observe.resume_report import NotRestored, ResumeReport
-from ckpt_engine.tracking.report import FILE_NAME, publish
+from ckpt_engine.observe.resume_report import FILE_NAME, NotRestored, ResumeReport
+from ckpt_engine.tracking.report import publish
 
 LOG = logging.getLogger("tests.ranks.report")
 

@@ -40,11 +40,13 @@ class Rehearsal:
         self._roots: list[str] = []
         self._loaders: dict[int, int] = {}
         self._batches: list[tuple[int, int, str]] = []
+        self._attributes = Attributes()
         self._file = os.open(spec.trace, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def install(self) -> None:
         """Take effect for everything that is imported from now on."""
         patches: dict[str, Patch] = {
+            "ckpt_engine.audit.audit": self._patch_audit,
             "ckpt_engine.config": self._patch_config,
             "ckpt_engine.checkpointer": self._patch_checkpointer,
             "ckpt_engine.data.iteration": self._patch_iteration,
@@ -66,6 +68,15 @@ class Rehearsal:
             return config if config.root_url.startswith(self._spec.folder) else original(self._overlaid(config))
 
         module.load_config = load_config  # type: ignore[attr-defined]
+
+    def _patch_audit(self, module: ModuleType) -> None:
+        original = module.Audit.__init__
+
+        def __init__(audit: Any, mode: Any, roots: Any, log: Any, skipped: Any = ()) -> None:  # noqa: N807
+            original(audit, mode, roots, log, skipped)
+            self._attributes.add(roots, skipped)
+
+        module.Audit.__init__ = __init__
 
     def _overlaid(self, config: Any) -> Mapping[str, Any]:
         """The user's options, with a snapshot of each step, all kept, in a folder of the rehearsal."""
@@ -138,7 +149,7 @@ class Rehearsal:
         if self._spec.kill_at is not None and step > self._spec.kill_at:
             self._note("killed", step=step)
             os.kill(os.getpid(), signal.SIGKILL)
-        self._note("saving", step=step, batches=self._batches)
+        self._note("saving", step=step, batches=self._batches, attributes=self._attributes.changed())
         self._batches = []
 
     def saved(self, checkpointer: Any, handle: Any, step: int) -> None:
@@ -153,6 +164,41 @@ class Rehearsal:
         sys.stderr.flush()
         # Neither the rest of the script nor its exit handlers: it is in the middle of its training.
         os._exit(0)
+
+
+class Attributes:
+    """What the objects that take part in training hold, and the variables of the loop on the stack."""
+
+    def __init__(self) -> None:
+        self._roots: list[Callable[[], Mapping[str, Any]]] = []
+        self._skipped: set[str] = set()
+        self._before: dict[str, tuple[str, str]] = {}
+
+    def add(self, roots: Callable[[], Mapping[str, Any]], skipped: Sequence[str]) -> None:
+        """Objects that an adapter knows, by the names that users know them by."""
+        self._roots.append(roots)
+        self._skipped.update(skipped)
+
+    def changed(self) -> dict[str, tuple[str, str]]:
+        """Class and digest of those that are not what they were at the last call."""
+        from ckpt_engine.audit.carried import live_variables  # torch
+        from ckpt_engine.audit.hidden import all_attributes
+
+        objects = {path: one for roots in self._roots for path, one in roots().items()}
+        variables = {
+            f"{function}()": _Variables(values) for function, values in live_variables(sys._getframe(1)).items()
+        }
+        now = all_attributes({**objects, **variables}, self._skipped)
+        changed = {path: value for path, value in now.items() if self._before.get(path) != value}
+        self._before = now
+        return changed
+
+
+class _Variables:
+    """A function's variables as attributes."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        vars(self).update(values)
 
 
 class _AfterImport(MetaPathFinder):

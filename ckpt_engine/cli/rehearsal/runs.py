@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from ckpt_engine.cli.rehearsal.command_line import PythonCommand
 from ckpt_engine.cli.rehearsal.spec import Spec, Trace
 from ckpt_engine.errors import ResumeError, WaitTimeoutError
+from ckpt_engine.observe.resume_report import FILE_NAME, NotRestored, ResumeReport
 from ckpt_engine.store import layout
 
 _TAIL_LINES = 12
@@ -90,6 +92,12 @@ class Runs:
     def folders(self, name: str) -> list[Path]:
         """The run folders below one of the runs."""
         return sorted((self.scratch / name).glob("run*"))
+
+    def not_restored(self, name: str) -> list[NotRestored]:
+        """What the last resume of one of the runs reported as not restored."""
+        reports = [folder / FILE_NAME for folder in self.folders(name)]
+        found = [ResumeReport.from_json(json.loads(path.read_text())) for path in reports if path.exists()]
+        return [row for report in found for row in report.not_restored]
 
     def _run(self, name: str, folder: str, kill_at: int | None) -> tuple[Trace, int]:
         place = self.scratch / folder

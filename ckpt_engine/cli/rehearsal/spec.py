@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,9 @@ class Spec:
         return cls(**json.loads(path.read_text()))
 
 
+Attributes = Mapping[str, tuple[str, str]]
+"""Class and digest of values that may be hidden state, by path; that of a local variable begins with `function().`"""
+
 Batches = Mapping[tuple[int, int], str]
 """Digests of batches, by loader and number within the epoch."""
 
@@ -52,6 +55,7 @@ class Trace:
         batches: what was fetched on the way to each step.
         steps: of the snapshots it took, in order.
         stopped: it was ended after its last step; otherwise it was killed, or ended by itself.
+        attributes: what its objects and its loop's variables were at each step.
     """
 
     roots: tuple[str, ...]
@@ -59,6 +63,7 @@ class Trace:
     batches: Mapping[int, Batches]
     steps: tuple[int, ...]
     stopped: bool
+    attributes: Mapping[int, Attributes] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: Path) -> Trace:
@@ -72,6 +77,8 @@ class Trace:
         loaded: list[str] = []
         steps: list[int] = []
         batches: dict[int, dict[tuple[int, int], str]] = {}
+        attributes: dict[int, Attributes] = {}
+        now: dict[str, tuple[str, str]] = {}
         stopped = False
         try:
             for event in map(json.loads, lines):
@@ -83,11 +90,13 @@ class Trace:
                     steps.append(event["step"])
                     found = {(loader, number): digest for loader, number, digest in event["batches"]}
                     batches.setdefault(event["step"], {}).update(found)
+                    now = now | {path: (kind, digest) for path, (kind, digest) in event["attributes"].items()}
+                    attributes[event["step"]] = now
                 elif event["event"] == "stopped":
                     stopped = True
         except (ValueError, KeyError, TypeError) as err:
             raise CorruptError(f"{path} is not what a rehearsal writes: {err}") from err
-        return cls(tuple(roots), tuple(loaded), batches, tuple(steps), stopped)
+        return cls(tuple(roots), tuple(loaded), batches, tuple(steps), stopped, attributes)
 
 
 def event_line(name: str, **values: Any) -> bytes:

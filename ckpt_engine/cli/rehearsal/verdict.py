@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from ckpt_engine.audit.hidden import remedy
 from ckpt_engine.cli.compare import Difference, Kind
 from ckpt_engine.cli.rehearsal.pairing import Pair
+from ckpt_engine.cli.rehearsal.spec import Attributes, Trace
+from ckpt_engine.observe.resume_report import NotRestored
 
 OTHERS = 5
 """Further differences of the same step that a verdict names."""
+
+
+_HIDDEN = "hidden state "
+_STREAMS = (
+    "random.Random",
+    "torch._C.Generator",
+    "numpy.random._generator.Generator",
+    "numpy.random.mtrand.RandomState",
+)
 
 
 class Area(StrEnum):
@@ -24,6 +36,24 @@ class Area(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Moved:
+    """Hidden state that the resumed run does not have as the uninterrupted one does.
+
+    Args:
+        path: the attribute as users reach it, or `function().variable`.
+        type: its class.
+        remedy: the line of code that makes it exact.
+    """
+
+    path: str
+    type: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.path} (its type is {self.type}); {self.remedy}"
+
+
+@dataclass(frozen=True, slots=True)
 class Divergence:
     """Where two runs first differ.
 
@@ -33,6 +63,9 @@ class Divergence:
         cause: what usually causes that, and what to do.
         others: further differences of this step.
         hidden: how many more there are.
+        streams_only: nothing differs but random streams.
+        moved: the hidden state that explains it, the most telling first.
+        declared: what the resumed run itself reported as not restored.
     """
 
     step: int
@@ -41,6 +74,9 @@ class Divergence:
     cause: str
     others: tuple[str, ...]
     hidden: int
+    streams_only: bool = False
+    moved: tuple[Moved, ...] = ()
+    declared: tuple[str, ...] = ()
 
 
 def area_of(path: str) -> Area:
@@ -57,21 +93,63 @@ def judge(pairs: Sequence[Pair], *, fresh: bool) -> Divergence | None:
     """The first divergence, or None if all pairs are equal.
 
     Args:
-        fresh: both runs started from nothing; otherwise the second was resumed.
+        fresh: both runs started from nothing; otherwise the second was resumed. Random streams alone say less there
+            than what comes after them.
     """
-    for pair in pairs:
-        if not pair.differences and pair.batch is None:
-            continue
-        ranked = _ranked(pair.differences)
-        if pair.batch is not None:
-            loader, number = pair.batch
-            area, first, rest = Area.BATCH, f"batch {number} of training loader {loader} has other content", ranked
-        else:
-            area, first, rest = _area(ranked[0]), _told(ranked[0]), ranked[1:]
-        areas = {area, *map(_area, ranked)}
-        cause = _cause_fresh(area, areas) if fresh else _cause_resumed(area, areas)
-        return Divergence(pair.step, area, first, cause, tuple(map(_told, rest[:OTHERS])), max(len(rest) - OTHERS, 0))
-    return None
+    found = [_divergence(pair, fresh=fresh) for pair in pairs if pair.differences or pair.batch is not None]
+    if fresh:
+        found.sort(key=lambda one: one.streams_only)
+    return found[0] if found else None
+
+
+def explain(
+    divergence: Divergence, whole: Trace, killed: Trace, again: Trace, missing: Sequence[NotRestored]
+) -> Divergence:
+    """The same divergence with the hidden state that explains it.
+
+    What differs between two starts of which neither was resumed (a time, a path) explains nothing.
+
+    Args:
+        whole, killed, again: the traces of the three runs.
+        missing: what the resumed run reported as not restored.
+    """
+    one, other = whole.attributes.get(divergence.step, {}), again.attributes.get(divergence.step, {})
+    varies = {
+        path
+        for step, attributes in killed.attributes.items()
+        for path in _differing(whole.attributes.get(step, {}), attributes)
+    }
+    reported = {row.name.removeprefix(_HIDDEN) for row in missing}
+    paths = sorted(_differing(one, other) - varies - reported, key=lambda path: (_rank(one[path][0]), path))
+    by_hand = all("()." in path for path in one)
+    moved = tuple(Moved(path, one[path][0], _remedy(path, one[path][0], by_hand=by_hand)) for path in paths[:OTHERS])
+    declared = tuple(f"{row.name}: {row.why}" for row in missing)
+    return replace(divergence, moved=moved, declared=declared)
+
+
+def _differing(one: Attributes, other: Attributes) -> set[str]:
+    return {path for path in one.keys() & other.keys() if one[path] != other[path]}
+
+
+def _rank(kind: str) -> int:
+    """Streams and counts are causes more often than what is computed with them."""
+    if kind in _STREAMS:
+        return 0
+    return 1 if kind in ("bool", "int", "float", "str") else 2
+
+
+def _remedy(path: str, kind: str, *, by_hand: bool) -> str:
+    _, local, variable = path.partition("().")
+    if not local:
+        return remedy(path, kind)
+    if by_hand:
+        return (
+            f"to make it exact: save({{…, {variable!r}: {variable}}}, step=step), "
+            f"and {variable} = state[{variable!r}] after load()"
+        )
+    if "." in variable:
+        return remedy(variable, kind)
+    return f"to make it exact: carry = Carry({variable}={variable}), track(…, carry=carry), and use carry.{variable}"
 
 
 def judge_end(whole: int, again: int) -> Divergence | None:
@@ -88,6 +166,25 @@ def judge_end(whole: int, again: int) -> Divergence | None:
     )
     first = f"the uninterrupted run went on to step {whole}, the resumed one to step {again}"
     return Divergence(min(whole, again) + 1, Area.VALUE, first, cause, (), 0)
+
+
+def _divergence(pair: Pair, *, fresh: bool) -> Divergence:
+    ranked = _ranked(pair.differences)
+    if pair.batch is not None:
+        loader, number = pair.batch
+        area, first, rest = Area.BATCH, f"batch {number} of training loader {loader} has other content", ranked
+    else:
+        area, first, rest = _area(ranked[0]), _told(ranked[0]), ranked[1:]
+    areas = {area, *map(_area, ranked)}
+    return Divergence(
+        pair.step,
+        area,
+        first,
+        _cause_fresh(area, areas) if fresh else _cause_resumed(area, areas),
+        tuple(map(_told, rest[:OTHERS])),
+        max(len(rest) - OTHERS, 0),
+        areas == {Area.STREAM},
+    )
 
 
 def _ranked(differences: Sequence[Difference]) -> list[Difference]:

@@ -30,12 +30,15 @@ class Augmented(Dataset[torch.Tensor]):
 
 
 class Model(pl.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, mistake: str) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
 
+        self.factors = iter([1.0 + i / 10 for i in range(99)]) if mistake == "iterator" else None
+
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        return self.net(batch).square().mean()
+        factor = 1.0 if self.factors is None else next(self.factors)
+        return self.net(batch).square().mean() * factor
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), 1e-2)
@@ -61,7 +64,7 @@ def main(run: str, mistake: str) -> None:
         enable_model_summary=False,
         callbacks=[AdaptiveCheckpoint(run, max_lost_work="1 h")],
     )
-    trainer.fit(Model(), loader, ckpt_path="auto")
+    trainer.fit(Model(mistake), loader, ckpt_path="auto")
 
 
 if __name__ == "__main__":

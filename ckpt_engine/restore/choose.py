@@ -233,11 +233,12 @@ def _assemble(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) -> li
                 kinds.append(kind := _Copies(manifest))
             there = {file.name for file in manifest.files if sizes.of(place).get(file.name) == file.nbytes}
             kind.found |= there
-            if len(there) == len(manifest.files):
+            wrong = _what_is_wrong(manifest.files, sizes.of(place))
+            if wrong is None:
                 kind.whole.append(place)
                 continue
             kind.parts.append(place)
-            raise _what_is_wrong(manifest.files, sizes.of(place))
+            raise wrong
         except (FormatError, StorageError) as err:
             errors.append(err)
             notes.append(f"the copy of {snapshot} at {place.storage.url} is not whole: [{err.code}] {err.message}")
@@ -247,14 +248,14 @@ def _assemble(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) -> li
     return [Candidate(one.manifest.info, one.manifest, one.sources(), tuple(notes)) for one in usable]
 
 
-def _what_is_wrong(files: Sequence[DataFile], sizes: dict[str, int]) -> CkptError:
+def _what_is_wrong(files: Sequence[DataFile], sizes: dict[str, int]) -> CkptError | None:
     for file in files:
         found = sizes.get(file.name)
         if found is None:
             return StorageMissingError(f"data file {file.name} is missing")
         if found != file.nbytes:
             return FormatError(f"data file {file.name} has {found} bytes instead of {file.nbytes}")
-    raise AssertionError("nothing is wrong")
+    return None
 
 
 def none_usable(where: Sequence[Repository], search: Search, step: int | None) -> ResumeError | None:

@@ -70,6 +70,13 @@ def test_the_same_bytes_are_not_read_again_and_again(root: Path) -> None:
     assert "name 83968 bytes of files that have" in refused(root)
 
 
+def test_a_file_that_is_named_twice_is_read_once(root: Path) -> None:
+    """It is there, with the size it must have, and nothing is wrong."""
+    forge(root, lambda body: body["files"].append(body["files"][0]))
+    state = Checkpointer(root).load()
+    assert state is not None and state["step"] == 2
+
+
 def test_what_does_not_fit_into_memory_is_refused_before_it_is_read(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

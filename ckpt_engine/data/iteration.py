@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -101,8 +101,8 @@ class Epoch:
     refetch: list[rng.RngState] = field(default_factory=list)
     """Streams under which the batches held at the snapshot are fetched again, in order."""
     then_rng: rng.RngState | None = None
-    then_generators: dict[str, Any] | None = None
-    """Installed before the first new fetch."""
+    then_holders: dict[str, Any] | None = None
+    """Installed before the first new fetch: fetching a batch again moves generators, counters and samplers."""
     exactness: Exactness = field(default_factory=Exactness)
 
     iterator: weakref.ref[Iterator[Any]] | None = None
@@ -191,9 +191,9 @@ class FollowedIterator:
         self._on_fetch(epoch)
         if epoch.refetch:
             return self._fetch_again(epoch.refetch.pop(0))
-        if epoch.then_generators is not None:
-            streams.restore_generators(self._loader, epoch.then_generators)
-            epoch.then_generators = None
+        if epoch.then_holders is not None:
+            streams.restore_holders(self._loader, epoch.then_holders)
+            epoch.then_holders = None
         if epoch.then_rng is not None:
             rng.restore(epoch.then_rng)
             epoch.then_rng = None
@@ -215,6 +215,8 @@ class FollowedIterator:
         if lookahead:
             epoch.ring[number] = epoch.next_fetch(loader, rng.capture())
             epoch.ring.pop(number - lookahead - 1, None)
+            if epoch.order is not None:
+                epoch.order.ahead = True
         watched = epoch.mode is Mode.REPLAY and loader.num_workers == 0
         if watched and number == 0:
             epoch.first_fetch = rng.capture()
@@ -239,4 +241,7 @@ class FollowedIterator:
         epoch.fetched = number + 1
         if epoch.order is not None:
             epoch.order.forget_before(number - lookahead)
+            if lookahead and epoch.order.drawn is not None:
+                # Fetched again it is given its indices, so that its sampler draws nothing.
+                epoch.ring[number] = replace(epoch.ring[number], rng=epoch.order.drawn)
         return batch

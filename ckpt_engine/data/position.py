@@ -349,7 +349,8 @@ class LoaderPosition:
         if order is not None:
             given = batches + epoch.lost
             state["made_at_start"] = sorted(order.made_at_start)
-            again = (order.draws or state["samplers"]) and self.loader.num_workers
+            # Without workers, only a batch that is held was asked for already.
+            again = state["samplers"] or (order.draws and self.loader.num_workers)
             state["order"] = {
                 "at_iter": order.at_iter,
                 "at_first": order.at_first,

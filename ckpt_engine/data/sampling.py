@@ -36,6 +36,10 @@ class Order:
     """It drew from a global stream at a later index too."""
     moves: bool = False
     """What it says of itself (`state_dict`) changes when it is asked for an index: it knows its position."""
+    ahead: bool = False
+    """The consumer holds batches: they may be fetched again."""
+    drawn: rng.RngState | None = None
+    """Then, without workers: the streams after the last entry of a sampler with a state."""
     made_at_start: set[str] = field(default_factory=set)
     """Attributes that it makes anew whenever it starts, see `adapting`."""
     digest: int | None = 0
@@ -166,6 +170,7 @@ class _RecordingIterator:
         self._plan = plan
         self._attributes = adapting.attributes(loader)
         self._states = _STATES if streams.capture_samplers(loader) else 0
+        self._keeps_streams = self._states > 0 and loader.num_workers == 0
         self.inner = start()
         self._primed = False
         self._dealt = plan is not None and plan.dealt is not None
@@ -245,11 +250,11 @@ class _RecordingIterator:
         self.prime()
         order = self._order
         if self._again:
-            return self._record(self._again.popleft())
+            return self._give(self._again.popleft())
         if first or (order.draws and not self._states) or not self._watched:
             indices = next(self.inner)
             self._started()
-            return self._record(indices)
+            return self._give(indices)
         before = rng.probe()
         states = streams.capture_samplers(deref(self._reference)) if self._states else None
         indices = next(self.inner)
@@ -257,6 +262,11 @@ class _RecordingIterator:
         if states is not None:
             self._states -= 1
             order.moves = order.moves or not streams.same(states, streams.capture_samplers(deref(self._reference)))
+        return self._give(indices)
+
+    def _give(self, indices: Any) -> Any:
+        if self._keeps_streams and self._order.ahead:
+            self._order.drawn = rng.capture()
         return self._record(indices)
 
     def _draw(self, what: str) -> Any:

@@ -211,12 +211,11 @@ class Starter:
         if order is not None and order.verified is False:
             epoch.exactness = _unverified(order)
         if same:
-            generators = {} if epoch.refetch else state["generators"]
-            streams.restore_holders(
-                self._loader,
-                {"counters": state["counters"], "generators": generators, "samplers": state.get("samplers", {})},
-            )
-            epoch.then_generators = state["generators"] if epoch.refetch else None
+            holders = {name: state.get(name, {}) for name in ("counters", "generators", "samplers")}
+            if epoch.refetch:
+                epoch.then_holders = holders
+            else:
+                streams.restore_holders(self._loader, holders)
         epoch.exactness = epoch.exactness.also(adapting.compared(self._loader, state, between_epochs=False))
 
     def _restart(self, make: Make, previous: Epoch) -> tuple[Epoch, Iterator[Any]]:

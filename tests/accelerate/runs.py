@@ -68,6 +68,9 @@ def train_accelerate(case: Case, options: Mapping[str, Any] | None, *, seed: int
             evaluate(model, evaluation, trace)
     found = digest(weights=model.state_dict(), optimizer=optimizer.state_dict(), average=average.weights)
     accelerator.end_training()
+    # An Accelerator is part of a cycle: found by the garbage collector, its loaders can no longer tell their workers to
+    # end, and wait five seconds for each of them; workers that are forked meanwhile inherit all that.
+    accelerator._dataloaders.clear()
     return Outcome(trace, found)
 
 

@@ -14,6 +14,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from ckpt_engine.data import Level, attach, rng
 from tests.data.loader_kinds import BATCH, SAMPLES, Augmented
 from tests.data.loop import recorded, seed_everything, train_step
+from tests.data.test_lookahead import ahead
 
 EPOCHS = 3
 
@@ -77,6 +78,15 @@ class LazyWeights(SavedWeights):
             yield int(torch.multinomial(self.weights, 1).item())
 
 
+class OwnWeights(SavedWeights):
+    """Each index is drawn by weights that the draws before it have moved."""
+
+    def __iter__(self) -> Iterator[int]:
+        for index in super().__iter__():
+            self.weights[index] += 1
+            yield index
+
+
 class Remade(Sampler[int]):
     """Keeps the order of the running epoch in an attribute."""
 
@@ -95,12 +105,19 @@ def distributed() -> Any:
     return StatefulDistributedSampler(Augmented(), num_replicas=2, rank=1, shuffle=True, seed=3)
 
 
-def run(make: Callable[[], Any], seed: int, resume: tuple[int, int, Any, Any] | None = None, **options: Any) -> Any:
+def run(
+    make: Callable[[], Any],
+    seed: int,
+    resume: tuple[int, int, Any, Any] | None = None,
+    *,
+    lookahead: int = 0,
+    **options: Any,
+) -> Any:
     """Three epochs; what was seen, and (epoch, batches, position, streams) at each boundary and between epochs."""
     seed_everything(seed)
     sampler = make()
     loader: DataLoader[Any] = DataLoader(Augmented(), batch_size=BATCH, sampler=sampler, **options)
-    position = attach(loader)
+    position = attach(loader, lookahead=lookahead)
     seen: list[Any] = []
     boundaries: list[tuple[int, int, Any, Any]] = []
     first = 0
@@ -110,7 +127,7 @@ def run(make: Callable[[], Any], seed: int, resume: tuple[int, int, Any, Any] | 
     for epoch in range(first, EPOCHS):
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        for batch in loader:
+        for batch in ahead(loader, lookahead):
             seen.append((epoch, *recorded(batch)))
             if isinstance(sampler, Weighted):
                 sampler.learn(batch[0].tolist())
@@ -120,27 +137,34 @@ def run(make: Callable[[], Any], seed: int, resume: tuple[int, int, Any, Any] | 
     return seen, boundaries, position
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("make", [SavedWeights, LazyWeights, Remade, distributed])
-def test_a_sampler_goes_on_three_generations_deep(make: Callable[[], Any], workers: int) -> None:
-    """In the middle of an epoch and between two, under other seeds, in resumed runs of resumed runs."""
-    reference, boundaries, _ = run(make, 1, num_workers=workers)
+@pytest.mark.parametrize("make", [SavedWeights, LazyWeights, Remade, distributed, OwnWeights])
+def test_a_sampler_goes_on_three_generations_deep(make: Callable[[], Any], workers: int, lookahead: int) -> None:
+    """In the middle of an epoch and between two, under other seeds, in resumed runs of resumed runs.
+
+    Also where the consumer holds a batch, as Accelerate does: the sampler has drawn it, and draws it once.
+    """
+    options = {"num_workers": workers, "lookahead": lookahead}
+    reference, boundaries, _ = run(make, 1, **options)
     for generation, between in enumerate((False, False, True)):
         places = [one for one in boundaries if one[2]["phase"] != "ended" and (one[1] == 0) == between]
         boundary = places[0 if between else 1]
-        seen, boundaries, position = run(make, 50 + generation, boundary, num_workers=workers)
+        seen, boundaries, position = run(make, 50 + generation, boundary, **options)
         assert seen == reference[len(reference) - len(seen) :], (generation, boundary[:2])
         level = Level.ORDER_ONLY if make is LazyWeights else Level.EXACT
         assert position.restoration.exactness.level in (Level.EXACT, level), position.restoration
 
 
+@pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_sampler_that_nothing_but_its_state_repeats_goes_on_by_that(workers: int) -> None:
+def test_a_sampler_that_nothing_but_its_state_repeats_goes_on_by_that(workers: int, lookahead: int) -> None:
     """Its epoch goes on in the order that it had, each sample once; the next epochs are whole."""
-    reference, boundaries, _ = run(Unseeded, 1, num_workers=workers)
+    options = {"num_workers": workers, "lookahead": lookahead}
+    reference, boundaries, _ = run(Unseeded, 1, **options)
     first = [one for one in reference if one[0] == 0]
     for generation in range(2):
-        seen, boundaries, position = run(Unseeded, 60 + generation, boundaries[1], num_workers=workers)
+        seen, boundaries, position = run(Unseeded, 60 + generation, boundaries[1], **options)
         rest = [one for one in seen if one[0] == 0]
         assert rest == first[len(first) - len(rest) :]
         assert len(rest) == len(first) - 2 * (generation + 1)

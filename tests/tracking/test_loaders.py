@@ -61,7 +61,12 @@ CASES: Mapping[str, Case] = {
     "a sampler with a state": Case(loader=counting(), evaluation=counting(), evaluate_every=2),
     "a sampler with a state, workers": Case(loader=counting(**_KEPT), evaluation=counting(num_workers=2)),
 }
-QUICK = [("plain", "evaluation with persistent workers"), ("plain", "a sampler with a state")]
+QUICK = [
+    ("plain", "evaluation with persistent workers"),
+    ("plain", "a sampler with a state"),
+    ("accelerate", "evaluation with persistent workers per epoch"),
+    ("accelerate", "a sampler with a state"),
+]
 
 
 @pytest.mark.parametrize(

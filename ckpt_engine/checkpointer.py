@@ -364,10 +364,13 @@ class Checkpointer:
         """Host memory that one snapshot takes; 0 before the first state was seen."""
         return self._pipeline.snapshot_bytes
 
-    def close(self, timeout: float = CLOSE_TIMEOUT_SECONDS, *, failed: bool = False) -> None:
+    def close(self, timeout: float | None = None, *, failed: bool = False) -> None:
         """Finish what is in flight, give back the lease and the memory. Idempotent.
 
+        When the nearest tier has everything, further ones are waited for, `wait_at_end` seconds at most.
+
         Args:
+            timeout: seconds for all of that; None: 10 min, and `wait_at_end`.
             failed: training did not end by itself: ranks with the memory tier leave their newest snapshot there.
 
         Raises:
@@ -376,6 +379,8 @@ class Checkpointer:
             SnapshotFailedError: with `on_error: raise`, a failure that was not surfaced yet.
         """
         most = arguments.seconds("timeout", timeout)
+        if most is None:
+            most = CLOSE_TIMEOUT_SECONDS + self.config.wait_at_end
         if self._closing:
             return
         self._closing = True
@@ -386,7 +391,8 @@ class Checkpointer:
             self._reach.detach()
             keeps = failed and self.memory and self._session is not None
             try:
-                self._pipeline.close(self.ending.seconds_left(wait_seconds(most)), failed=keeps)
+                left = self.ending.seconds_left(wait_seconds(most))
+                self._pipeline.close(left, failed=keeps, hurries=lambda: self.ending.hurries)
             except WaitTimeoutError as err:
                 if not self.ending.stops:
                     raise
@@ -424,6 +430,9 @@ class Checkpointer:
     def _emit(self, event: Event) -> None:
         if isinstance(event, TierDegraded) and event.fatal:
             self._fatal.append(event)
+        elif isinstance(event, TierDegraded) and event.tier in self._reach.away:
+            self._reach.away.discard(event.tier)
+            event = replace(event, known=True)
         self.events.emit(event)
 
     def _tell(self, found: restore.Loaded) -> None:

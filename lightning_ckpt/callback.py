@@ -36,6 +36,7 @@ class AdaptiveCheckpoint(Callback):
         every_seconds: a snapshot when the last one is that old.
         on_validation_end: a snapshot after each validation.
         at_end: a snapshot of the final state.
+        wait_at_end: how long the end waits for copies to further tiers ("10 min"); 0: not at all.
         keep: retention, e.g. {"last": 2}.
         preemption: signals, grace and other sources of a stop, e.g. {"grace": "2 min"}.
         status: where the run says how it stands, e.g. {"file": "status.json", "port": 9400}.
@@ -72,6 +73,7 @@ class AdaptiveCheckpoint(Callback):
         every_seconds: float | str | None = None,
         on_validation_end: bool | None = None,
         at_end: bool | None = None,
+        wait_at_end: float | str | None = None,
         keep: dict[str, Any] | None = None,
         preemption: dict[str, Any] | None = None,
         status: dict[str, Any] | None = None,

@@ -38,7 +38,7 @@ from ckpt_engine.config.fields import (
 )
 from ckpt_engine.config.keep import Keep
 from ckpt_engine.config.preemption import Preemption
-from ckpt_engine.config.quantities import parse_bytes_per_second, parse_duration_seconds
+from ckpt_engine.config.quantities import parse_bytes_per_second, parse_duration_seconds, parse_wait_seconds
 from ckpt_engine.config.rollback import Rollback
 from ckpt_engine.config.status import Status
 from ckpt_engine.observe.secrets import LOGIN
@@ -243,6 +243,15 @@ class Config(Section):
     )
     on_validation_end: Flag = Field(default=False, description="Also a snapshot after each validation.")
     at_end: Flag = Field(default=True, description="A snapshot of the final state when training ends.")
+    wait_at_end: Annotated[
+        float,
+        checked(parse_wait_seconds),
+        WithJsonSchema({**DURATION_SCHEMA, "anyOf": [{"type": "number", "minimum": 0}, DURATION_SCHEMA["anyOf"][1]]}),
+    ] = Field(
+        default=600,
+        description="How long a training that ends waits for the copies to further tiers; 0: not at all. What is "
+        "missing then the writer process copies, or the next run.",
+    )
     keep: Keep = Field(default_factory=Keep, description="Which snapshots are kept.")
     tiers: Annotated[tuple[Tier, ...], BeforeValidator(_tier_list), _TierListSchema()] = Field(
         description="Where snapshots go: a folder or storage URL, or a list of these, nearest first."

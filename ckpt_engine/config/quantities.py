@@ -66,6 +66,11 @@ def parse_fraction(value: object) -> float:
     return share
 
 
+def parse_wait_seconds(value: object) -> float:
+    """As `parse_duration_seconds`, or 0: no wait."""
+    return 0.0 if _number(value) == 0 else parse_duration_seconds(value)
+
+
 def parse_duration_seconds(value: object) -> float:
     """A positive, finite duration in seconds.
 

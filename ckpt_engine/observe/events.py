@@ -127,13 +127,19 @@ class SnapshotReplicated(Event):
 
 @dataclass(frozen=True, slots=True)
 class TierDegraded(Event):
-    """A tier failed and is left out until it works again; the others go on. `fatal`: training is to stop for it."""
+    """A tier failed and is left out until it works again; the others go on.
+
+    Args:
+        fatal: training is to stop for it.
+        known: the resume has said already that it does not answer.
+    """
 
     name: ClassVar[str] = "tier_degraded"
     tier: str
     code: str
     message: str
     fatal: bool = False
+    known: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,8 @@ def level_of(event: Event) -> int:
             return logging.ERROR
         case TierDegraded(fatal=True):
             return logging.ERROR
+        case TierDegraded(known=True):
+            return logging.INFO
         case WriterLost() | TierDegraded() | StaleSnapshot():
             return logging.WARNING
         case SnapshotCommitted() | IntervalChanged() | SnapshotReplicated() | TierRecovered() | Requested():

@@ -18,6 +18,7 @@ from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.events import Event, Notice, WriterLost
 from ckpt_engine.observe.log import LOGGER_NAME
+from ckpt_engine.observe.units import duration
 from ckpt_engine.persist import protocol
 from ckpt_engine.persist.job import History, Layout, PersistJob, WriterConfig, job_to_json, layout_to_json
 from ckpt_engine.persist.mailbox import Mailbox, Message
@@ -25,6 +26,12 @@ from ckpt_engine.persist.wire import Body
 
 TELL_SECONDS = 3.0
 """A longer wait for the end is said."""
+_LOOK_SECONDS = 0.25
+
+
+def never() -> bool:
+    """Nobody is in a hurry."""
+    return False
 
 
 class WriterClient(Protocol):
@@ -116,7 +123,7 @@ class WriterClient(Protocol):
         """Wait at most `timeout` seconds until all jobs, and retention after them, are done; whether they are."""
         ...
 
-    def close(self, timeout: float, *, failed: bool = False) -> bool:
+    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> bool:
         """Let the writer finish everything and give back the lease; whether it has ended within `timeout` seconds.
 
         Until it has, the slots of open jobs and of the newest held one MUST NOT change.
@@ -126,6 +133,7 @@ class WriterClient(Protocol):
 
         Args:
             failed: training did not end by itself: what is in memory only stays there for whoever restarts it.
+            hurries: asked again and again: whether to leave what further tiers still lack.
         """
         ...
 
@@ -135,7 +143,10 @@ class Client(abc.ABC):
 
     def __init__(self, config: WriterConfig) -> None:
         self._mailbox = Mailbox(config.url)
-        self._urls = [config.url, *(tier.url for tier in config.tiers)]
+        self._url = config.url
+        self._only_copies = self._said_copies = False
+        """Nothing is missing at the nearest tier any more; that further tiers are waited for was said."""
+        self._close_by = 0.0
         self._owner = os.getpid()
         self.first_seq = self.peer_port = 0
         self.history: History | None = None
@@ -163,14 +174,47 @@ class Client(abc.ABC):
         self.first_seq, self.peer_port = body["first_seq"], body["port"]
         self.history = None if body["history"] is None else History(**body["history"])
 
-    def _wait_for_the_end(self, closed: threading.Event, timeout: float) -> bool:
+    def _wait_for_the_end(self, closed: threading.Event, timeout: float, hurries: Callable[[], bool]) -> bool:
         """Wait at most `timeout` seconds until the writer has nothing more to do; a longer wait is said."""
-        if closed.wait(min(timeout, TELL_SECONDS)):
+        self._close_by = time.monotonic() + timeout
+        try:
+            if closed.wait(min(timeout, TELL_SECONDS)):
+                return True
+            if timeout > TELL_SECONDS and not self._only_copies:
+                line = f"waiting for the last snapshots to be written to {self._url}, up to {duration(timeout)}"
+                announce(logging.getLogger(LOGGER_NAME), line)
+            while not closed.wait(min(_LOOK_SECONDS, max(0.0, self._close_by - time.monotonic()))):
+                if self._only_copies and hurries():
+                    return self._leave_copies()
+                if time.monotonic() >= self._close_by:
+                    return False
             return True
-        if timeout > TELL_SECONDS:
-            line = f"waiting for the last snapshots to be written to {' and '.join(self._urls)}, up to {timeout:.0f} s"
-            announce(logging.getLogger(LOGGER_NAME), line)
-        return closed.wait(max(0.0, timeout - TELL_SECONDS))
+        except KeyboardInterrupt:
+            if not self._said_copies:
+                raise
+            return self._leave_copies()
+
+    @property
+    @abc.abstractmethod
+    def _goes_on_with_copies(self) -> str:
+        """Who takes care of what further tiers lack when the trainer waits no more."""
+
+    @abc.abstractmethod
+    def _leave_copies(self) -> bool:
+        """The user does not want to wait for further tiers; True."""
+
+    def _copies_remain(self, body: Body) -> None:
+        """Take a `copying`, on the thread that hears it."""
+        self._only_copies = True
+        if not body["lack"]:
+            return
+        self._said_copies = True
+        wait = duration(max(0.0, min(body["seconds"], self._close_by - time.monotonic())))
+        line = (
+            f"waiting for the last copies to {' and '.join(body['lack'])}, up to {wait} (wait_at_end); "
+            f"Ctrl-C ends the wait: {self._goes_on_with_copies}"
+        )
+        announce(logging.getLogger(LOGGER_NAME), line)
 
     @abc.abstractmethod
     def _send(self, body: Body, fds: Sequence[int] = ()) -> None:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt_engine.errors import CkptError, FormatError, StorageMissingError, StorageStalledError, WriterError
-from ckpt_engine.observe.events import Event, TierDegraded, TierRecovered
+from ckpt_engine.observe.events import Event, Notice, TierDegraded, TierRecovered
 from ckpt_engine.persist.gather import Gather
 from ckpt_engine.persist.giving import Giving
 from ckpt_engine.persist.job import ErrorRecord, TierConfig, WriterConfig
@@ -21,12 +21,15 @@ from ckpt_engine.persist.watched import Source, watched
 from ckpt_engine.store.lease import Holder
 from ckpt_engine.store.manifest import RAW, Line
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.retention import policy_from
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage.open import open_storage, require_served
 from ckpt_engine.store.storage.retries import asking
 from ckpt_engine.store.throttle import Throttle, paced
 from ckpt_engine.store.transfer import RunText, adopt_run
 
+TELL_SECONDS = 3.0
+"""A longer wait of the trainer is said."""
 SURVEY_SECONDS = 20.0
 """How long a writer waits at its start to hear what further tiers have."""
 UNKNOWN_SEQ_GAP = 100_000
@@ -47,7 +50,6 @@ class Fleet:
 
     Raises:
         StorageError: a URL that no storage serves. Nothing is touched yet.
-        WriterError: a retention that is impossible.
     """
 
     run: RunText
@@ -96,21 +98,18 @@ class Fleet:
         )
         nearest = open_storage(self._config.url, self._config.storage_options)
         nearer = [Source(one, copies.progress) for one in (nearest, *map(self._open, range(number)))]
-        try:
-            kind = Giving if self._follows else Tier
-            tier = kind(
-                config,
-                places,
-                self._holder,
-                nearer,
-                lambda event: replicator.take(event),
-                copies,
-                direct,
-                signs,
-                gather,
-            )
-        except (ValueError, TypeError) as err:
-            raise WriterError(f"cannot apply the retention {dict(config.keep)}: {err}") from err
+        kind = Giving if self._follows else Tier
+        tier = kind(
+            config,
+            places,
+            self._holder,
+            nearer,
+            lambda event: replicator.take(event),
+            copies,
+            direct,
+            signs,
+            gather,
+        )
         replicator = Replicator(tier, gate, self._emit, self._note, BACKOFF)
         return replicator
 
@@ -129,14 +128,17 @@ class Fleet:
         tier = self._config.tiers[number]
         return open_storage(tier.url, tier.storage_options)
 
-    def survey(self, timeout: float = SURVEY_SECONDS) -> None:
-        """Hear which run and which snapshots the tiers have, once. Waits at most `timeout` seconds for all of them, and
+    def survey(self, *, aloud: bool = False) -> None:
+        """Hear which run and which snapshots the tiers have, once. Waits at most `SURVEY_SECONDS` for all of them, and
         after `finish` not for those that give no sign.
+
+        Args:
+            aloud: the trainer waits, too: say so if it takes long.
         """
         if self._surveys is None and not self._follows:
-            self._surveys = self._survey(timeout)
+            self._surveys = self._survey(SURVEY_SECONDS, aloud)
 
-    def _survey(self, timeout: float) -> list[Survey]:
+    def _survey(self, timeout: float, aloud: bool) -> list[Survey]:
         found = [Survey(storage) for storage in self._storages]
         for one in found:
             threading.Thread(target=self._ask, args=(one,), name="ckpt-survey", daemon=True).start()
@@ -145,7 +147,13 @@ class Fleet:
             late = [of.silent for one, of in zip(found, self._replicators, strict=True) if not one.over]
             return not late or (self._finishing and all(late))
 
-        self._wait(enough, time.monotonic() + timeout)
+        began = time.monotonic()
+        self._wait(enough, began + min(timeout, TELL_SECONDS))
+        if aloud and not enough() and timeout > TELL_SECONDS:
+            urls = ", ".join(one.storage.url for one in found if not one.over)
+            text = f"waiting for {urls} to say which run this is, up to {timeout:.0f} s: {self._nearest.url} is empty"
+            self._emit(Notice("WARNING", text))
+        self._wait(enough, began + timeout)
         return found
 
     def _ask(self, one: Survey) -> None:
@@ -154,17 +162,20 @@ class Fleet:
             one.over = True
             self._changed.notify_all()
 
-    def join_run(self, repository: Repository) -> Repository:
+    def join_run(self, repository: Repository, *, aloud: bool = False) -> Repository:
         """Before anything is written: make the nearest tier a place of the run that further tiers hold.
 
         Where it has snapshots already it is one. Otherwise this is what `survey` has found, which waits for that. Needs
         the lease of the nearest tier.
 
+        Args:
+            aloud: as of `survey`.
+
         Raises:
             ForeignError, CorruptError, NewerFormatError, StorageError: of the nearest tier.
         """
         if not self._follows and not repository.ids():
-            self.survey()
+            self.survey(aloud=aloud)
             known = [one.run for one in self._surveys or () if one.next_seq > 1 and one.run is not None]
             if known:
                 repository = adopt_run(known[0], repository.storage)
@@ -268,19 +279,26 @@ class Fleet:
                 if replicator.works and replicator.hangs == hanging:
                     yield replicator
 
-    def drain(self, timeout: float, nearest_hangs: bool, settled: Callable[[Sequence[Unfinished]], object]) -> None:
+    def drain(
+        self,
+        timeout: float,
+        nearest_hangs: bool,
+        settled: Callable[[Sequence[Unfinished]], object],
+        waits: Callable[[Sequence[Unfinished]], object],
+    ) -> None:
         """Wait at most `timeout` seconds until every tier has what it wants, then end. Idempotent.
 
         Args:
             nearest_hangs: whether the nearest tier is one that does not have everything.
-            settled: called once, as soon as every tier has what it wants, has failed in its last attempt, or gives no
-                sign; told the latter two.
+            settled: called once, when the trainer need not wait any more: every tier has what it wants, has failed in
+                its last attempt, or gives no sign, or `end_wait_seconds` are over; told those that lack something.
+            waits: called once if that takes long, and the tiers that it waits for get on; told these.
         """
         deadline = time.monotonic() + timeout
         if self._started:
             for replicator in self._replicators:
                 replicator.finish()
-            self._wait(lambda: all(one.settled or one.silent for one in self._replicators), deadline)
+            self._wait_for_the_end(min(deadline, time.monotonic() + self._config.end_wait_seconds), waits)
         left = [one.unfinished() for one in self._replicators if not one.idle]
         if nearest_hangs:
             left.insert(0, Unfinished(self._nearest.url, tuple(self._primary_lacks), "it hangs"))
@@ -292,6 +310,19 @@ class Fleet:
         for replicator in self._replicators if self._started else ():
             replicator.join(max(0.0, end - time.monotonic()))
         self._status.end(_END_SECONDS)
+
+    def _wait_for_the_end(self, deadline: float, waits: Callable[[Sequence[Unfinished]], object]) -> None:
+        def left() -> list[Replicator]:
+            return [one for one in self._replicators if not (one.settled or one.silent)]
+
+        tell_at = time.monotonic() + TELL_SECONDS
+        self._wait(lambda: not left(), min(deadline, tell_at))
+        # One that has just stopped answering is left soon, and the end says that.
+        self._wait(lambda: not left() or any(one.gets_on for one in left()), deadline)
+        late = [one.unfinished() for one in left()]
+        if late and time.monotonic() < deadline:
+            waits(late)
+            self._wait(lambda: not left(), deadline)
 
     def stop(self) -> None:
         """End all copies, as they are."""
@@ -314,6 +345,21 @@ class Fleet:
         with self._changed:
             self._changed.notify_all()
         self._status.note()
+
+
+def require_tiers(config: WriterConfig) -> None:
+    """Whether a fleet can be made, as far as that can be said at once.
+
+    Raises:
+        StorageError: a URL that no storage serves.
+        WriterError: a retention that is impossible.
+    """
+    for tier in config.tiers:
+        require_served(tier.url, tier.storage_options)
+        try:
+            policy_from(tier.keep)
+        except (ValueError, TypeError) as err:
+            raise WriterError(f"cannot apply the retention {dict(tier.keep)}: {err}") from err
 
 
 def _slowed(storage: Storage, throttle: Throttle | None, progress: Progress) -> Storage:

@@ -272,6 +272,7 @@ class WriterConfig:
         lease_wait_seconds: how long `start` waits for another holder of the run's lease.
         holder: who asks for the lease: `pid`, `host`, `command`; filled with this process where absent.
         drain_seconds: how long a writer whose trainer is gone may go on to finish its jobs.
+        end_wait_seconds: how long a trainer that ends waits for what further tiers still want.
         nice: lower the CPU and I/O priority of the writer process.
         tiers: further tiers, nearest first.
         fatal: a snapshot that `url` does not take fails, even if a further tier would.
@@ -288,6 +289,7 @@ class WriterConfig:
     lease_wait_seconds: float = 0.0
     holder: Mapping[str, Any] = field(default_factory=dict)
     drain_seconds: float = 600.0
+    end_wait_seconds: float = 600.0
     nice: bool = True
     tiers: tuple[TierConfig, ...] = ()
     fatal: bool = False

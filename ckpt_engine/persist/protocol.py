@@ -23,8 +23,9 @@ events of the retention that follows, one `settled`. Jobs are done in the order 
 its slot is held by a call that hangs: then a `freed` with the `slot` follows, perhaps never. Nothing is sent after
 `refused`. A `request` with `what` and `who` may come at any time: what somebody asked the trainer for from outside.
 Else nothing but answers to jobs is sent after `started` with one tier that does not hang. Otherwise events come at any
-time, and after `close` one `closed` with the `unfinished` tiers, each a text, as soon as nothing is left to wait for:
-the writer then goes on by itself.
+time, and after `close` perhaps `copying`, as soon as only further tiers want something, and again, with the tiers that
+`lack` something as texts and how many `seconds` they are waited for, if that takes long; then one `closed` with the
+`unfinished` tiers, each a text, as soon as nothing is left to wait for: the writer then goes on by itself.
 
 With replication or parity `started` has a `port`, and rank 0 is told by `mirrored` which `snapshot` all keepers have.
 
@@ -56,6 +57,7 @@ DONE = "done"
 SETTLED = "settled"
 FREED = "freed"
 MIRRORED = "mirrored"
+COPYING = "copying"
 CLOSED = "closed"
 REQUEST = "request"
 

@@ -95,6 +95,8 @@ class Backoff:
 BACKOFF = Backoff()
 SILENT_SECONDS = 4.0
 """A trainer that ends does not wait for a tier that has given no sign for so long; its writer goes on."""
+RECENT_SECONDS = 1.0
+"""Of a tier that has given a sign since then it is said that it is waited for."""
 PATIENCE_SECONDS = 60.0
 """How long a trainer that ends waits for the part of other nodes in a copy; its writer goes on."""
 
@@ -196,6 +198,11 @@ class Replicator:
         return self.tier.signs.silent_seconds >= SILENT_SECONDS
 
     @property
+    def gets_on(self) -> bool:
+        """Whether it has given a sign a moment ago, or nothing is asked of it."""
+        return self.tier.signs.silent_seconds < RECENT_SECONDS
+
+    @property
     def hangs(self) -> bool:
         """Whether what was asked of the tier last has not come back."""
         return self._error is not None and self._error.code == StorageStalledError.code
@@ -214,7 +221,7 @@ class Replicator:
             if self._error is None:
                 self._away_from, self._since = time.monotonic(), time.time()
             self._error = record
-        if not known:
+        if not known and (self.tier.config.fatal or not self._finishing):  # else the end says it
             self._emit(TierDegraded(self.tier.url, record.code, record.message, self.tier.config.fatal))
         self._tell()
 
@@ -239,9 +246,14 @@ class Replicator:
     def unfinished(self) -> Unfinished:
         """What the tier is left without."""
         error = self._error
-        lacks = tuple(info.id for info in self.tier.waiting)
+        waiting = self.tier.waiting
         silent = "it does not answer" if self.silent else None
-        return Unfinished(self.tier.url, lacks, silent if error is None else f"[{error.code}] {error.message}")
+        return Unfinished(
+            self.tier.url,
+            tuple(info.id for info in waiting),
+            silent if error is None else f"[{error.code}] {error.message}",
+            sum(info.nbytes for info in waiting),
+        )
 
     def take(self, event: Event) -> None:
         """What the tier says on its way out."""

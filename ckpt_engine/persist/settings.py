@@ -6,6 +6,8 @@ from ckpt_engine.config import Config, Tier
 from ckpt_engine.persist.job import TierConfig, WriterConfig
 
 LEASE_WAIT_SECONDS = 60.0
+DRAIN_SECONDS = 600.0
+"""How long a writer whose trainer is gone, or waits no more, may go on."""
 REUNION_WAIT_SECONDS = 240.0
 """Writers of dead ranks may write several shares each, and wait for each other; less than ranks wait to start."""
 
@@ -22,6 +24,8 @@ def writer_config(config: Config, *, memory: bool, ranks: bool) -> WriterConfig:
         url=nearest.url,
         storage_options=nearest.for_storage(),
         keep=config.root_keep_rules(),
+        drain_seconds=DRAIN_SECONDS + config.wait_at_end,
+        end_wait_seconds=config.wait_at_end,
         lease_wait_seconds=REUNION_WAIT_SECONDS if ranks and memory else LEASE_WAIT_SECONDS,
         tiers=tuple(_tier(config, tier) for tier in further),
         fatal=nearest.on_failure == "fail",

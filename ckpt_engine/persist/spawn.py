@@ -16,7 +16,7 @@ from typing import Self
 from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import Event
 from ckpt_engine.persist import protocol
-from ckpt_engine.persist.client import Client
+from ckpt_engine.persist.client import Client, never
 from ckpt_engine.persist.job import ErrorRecord, WriterConfig, config_to_json
 from ckpt_engine.persist.wire import Body, Channel
 from ckpt_engine.persist.worker import refusal, unfinished
@@ -87,12 +87,12 @@ class ProcessWriter(Client):
         """The writer's process id."""
         return self._process.pid
 
-    def close(self, timeout: float, *, failed: bool = False) -> bool:
+    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> bool:
         if self._foreign:
             return True
         self._closing, self._leaving = True, failed
         self._channel.send({"kind": protocol.LEAVE if failed else protocol.CLOSE})
-        closed = self._wait_for_the_end(self._closed, timeout)
+        closed = self._wait_for_the_end(self._closed, timeout, hurries)
         if closed and not self._goes_on:
             self._listener.join(_REAP_SECONDS)
             return True
@@ -102,6 +102,14 @@ class ProcessWriter(Client):
         self._abandoned = True
         self._channel.wake()
         return closed
+
+    @property
+    def _goes_on_with_copies(self) -> str:
+        return f"the writer process {self.pid} goes on with it, and then the next run does"
+
+    def _leave_copies(self) -> bool:
+        self._goes_on = True
+        return True
 
     @property
     def flushed(self) -> bool:
@@ -185,9 +193,11 @@ class ProcessWriter(Client):
                 self._closing = True
                 self._answer = refusal(body).exception()
                 self._answered.set()
+            case protocol.COPYING:
+                self._copies_remain(body)
             case protocol.CLOSED:
                 if body["unfinished"]:
-                    self._mailbox.hear(protocol.event(unfinished(body, f"the writer process {self.pid}")))
+                    self._mailbox.hear(protocol.event(unfinished(body, self._goes_on_with_copies)))
                     self._goes_on = True
                     self._closed.set()
             case _:

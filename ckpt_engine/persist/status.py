@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from ckpt_engine.errors import CorruptError, FormatError, StorageMissingError
 from ckpt_engine.observe.events import Event, Notice
+from ckpt_engine.observe.units import size
 from ckpt_engine.store import fields, layout
 from ckpt_engine.store.lease import Holder
 from ckpt_engine.store.sealed import seal, unseal
@@ -66,11 +67,13 @@ class Unfinished:
     Args:
         lacks: ids of the snapshots that are not there, as far as is known.
         why: what is wrong with it.
+        nbytes: of those snapshots.
     """
 
     url: str
     lacks: tuple[str, ...]
     why: str | None
+    nbytes: int = 0
 
     def text(self) -> str:
         """For people."""
@@ -78,6 +81,12 @@ class Unfinished:
         said = [f"lacks {named}" if named else "", self.why or ""]
         about = "; ".join(part for part in said if part)
         return f"{self.url} ({about})" if about else self.url
+
+    def amount(self) -> str:
+        """How much is left to copy, for people."""
+        count = len(self.lacks)
+        many = f"{count} snapshots" if count != 1 else "1 snapshot"
+        return f"{self.url} ({many} left, {size(self.nbytes)})" if count else self.url
 
 
 @dataclass(frozen=True, slots=True)

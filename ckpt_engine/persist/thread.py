@@ -11,7 +11,7 @@ from typing import Self
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import Event
 from ckpt_engine.persist import protocol
-from ckpt_engine.persist.client import Client
+from ckpt_engine.persist.client import Client, never
 from ckpt_engine.persist.job import ErrorRecord, WriterConfig
 from ckpt_engine.persist.wire import Body, decode, encode
 from ckpt_engine.persist.worker import Worker, refusal, unfinished
@@ -50,16 +50,23 @@ class ThreadWriter(Client):
         atexit.register(client._finish_at_exit)
         return client
 
-    def close(self, timeout: float, *, failed: bool = False) -> bool:  # noqa: ARG002 - it ends with the trainer
+    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> bool:  # noqa: ARG002 - it ends with the trainer
         if self._foreign:
             return True
         self._closing = True
         atexit.unregister(self._finish_at_exit)
         self._worker.finish()
-        ended = self._wait_for_the_end(self._closed, timeout)
+        ended = self._wait_for_the_end(self._closed, timeout, hurries)
         if not ended:
             self._mailbox.lose(ErrorRecord("CKPT603", f"not durable {timeout:.0f} s after closing"), expected=True)
         return ended
+
+    @property
+    def _goes_on_with_copies(self) -> str:
+        return "the writer thread goes on with it as long as this process lives, and then the next run does"
+
+    def _leave_copies(self) -> bool:
+        return True
 
     @property
     def flushed(self) -> bool:
@@ -76,9 +83,11 @@ class ThreadWriter(Client):
                 self._answered.set()
             case protocol.REFUSED:
                 self._refused = refusal(body)
+            case protocol.COPYING:
+                self._copies_remain(body)
             case protocol.CLOSED:
                 if body["unfinished"]:
-                    self._mailbox.hear(protocol.event(unfinished(body, "the writer thread")))
+                    self._mailbox.hear(protocol.event(unfinished(body, self._goes_on_with_copies)))
                     self._closed.set()
             case _:
                 self._mailbox.hear(decode(encode(body)))

@@ -395,6 +395,10 @@ def refusal(body: Body) -> ErrorRecord:
 
 
 def unfinished(body: Body, who: str) -> Notice:
-    """What a `closed` message means for people."""
+    """What a `closed` message means for people.
+
+    Args:
+        who: takes care of it.
+    """
     tiers = "; nor on ".join(body["unfinished"])
-    return Notice("WARNING", f"not everything is on {tiers}; {who} goes on with it for a while")
+    return Notice("WARNING", f"not everything is on {tiers}; {who}")

@@ -18,12 +18,19 @@ from ckpt_engine.errors import (
     StorageFullError,
     StorageStalledError,
 )
-from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotFailed, SnapshotFound
+from ckpt_engine.observe.events import (
+    Event,
+    Notice,
+    SnapshotCommitted,
+    SnapshotFailed,
+    SnapshotFound,
+    TierDegraded,
+)
 from ckpt_engine.persist import job as values
 from ckpt_engine.persist import parts, protocol
 from ckpt_engine.persist.aside import Aside
 from ckpt_engine.persist.commit import ALONE_SECONDS, Cancelled, InFlight
-from ckpt_engine.persist.fleet import Fleet
+from ckpt_engine.persist.fleet import Fleet, require_tiers
 from ckpt_engine.persist.holds import Holds
 from ckpt_engine.persist.ids import Ids
 from ckpt_engine.persist.intake import Order
@@ -78,8 +85,9 @@ class Writer:
         self._fleet: Fleet | None = None
         self._held_back: str | None = None
         """The newest snapshot when retention had to spare one that was being copied."""
-        self._opened = self._joins_later = False
+        self._opened = self._joins_later = self._finishing = self._stopped = False
         self._make_near: Callable[[Repository], Near]
+        self._make_fleet: Callable[[], Fleet]
         self._alone = threading.Event()
         self._reunion: Reunion | None = None
 
@@ -107,7 +115,12 @@ class Writer:
             self._keeps_all = self._opened = True
             self._ids.begin(0)
             return
-        fleet = Fleet(config, plain, holder, self._emit_event) if config.tiers else None
+        fleet = None
+        if config.tiers:
+            require_tiers(config)
+            self._make_fleet = lambda: Fleet(config, plain, holder, self._emit_event)
+            # Libraries of object stores are slow to import, and the trainer waits; but ranks have to know the run.
+            fleet = self._make_fleet() if ranks is not None else None
         pause = waiting(plain, holder, config.lease_wait_seconds, self._emit_event)
         with ExitStack() as undo:
             lease = acquire(plain, holder, config.lease_wait_seconds, pause=pause)
@@ -115,18 +128,18 @@ class Writer:
             repository = Repository(storage)
             if ranks is not None and ranks.record:
                 repository = adopt_run(RunText.parse(ranks.record), storage)
-            # The trainer does not wait for other tiers to say which run this is; but other ranks have to know it.
-            self._joins_later = fleet is not None and ranks is None and not repository.ids()
-            if fleet is None or self._joins_later:
+            if fleet is None:
+                # The trainer does not wait for other tiers to say which run this is.
+                self._joins_later = bool(config.tiers) and not repository.ids()
                 repository.create_if_absent()
             else:
-                repository = fleet.join_run(repository)
+                repository = fleet.join_run(repository, aloud=True)
                 fleet.start()
             self._fleet = fleet
             self._seq = repository.next_seq()
             self.history = history_of(repository)
             in_flight = self._recover(repository, ranks) if ranks is not None else None
-            if fleet is None:
+            if not config.tiers:
                 self._ids.begin(self._seq)
             if config.memory:
                 self.run = RunText.of(repository)
@@ -139,11 +152,11 @@ class Writer:
                 lease,
                 partial(acquire, plain, holder),
                 policy,
-                RunText.of(repository) if fleet else None,
+                RunText.of(repository) if config.tiers else None,
                 lane.progress,
                 self._aside(lane),
                 self._emit_event,
-                fleet.gone if fleet else lambda _: None,
+                self._gone,
                 config.codec,
                 ranks,
                 in_flight,
@@ -220,36 +233,57 @@ class Writer:
         stuck = self._opened and self._lane.stuck
         hanging = [Unfinished(self._lane.url, (), "it hangs")] if stuck else []
         if self._fleet is not None:
-            self._fleet.drain(self._config.drain_seconds, bool(hanging), self._emit_closed)
+            self._emit_copying(())
+            self._fleet.drain(self._config.drain_seconds, bool(hanging), self._emit_closed, self._emit_copying)
         elif hanging:
             self._emit_closed(hanging)
 
     def stop_draining(self) -> None:
-        """Leave further tiers as they are. The one method that any thread may call."""
+        """Leave further tiers as they are. Any thread may call this."""
+        self._stopped = True
         if self._fleet is not None:
             self._fleet.stop()
 
     def prepare(self) -> None:
         """Once after `open`, before any message: what takes time. Raises if the nearest tier cannot join the run."""
+        if self._fleet is None and self._config.tiers and not isinstance(self._near, Share):
+            self._begin_fleet()
         if self._fleet is not None:
-            if self._joins_later:
-                self._join(self._fleet)
             self._ids.begin(max(self._seq, self._fleet.next_seq()))
         try:
             self._lane.call(self._near.sweep)
         except StorageStalledError as err:
             self._near_failed(err)
 
-    def _join(self, fleet: Fleet) -> None:
-        fleet.survey()
+    def _begin_fleet(self) -> None:
+        try:
+            self._fleet = fleet = self._make_fleet()
+        except StorageError as err:  # a library that is there, and cannot be imported
+            for tier in self._config.tiers:
+                self._emit_event(TierDegraded(tier.url, err.code, str(err), tier.fatal))
+            self._ids.begin(self._seq)
+            return
+        if self._finishing:
+            fleet.finish()
+        if self._joins_later:
+            fleet.survey()
         storage = watched(open_storage(self._config.url, self._config.storage_options), self._lane.progress)
-        self._near = self._make_near(self._lane.call(partial(fleet.join_run, Repository(storage))))
-        if self._config.memory:
-            self.run = fleet.run
+        repository = self._lane.call(partial(fleet.join_run, Repository(storage)))
+        if self._joins_later:
+            self._near = self._make_near(repository)
+            if self._config.memory:
+                self.run = fleet.run
         fleet.start()
+        if self._stopped:
+            fleet.stop()
+
+    def _gone(self, snapshots: Sequence[str]) -> None:
+        if self._fleet is not None:
+            self._fleet.gone(snapshots)
 
     def finish(self) -> None:
         """The trainer is about to end, and waits for nobody who gives no sign. Any thread may call this."""
+        self._finishing = True
         if self._fleet is not None:
             self._fleet.finish()
 
@@ -435,6 +469,10 @@ class Writer:
 
     def _emit_closed(self, unfinished: Sequence[Unfinished]) -> None:
         self._emit({"kind": protocol.CLOSED, "unfinished": [one.text() for one in unfinished]})
+
+    def _emit_copying(self, late: Sequence[Unfinished]) -> None:
+        lack, seconds = [one.amount() for one in late], self._config.end_wait_seconds
+        self._emit({"kind": protocol.COPYING, "lack": lack, "seconds": seconds})
 
     def _notice(self, message: str) -> None:
         self._emit_event(Notice("WARNING", message))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -106,7 +107,8 @@ def candidates(
     """
     holders: dict[ParsedId, list[Repository]] = {}
     question = places.ids if len(where) > 1 else Repository.ids
-    for answer in places.of_one_run(places.ask(where, question, places.until_one_has_some)):
+    silence = places.SILENT_SECONDS if only is None else math.inf
+    for answer in places.of_one_run(places.ask(where, question, places.until_one_has_some, silence=silence)):
         if answer.error is not None:
             search.away.append(Away(answer.place.storage.url, answer.error.code, answer.error.message))
         for parsed in answer.value or ():

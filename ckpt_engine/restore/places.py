@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
+from ckpt_engine.config import Tier
 from ckpt_engine.errors import CkptError, ForeignError, StorageError
 from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.log import LOGGER_NAME
+from ckpt_engine.persist.stall import Signs
 from ckpt_engine.restore.memory import MemoryStorage
 from ckpt_engine.store.layout import ParsedId
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.base import ObjectInfo, Storage
+from ckpt_engine.store.storage.objectnames import split_url
+from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.storage.retries import asking
 
 ANSWER_SECONDS = 20.0
 """How long a place may take to answer, if another one has what is needed."""
 LONGER_SECONDS = 120.0
 """The same where no other place has it."""
+SILENT_SECONDS = 2.0
+"""How long a place may leave a request without a sign, if a nearer one has a snapshot."""
 TELL_SECONDS = 3.0
 """A longer wait is said."""
+_LOOK_SECONDS = 0.1
+"""Nobody says that a place gives no sign."""
 
 T = TypeVar("T")
 
@@ -61,8 +72,83 @@ def _say(line: str) -> None:
     announce(logging.getLogger(LOGGER_NAME), line)
 
 
-_left: dict[str, threading.Thread] = {}
-"""By URL the question that a place has left unanswered: it gets no other one before it has answered that."""
+class FarStorage:
+    """An object store, to read from, that whoever asks it first opens: its library is slow to import.
+
+    Args:
+        url: of a root, `scheme://…`.
+
+    Raises:
+        StorageError: not the URL of a root.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, object]) -> None:
+        scheme, path = split_url(url)
+        self.url = f"{scheme}://{path}"
+        self._open = partial(open_storage, url, options)
+        self._lock = threading.Lock()
+        self._opened: Storage | None = None
+        self._signs = Signs()
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long it has left a request without a sign; 0: there is none, or the library is still being imported."""
+        return self._signs.silent_seconds
+
+    def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        with self._asking() as storage:
+            return storage.get(name, start, nbytes)
+
+    def get_into(self, name: str, start: int, out: memoryview) -> None:
+        with self._asking() as storage:
+            storage.get_into(name, start, out)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        items: Iterator[ObjectInfo] | None = None
+        while True:
+            with self._asking() as storage:
+                items = items or iter(storage.list(prefix))
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
+        with self._asking() as storage:
+            storage.put(name, blocks, exclusive=exclusive)
+
+    def delete(self, *names: str) -> None:
+        with self._asking() as storage:
+            storage.delete(*names)
+
+    def sweep(self) -> int:
+        with self._asking() as storage:
+            return storage.sweep()
+
+    def free_bytes(self) -> int | None:
+        with self._asking() as storage:
+            return storage.free_bytes()
+
+    @contextmanager
+    def _asking(self) -> Iterator[Storage]:
+        with self._lock:
+            self._opened = self._opened or self._open()
+        self._signs.asked()
+        try:
+            yield self._opened
+        finally:
+            self._signs.answered()
+
+
+def place_of(tier: Tier) -> Repository:
+    """What a tier has, to read from; an object store is opened by whoever asks it first."""
+    options = tier.for_storage()
+    return Repository(open_storage(tier.url, options) if tier.is_folder else FarStorage(tier.url, options))
+
+
+_left: dict[str, tuple[threading.Thread, str]] = {}
+"""By URL the question that a place has left unanswered, and for how long: it gets no other one before it has answered
+that."""
 
 
 def ask(
@@ -70,17 +156,20 @@ def ask(
     question: Callable[[Repository], T],
     patience: Patience[T] = until_one_answers,
     say: Callable[[str], object] = _say,
+    *,
+    silence: float = math.inf,
 ) -> list[Answer[T]]:
     """The answers of all places, in their order, asked side by side. A place where nobody listens is away at once.
 
     Args:
         say: takes the line about a wait of some seconds.
+        silence: where a nearer place has something, one that gives no sign for so many seconds is not waited for.
 
     Raises:
         CkptError: no place answered; the error of the nearest.
     """
     answers: list[Answer[T]] = [Answer(place) for place in places]
-    _Round(answers, question, patience, say).wait()
+    _Round(answers, question, patience, say, silence).wait()
     if all(answer.error is not None for answer in answers):
         assert answers[0].error is not None
         raise answers[0].error
@@ -96,7 +185,9 @@ class _Round(Generic[T]):
         question: Callable[[Repository], T],
         patience: Patience[T],
         say: Callable[[str], object],
+        silence: float,
     ) -> None:
+        self._silence = silence
         self._answers = answers
         self._question = question
         self._patience = patience
@@ -115,34 +206,52 @@ class _Round(Generic[T]):
         for number, answer in enumerate(self._answers):
             url = answer.place.storage.url
             before = _left.get(url)
-            if before is not None and before.is_alive():
-                answer.error = StorageError(f"{url} has not yet answered what it was asked before")
+            if before is not None and before[0].is_alive():
+                answer.error = StorageError(before[1])
                 continue
             _left.pop(url, None)
             self._open[number] = threading.Thread(target=self._ask, args=(number,), name="ckpt-places", daemon=True)
         for thread in list(self._open.values()):
             thread.start()
-        limit = self._wait_since(began)
+        self._wait_since(began)
         with self._changed:
-            for number, thread in self._open.items():
-                url = self._answers[number].place.storage.url
-                self._answers[number].error = StorageError(f"{url} did not answer within {limit:.0f} s")
-                _left[url] = thread
-            self._open = {}
             if self._broken is not None:
                 raise self._broken
 
-    def _wait_since(self, began: float) -> float:
-        """Seconds after which the rest was left out."""
+    def _leave(self, numbers: Iterable[int], seconds: float) -> None:
+        """Wait for these no more. With the lock."""
+        for number in list(numbers):
+            url = self._answers[number].place.storage.url
+            why = f"{url} did not answer within {seconds:.0f} s"
+            self._answers[number].error = StorageError(why)
+            _left[url] = self._open.pop(number), why
+
+    def _silent(self, waited: float) -> list[int]:
+        """Those that give no sign, behind one that has something."""
+        having = next((number for number, answer in enumerate(self._answers) if answer.value), len(self._answers))
+        found = []
+        for number in self._open:
+            storage = self._answers[number].place.storage
+            silent = storage.silent_seconds if isinstance(storage, FarStorage) else waited
+            if number > having and silent >= self._silence:
+                found.append(number)
+        return found
+
+    def _wait_since(self, began: float) -> None:
+        """Until all have answered, or were left out."""
         said = 0.0
         while True:
             waited = time.monotonic() - began
             with self._changed:
                 limit = self._patience(self._answers)
-                if not self._open or waited >= limit:
-                    return limit
+                self._leave(self._silent(waited), self._silence)
+                if waited >= limit:
+                    self._leave(self._open, limit)
+                if not self._open:
+                    return
                 if waited < TELL_SECONDS or said == limit:
-                    self._changed.wait((limit if said == limit else TELL_SECONDS) - waited)
+                    left = (limit if said == limit else TELL_SECONDS) - waited
+                    self._changed.wait(min(left, _LOOK_SECONDS) if self._silence < math.inf else left)
                     continue
                 urls = ", ".join(self._answers[number].place.storage.url for number in sorted(self._open))
                 others = any(answer.value is not None for answer in self._answers)

@@ -14,6 +14,7 @@ from ckpt_engine.restore import shares, together
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.line import before_of
 from ckpt_engine.restore.memory import MemoryPlace, attach, is_held
+from ckpt_engine.restore.places import place_of
 from ckpt_engine.snapshot.owners import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.store.lines import continued
@@ -44,6 +45,8 @@ class Reach:
         self._emit = emit
         self._owner = owner
         self._attached: MemoryPlace | None = None
+        self.away: set[str] = set()
+        """Places that the last load has gone without, which it says."""
 
     def choose(self, step: int | None, check: Check | None) -> Candidate | None:
         """See `Checkpointer.choose`."""
@@ -63,6 +66,7 @@ class Reach:
                 found = restore.load(self.places(), step, **how)
             self._pipeline.lineage.looked(0 if found is None else found.newest_seq)
             if found is not None:
+                self.away = {one.url for one in found.away}
                 self._go_on(found, newest=step is None, back=back)
         finally:
             self.detach()
@@ -95,8 +99,7 @@ class Reach:
     def nearest(self) -> Repository:
         """The nearest tier. Others are not even opened: that may be slow, too."""
         self._owner.settle_older()
-        tier = self._config.tiers[0]
-        return Repository(open_storage(tier.url, tier.for_storage()))
+        return place_of(self._config.tiers[0])
 
     def places(self) -> list[Repository]:
         """All of them, nearest first."""
@@ -104,7 +107,7 @@ class Reach:
         if self._session is None:  # of several ranks all attach at once, and one may look alone
             self.attach()
         memory = [self._attached.repository] if self._attached is not None else []
-        return memory + [Repository(open_storage(tier.url, tier.for_storage())) for tier in self._config.tiers]
+        return memory + [place_of(tier) for tier in self._config.tiers]
 
     def attach(self) -> None:
         """Reach for the snapshot that the writer of a dead trainer offers, before a new writer takes its place."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt_engine.errors import CkptError, StorageError, WriterError
 from ckpt_engine.observe.events import SnapshotFailed, WriterLost
-from ckpt_engine.persist.client import WriterClient
+from ckpt_engine.persist.client import WriterClient, never
 from ckpt_engine.persist.job import ErrorRecord, History, JobDone, Layout, PersistJob
 from ckpt_engine.persist.mailbox import Message
 from ckpt_engine.snapshot.starting import Starting
@@ -100,12 +100,14 @@ class Coming:
     def drain(self, timeout: float) -> bool:
         return self._client.drain(timeout) if self._client is not None else not self._jobs
 
-    def close(self, timeout: float, *, failed: bool = False) -> bool:
+    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> bool:
         if self._client is None and self._failed is None:
             self._starting.wait(timeout)
             if self._starting.done:
                 self._look()
-        return self._client.close(timeout, failed=failed) if self._client is not None else self._failed is not None
+        if self._client is None:
+            return self._failed is not None
+        return self._client.close(timeout, failed=failed, hurries=hurries)
 
     def _tell(self, what: Callable[[WriterClient], object]) -> None:
         with self._lock:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, SnapshotSkipped, SnapshotStaged, WriterLost
-from ckpt_engine.persist.client import WriterClient
+from ckpt_engine.persist.client import WriterClient, never
 from ckpt_engine.persist.job import ErrorRecord, JobDone, Mirrored, PersistJob, SlotFreed
 from ckpt_engine.persist.pulse import Pulse
 from ckpt_engine.ranks.session import Session
@@ -377,8 +377,8 @@ class Pipeline:
         """Host memory that one snapshot takes; 0 before the first state was seen."""
         return self._fitted_bytes
 
-    def close(self, timeout: float, *, failed: bool = False) -> None:
-        """Finish what is in flight, stop the writer (`failed`: see `Checkpointer.close`), free the arena.
+    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> None:
+        """Finish what is in flight, stop the writer (`failed`, `hurries`: see `WriterClient.close`), free the arena.
 
         Raises:
             WaitTimeoutError: snapshots are still in flight; the writer goes on with them by itself.
@@ -387,7 +387,7 @@ class Pipeline:
         self._guard.close()
         self._copier.close(max(timeout, _CHUNK_SECONDS))
         if self._writer is not None:
-            self._writer.client.close(timeout, failed=failed)
+            self._writer.client.close(timeout, failed=failed, hurries=hurries)
             self.poll()  # what further tiers had to say until the end
             self._writer = None
         if self._pulse is not None:

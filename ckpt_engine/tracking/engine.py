@@ -32,6 +32,11 @@ class Ending(Protocol):
         """How long something may be waited for."""
         ...
 
+    @property
+    def hurries(self) -> bool:
+        """Whether a wait that can be done without ends now."""
+        ...
+
     def leave(self) -> None:
         """The run is closed: of several ranks this one has nothing more to do."""
         ...
@@ -40,7 +45,7 @@ class Ending(Protocol):
 class NobodyStops:
     """The ending of a run that nobody watches."""
 
-    stops = False
+    stops = hurries = False
 
     def seconds_left(self, at_most: float) -> float:
         return at_most

@@ -141,6 +141,12 @@ class Halt:
         return self.stop is not None
 
     @property
+    def hurries(self) -> bool:
+        """A Ctrl-C came, or the time of another stop is over."""
+        stop = self.stop
+        return stop is not None and (stop.notice.interrupts or self.seconds_left(math.inf) <= 0.0)
+
+    @property
     def stop(self) -> Stop | None:
         """The stop that all ranks have agreed on, or what this one knows."""
         agreed = self.shared.halting if self.shared is not None else None

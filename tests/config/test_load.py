@@ -72,6 +72,7 @@ def test_the_list_of_options_is_frozen() -> None:
         "every_seconds",
         "on_validation_end",
         "at_end",
+        "wait_at_end",
         "keep",
         "tiers",
         "preemption",

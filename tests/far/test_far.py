@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate_ckpt import AdaptiveCheckpoint as AccelerateCheckpoint
 from ckpt_engine import Checkpointer
 from ckpt_engine.persist import fleet
-from ckpt_engine.restore import places, reach
+from ckpt_engine.restore import places
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
@@ -65,7 +65,7 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     def opened(url: Any, options: Any = None) -> Any:
         return Silent(path) if str(url).endswith("/far") else open_storage(url, options or {})
 
-    for module in (fleet, reach):
+    for module in (fleet, places):
         monkeypatch.setattr(module, "open_storage", opened)
     monkeypatch.setattr(fleet, "SURVEY_SECONDS", FOR_EVER)
     monkeypatch.setattr(places, "ANSWER_SECONDS", FOR_EVER)

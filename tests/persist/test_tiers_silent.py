@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import re
+import signal
 import threading
+from collections.abc import Callable
 
 import pytest
 
-from ckpt_engine.observe.events import Notice, SnapshotCommitted
+from ckpt_engine.observe import log
+from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
 from ckpt_engine.persist import client, fleet, replicate
+from ckpt_engine.persist.job import WriterConfig
 from ckpt_engine.persist.stall import Signs
+from ckpt_engine.store.lease import Holder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.persist.staged import WAIT_SECONDS
@@ -98,29 +105,141 @@ def test_a_training_that_ends_before_a_silent_tier_was_heard(run: Run, monkeypat
     run.client = None
 
 
-def test_a_long_wait_for_the_end_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A further tier that is slow but gets on is waited for: the line names the tiers."""
-    monkeypatch.setattr(client, "TELL_SECONDS", 0.01)
-    run.start()
-    run.weather[run.far].gate.clear()
-    run.save(1)
-    assert run.weather[run.far].reached.wait(WAIT_SECONDS)
-    said = threading.Event()
-    lines: list[str] = []
+class Waits:
+    """The trainer ends while a copy stands still that gives signs, and what is said meanwhile is in `lines`.
 
-    def announce(_: object, line: str) -> None:
-        lines.append(line)
-        said.set()
+    Args:
+        told: called once something was said.
+    """
 
-    monkeypatch.setattr(client, "announce", announce)
-    opener = threading.Thread(target=lambda: said.wait(WAIT_SECONDS) and run.weather[run.far].gate.set())
-    opener.start()
-    assert closed(run)
-    opener.join(WAIT_SECONDS)
-    assert lines == [f"waiting for the last snapshots to be written to {run.near} and {run.far}, up to 60 s"]
+    def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch, told: Callable[[], object]) -> None:
+        self.lines: list[str] = []
+        self._told = told
+        monkeypatch.setattr(client, "announce", self._announce)
+        monkeypatch.setattr(fleet, "TELL_SECONDS", 0.0)
+        monkeypatch.setattr(replicate, "RECENT_SECONDS", 10 * WAIT_SECONDS)
+        monkeypatch.setattr(replicate, "SILENT_SECONDS", 10 * WAIT_SECONDS)
+        run.start(drain_seconds=WAIT_SECONDS)
+        run.weather[run.far].gate.clear()
+        run.save(1)
+        assert run.weather[run.far].reached.wait(WAIT_SECONDS)
+
+    def _announce(self, _: object, line: str) -> None:
+        self.lines.append(line)
+        self._told()
+
+
+def is_copied_at_last(run: Run) -> None:
+    assert steps(run.far) == []
+    run.weather[run.far].gate.set()
     assert run.client is not None and run.client._worker.join(WAIT_SECONDS)
     run.client = None
     assert steps(run.far) == [1]
+
+
+def test_a_long_wait_for_copies_is_said(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is for, how much is left, how long at most, and how to go on without; in one line."""
+    waits = Waits(run, monkeypatch, run.weather[run.far].gate.set)
+    assert closed(run)
+    (line,) = waits.lines
+    left = r"waiting for the last copies to file://\S+/far \(1 snapshot left, [\d.]+ kB\), up to (60|59) s "
+    assert re.match(left + r"\(wait_at_end\); Ctrl-C ends the wait: .* and then the next run does$", line)
+    assert not [one for one in run.all(Notice) if "not everything" in one.message]
+    assert run.client is not None and run.client._worker.join(WAIT_SECONDS)
+    run.client = None
+    assert steps(run.far) == [1]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.01])
+def test_the_end_waits_for_copies_as_long_as_the_option_says(
+    run: Run, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    """What is missing then is said, and copied all the same."""
+    run.start(drain_seconds=WAIT_SECONDS, end_wait_seconds=seconds)
+    monkeypatch.setattr(replicate, "SILENT_SECONDS", 10 * WAIT_SECONDS)
+    run.weather[run.far].gate.clear()
+    newest = run.save(1)
+    assert run.weather[run.far].reached.wait(WAIT_SECONDS)
+    assert closed(run)  # would fail after all its time
+    (told,) = run.all(Notice)
+    assert told.message.startswith(f"not everything is on file://{run.far} (lacks {newest}); the writer thread goes on")
+    is_copied_at_last(run)
+
+
+@pytest.mark.parametrize("how", ["Ctrl-C", "a stop that was noted"])
+def test_ctrl_c_ends_the_wait_for_copies(run: Run, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Nothing is raised: the training was complete. Where the signal was only noted, the trainer says so."""
+    interrupts = how == "Ctrl-C"
+    main = threading.main_thread().ident
+    assert main is not None
+    waits = Waits(run, monkeypatch, lambda: interrupts and signal.pthread_kill(main, signal.SIGINT))
+    monkeypatch.setattr(client, "TELL_SECONDS", WAIT_SECONDS if interrupts else 0.0)
+    assert run.client is not None
+    assert run.client.close(WAIT_SECONDS, hurries=lambda: not interrupts)
+    assert not interrupts or len(waits.lines) == 1
+    is_copied_at_last(run)
+
+
+def test_what_was_not_copied_at_the_end_the_next_run_copies(run: Run) -> None:
+    """The writer was killed with the machine's job, say."""
+    run.start(drain_seconds=WAIT_SECONDS, end_wait_seconds=0.0)
+    run.weather[run.far].gate.clear()
+    run.save(1)
+    assert run.weather[run.far].reached.wait(WAIT_SECONDS)
+    assert closed(run)
+    assert run.client is not None
+    run.client._worker.skip_waiting()
+    assert run.client._worker.join(WAIT_SECONDS)
+    run.weather[run.far].gate.set()
+    assert steps(run.far) == []
+    run.start()
+    run.until_copied(1)
+
+
+def test_what_fails_at_the_end_is_said_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line about what is missing says why."""
+    run.start(drain_seconds=0.01)
+    run.save(1)
+    run.until_copied(1)
+    run.until_rest()
+    begun = replicate.Replicator.finish
+
+    def finish(replicator: replicate.Replicator) -> None:
+        begun(replicator)
+        run.weather[run.far].down("put")
+
+    monkeypatch.setattr(replicate.Replicator, "finish", finish)
+    monkeypatch.setattr(replicate.Replicator, "wake", lambda _: None)  # not before the end
+    run.save(2)
+    assert closed(run)
+    heard = [message for message in run.all(Event) if log.level_of(message) >= logging.WARNING]
+    assert [log.line(message).partition(" (lacks")[0] for message in heard] == [
+        f"not everything is on file://{run.far}"
+    ]
+    assert "CKPT30" in log.line(heard[0])
+    assert run.client is not None and run.client._worker.join(WAIT_SECONDS)
+    run.client = None
+
+
+def test_ranks_that_wait_for_a_silent_tier_say_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nearest tier is empty, and all ranks have to know which run this is before they start."""
+    monkeypatch.setattr(fleet, "TELL_SECONDS", 0.0)
+    end = run.weather[run.far].hang("list")
+    lines: list[str] = []
+
+    def heard(event: Event) -> None:
+        lines.append(log.line(event))
+        end.set()
+
+    config = WriterConfig(url=str(run.near), tiers=(run.tier(),))
+    near = LocalStorage(run.near)
+    made = fleet.Fleet(config, near, Holder.current(), heard)
+    made.join_run(Repository(near), aloud=True)
+    assert lines == [
+        f"waiting for file://{run.far} to say which run this is, up to {fleet.SURVEY_SECONDS:.0f} s: "
+        f"file://{run.near} is empty"
+    ]
+    made.stop()
 
 
 def test_signs_of_a_place_count_only_while_it_is_asked() -> None:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from ckpt_engine.errors import StorageError
 from ckpt_engine.store.storage.base import Storage
-
-S3_SCHEMES = ("s3", "s3a")
+from ckpt_engine.store.storage.open import S3_SCHEMES
 
 
 def open_objects(url: str, options: Mapping[str, object]) -> Storage:

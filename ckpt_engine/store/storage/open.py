@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 from types import MappingProxyType
 from urllib.parse import unquote, urlsplit
 
 from ckpt_engine.errors import StorageError
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.objectnames import split_url
+from ckpt_engine.store.storage.objectoptions import ObjectOptions
 
+S3_SCHEMES = ("s3", "s3a")
 _NONE: Mapping[str, object] = MappingProxyType({})
 
 
@@ -36,6 +40,19 @@ def open_storage(url: str | os.PathLike[str], options: Mapping[str, object] = _N
             f"local storage takes no storage_options, got {', '.join(sorted(options))}", hint="remove storage_options"
         )
     return LocalStorage(_local_path(text))
+
+
+def require_served(url: str, options: Mapping[str, object] = _NONE) -> None:
+    """As `open_storage`, but where that is slow only what can be said without importing a library.
+
+    Raises:
+        StorageError: as `open_storage`, for most reasons.
+    """
+    if url.partition("://")[0].lower() in S3_SCHEMES and find_spec("s3fs") is not None:
+        split_url(url)
+        ObjectOptions.split(options)
+        return
+    open_storage(url, options)
 
 
 def _local_path(text: str) -> str:

@@ -34,6 +34,8 @@ SILENT_SECONDS = 2.0
 """How long a place may leave a request without a sign, if a nearer one has a snapshot."""
 TELL_SECONDS = 3.0
 """A longer wait is said."""
+RECENT_SECONDS = 0.5
+"""A place that has given a sign since then gets on."""
 _LOOK_SECONDS = 0.1
 """Nobody says that a place gives no sign."""
 
@@ -226,14 +228,14 @@ class _Round(Generic[T]):
             self._answers[number].error = StorageError(why)
             _left[url] = self._open.pop(number), why
 
-    def _silent(self, waited: float) -> list[int]:
-        """Those that give no sign, behind one that has something."""
+    def _silent(self, waited: float, seconds: float) -> list[int]:
+        """Those that have given no sign for so long, behind one that has something."""
         having = next((number for number, answer in enumerate(self._answers) if answer.value), len(self._answers))
         found = []
         for number in self._open:
             storage = self._answers[number].place.storage
             silent = storage.silent_seconds if isinstance(storage, FarStorage) else waited
-            if number > having and silent >= self._silence:
+            if number > having and silent >= seconds:
                 found.append(number)
         return found
 
@@ -244,16 +246,18 @@ class _Round(Generic[T]):
             waited = time.monotonic() - began
             with self._changed:
                 limit = self._patience(self._answers)
-                self._leave(self._silent(waited), self._silence)
+                self._leave(self._silent(waited, self._silence), self._silence)
                 if waited >= limit:
                     self._leave(self._open, limit)
                 if not self._open:
                     return
-                if waited < TELL_SECONDS or said == limit:
-                    left = (limit if said == limit else TELL_SECONDS) - waited
+                # What is about to be left out is said then.
+                late = set(self._open) - set(self._silent(waited, min(self._silence, RECENT_SECONDS)))
+                if waited < TELL_SECONDS or said == limit or not late:
+                    left = (TELL_SECONDS if waited < TELL_SECONDS else limit) - waited
                     self._changed.wait(min(left, _LOOK_SECONDS) if self._silence < math.inf else left)
                     continue
-                urls = ", ".join(self._answers[number].place.storage.url for number in sorted(self._open))
+                urls = ", ".join(self._answers[number].place.storage.url for number in sorted(late))
                 others = any(answer.value is not None for answer in self._answers)
             said = limit
             why = ": no other place has a snapshot" if others and limit > ANSWER_SECONDS else ""

@@ -7,6 +7,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,24 @@ def test_a_training_starts_although_a_further_tier_is_silent(run: Run) -> None:
     end.set()
     run.until_copied(1)
     assert steps(run.near) == steps(run.far) == [1]
+
+
+def test_a_training_starts_before_the_library_of_a_further_tier_is_there(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of object stores are slow to import, above all at the low priority of a writer."""
+    imported, opened = threading.Event(), fleet.open_storage
+
+    def opens(*args: Any) -> Any:
+        assert imported.wait(WAIT_SECONDS)
+        return opened(*args)
+
+    monkeypatch.setattr(fleet, "open_storage", opens)
+    run.start()
+    assert not imported.is_set()
+    imported.set()
+    run.save(1)
+    run.until_copied(1)
 
 
 def test_the_run_that_a_further_tier_holds_is_joined_in_the_background(run: Run) -> None:

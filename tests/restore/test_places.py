@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,11 @@ import pytest
 import torch
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.config import Tier
 from ckpt_engine.errors import NoUsableSnapshotError, SnapshotFailedError, StorageError
-from ckpt_engine.observe.events import TierDegraded
+from ckpt_engine.observe.events import Event, TierDegraded
+from ckpt_engine.observe.log import LogSink, level_of
+from ckpt_engine.persist.stall import Signs
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore import places
 from ckpt_engine.store import layout
@@ -255,6 +260,69 @@ def test_a_resume_goes_on_from_the_nearest_when_the_rest_is_late(
     assert slow.asked == 1
 
 
+def test_a_resume_does_not_wait_for_a_further_place_that_gives_no_sign(
+    run: Path, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long an answer may take: what is near will do."""
+    for limit in ("ANSWER_SECONDS", "LONGER_SECONDS"):
+        monkeypatch.setattr(places, limit, 100 * WAIT_SECONDS)
+    monkeypatch.setattr(places, "SILENT_SECONDS", 0.01)
+    monkeypatch.setattr(places, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(places, "announce", pytest.fail)
+    found = restore.load([where(run)[0], Repository(slow)])
+    assert found is not None and same(found.state, state(3))
+    assert [one.url for one in found.away] == [slow.url]
+    assert not slow.answers.is_set()
+
+
+@pytest.mark.parametrize(
+    ("near", "far", "left"),
+    [
+        (None, (1,), []),  # a nearer place may have something newer
+        ((), None, []),  # nothing was found yet
+        ((1,), None, [1]),
+    ],
+)
+def test_only_places_behind_one_with_a_snapshot_are_left_for_their_silence(
+    run: Path, near: Any, far: Any, left: list[int]
+) -> None:
+    """Of the others the answer is needed."""
+    answers = [places.Answer(place, value) for place, value in zip(where(run), (near, far), strict=True)]
+    asked = places._Round(answers, len, places.until_one_has_some, print, 2.0)  # type: ignore[arg-type]
+    asked._open = {number: threading.current_thread() for number, value in enumerate((near, far)) if value is None}
+    assert asked._silent(2.5, 2.0) == left
+    assert asked._silent(1.5, 2.0) == []
+
+
+def test_a_far_place_is_opened_by_whoever_asks_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library of an object store is slow to import. That is no silence of the store, but a listing is."""
+    opened: list[str] = []
+    now = [0.0]
+
+    def opens(url: str, _: object) -> LocalStorage:
+        opened.append(threading.current_thread().name)
+        now[0] += 50.0
+        return LocalStorage(run / "far")
+
+    monkeypatch.setattr(places, "open_storage", opens)
+    monkeypatch.setattr(places, "Signs", lambda: Signs(lambda: now[0]))
+    place = places.place_of(Tier(url="s3://bucket/far/"))
+    assert place.storage.url == "s3://bucket/far"
+    assert opened == []
+    (answer,) = places.ask([place], places.ids)
+    assert answer.value is not None and len(answer.value) == 3
+    assert opened == ["ckpt-places"]
+    far = place.storage
+    assert isinstance(far, places.FarStorage)
+    listed = far.list("snapshots/")
+    assert far.silent_seconds == 0.0
+    with far._asking():
+        now[0] += 3.0
+        assert far.silent_seconds == 3.0
+        next(listed)
+        assert far.silent_seconds == 0.0
+
+
 def test_a_resume_that_finds_nothing_nearer_waits_longer_and_says_so(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +392,31 @@ def test_a_place_that_was_left_out_is_in_the_line_for_people(run: Path, caplog: 
     with Checkpointer(tiers=[str(run / "near"), str(run / "far")]) as ckpt:
         assert ckpt.load() is not None
     assert f"{away.url} did not answer" in caplog.text
+
+
+def test_that_a_place_is_away_is_said_once(run: Path) -> None:
+    """The resume says it; that the writer does not reach it either is no news. That it fails again later is."""
+    shutil.rmtree(run / "far")
+    (run / "far").write_text("no folder")
+    heard: list[Event] = []
+
+    class Sink(LogSink):
+        def emit(self, event: Event) -> None:
+            heard.append(event)
+
+    with Checkpointer(tiers=[str(run / "near"), str(run / "far")], writer="thread", wait_at_end=0) as ckpt:
+        ckpt.events = Sink()
+        ckpt.load()
+        assert ckpt.loaded is not None and len(ckpt.loaded.left_out) == 1
+        ckpt.save(state(4), step=4).wait(WAIT_SECONDS)
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not (told := [one for one in heard if isinstance(one, TierDegraded)]):
+            assert time.monotonic() < deadline
+            ckpt.poll()
+            time.sleep(0.005)
+        assert [(one.tier, one.known, level_of(one)) for one in told] == [(f"file://{run / 'far'}", True, logging.INFO)]
+        ckpt._emit(replace(told[0], known=False))
+        assert level_of(heard[-1]) == logging.WARNING
 
 
 def test_the_run_goes_on_when_the_near_folder_is_gone(run: Path) -> None:

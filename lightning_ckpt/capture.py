@@ -14,11 +14,13 @@ import lightning.pytorch as pl
 
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
+from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.snapshot import sharding
 from ckpt_engine.snapshot.flatten import Flattener, problems
 from ckpt_engine.tracking import flags
 from ckpt_engine.tracking.ddp_order import GradientOrder
 from ckpt_engine.tracking.packed import Packer
+from ckpt_engine.tracking.rank_values import own_values
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.compat import Internals
@@ -66,10 +68,14 @@ class Capture:
         internals: of the trainer.
         trainer: whose state it is.
         module: the LightningModule.
+        ranks: of the run; None: it is one process.
     """
 
-    def __init__(self, internals: Internals, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def __init__(
+        self, internals: Internals, trainer: pl.Trainer, module: pl.LightningModule, ranks: Ranks | None
+    ) -> None:
         self._internals = internals
+        self._ranks = ranks
         self._trainer = trainer
         self._module = module
         self._packer = Packer(OWN_KEY)
@@ -94,6 +100,7 @@ class Capture:
         _canonicalise(fit_loop, instant.kind, accumulating=instant.accumulating)
         self._drop_unstorable(state)
         hidden, large = instant.audit.state()
+        values = own_values(state, self._ranks)
         state[OWN_KEY] = {
             "version": OWN_VERSION,
             "kind": instant.kind.value,
@@ -117,6 +124,7 @@ class Capture:
                     "validation_reload_epoch": self._internals.validation_reload_epoch,
                     "gradient_order": self._order().state(),
                     "left_out": self._left_out or {},
+                    "values": values,
                     **instant.extras,
                 }
             ),

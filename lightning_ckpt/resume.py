@@ -28,6 +28,7 @@ from ckpt_engine.errors import NewerFormatError, ResumeError
 from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.preempt.rollback import Rollback
+from ckpt_engine.restore.as_rank import size_of
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
@@ -36,6 +37,7 @@ from ckpt_engine.tracking.ddp_order import not_restored
 from ckpt_engine.tracking.elastic import Elastic, elastic_of, require_ranks
 from ckpt_engine.tracking.packed import unpack
 from ckpt_engine.tracking.parts import own_extra_state, saved_shapes
+from ckpt_engine.tracking.rank_values import merged
 from ckpt_engine.tracking.report import ReportDraft, publish
 from ckpt_engine.tracking.rollback import Rollbacks
 from ckpt_engine.tracking.sharded import require_whole_gradients
@@ -154,6 +156,9 @@ class Resume:
             raise NewerFormatError(
                 f"snapshot {loaded.info.id} was written by a later version of lightning_ckpt", hint="update ckpt-engine"
             )
+        packed, notes = ({}, []) if own is None or self._loaders is None else unpack(own["packed"])
+        values = packed.pop("values", {}) if size_of(loaded.manifest) == self._trainer.world_size else {}
+        differing = merged(state, values)
         if live is not None:
             sharded.restore(self._trainer, state)
         for key in ("state_dict", "current_model_state"):
@@ -170,7 +175,6 @@ class Resume:
         if calls_the_users(self._trainer, self._module, TRAIN_START, epoch_start.HOOK):
             self._callbacks = own_copy(state.get("callbacks", {}))  # they may keep, and change, what they are given
         self._loaded_as = {} if sharded.is_flat(self._trainer) else weights.dtypes_of(self._module)
-        packed, notes = unpack(own["packed"])
         ranks = (self._trainer.global_rank, self._trainer.world_size)
         self._elastic = elastic_of(loaded, own, OWN_KEY, ranks, self._checkpointer.config.rng)
         if self._elastic is not None:
@@ -179,7 +183,7 @@ class Resume:
             self._audit.expect(packed.get("audit", {}), own.get("hidden", {}))
         self._own = own = {**own, **packed}
         del own["packed"]
-        self.report = ReportDraft(self._checkpointer.root_url, loaded)
+        self.report = ReportDraft(self._checkpointer.root_url, loaded, not_restored=differing)
         self.report.notes += [_where(own), *notes]
         if back is not None:
             self.report.notes.append(back.text())

@@ -97,7 +97,7 @@ class FitRun:
         self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders, rollbacks, self._audit)
         self._begun = False
         self._skip_batches = 0
-        self._capture = Capture(self._internals, trainer, module)
+        self._capture = Capture(self._internals, trainer, module, ranks)
         self._lazy = self._capture.lazy() if copies_lazily(config.lazy, trainer.strategy.root_device) else None
         self._prepare_share = prepare_share(config, trainer.strategy.root_device)
         self.guard = FenceGuard(self.fence, self)

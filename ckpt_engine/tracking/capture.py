@@ -9,12 +9,14 @@ import torch
 
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
+from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.snapshot.flat import FlatPart
 from ckpt_engine.snapshot.sharding import here
 from ckpt_engine.tracking.ddp_order import GradientOrder, wrappers_of
 from ckpt_engine.tracking.gradients import stored
 from ckpt_engine.tracking.packed import Packer
 from ckpt_engine.tracking.parts import OWN_KEY, Parts, managed
+from ckpt_engine.tracking.rank_values import own_values
 
 OWN_VERSION = 1
 
@@ -24,10 +26,12 @@ class Capture:
 
     Args:
         parts: the components.
+        ranks: this one is one of them.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, ranks: Ranks | None = None) -> None:
         self._parts = parts
+        self._ranks = ranks
         self._packer = Packer(OWN_KEY)
         self._state: Mapping[str, Any] = {}
         self._managed: frozenset[int] | None = None
@@ -53,7 +57,13 @@ class Capture:
                 "gradients": dict(gradients),
                 "hidden": large,
                 "packed": self._packer.pack(
-                    {**own, "audit": hidden, "rng": streams, "gradient_order": self._gradient_order()}
+                    {
+                        **own,
+                        "audit": hidden,
+                        "rng": streams,
+                        "gradient_order": self._gradient_order(),
+                        "values": own_values(state, self._ranks),
+                    }
                 ),
             }
         }

@@ -29,6 +29,7 @@ from ckpt_engine.tracking.feed import Feed
 from ckpt_engine.tracking.gradients import put_back
 from ckpt_engine.tracking.packed import unpack
 from ckpt_engine.tracking.parts import OWN_KEY, Parts, saved_shapes
+from ckpt_engine.tracking.rank_values import merged
 from ckpt_engine.tracking.report import ReportDraft, publish
 from ckpt_engine.tracking.sharded import any_sharded, live_of, require_whole_gradients
 from ckpt_engine.tracking.surroundings import Surroundings
@@ -124,7 +125,9 @@ class Resume:
             self._own, missing = self._resplit(self._own, elastic)  # first of all: this may be impossible
         own = self._own
         self._draft = draft = ReportDraft(url, loaded)
+        differing = merged(state, own.get("values", {})) if elastic is None else []
         draft.restored, draft.not_restored = self._parts.load(state)
+        draft.not_restored += differing
         draft.not_restored += missing if self._rank == 0 else []
         draft.notes += [_where(own), *notes]
         self._elastic = elastic is not None

@@ -82,7 +82,7 @@ class Tracker:
         self._stopping = Stopping(engine, self._cadence, sinks, self._log)
         self._taker = Taker(engine, self._cadence, self._log)
         device = device_of(parts)
-        self._capture = Capture(parts)
+        self._capture = Capture(parts, engine.ranks)
         self._audit = Audit(self._config.hidden, self._audited, self._log)
         self._lazy = self._capture.is_lazy if copies_lazily(self._config.lazy, device) else None
         self._share = prepare_share(self._config, device)

@@ -33,6 +33,10 @@ def main(job: dict[str, Any]) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 8, 0.9)
     loader = DataLoader(Samples(job.get("samples", 64)), batch_size=4, shuffle=True)
     net, optimizer, loader, scheduler = accelerator.prepare(net, optimizer, loader, scheduler)
+    average = None
+    if job.get("values"):  # of this rank: DDP hands on buffers of the model, not those of its average
+        average = torch.optim.swa_utils.AveragedModel(accelerator.unwrap_model(net), use_buffers=True)
+        accelerator.register_for_checkpointing(average)
     set_seed(job["seed"] + accelerator.process_index)
     root = job["root"].replace("{rank}", os.environ.get("RANK", "0"))
     options = {"tiers": root, "every_n_steps": 2, "keep": {"last": 3}, **job.get("options", {})}
@@ -50,6 +54,12 @@ def main(job: dict[str, Any]) -> None:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+            if average is not None:
+                average.update_parameters(accelerator.unwrap_model(net))
+                mean = average.module[1].running_mean.sum().item()
+                os.write(fd, f"{epoch} average {mean!r} {average.module[0].weight.sum().item()!r}\n".encode())
+            if job.get("dies_after") == ckpt.global_step:
+                os._exit(0)
     if accelerator.is_main_process:
         weights = {name: value.flatten().tolist() for name, value in accelerator.unwrap_model(net).state_dict().items()}
         with open(job["trace"] + ".end", "w") as file:  # noqa: PTH123

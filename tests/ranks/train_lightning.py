@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -73,11 +74,36 @@ class Model(pl.LightningModule):
         os.write(fd, line.encode())
         os.close(fd)
         time.sleep(self._pace_seconds)
+        self.log("loss", loss, sync_dist=False, on_step=False, on_epoch=True)
         return loss
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+class Impatience(EarlyStopping):
+    """Looks at the loss of its own rank."""
+
+    def __init__(self, trace: str) -> None:
+        super().__init__("loss", patience=100, min_delta=0.2)
+        self._trace = trace
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        with open(f"{self._trace}.{trainer.global_rank}", "a") as file:  # noqa: PTH123
+            file.write(f"{trainer.current_epoch} {self.wait_count} {self.best_score.item()!r}\n")
+
+
+class Dies(pl.Callback):
+    """With the process, after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self._steps:
+            os._exit(0)
 
 
 def main(job: dict[str, Any]) -> None:
@@ -99,7 +125,12 @@ def main(job: dict[str, Any]) -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[*([Patience(ckpt)] if job.get("patient") else []), ckpt],
+        callbacks=[
+            *([Patience(ckpt)] if job.get("patient") else []),
+            *([Impatience(job["trace"])] if job.get("values") else []),
+            *([Dies(job["dies_after"])] if "dies_after" in job else []),
+            ckpt,
+        ],
         default_root_dir=root + "-lightning",
         **job.get("trainer", {}),
     )

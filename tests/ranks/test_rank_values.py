@@ -1,0 +1,86 @@
+"""Values that differ over the ranks are each rank's own after a resume; those that are too large for that are named."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_engine.tracking.packed import Packer, unpack
+from ckpt_engine.tracking.rank_values import LARGE_BYTES, merged, own_values
+from tests.ranks.launch import Launcher
+from tests.ranks.runs import SharedStore, ThreadRanks
+from tests.ranks.test_kill import SIZE, job_of, lines, logs
+
+
+def state_of(rank: int, large: float = 0.0) -> dict[str, Any]:
+    return {
+        "model": OrderedDict(weight=torch.full((9,), 7.0), mean=torch.full((3,), float(rank))),
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]},
+        "stopping": {"wait": rank, "best": [torch.tensor(rank + 0.5), "x"], "seen": list(range(rank))},
+        "average": {"weight": torch.full((LARGE_BYTES,), large), "mean": torch.full((3,), rank + 0.5)},
+    }
+
+
+def resumed(saved: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What rank 1, which has saved this, gets beside the values of rank 0; and what it is told."""
+
+    def divided(path: tuple[Any, ...]) -> bool:
+        return path == ("model", "weight") or path[:2] == ("optimizer", "state")
+
+    kept = own_values(saved, ThreadRanks(1, 2, SharedStore(), alike=divided))
+    packed = Packer("own").pack({"values": kept})
+    assert packed.nbytes < LARGE_BYTES
+    found = state_of(0)
+    missing = merged(found, unpack(packed)[0]["values"])
+    return found, [one.name for one in missing]
+
+
+def test_a_rank_gets_back_what_it_had() -> None:
+    """Numbers, buffers and lists of its own; what is common to all ranks is not kept twice."""
+    found, missing = resumed(state_of(1))
+    assert repr(found) == repr(state_of(1))
+    assert missing == []
+
+
+def test_what_is_large_and_differs_is_named() -> None:
+    """It is that of rank 0; all else is the rank's own."""
+    found, missing = resumed(state_of(1, large=1.0))
+    assert repr(found) == repr(state_of(1))
+    assert found["average"]["weight"][0] == 0.0
+    assert missing == ["average/weight"]
+
+
+def test_rank_0_keeps_nothing_twice() -> None:
+    """The snapshot has its values anyway."""
+    assert own_values(state_of(0), ThreadRanks(0, 2, SharedStore(), alike=lambda path: False)) == {}
+    assert own_values(state_of(0), None) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("script", ["train_lightning", "train_accelerate"])
+def test_each_rank_goes_on_with_its_own(script: str, tmp_path: Path) -> None:
+    """Early stopping that looks at a rank's own loss; averaged weights with the statistics of a rank's own batches."""
+    launcher = Launcher(f"tests.ranks.{script}")
+    try:
+        lives: dict[str, list[list[str]]] = {}
+        for life, more in {"whole": {}, "first": {"dies_after": 13}, "second": {"seed": 500}}.items():
+            root = str(tmp_path / ("whole" if life == "whole" else "run"))
+            changes = {"values": True, "patient": True, "pace": 0.05, "trace": str(tmp_path / life), "root": root}
+            job = job_of(tmp_path, **{**changes, **more})
+            launcher.start(job, SIZE, tmp_path / "log")
+            assert launcher.join() == [0] * SIZE, logs(tmp_path)
+            lives[life] = [lines(job["trace"], rank) for rank in range(SIZE)]
+    finally:
+        launcher.close()
+    for rank in range(SIZE):
+        expected, done = lives["whole"][rank], lives["second"][rank]
+        assert 10 < len(done) < len(expected)
+        assert done == expected[-len(done) :], logs(tmp_path)
+    assert lives["whole"][0][-1] != lives["whole"][1][-1], "the ranks have the same values: this shows nothing"
+    assert json.loads((tmp_path / "second.end").read_text()) == json.loads((tmp_path / "whole.end").read_text())

@@ -299,7 +299,7 @@ class Fleet:
             for replicator in self._replicators:
                 replicator.finish()
             self._wait_for_the_end(min(deadline, time.monotonic() + self._config.end_wait_seconds), waits)
-        left = [one.unfinished() for one in self._replicators if not one.idle]
+        left = [one.unfinished(self._primary.newest) for one in self._replicators if not one.idle]
         if nearest_hangs:
             left.insert(0, Unfinished(self._nearest.url, tuple(self._primary_lacks), "it hangs"))
         settled(left)
@@ -319,7 +319,7 @@ class Fleet:
         self._wait(lambda: not left(), min(deadline, tell_at))
         # One that has just stopped answering is left soon, and the end says that.
         self._wait(lambda: not left() or any(one.gets_on for one in left()), deadline)
-        late = [one.unfinished() for one in left()]
+        late = [one.unfinished(self._primary.newest) for one in left()]
         if late and time.monotonic() < deadline:
             waits(late)
             self._wait(lambda: not left(), deadline)

@@ -243,14 +243,15 @@ class Replicator:
             encoding=tier.encoding.why or None,
         )
 
-    def unfinished(self) -> Unfinished:
-        """What the tier is left without."""
-        error = self._error
+    def unfinished(self, newest: str | None) -> Unfinished:
+        """What the tier is left without; `newest` is that of the nearest one, which may not have been looked at yet."""
+        error, there = self._error, self.tier.newest
         waiting = self.tier.waiting
+        unseen = (newest,) if newest is not None and (there is None or there.id != newest) else ()
         silent = "it does not answer" if self.silent else None
         return Unfinished(
             self.tier.url,
-            tuple(info.id for info in waiting),
+            tuple(info.id for info in waiting) or unseen,
             silent if error is None else f"[{error.code}] {error.message}",
             sum(info.nbytes for info in waiting),
         )

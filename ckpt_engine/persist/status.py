@@ -86,7 +86,8 @@ class Unfinished:
         """How much is left to copy, for people."""
         count = len(self.lacks)
         many = f"{count} snapshots" if count != 1 else "1 snapshot"
-        return f"{self.url} ({many} left, {size(self.nbytes)})" if count else self.url
+        much = f", {size(self.nbytes)}" if self.nbytes else ""
+        return f"{self.url} ({many} left{much})" if count else self.url
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from ckpt_engine.config import Tier
 from ckpt_engine.errors import CkptError, ForeignError, StorageError
@@ -74,6 +74,15 @@ def _say(line: str) -> None:
     announce(logging.getLogger(LOGGER_NAME), line)
 
 
+@runtime_checkable
+class Prepared(Protocol):
+    """A storage whose client takes long to make, before anything is asked."""
+
+    def prepare(self) -> None:
+        """Make it."""
+        ...
+
+
 class FarStorage:
     """An object store, to read from, that whoever asks it first opens: its library is slow to import.
 
@@ -134,7 +143,11 @@ class FarStorage:
     @contextmanager
     def _asking(self) -> Iterator[Storage]:
         with self._lock:
-            self._opened = self._opened or self._open()
+            if self._opened is None:
+                storage = self._open()
+                if isinstance(storage, Prepared):
+                    storage.prepare()
+                self._opened = storage
         self._signs.asked()
         try:
             yield self._opened

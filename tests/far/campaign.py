@@ -1,9 +1,9 @@
-"""What a far tier in trouble costs: `python -m tests.far.campaign --json out.jsonl`.
+"""What a far tier in trouble costs: `python -m tests.far.campaign [--json out.jsonl]`, which fails if a bar is missed.
 
 Each cell trains with a far tier on a real S3 server over a line that gets into trouble at the start, in the middle or
-at the end, and right before that the same training without that tier; it tells how much later the first step came and
-the process had ended, what was said, and whether the last snapshot is durable. At the start, Accelerate and the plain
-loop resume from the near folder, Lightning both resumes and starts anew.
+at the end, and right before or after that the same training without that tier. It tells how much later the first step
+came and the process had ended, what was said, and whether the last snapshot is durable. At the start the training
+resumes from the near folder; `--moments fresh` is a start of Lightning that does not resume.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -27,21 +27,26 @@ from typing import Any
 
 import psutil
 
+from ckpt_engine.store import layout
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from tests.far.line import STATES, WORKS, Line
+from tests.far.line import SLOW, STATES, WORKS, Line
 from tests.servers.s3 import S3Server, free_port, serving
 
 KINDS = ("lightning", "accelerate", "plain")
 MOMENTS = ("start", "middle", "end")
-STEPS = 60
+FRESH = "fresh"
+STEPS = 40
+ALLOWED_SECONDS = 10.0
+"""`wait_at_end` of all trainings: what the user allows for copies of the last snapshot to a tier that gets on."""
 FIRST_BAR_SECONDS, EXIT_BAR_SECONDS = 3.0, 5.0
-_PATIENCE_SECONDS = 400.0
+_PATIENCE_SECONDS = 200.0
 
 
 @dataclass
 class Life:
-    """One training: seconds to its first step, seconds from its last one to its exit, and what it said of S3."""
+    """One training: seconds to its first step, seconds from its last one to its exit, and what it said of S3 before
+    its last step and after."""
 
     first: float = -1.0
     leaving: float = -1.0
@@ -50,19 +55,21 @@ class Life:
     durable: int = 0
     status: int = -1
     said: list[str] = field(default_factory=list)
+    said_at_the_end: list[str] = field(default_factory=list)
     errors: str = ""
 
 
 @dataclass
 class Cell:
-    """A pair of trainings, with the tier in trouble and without it."""
+    """A pair of trainings, with the tier in trouble and without it. `copied`: the tier has the last snapshot."""
 
     kind: str
-    resumes: bool
     state: str
     moment: str
     ours: Life = field(default_factory=Life)
     without: Life = field(default_factory=Life)
+    copied: bool = False
+    seconds: float = 0.0
 
     @property
     def first_later(self) -> float:
@@ -73,114 +80,232 @@ class Cell:
         return self.ours.leaving - self.without.leaving
 
     @property
-    def lost(self) -> bool:
-        return self.ours.status != 0 or self.ours.durable != self.ours.steps or self.ours.steps == 0
+    def exit_bar(self) -> float:
+        return EXIT_BAR_SECONDS + (ALLOWED_SECONDS if self.state == SLOW else 0.0)
+
+    def misses(self) -> list[str]:
+        """The bars that are missed."""
+        ours = self.ours
+        waits = [line for line in ours.said_at_the_end if "waiting for the last copies" in line]
+        late = ours.leaving > self.without.leaving + EXIT_BAR_SECONDS
+        heard = ours.said or ours.said_at_the_end or self.copied
+        found = {
+            "first step": self.first_later > FIRST_BAR_SECONDS,
+            "exit": self.exit_later > self.exit_bar,
+            "lost": ours.status != 0 or ours.durable != ours.steps or ours.steps == 0,
+            "lines": len(ours.said) > 1 or len(ours.said_at_the_end) - len(waits) > 1 or len(waits) > 1,
+            "silent": not heard or (late and not ours.said_at_the_end),
+            "baseline": self.without.status != 0,
+        }
+        return [name for name, missed in found.items() if missed]
 
     def text(self) -> str:
-        what = f"{self.kind}{' auto' if self.resumes else ''} {self.state} at the {self.moment}"
-        numbers = f"first step {self.first_later:+.1f} s, exit {self.exit_later:+.1f} s"
-        lines = len(self.ours.said)
-        return f"{what}: {numbers}, {lines} lines{', LOST' if self.lost else ''}"
+        misses = self.misses()
+        return (
+            f"{self.kind:10} {self.state:8} {self.moment:7} {self.first_later:+6.1f} {self.exit_later:+6.1f} "
+            f"{len(self.ours.said)} + {len(self.ours.said_at_the_end)} {'copied' if self.copied else 'near  '} "
+            f"{self.ours.slowest_ratio:5.1f} {self.seconds:4.0f}  {'MISSED: ' + ', '.join(misses) if misses else 'ok'}"
+        )
 
 
-def live(job: dict[str, Any], line: Line, state: str, moment: str) -> Life:
-    """Play one training."""
-    life, began, last, times = Life(), 0.0, 0.0, list[float]()
-    line.become(state if moment == "start" else WORKS)
-    command = [sys.executable, "-m", "tests.far.trainer", json.dumps(job)]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    errors: list[str] = []
-    reader = threading.Thread(target=lambda: errors.extend(process.stderr), daemon=True)  # type: ignore[arg-type]
-    reader.start()
-    clock = threading.Timer(_PATIENCE_SECONDS, process.kill)
-    clock.start()
-    children: list[psutil.Process] = []
-    for text in process.stdout:
-        try:
-            row = json.loads(text)
-        except ValueError:
-            errors.append(text)
-            continue
-        if row["what"] == "built":
-            began = row["at"]
-        elif row["what"] == "step":
-            times.append(row["at"])
-            life.steps = row["step"]
-            if life.first < 0:
-                life.first = row["at"] - began
-            if len(times) == STEPS // 2:
-                line.become(state)
-        elif row["what"] == "last":
-            children = psutil.Process(process.pid).children()
-            line.become(state)
-            process.stdin.write("\n")
-            process.stdin.flush()
-        elif row["what"] == "leaves":
-            last = row["at"]
-    life.status = process.wait()
-    life.leaving = time.time() - last
-    clock.cancel()
-    reader.join(5.0)
-    gaps = sorted(b - a for a, b in pairwise(times))
-    life.slowest_ratio = gaps[-1] / gaps[len(gaps) // 2] if gaps else 0.0
-    life.said = [text.strip() for text in errors if "s3://" in text]
-    life.errors = "".join(errors) if life.status else ""
-    newest = Repository(LocalStorage(job["near"])).list()
-    life.durable = newest[-1].step if newest else 0
-    for child in children:  # writers that go on by themselves
-        with suppress(psutil.Error):
-            child.send_signal(signal.SIGTERM)
-    return life
+HEADER = "trainer    tier     moment   first   exit lines last   step x secs  verdict"
 
 
-def play(cell: Cell, server: S3Server, line: Line, folder: Path) -> Cell:
-    """Both trainings of a cell. One that resumes at the start has trained before, with a far tier that worked."""
-    bucket = server.make_bucket(f"b{os.urandom(6).hex()}")
-    far = {"url": f"s3://{bucket}/run", "storage_options": server.options(line.url)}
-    for name, tier, state in (("without", None, WORKS), ("ours", far, cell.state)):
-        near = folder / f"{bucket}-{name}"
-        job = {"kind": cell.kind, "near": str(near), "far": tier, "steps": STEPS, "resume": cell.resumes}
-        if cell.resumes:
-            live(job, line, WORKS, "start")
-            job["epochs"] = 2
-        setattr(cell, name, live(job, line, state, cell.moment if tier else "never"))
-        shutil.rmtree(near)
-    return cell
+class Training:
+    """A process that has imported what it needs and waits to be told to begin."""
+
+    def __init__(self, job: dict[str, Any]) -> None:
+        self._job = job
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-m", "tests.far.trainer", json.dumps(job)]
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+        self._errors: list[tuple[float, str]] = []
+        self._reader = threading.Thread(target=self._read_errors, daemon=True)
+        self._reader.start()
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        self._errors.extend((time.time(), text) for text in self._process.stderr)
+
+    def _tell(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def wait_ready(self) -> None:
+        assert self._process.stdout is not None
+        for text in self._process.stdout:
+            if '"ready"' in text:
+                return
+
+    def live(self, line: Line | None, state: str, moment: str) -> Life:
+        """Play it, and end what it leaves behind."""
+        life, began, last, times = Life(), 0.0, 0.0, list[float]()
+        process = self._process
+        assert process.stdout is not None
+        change = line.become if line is not None else lambda _: None
+        change(state if moment in ("start", FRESH) else WORKS)
+        clock = threading.Timer(_PATIENCE_SECONDS, process.kill)
+        clock.start()
+        children: list[psutil.Process] = []
+        self._tell()
+        for text in process.stdout:
+            try:
+                row = json.loads(text)
+            except ValueError:
+                self._errors.append((time.time(), text))
+                continue
+            if row["what"] == "built":
+                began = row["at"]
+            elif row["what"] == "step":
+                times.append(row["at"])
+                life.steps = row["step"]
+                life.first = row["at"] - began if life.first < 0 else life.first
+                if len(times) == STEPS // 2 and moment == "middle":
+                    change(state)
+            elif row["what"] == "last":
+                children = psutil.Process(process.pid).children()
+                change(state)
+                self._tell()
+            elif row["what"] == "leaves":
+                last = row["at"]
+        life.status = process.wait()
+        life.leaving = time.time() - last
+        clock.cancel()
+        for child in children:  # writers that go on by themselves
+            with suppress(psutil.Error):
+                child.send_signal(signal.SIGTERM)
+        self._reader.join(5.0)
+        self._sum_up(life, times, last)
+        return life
+
+    def _sum_up(self, life: Life, times: Sequence[float], last: float) -> None:
+        gaps = sorted(b - a for a, b in pairwise(times))
+        life.slowest_ratio = gaps[-1] / gaps[len(gaps) // 2] if gaps else 0.0
+        for at, text in self._errors:
+            if "s3://" in text:
+                (life.said_at_the_end if at > last else life.said).append(text.strip())
+        life.errors = "".join(text for _, text in self._errors) if life.status else ""
+        newest = Repository(LocalStorage(self._job["near"])).list()
+        life.durable = newest[-1].step if newest else 0
+
+
+class Campaign:
+    """Plays cells. What trainings resume from is made once for each kind of trainer, and copied.
+
+    Args:
+        server: for the far tiers.
+        folder: for the near ones.
+    """
+
+    def __init__(self, server: S3Server, folder: Path) -> None:
+        self._server = server
+        self._folder = folder
+        self._before: dict[str, tuple[Path, str]] = {}
+        self._count = 0
+
+    @contextmanager
+    def _line(self) -> Iterator[Line]:
+        host, _, port = self._server.url.removeprefix("http://").partition(":")
+        with Line((host, int(port)), free_port()) as line:
+            yield line
+
+    def _bucket(self, like: str | None = None) -> str:
+        bucket = self._server.make_bucket(f"b{os.urandom(6).hex()}")
+        client = self._server.client()
+        for item in client.list_objects_v2(Bucket=like).get("Contents", ()) if like is not None else ():
+            client.copy_object(Bucket=bucket, Key=item["Key"], CopySource={"Bucket": like, "Key": item["Key"]})
+        return bucket
+
+    def _job(self, kind: str, near: Path, bucket: str | None, line: Line, *, resumes: bool) -> dict[str, Any]:
+        tier = bucket and {"url": f"s3://{bucket}/run", "storage_options": self._server.options(line.url)}
+        options = {"wait_at_end": ALLOWED_SECONDS if bucket else 0}
+        job = {"kind": kind, "near": str(near), "far": tier, "steps": STEPS, "resume": resumes, "options": options}
+        return job | ({"epochs": 2} if resumes else {})
+
+    def _earlier(self, kind: str) -> tuple[Path, str]:
+        """The near folder and the bucket of a training that has ended well."""
+        if kind not in self._before:
+            near, bucket = self._folder / f"{kind}-before", self._bucket()
+            with self._line() as line:
+                job = self._job(kind, near, bucket, line, resumes=False) | {"options": {"wait_at_end": 100}}
+                training = Training(job)
+                training.wait_ready()
+                life = training.live(line, WORKS, "never")
+            assert life.status == 0, life.errors
+            self._before[kind] = near, bucket
+        return self._before[kind]
+
+    def play(self, cell: Cell) -> None:
+        began = time.monotonic()
+        self._count += 1
+        resumes = cell.moment == "start"
+        earlier = self._earlier(cell.kind) if resumes else None
+        bucket = self._bucket(earlier[1] if earlier else None)
+        nears = {name: self._folder / f"{bucket}-{name}" for name in ("ours", "without")}
+        with self._line() as line:
+            trainings = {}
+            for name, near in nears.items():
+                if earlier is not None:
+                    shutil.copytree(earlier[0], near)
+                of = bucket if name == "ours" else None
+                trainings[name] = Training(self._job(cell.kind, near, of, line, resumes=resumes))
+            for one in trainings.values():
+                one.wait_ready()
+            order = sorted(nears, reverse=self._count % 2 == 0)
+            for name in order:
+                ours = name == "ours"
+                life = trainings[name].live(line if ours else None, cell.state, cell.moment if ours else "never")
+                setattr(cell, name, life)
+            newest = self._server.client().list_objects_v2(Bucket=bucket, Prefix="run/snapshots/").get("Contents", ())
+        there = [layout.manifest_id(item["Key"].removeprefix("run/")) for item in newest]
+        cell.copied = cell.ours.steps in [one.step for one in there if one is not None]
+        cell.seconds = time.monotonic() - began
+        for near in nears.values():
+            shutil.rmtree(near)
 
 
 def cells(kinds: Sequence[str], states: Sequence[str], moments: Sequence[str]) -> list[Cell]:
-    found = []
-    for kind in kinds:
-        for state in states:
-            for moment in moments:
-                if kind == "lightning" or moment != "start":
-                    found.append(Cell(kind, False, state, moment))
-                if moment == "start":
-                    found.append(Cell(kind, True, state, moment))
-    return found
+    return [
+        Cell(kind, state, moment)
+        for kind in kinds
+        for state in states
+        for moment in moments
+        if moment != FRESH or kind == "lightning"
+    ]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, all_of_them in (("kinds", KINDS), ("states", STATES), ("moments", MOMENTS)):
         parser.add_argument(f"--{name}", default=",".join(all_of_them))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    todo = cells(*(getattr(options, name).split(",") for name in ("kinds", "states", "moments")))
+    print(HEADER, flush=True)
     with tempfile.TemporaryDirectory() as folder, serving("moto", Path(folder)) as server:
-        host, _, port = server.url.removeprefix("http://").partition(":")
-        for one in cells(*(getattr(options, name).split(",") for name in ("kinds", "states", "moments"))):
-            with Line((host, int(port)), free_port()) as line:
-                cell = play(one, server, line, Path(folder))
+        campaign = Campaign(server, Path(folder))
+        for cell in todo:
+            campaign.play(cell)
             print(cell.text(), flush=True)
-            for said in cell.ours.said:
-                print("   ", said[:300], flush=True)
-            print(cell.ours.errors[-600:], end="", flush=True)
+            if cell.misses():
+                said = [
+                    *cell.ours.said,
+                    *cell.ours.said_at_the_end,
+                    cell.ours.errors[-600:],
+                    cell.without.errors[-600:],
+                ]
+                print("\n".join(f"    {one[:300]}" for one in said if one), flush=True)
             if options.json:
+                more = {"first_later": cell.first_later, "exit_later": cell.exit_later, "misses": cell.misses()}
                 with options.json.open("a") as out:
-                    out.write(json.dumps({**asdict(cell), "first_later": cell.first_later, "lost": cell.lost}) + "\n")
+                    out.write(json.dumps({**asdict(cell), **more}) + "\n")
+    missed = sum(bool(cell.misses()) for cell in todo)
+    exits = f"{EXIT_BAR_SECONDS:.0f} s, of a slow tier {ALLOWED_SECONDS:.0f} more"
+    bars = f"first step {FIRST_BAR_SECONDS:.0f} s, exit {exits}"
+    print(f"{len(todo)} cells in {sum(cell.seconds for cell in todo) / 60:.0f} min, {missed} miss a bar ({bars})")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,8 +1,8 @@
 """One training of the campaign: a trainer of one kind on a near folder and perhaps a far tier; says when what happens.
 
 `python -m tests.far.trainer '{"kind": "plain", "near": …, "far": {…} | null, "steps": 60, "resume": true}'` prints JSON
-lines: `built` before anything of ours is made, `step` with its number, and `last` before the end, for which it waits
-for a line on its standard input.
+lines: `ready` when everything is imported, and waits for a line on its standard input; `built` before anything of ours
+is made, `step` with its number, and `last` before the end, for which it waits for another line.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ from __future__ import annotations
 import json
 import sys
 import time
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 EVERY = 10
+MODULES = {
+    "plain": ["ckpt_engine"],
+    "accelerate": ["accelerate", "accelerate_ckpt"],
+    "lightning": ["lightning.pytorch", "lightning_ckpt"],
+}
 SIZE = 256
 _STEP_SECONDS = 0.02
 
@@ -141,6 +147,10 @@ def lightning(job: dict[str, Any]) -> None:
 def main() -> None:
     job = json.loads(sys.argv[1])
     torch.set_num_threads(1)
+    for module in MODULES[job["kind"]]:
+        import_module(module)
+    say("ready")
+    sys.stdin.readline()
     {"plain": plain, "accelerate": accelerate, "lightning": lightning}[job["kind"]](job)
     say("done")
 

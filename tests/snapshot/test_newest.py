@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, WriterLost
+from ckpt_engine.persist.client import never
 from ckpt_engine.persist.job import ErrorRecord, JobDone, Layout, PersistJob
 from ckpt_engine.persist.mailbox import Message
 from ckpt_engine.snapshot import pipeline
@@ -112,7 +113,7 @@ class FakeWriter:
     def drain(self, timeout: float) -> bool:
         return True
 
-    def close(self, timeout: float, *, failed: bool = False) -> bool:
+    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> bool:
         self.closed = True
         for fd in self.slots.values():
             os.close(fd)

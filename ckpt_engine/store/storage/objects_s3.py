@@ -67,6 +67,10 @@ class S3Storage:
     def pace(self, pace: Pace | None) -> None:
         self._calls.pace = pace
 
+    def prepare(self) -> None:
+        """Make the client, which reads large descriptions of the service. Nothing is asked yet."""
+        self._calls.run(self._calls.client(), "open", "")
+
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         key = self._key(name)
         whole = Blocks(blocks)

@@ -239,14 +239,15 @@ class S3Calls:
         async with self._slot():
             latest = loop.time() + patience + nbytes / SLOWEST_BYTES_PER_SECOND
             async with asyncio.timeout(patience) as limit:
-                return await once(await self._client(), lambda: limit.reschedule(min(loop.time() + patience, latest)))
+                return await once(await self.client(), lambda: limit.reschedule(min(loop.time() + patience, latest)))
 
     def _slot(self) -> asyncio.Semaphore:
         if self._requests is None:
             self._requests = asyncio.Semaphore(_REQUESTS)
         return self._requests
 
-    async def _client(self) -> Any:
+    async def client(self) -> Any:
+        """Of the library, made when it is first needed."""
         client = await self._fs.set_session()
         if client is not self._prepared:
             # Not every server answers "Expect: 100-continue", and aiohttp would wait for that.

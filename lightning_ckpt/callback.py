@@ -153,6 +153,11 @@ class AdaptiveCheckpoint(Callback):
     # ---- fit
 
     @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._run is not None:
+            self._run.optimizers_made()
+
+    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._run is not None:
             self._run.train_started()

@@ -76,6 +76,8 @@ class Capture:
     ) -> None:
         self._internals = internals
         self._ranks = ranks
+        self.groups_at_start: list[list[int]] = []
+        """`loop_state.group_sizes` before training."""
         self._trainer = trainer
         self._module = module
         self._packer = Packer(OWN_KEY)
@@ -125,6 +127,7 @@ class Capture:
                     "gradient_order": self._order().state(),
                     "left_out": self._left_out or {},
                     "values": values,
+                    "groups": loop_state.dump_groups(self._trainer, self._module, self.groups_at_start),
                     **instant.extras,
                 }
             ),

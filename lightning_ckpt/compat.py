@@ -148,6 +148,12 @@ class Internals(DataInternals):
 
         self._wrap(fit_loop, "on_advance_start", on_advance_start)
 
+    def wrap_optimizer_restore(self, around: Callable[[Callable[[Any], None], Any], None]) -> None:
+        """`around(original, checkpoint)` runs instead of the strategy's `load_optimizer_state_dict`."""
+        strategy = self._trainer.strategy
+        original = strategy.load_optimizer_state_dict
+        self._wrap(strategy, "load_optimizer_state_dict", lambda checkpoint: around(original, checkpoint))
+
     def wrap_loop_reset(self, is_exact: Callable[[], bool]) -> None:
         """Where `is_exact()`, the epoch loop does not warn that a plain loader starts again at its beginning."""
         epoch_loop = self._trainer.fit_loop.epoch_loop

@@ -8,7 +8,7 @@ the snapshot is put back; what else it sets up stays.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.snapshot.sharding import here
 from ckpt_engine.tracking.weights import into_own_memory, own_copy
 from lightning_ckpt.compat import callbacks_of
+from lightning_ckpt.loop_state import Groups
 
 _LIGHTNING = ("lightning.", "lightning_ckpt.")
 
@@ -34,6 +35,8 @@ class Kept:
         module: the LightningModule.
         hook: that is about to run.
         saved: callbacks' states in the snapshot, by `state_key`.
+        regrouped: optimizers whose groups of parameters were made again, and the groups of this process, in which the
+            hook finds them: it may add one that was added before.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Kept:
         module: pl.LightningModule,
         hook: str,
         saved: Mapping[str, Any],
+        regrouped: Sequence[tuple[torch.optim.Optimizer, Groups]] = (),
     ) -> None:
         self._trainer, self._module = trainer, module
         self._hook, self._saved = hook, saved
@@ -59,9 +63,14 @@ class Kept:
             self._schedules = [(one, copy.deepcopy(one.state_dict())) for one in schedulers]
             found = [one for one in callbacks_of(trainer) if one.state_key in saved and not is_lightnings(type(one))]
             self._callbacks = [(one, _state(one)) for one in found]
+        self._groups = [(optimizer, optimizer.param_groups) for optimizer, _ in regrouped]
+        for optimizer, groups in regrouped:
+            optimizer.param_groups = [{**group, "params": list(group["params"])} for group in groups]
 
     def put_back(self) -> list[NotRestored]:
         """After the hooks; what could not be."""
+        for optimizer, groups in self._groups:
+            optimizer.param_groups = groups
         with torch.no_grad():
             for name, tensor in _tensors(self._module):
                 if name in self._weights:

@@ -1,4 +1,4 @@
-"""State of a Lightning run that its checkpoints leave out: running means, metric objects, gradients, module flags.
+"""State of a Lightning run that its checkpoints leave out: running means, metrics, gradients, groups of parameters.
 
 Every `dump_…` returns references to live tensors (the engine copies them); every `restore_…` puts them back and returns
 what could not be.
@@ -195,3 +195,42 @@ def restore_gradients(module: torch.nn.Module, saved: Mapping[str, Any]) -> list
             gradients.put_back(live[name], gradient)
     gone = [name for name in saved if name not in live]
     return [NotRestored(f"gradient of {name!r}", "the model has no such parameter now") for name in gone]
+
+
+# ---- groups of parameters
+
+Groups = list[dict[str, Any]]
+
+
+def group_sizes(trainer: pl.Trainer) -> list[list[int]]:
+    """How many parameters each group of each optimizer has."""
+    return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+
+
+def dump_groups(trainer: pl.Trainer, module: torch.nn.Module, at_start: list[list[int]]) -> list[list[list[str]]]:
+    """The names of the parameters in each group, where training has changed the groups; `at_start` is `group_sizes`."""
+    if group_sizes(trainer) == at_start:
+        return []
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [
+        [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+        for optimizer in trainer.optimizers
+    ]
+
+
+def restore_groups(
+    trainer: pl.Trainer, module: torch.nn.Module, states: list[dict[str, Any]], saved: list[list[list[str]]]
+) -> list[tuple[torch.optim.Optimizer, Groups]]:
+    """Group the parameters as they were, where this process has other groups; returns what it had."""
+    live = dict(module.named_parameters())
+    regrouped = []
+    for optimizer, state, names, sizes in zip(trainer.optimizers, states, saved, group_sizes(trainer), strict=False):
+        known = all(name in live for group in names for name in group)
+        if sizes == [len(group) for group in names] or not known:
+            continue
+        regrouped.append((optimizer, optimizer.param_groups))
+        optimizer.param_groups = [
+            {**options, "params": [live[name] for name in group]}
+            for options, group in zip(state["param_groups"], names, strict=True)
+        ]
+    return regrouped

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.data import rng
-from ckpt_engine.errors import NewerFormatError, ResumeError
+from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
 from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.preempt.rollback import Rollback
@@ -98,6 +98,7 @@ class Resume:
         self._loaded_as: weights.Dtypes = {}
         self._callbacks: Mapping[str, Any] = {}
         self._kept: Kept | None = None
+        self._regrouped: list[tuple[torch.optim.Optimizer, loop_state.Groups]] = []
         self.fresh = Fresh(trainer, module, checkpointer)
         self.report: ReportDraft | None = None
         self.pending = False
@@ -312,9 +313,28 @@ class Resume:
         """The random streams as the finished run left them, where a rerun trains nothing."""
         rng.restore(self._own["rng"])
 
+    def restore_optimizers(self, original: Callable[[Any], None], checkpoint: Any) -> None:
+        """Runs instead of the strategy's `load_optimizer_state_dict`.
+
+        Raises:
+            MismatchError: the optimizers are not those of the saved run.
+        """
+        if not self.pending:
+            original(checkpoint)
+            return
+        states, saved = checkpoint["optimizer_states"], self._own.get("groups", [])
+        self._regrouped = loop_state.restore_groups(self._trainer, self._module, states, saved)
+        try:
+            original(checkpoint)
+        except (ValueError, KeyError) as err:
+            raise MismatchError(
+                f"the optimizers of the snapshot do not fit those of configure_optimizers(): {err}",
+                hint="use the optimizers this run was started with, or another folder for the new run",
+            ) from err
+
     def before_train_start(self) -> None:
         """Before the hooks `on_train_start`, when everything of Lightning's is restored."""
-        self._kept = Kept(self._trainer, self._module, TRAIN_START, self._callbacks)
+        self._kept = Kept(self._trainer, self._module, TRAIN_START, self._callbacks, self._regrouped)
 
     def before_epoch(self) -> None:
         """Before Lightning starts the first epoch of the resumed run."""
@@ -330,6 +350,7 @@ class Resume:
             self._internals.validation_reload_epoch = epoch
         if (batches := self._loaders.batches_in_epoch()) is not None:
             self._internals.set_epoch_length(batches)
+        epoch_start.begin_averaging(self._trainer, self._module)
         if self._loaders.epoch_restarts:
             self._restart_epoch()
         if self._elastic is not None and self.report is not None:
@@ -365,7 +386,9 @@ class Resume:
     def after_epoch_start(self) -> None:
         """After Lightning started it: in the middle of an epoch it does not call `on_train_epoch_start`."""
         assert self.report is not None
-        self.report.not_restored += epoch_start.replay(self._internals, self._trainer, self._module, self._callbacks)
+        self.report.not_restored += epoch_start.replay(
+            self._internals, self._trainer, self._module, self._callbacks, self._regrouped
+        )
 
     def at_first_fetch(self) -> None:
         """The last moment before anything of the resumed run happens."""
@@ -378,7 +401,12 @@ class Resume:
         self._let_go()
 
     def _let_go(self) -> None:
-        self._own, self._callbacks, self._elastic = {}, {}, None  # gradients and metric states can be large
+        self._own, self._callbacks, self._elastic, self._regrouped = (
+            {},
+            {},
+            None,
+            [],
+        )  # gradients and metric states can be large
         self.pending = False
 
     def _put_back(self) -> None:

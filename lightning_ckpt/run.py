@@ -129,6 +129,7 @@ class FitRun:
         """Hook into the trainer; undone by `disconnect`."""
         internals = self._internals
         internals.wrap_resume_start(self.resume.resolve)
+        internals.wrap_optimizer_restore(self.resume.restore_optimizers)
         internals.wrap_process_dataloader(self._loaders.follow)
         internals.wrap_epoch_start(self._before_epoch, self._after_epoch_start)
         internals.wrap_loop_reset(lambda: self.resume.pending)
@@ -164,6 +165,10 @@ class FitRun:
         )
 
     # ---- what the callback's hooks call
+
+    def optimizers_made(self) -> None:
+        """Nothing of the run has changed them yet."""
+        self._capture.groups_at_start = loop_state.group_sizes(self._trainer)
 
     def train_started(self) -> None:
         """Lightning has restored its part; loaders exist."""

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import BaseFinetuning, Callback
 
+from ckpt_engine.errors import MismatchError
+from tests.lightning.cases import FineTunedModel
 from tests.lightning.runs import (
     Case,
     Entry,
@@ -225,3 +227,74 @@ def test_a_replay_leaves_restored_state_alone(tmp_path: Path) -> None:
     assert counts.epochs == counted.epochs == 3
     for name, weight in final.state_dict().items():
         assert torch.equal(weight, model.state_dict()[name]), name
+
+
+class Unfreezes(BaseFinetuning):
+    """Adds a group of parameters in the middle of an epoch, where Lightning's callback does not look for one."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None: ...
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.current_epoch, batch_idx) == (1, 1):
+            self.unfreeze_and_add_param_group(pl_module.backbone, trainer.optimizers[0], lr=0.02)
+
+
+class AddsGroup(Callback):
+    """Adds a group by itself, in a hook that runs again in a resumed run."""
+
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.backbone.requires_grad_(False)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._add(trainer, pl_module, here=self.hook == "train start")
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._add(trainer, pl_module, here=self.hook == "epoch start" and trainer.current_epoch == 1)
+
+    def _add(self, trainer: Any, pl_module: Any, *, here: bool) -> None:
+        if here:
+            pl_module.backbone.requires_grad_(True)
+            (optimizer,) = trainer.optimizers
+            optimizer.add_param_group({"params": list(pl_module.backbone.parameters()), "lr": 0.03})
+
+
+GROUPS: dict[str, Any] = {
+    "in the middle of an epoch": Unfreezes,
+    "at the start of an epoch": lambda: AddsGroup("epoch start"),
+    "at the start of training": lambda: AddsGroup("train start"),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_of_parameters_that_training_adds_are_put_back(name: str, tmp_path: Path) -> None:
+    """Two generations deep, before the group was added and after that."""
+    case = Case(model=FineTunedModel, callbacks=lambda: [GROUPS[name]()])
+    reference = fit(case)
+    fit(case, every_batch(tmp_path / "run"))
+    root, places = tmp_path / "run", [(1, 1), (1, 3), (2, 2)]
+    for number, place in enumerate(places):
+        snapshot = next(s for s in saved(root) if (s.epoch, s.batch) == place)
+        root = only(root, snapshot, tmp_path / str(number))
+        resumed = fit(case, every_batch(root), ckpt_path="auto", seed=7 + number)
+        assert resumed.trace == tail(reference.trace, *place)
+        assert resumed.trace
+        assert resumed.digest == reference.digest
+
+
+def test_optimizers_that_do_not_fit_are_one_clear_error(tmp_path: Path) -> None:
+    """The saved run had one group of all parameters, and this script makes two."""
+
+    class Halves(Model):
+        def configure_optimizers(self) -> Any:
+            first, *others = self.parameters()
+            return torch.optim.Adam([{"params": [first]}, {"params": others}], lr=0.01)
+
+    fit(Case(), every_batch(tmp_path), max_epochs=1)
+    with pytest.raises(MismatchError, match=r"optimizers of the snapshot .* configure_optimizers"):
+        fit(Case(model=Halves), [resumer(tmp_path)], ckpt_path="auto", max_epochs=2)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from ckpt_engine.restore.choose import Away
+
+_LINES_SECONDS = 30.0
+"""Between two lines of progress where no terminal shows them change."""
 
 json_option: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
     "--json", "as_json", is_flag=True, help="Print JSON instead of text."
@@ -66,6 +71,28 @@ def progress(*, hidden: bool) -> Progress:
         transient=True,
         disable=hidden or not err.is_terminal,
     )
+
+
+@contextmanager
+def changing_line(*, hidden: bool) -> Iterator[Callable[[str, bool], None]]:
+    """Says how far something is: one line on the error stream that changes; where that is no terminal, a few lines.
+
+    What it gives takes the line, and whether it is the last one of its kind.
+    """
+    at, width = time.monotonic(), 0
+
+    def say(line: str, last: bool) -> None:
+        nonlocal at, width
+        if hidden:
+            return
+        if sys.stderr.isatty():
+            click.echo(f"\r{line:<{width}}", err=True, nl=last)
+            width = 0 if last else len(line)
+        elif last or time.monotonic() - at >= _LINES_SECONDS:
+            at = time.monotonic()
+            click.echo(line, err=True)
+
+    yield say
 
 
 def print_json(value: Any) -> None:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckpt_engine.cli.output import count, json_option, print_json
+from ckpt_engine.cli.output import changing_line, count, json_option, print_json
 from ckpt_engine.cli.rehearsal.command_line import PythonCommand
 from ckpt_engine.cli.rehearsal.runs import Runs
 from ckpt_engine.cli.rehearsal.spec import Trace
+from ckpt_engine.cli.rehearsal.suite import Suite, SuiteReport
 from ckpt_engine.errors import ResumeError
 
 if TYPE_CHECKING:
@@ -63,10 +64,17 @@ class Report:
 @click.option("--kill-at", type=click.IntRange(min=1), help="Kill in the step after this one (default: half of them).")
 @click.option("--timeout", type=float, default=3600.0, show_default=True, help="Seconds that each run may take.")
 @click.option("--scratch", type=click.Path(path_type=Path), help="A new folder for snapshots and output, kept.")
+@click.option("--pytest", "suite", is_flag=True, help="Run a test suite with us in every Lightning Trainer instead.")
 @json_option
-@click.argument("words", metavar="-- python train.py ...", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.argument("words", metavar="-- python train.py ...", nargs=-1, type=click.UNPROCESSED)
 def command(
-    steps: int, kill_at: int | None, timeout: float, scratch: Path | None, as_json: bool, words: tuple[str, ...]
+    steps: int,
+    kill_at: int | None,
+    timeout: float,
+    scratch: Path | None,
+    suite: bool,
+    as_json: bool,
+    words: tuple[str, ...],
 ) -> None:
     """Run a training script twice, kill it once in the middle, and compare.
 
@@ -75,7 +83,15 @@ def command(
     for bit, and the first tensor, random stream, data position or batch that differs is named, with the hidden state
     that explains it or its usual cause. Ends with exit code 1 if there is one, and with 3 if two runs from the start
     differ already, as nothing seeds them.
+
+    With --pytest the words are arguments of pytest. The suite runs once without us, and once with AdaptiveCheckpoint in
+    every Lightning Trainer that it makes. Ends with exit code 1 if a test fails that passes without us.
     """
+    if suite:
+        _verify_suite(words, _new_scratch(scratch), timeout, as_json=as_json, keep=scratch is not None)
+        return
+    if not words:
+        raise click.UsageError("give the command after the options: ckpt verify-resume -- python train.py ...")
     at = steps // 2 if kill_at is None else kill_at
     if at >= steps:
         raise click.UsageError(f"--kill-at {at} must be less than --steps {steps}")
@@ -98,6 +114,37 @@ def command(
         sys.exit(NOT_SEEDED)
     if not report.exact:
         sys.exit(1)
+
+
+def _verify_suite(words: tuple[str, ...], scratch: Path, timeout: float, *, as_json: bool, keep: bool) -> None:
+    report = None
+    try:
+        with changing_line(hidden=as_json) as say:
+            report = Suite(words, scratch, timeout, say).compare()
+    finally:
+        if report is not None and not keep:
+            shutil.rmtree(scratch, ignore_errors=True)
+    if as_json:
+        print_json(asdict(report))
+    else:
+        _print_suite(report)
+    if report.new_failures:
+        sys.exit(1)
+
+
+def _print_suite(report: SuiteReport) -> None:
+    for title, rows in (
+        ("fails with AdaptiveCheckpoint in every Trainer", report.new_failures),
+        ("unsteady: fails now and then without ckpt-engine too", report.unsteady),
+        ("left out, as it fails without ckpt-engine", report.failed_before),
+    ):
+        for row in rows:
+            click.echo(f"{title}: {row.test}")
+            click.echo(f"  {row.line}")
+    click.echo(
+        f"{count(len(report.new_failures), 'new failure')}; {count(report.passed, 'test')} passed with and without "
+        f"ckpt-engine, {report.skipped:,} skipped"
+    )
 
 
 def _new_scratch(wanted: Path | None) -> Path:

@@ -250,7 +250,7 @@ class Tracker:
         """A followed loader is asked for a batch."""
         self._asked_at.setdefault(feed, time.monotonic())
         self._settle()
-        if feed.delivered == 0 and not self._begun_again and not self._restoring:
+        if feed.delivered == 0 and not self._begun_again and not self._restoring and not self._within(feed):
             self._audit.begin("batch")
         if self._restoring and feed is self._training and feed.resuming:
             self._reloaded.clear()
@@ -261,6 +261,10 @@ class Tracker:
         elif feed in self._due or (feed is self._training and feed.delivered == 0 and feed.starts_only):
             self._boundary(feed)
         self._recent.add(feed)
+
+    def _within(self, feed: Feed) -> bool:
+        """Another pass is not over: this one is an evaluation in an epoch, or they are zipped."""
+        return any(one.active for one in self._feeds if one is not feed)
 
     def given(self, feed: Feed) -> None:
         """It gave one: the restored position is final now."""

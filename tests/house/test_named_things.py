@@ -20,6 +20,9 @@ PACKAGES = ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt")
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 NOT_OURS = {
     "--check-hash-based-pycs",
+    "--ckpt-only",
+    "--ckpt-outcomes",
+    "--ckpt-trainers",
     "--ckpt_path",
     "--lr",
     "--max-restarts",
@@ -30,7 +33,7 @@ NOT_OURS = {
     "--per_device_train_batch_size",
     "--shutdown-timeout",
 }
-"""Options of Python, torchrun, our benchmarks, LightningCLI, and scripts that stand for the reader's own."""
+"""Options of Python, pytest plugins, torchrun, benchmarks, LightningCLI, and scripts standing for the reader's own."""
 
 
 @cache

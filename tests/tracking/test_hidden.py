@@ -143,6 +143,41 @@ def test_locals_that_are_carried_are_named_and_a_carry_has_them(tmp_path: Path) 
     assert rows["local variables"].startswith("x, best are carried")
 
 
+def test_an_evaluation_before_the_first_step_is_not_the_beginning(tmp_path: Path) -> None:
+    """What the loop's objects were when it began is noted once, though more passes begin before weights change."""
+    wanted = evaluating(tmp_path / "whole", 1, None)
+    first = evaluating(tmp_path / "killed", 1, 6)
+    assert first + evaluating(tmp_path / "killed", 2, None) == wanted
+    assert report(tmp_path / "killed")["not_restored"] == []
+
+
+def evaluating(folder: Path, seed: int, die_at: int | None) -> list[str]:
+    """A loop of two batches per step that evaluates after each batch."""
+    seed_everything(seed)
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    loader, evaluation = (DataLoader(Noisy(), batch_size=2, collate_fn=collate()) for _ in range(2))
+    losses = []
+    try:
+        with Checkpointer(folder, every_n_steps=1, writer="thread") as ckpt:
+            tracker = ckpt.track(net=net, optimizer=optimizer, loader=loader, evaluation=evaluation)
+            for _ in range(tracker.epoch, EPOCHS):
+                for batch, (x, y) in enumerate(loader, tracker.resumed_batches):
+                    ckpt.wait(60)
+                    if 4 * tracker.epoch + batch == die_at:
+                        raise Killed
+                    loss = ((net(x).squeeze(1) - y) ** 2).mean()
+                    loss.backward()
+                    if batch % 2:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    score = sum(net(x).mean().item() for x, _ in evaluation)
+                    losses.append(f"{loss.item().hex()} {score.hex()}")
+    except Killed:
+        pass
+    return losses
+
+
 def prefetching(folder: Path, seed: int, die_at: int | None, *, carried: bool) -> list[str]:
     """A loop without a loader, that draws each batch one step ahead."""
     seed_everything(seed)

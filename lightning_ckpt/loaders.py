@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from ckpt_engine.data.dealing import Dealing
@@ -184,6 +185,11 @@ class FitLoaders:
                 found += _inexact(f"validation loader {index}", position)
         return found
 
+    def notes(self) -> list[str]:
+        """What is done for loaders in the middle of an epoch whose data set cannot say where it is."""
+        found = [(index, one.restoration) for index, one in enumerate(self._positions) if one is not None]
+        return [f"training loader {index}: {one.again}" for index, one in found if one is not None and one.again]
+
     @property
     def one_with_workers(self) -> bool:
         """Where a batch that never comes leaves this process as it was: no sample is made here, no loader is ahead."""
@@ -213,7 +219,9 @@ class FitLoaders:
             # Iterators of a combination end one by one and are asked again then; a single one never stands at its end.
             alone = len(self._saved) == 1 or self._on_change is not OnChange.CONTINUE
             on_change = self._on_change if alone else OnChange.REFUSE  # several loaders would not be in step
-            position.load_state(saved, at_end="finish_epoch", on_change=on_change, restart=restart)
+            found = position.load_state(saved, at_end="finish_epoch", on_change=on_change, restart=restart)
+            if found.again:
+                rank_zero_info(f"training loader {index}: {found.again}")  # now, as that may take long
 
     def _load_validation(self, index: int) -> None:
         position, saved = self._validation[index], self._saved_validation[index]

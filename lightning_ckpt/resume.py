@@ -444,6 +444,7 @@ class Resume:
             self.report.notes.append("training was complete already: nothing was done")
         else:
             self.report.not_restored += self._loaders.problems()
+            self.report.notes += self._loaders.notes()
         url = self._checkpointer.root_url.removeprefix("file://")
         folder = url if "://" not in url else self._trainer.log_dir or self._trainer.default_root_dir
         report, self.report = self.report.finish(), None

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from ckpt_engine.data import streams
 from ckpt_engine.data.exactness import Exactness, Level
 from ckpt_engine.data.identity import checksum
-from ckpt_engine.data.shipping import is_stateful
+from ckpt_engine.data.native import is_stateful
 
 __all__ = ["Attributes", "attributes", "changed", "compared"]
 

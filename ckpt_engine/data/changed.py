@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from ckpt_engine.data.dealing import Dealing
 from ckpt_engine.data.exactness import Difference, Effect, Exactness, Level, OnChange
 from ckpt_engine.data.iteration import Mode, no_order, nothing_recorded
+from ckpt_engine.data.native import is_stateful
 from ckpt_engine.data.recipe import Recipe, dealing_of
-from ckpt_engine.data.shipping import is_stateful
 from ckpt_engine.errors import MismatchError
 from ckpt_engine.ranks.elastic import Tail
 
@@ -29,7 +29,8 @@ _CHOOSE = (
     "goes on with the samples that are left"
 )
 _SEED = (
-    "seed what splits or orders the samples: random_split(..., generator=torch.Generator().manual_seed(0)); or accept "
+    "seed what splits or orders the samples: random_split(..., generator=torch.Generator().manual_seed(0)), "
+    "shuffle(seed=0); or accept "
     f"other samples: {_RESTART}"
 )
 _CONTINUES = ("batch_size", "batches", "drop_last", "dataset_length")

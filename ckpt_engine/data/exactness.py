@@ -91,3 +91,5 @@ class Restoration:
     """Batches of the epoch that were trained before the snapshot and are not delivered again."""
     restarted: bool = False
     """The epoch starts again at its first batch, because the loader has changed."""
+    again: str = ""
+    """Where the data set's own state is of no use: a sentence that says what is done instead, and why."""

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
+from ckpt_engine.data import native
+
 __all__ = ["Samples", "checksum", "differing", "samples_of"]
 
 Samples = dict[str, Any]
@@ -33,14 +35,14 @@ _LISTS = (list, tuple, range, array, deque)
 
 
 def samples_of(dataset: Any) -> Samples:
-    """Which samples a map-style dataset has, as far as its attributes tell.
+    """Which samples a dataset has, as far as its attributes tell.
 
     Read are the indices of a `Subset`, and attributes with one entry per sample (file names, labels, tensors), here and
-    in the datasets inside.
+    in the datasets inside. Of iterable ones: the streams that shuffle them.
     """
     found: Samples = {}
     if isinstance(dataset, IterableDataset):
-        return found
+        return native.orders(dataset)
     queue, seen = deque([("dataset", dataset)]), {id(dataset)}
     while queue and len(seen) <= _NODES:
         path, node = queue.popleft()

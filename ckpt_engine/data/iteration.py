@@ -14,10 +14,14 @@ from ckpt_engine.data import native, rng, streams
 from ckpt_engine.data import torch_private as private
 from ckpt_engine.data.dealing import Dealing
 from ckpt_engine.data.exactness import Exactness, Level
+from ckpt_engine.data.native import is_stateful
 from ckpt_engine.data.sampling import Order
-from ckpt_engine.data.shipping import Shipped, WorkerState, is_stateful
+from ckpt_engine.data.shipping import Shipped, WorkerState
 
 __all__ = ["Epoch", "Fetch", "FollowedIterator", "Mode", "no_order", "nothing_recorded"]
+
+
+_KEPT = "in persistent workers: what they keep between epochs is unknown"
 
 
 def no_order() -> dict[str, Any]:
@@ -76,6 +80,11 @@ class Epoch:
     """Right before the iterator in use was built (for persistent workers: in an earlier epoch)."""
     workers: list[WorkerState | None]
     """Each role after its last delivered batch."""
+    native_before: dict[str, Any] | None = None
+    """Of a dataset with a state, before its iterator was built: until it is asked for a sample, a generator's body has
+    not begun, and the state is that of the pass before."""
+    why_replayed: str | None = None
+    """Of an iterable dataset whose state is of no use."""
     order: Order | None = None
     dealing: Dealing | None = None
     """The rest of an epoch that another number of ranks has begun."""
@@ -95,6 +104,10 @@ class Epoch:
     exhausted: bool = False
     draws: bool = False
     """An iterable dataset drew from the global streams of this process."""
+    watched: bool = False
+    """`loaded` is called."""
+    before_loading: tuple[object, ...] | None = None
+    """The global streams when the batch was asked for that is being loaded."""
     next_role: int = 0
     """Whose turn it is to deliver."""
     ring: dict[int, Fetch] = field(default_factory=dict)
@@ -110,6 +123,11 @@ class Epoch:
     def watch_end(self, iterator: Iterator[Any]) -> None:
         """Name the iterator whose end `ended` reports."""
         self.iterator = weakref.ref(iterator) if hasattr(iterator, "__weakref__") else None
+
+    def loaded(self) -> None:
+        """The samples of a batch are there."""
+        if self.before_loading is not None:
+            self.draws = self.draws or self.before_loading != rng.probe()
 
     def ended(self) -> bool:
         """True if the iterator knows already that it has no further batch (an iterable's last batch was short)."""
@@ -128,10 +146,13 @@ class Epoch:
 
     def next_fetch(self, loader: DataLoader[Any], streams_now: rng.RngState | None = None) -> Fetch:
         """The record of the fetch that would come now; it needs the streams only if the batch may be fetched again."""
-        state = native.capture(loader) if self.mode is Mode.NATIVE else None
+        state = self._native(loader) if self.mode is Mode.NATIVE else None
         if state is None and loader.num_workers == 0 and is_stateful(loader.dataset) and self.order is not None:
             state = native.capture_dataset(loader)
         return Fetch(streams_now, tuple(self.workers), state, self.next_role, self.ended())
+
+    def _native(self, loader: DataLoader[Any]) -> dict[str, Any]:
+        return self.native_before if self.fetched == 0 and self.native_before is not None else native.capture(loader)
 
     def level(self, loader: DataLoader[Any]) -> Exactness:
         """How exactly a resume from here repeats this run."""
@@ -147,12 +168,24 @@ class Epoch:
             )
         if self.lost:
             found = found.lowered(Level.ORDER_ONLY, f"{self.lost} batch(es) of this epoch raised while being fetched")
-        if self.mode is Mode.REPLAY and workers > 0 and self.reused:
+        if self.mode is Mode.REPLAY:
+            found = self._level_of_replay(found, loader)
+        return found
+
+    def _level_of_replay(self, found: Exactness, loader: DataLoader[Any]) -> Exactness:
+        why = self.why_replayed
+        if loader.num_workers > 0 and self.reused and native.keeps_nothing(loader.dataset):
+            found = found.lowered(Level.ORDER_ONLY, f"{why}: batches are loaded again, by workers with other streams")
+        elif loader.num_workers > 0 and self.reused:
+            what = f"an IterableDataset without state_dict {_KEPT}" if why is None else f"{why}: {_KEPT}"
+            found = found.lowered(Level.NOT_RESTORED, what)
+        if self.draws and why is not None:
             found = found.lowered(
-                Level.NOT_RESTORED,
-                "an IterableDataset without state_dict in persistent workers: what they keep between epochs is unknown",
+                Level.ORDER_ONLY,
+                f"{why}: batches are loaded again, which draws from the global random streams: what is drawn per "
+                "sample may differ",
             )
-        if self.mode is Mode.REPLAY and self.draws:
+        elif self.draws:
             found = found.lowered(
                 Level.ORDER_ONLY,
                 "the IterableDataset draws from the global random streams: an order that depends on such draws (a "
@@ -217,6 +250,8 @@ class FollowedIterator:
             epoch.ring.pop(number - lookahead - 1, None)
             if epoch.order is not None:
                 epoch.order.ahead = True
+        if epoch.watched:
+            epoch.before_loading = rng.probe()
         watched = epoch.mode is Mode.REPLAY and loader.num_workers == 0
         if watched and number == 0:
             epoch.first_fetch = rng.capture()

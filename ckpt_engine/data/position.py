@@ -258,7 +258,9 @@ class LoaderPosition:
         self._pending = Pending(state, phase, rng)
         exactness = exactness.also(self._pending.install(self.loader))
         batches = 0 if phase == "fresh" else state["batches"]
-        self._restoration = Restoration(exactness, differences, state["mode"], state["phase"], batches, restarts)
+        why = self._starter.why_again(state) if batches else None
+        again = "" if why is None else f"{batches} batches are loaded again and dropped, as {why}"
+        self._restoration = Restoration(exactness, differences, state["mode"], state["phase"], batches, restarts, again)
         return self._restoration
 
     def for_another_number(

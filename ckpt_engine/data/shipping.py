@@ -10,21 +10,24 @@ worker's id, seed, streams and dataset state.
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from ckpt_engine.data import rng
+from ckpt_engine.data import native, rng
 from ckpt_engine.data.torch_private import assume_worker_role
 
-__all__ = ["RoleInit", "Shipped", "ShippingCollate", "WorkerState", "from_earlier_epoch", "is_stateful"]
+__all__ = ["RoleInit", "Shipped", "ShippingCollate", "WatchingCollate", "WorkerState", "from_earlier_epoch"]
 
 WorkerState = dict[str, Any]
 """One worker right after a batch: `{"rng": host streams}`, for a dataset with `state_dict` also `"dataset"` and, once
-its shard gave a short batch, `"ended"`; `"earlier_epoch"` if that batch belonged to one."""
+its shard gave a short batch, `"ended"`; `"draws"` if loading drew at random where that matters; `"earlier_epoch"` if
+that batch belonged to one."""
+
+_begun: tuple[object, ...] | None = None
+"""In a worker: its random streams before its first sample."""
 
 
 class Shipped(NamedTuple):
@@ -50,20 +53,44 @@ class ShippingCollate:
     def __init__(self, collate: Callable[[Any], Any], batch_size: int | None) -> None:
         self.collate = collate
         self.batch_size = batch_size
+        self._left: tuple[object, ...] | None = None
+        """In a worker: its random streams after the batch before."""
+        self._draws = False
 
     def __call__(self, samples: Any) -> Any:
+        came = rng.probe()
         batch = self.collate(samples)
         info = get_worker_info()
         if info is None:
             return batch
         state: WorkerState = {"rng": rng.capture_host()}
         dataset: Any = info.dataset
-        if is_stateful(dataset):
+        if native.is_stateful(dataset):
             # A copy: the queue pickles in a thread of its own while the dataset already makes the next batch.
-            state["dataset"] = copy.deepcopy(dataset.state_dict())
-            if isinstance(dataset, IterableDataset) and self.batch_size is not None:
-                state["ended"] = len(samples) < self.batch_size
+            state |= {"dataset" if key == "state" else key: one for key, one in native.dataset_state(dataset).items()}
+            if isinstance(dataset, IterableDataset):
+                if self.batch_size is not None:
+                    state["ended"] = len(samples) < self.batch_size
+                if native.repeats_work(dataset):
+                    self._draws = self._draws or came != (self._left or _begun)
+                    state["draws"] = self._draws
+                    self._left = rng.probe()
         return Shipped(batch, info.id, state)
+
+
+class WatchingCollate:
+    """The user's `collate_fn`, in the process of the trainer.
+
+    Args:
+        loaded: called before it: the samples of a batch are there.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], loaded: Callable[[], None]) -> None:
+        self.collate, self._loaded = collate, loaded
+
+    def __call__(self, samples: Any) -> Any:
+        self._loaded()
+        return self.collate(samples)
 
 
 class RoleInit:
@@ -89,6 +116,11 @@ class RoleInit:
         self.batch_size = batch_size
 
     def __call__(self, worker: int) -> None:
+        global _begun
+        self._begin(worker)
+        _begun = rng.probe()
+
+    def _begin(self, worker: int) -> None:
         role = (worker + self.first) % len(self.states)
         if role != worker:
             assume_worker_role(role)
@@ -101,36 +133,20 @@ class RoleInit:
         assert info is not None
         dataset: Any = info.dataset
         if "dataset" in state:
-            dataset.load_state_dict(state["dataset"])
+            native.load(dataset, {"state": state["dataset"], "live": state.get("live")})
         rng.restore(state["rng"])
         if not isinstance(dataset, IterableDataset) or "dataset" not in state:
             return
-        if state.get("earlier_epoch"):
-            if not state.get("ended"):
-                # The shard ended after that batch, in a fetch of which nothing was delivered: do what it did.
-                for _ in itertools.islice(dataset, self.batch_size or 1):
-                    pass
-        elif state.get("ended"):
-            _end_once(dataset)
+        if not state.get("earlier_epoch"):
+            native.continue_once(dataset, ended=state.get("ended", False))
+            return
+        if not state.get("ended"):
+            # The shard ended after that batch, in a fetch of which nothing was delivered: do what it did.
+            for _ in itertools.islice(dataset, self.batch_size or 1):
+                pass
+        native.begin_anew(dataset)
 
 
 def from_earlier_epoch(state: WorkerState | None) -> WorkerState | None:
     """What is known about a persistent worker at the start of the epoch after the one `state` is from."""
     return None if state is None else {**state, "earlier_epoch": True}
-
-
-def is_stateful(value: object) -> bool:
-    """True if `value` can save and load its own state."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def _end_once(dataset: Any) -> None:
-    """Make the next `iter(dataset)` empty: a state taken after the last, short batch cannot say that it is over."""
-    original = type(dataset)
-
-    def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807
-        self.__class__ = original
-        return iter(())
-
-    metaclass: Any = type(original)
-    dataset.__class__ = metaclass(original.__name__, (original,), {"__iter__": __iter__})

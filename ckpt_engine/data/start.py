@@ -19,9 +19,10 @@ from ckpt_engine.data import torch_private as private
 from ckpt_engine.data.dealing import Dealing
 from ckpt_engine.data.exactness import Exactness, Level
 from ckpt_engine.data.iteration import Epoch, Mode
+from ckpt_engine.data.native import is_stateful
 from ckpt_engine.data.recipe import Recipe, recipe_of
 from ckpt_engine.data.sampling import Order, RecordingSampler, ResumePlan, deref
-from ckpt_engine.data.shipping import RoleInit, ShippingCollate, from_earlier_epoch, is_stateful
+from ckpt_engine.data.shipping import RoleInit, ShippingCollate, WatchingCollate, from_earlier_epoch
 from ckpt_engine.errors import MismatchError
 
 __all__ = ["Make", "Starter"]
@@ -48,6 +49,8 @@ class Starter:
         self._late = False
         self._fingerprint: fingerprints.Fingerprint | None = None
         self._recipe: Recipe | None = None
+        self._why_replayed: str | None = None
+        self._asked = False
 
     @property
     def _loader(self) -> DataLoader[Any]:
@@ -60,6 +63,8 @@ class Starter:
     def mode(self) -> Mode:
         """The mode of the next epoch."""
         loader = self._loader
+        if self.why_replayed is not None:
+            return Mode.REPLAY
         if self._iterable:
             if native.has_native_position(loader):
                 return Mode.NATIVE
@@ -67,6 +72,24 @@ class Starter:
         if self._sampler_attribute() not in loader.__dict__:
             return Mode.REPLAY
         return Mode.SHIP if loader.num_workers > 0 else Mode.SKIP
+
+    def why_again(self, state: Mapping[str, Any]) -> str | None:
+        """Why what the dataset said of its position in `state` is of no use."""
+        drawn = state.get("draws") or any(
+            one is not None and one.get("draws") and not one.get("earlier_epoch") for one in state.get("workers", ())
+        )
+        if drawn and self.mode() in (Mode.NATIVE, Mode.SHIP) and native.repeats_work(self._loader.dataset):
+            return "the streamed data set draws from the global random streams"
+        return self.why_replayed
+
+    @property
+    def why_replayed(self) -> str | None:
+        """Why the state of an iterable dataset is of no use; asked once."""
+        if not self._asked:
+            now = rng.capture()
+            self._asked, self._why_replayed = True, native.why_replayed(self._loader.dataset)
+            rng.restore(now)
+        return self._why_replayed
 
     def fingerprint(self, *, again: bool = False) -> fingerprints.Fingerprint:
         """The loader's fingerprint, taken once per epoch, or `again`."""
@@ -96,8 +119,9 @@ class Starter:
     def fresh(self, make: Make, previous: Epoch | None) -> tuple[Epoch, Iterator[Any]]:
         """A new epoch as the loader starts it by itself; `previous` is the one before it in this process."""
         loader = self._loader
-        mode = Mode.NATIVE if native.starts_by_itself(loader) else self.mode()
+        mode = Mode.NATIVE if native.starts_by_itself(loader) and self.why_replayed is None else self.mode()
         self._fingerprint = self._recipe = None
+        native.begin_anew(loader.dataset)
         alive = private.live_iterator(loader)
         if alive is not None and previous is not None and self._rotation and self._iterable:
             return self._restart(make, previous)
@@ -106,6 +130,8 @@ class Starter:
             made=streams.capture(loader, self.baseline) if alive is None or previous is None else previous.made,
             workers=[None] * loader.num_workers,
             reused=alive is not None,
+            native_before=native.before(loader) if mode is Mode.NATIVE else None,
+            why_replayed=self.why_replayed,
         )
         if alive is not None:
             if previous is not None and previous.order is not None:
@@ -122,7 +148,8 @@ class Starter:
             epoch.exactness = epoch.exactness.lowered(
                 Level.ORDER_ONLY, "attached after the persistent workers were started: their streams are not recorded"
             )
-        with self._instruments(epoch, None):
+        watched = epoch.mode is Mode.SHIP and native.repeats_work(loader.dataset)
+        with self._instruments(epoch, self._init(epoch, 0) if watched else None):
             iterator = make()
         self._settle_mode(epoch)
         if epoch.mode is Mode.NATIVE and self._iterable and not native.holds_state(native.capture(loader)):
@@ -162,6 +189,7 @@ class Starter:
                     epoch, iterator = self._following(previous), standing
         elif saved is not None and saved["of"] == "dataset":
             native.restore(loader, saved)
+            native.begin_anew(loader.dataset)
         streams.restore_holders(loader, holders)
         if streams_then is not None:
             rng.restore(streams_then)
@@ -178,6 +206,7 @@ class Starter:
         self._fingerprint = self._recipe = None
         epoch = self._saved_epoch(state)
         streams.restore(loader, state["made"])
+        streams.restore_epochs(loader, state["counters"], shared=True)
         plan = self._plan(epoch, state) if "order" in state else None
         self._begin_order(epoch, plan)
         init: RoleInit | None = None
@@ -187,6 +216,9 @@ class Starter:
             init = self._init(epoch, self._rotation)
         elif epoch.mode is Mode.NATIVE:
             native.restore(loader, saved)
+            if batches == 0 and saved["of"] == "dataset":
+                native.begin_anew(loader.dataset)
+                epoch.native_before = saved
             init = self._init(epoch, 0) if loader.num_workers > 0 else None
         with self._instruments(epoch, init):
             iterator = make()
@@ -208,6 +240,8 @@ class Starter:
     def _settle(self, epoch: Epoch, state: Mapping[str, Any], same: bool) -> None:
         """What holds for the rest of the epoch once the iterator stands where the saved one stood."""
         order = epoch.order
+        if epoch.mode is Mode.REPLAY and epoch.why_replayed is not None:
+            epoch.exactness = epoch.level(self._loader)
         if order is not None and order.verified is False:
             epoch.exactness = _unverified(order)
         if same:
@@ -228,18 +262,25 @@ class Starter:
         private.discard_iterator(self._loader)
         self._rotation, self._late = 0, False
         self._fingerprint = self._recipe = None
-        epoch = self._following(previous)
+        epoch, counters = self._following(previous), streams.counters(self._loader)
         try:
             streams.restore(self._loader, previous.made)
             with self._instruments(epoch, self._init(epoch, 0)):
                 iterator = make()
         finally:
             rng.restore(now)
+            streams.restore_epochs(self._loader, counters)
         return epoch, iterator
 
     def _following(self, previous: Epoch) -> Epoch:
         """The epoch after `previous` with the same workers."""
-        epoch = Epoch(previous.mode, previous.made, [None] * self._loader.num_workers, reused=True)
+        epoch = Epoch(
+            previous.mode,
+            previous.made,
+            [None] * self._loader.num_workers,
+            reused=True,
+            why_replayed=self.why_replayed,
+        )
         self._take_over(epoch, previous)
         return epoch
 
@@ -259,6 +300,7 @@ class Starter:
             refetch=list(state["held"]),
             fetched=int(state["batches"]),
             exhausted=state["exhausted"],
+            why_replayed=self.why_again(state),
             dealing=None if dealt is None else Dealing.of_state(dealt["dealing"]),
             total=None if dealt is None else dealt["total"],
         )
@@ -266,6 +308,8 @@ class Starter:
     def _resume_mode(self, state: Mapping[str, Any]) -> Mode:
         """The mode in which this loader can go on from `state`; fetching again always works."""
         mode, saved = self.mode(), state["native"]
+        if self.why_again(state) is not None:
+            return Mode.REPLAY
         if state["mode"] == Mode.NATIVE and saved["of"] == "loader" and is_stateful(self._loader):
             return Mode.NATIVE
         if mode is Mode.NATIVE:
@@ -323,8 +367,11 @@ class Starter:
         replaced: dict[str, Any] = {}
         if epoch.order is not None:
             replaced[self._sampler_attribute()] = self._recorder
-        if self._loader.num_workers > 0 and epoch.mode in (Mode.SHIP, Mode.NATIVE):
+        if self._loader.num_workers > 0 and (epoch.mode is Mode.NATIVE or Mode.SHIP in (epoch.mode, self.mode())):
             replaced["collate_fn"] = ShippingCollate(self._loader.collate_fn, self._loader.batch_size)
+        elif epoch.mode is Mode.NATIVE and native.repeats_work(self._loader.dataset):
+            replaced["collate_fn"] = WatchingCollate(self._loader.collate_fn, epoch.loaded)
+            epoch.watched = True
         if init is not None:
             replaced["worker_init_fn"] = init
         original = {name: attributes[name] for name in replaced}

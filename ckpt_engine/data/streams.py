@@ -1,7 +1,8 @@
 """Everything random or counting that a loader's samplers depend on, captured at one instant and put back.
 
 That is: the process's global streams, the generators held by the loader and its samplers (torch, python and numpy
-ones), the samplers' plain counters such as `DistributedSampler.epoch`, and their `state_dict` where they have one.
+ones), the samplers' plain counters such as `DistributedSampler.epoch`, their `state_dict` where they have one, and the
+epoch of iterable datasets.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from ckpt_engine.data import rng
-from ckpt_engine.data.shipping import is_stateful
+from ckpt_engine.data import native, rng
+from ckpt_engine.data.native import is_stateful
 
 __all__ = [
     "Counters",
@@ -40,6 +41,7 @@ __all__ = [
     "path_of",
     "restore",
     "restore_counters",
+    "restore_epochs",
     "restore_generators",
     "restore_holders",
     "same",
@@ -70,11 +72,16 @@ class StandIn:
 
 
 def capture(loader: DataLoader[Any], baseline: Mapping[str, Any]) -> Streams:
-    """The streams now; `baseline` is `counters(loader)` at attach time, counters equal to it are left out."""
+    """The streams now; `baseline` is `counters(loader)` at attach time, counters equal to it are left out.
+
+    The epoch of a dataset is no part of them where workers of an earlier epoch see the one that is set now.
+    """
+    epochs = native.epochs(loader.dataset, shared=True)
+    found = changed_counters(loader, baseline)
     return {
         "rng": rng.capture(),
         "generators": capture_generators(loader),
-        "counters": changed_counters(loader, baseline),
+        "counters": {path: value for path, value in found.items() if path.removesuffix(".epoch") not in epochs},
         "samplers": capture_samplers(loader),
     }
 
@@ -132,8 +139,8 @@ def restore_generators(loader: DataLoader[Any], states: Mapping[str, Any]) -> No
 
 
 def counters(loader: DataLoader[Any]) -> Counters:
-    """Every plain scalar attribute of the loader's samplers, by path."""
-    found: Counters = {}
+    """Every plain scalar attribute of the loader's samplers, and what `set_epoch` of iterable datasets got, by path."""
+    found: Counters = {f"{path}.epoch": epoch for path, epoch in native.epochs(loader.dataset).items()}
     for path, holder in holders(loader):
         if holder is loader:
             continue
@@ -161,6 +168,18 @@ def restore_counters(loader: DataLoader[Any], values: Mapping[str, Any]) -> None
         holder = live.get(owner)
         if holder is not None and hasattr(holder, name):
             setattr(holder, name, value)
+    restore_epochs(loader, values)
+
+
+def restore_epochs(loader: DataLoader[Any], values: Mapping[str, Any], *, shared: bool = False) -> None:
+    """Of the same, what iterable datasets got by `set_epoch`.
+
+    Args:
+        shared: only where running workers see it.
+    """
+    known = native.epochs(loader.dataset, shared=shared)
+    found = {path.removesuffix(".epoch"): value for path, value in values.items()}
+    native.set_epochs(loader.dataset, {path: value for path, value in found.items() if path in known})
 
 
 def sampler_types(loader: DataLoader[Any]) -> list[str]:

@@ -263,6 +263,10 @@ class Resume:
             )
         for feed in self._feeds:
             self.again(feed)
+            if (found := feed.restoration) is not None and found.again:
+                draft.notes.append(f"{feed.name}: {found.again}")
+                if self._rank == 0:
+                    announce(self._log, draft.notes[-1])  # now, as that may take long
             if feed.name not in saved:
                 why = "the snapshot has no loader of that name: it starts at its beginning"
                 draft.not_restored.append(NotRestored(f"position of {feed.name!r}", why))

@@ -77,7 +77,7 @@ def train(
     first = 0
     position = attach(loader) if follow else None
     run.position = position
-    set_epoch = getattr(loader.sampler, "set_epoch", None)
+    set_epoch = getattr(loader.sampler, "set_epoch", getattr(loader.dataset, "set_epoch", None))
 
     def mark(where: str, epoch: int) -> None:
         if position is not None:
@@ -101,11 +101,14 @@ def train(
         for batch in iterator:
             run.batches.append((epoch, *recorded(batch)))
             seen += 1
+            if position is not None and len(run.batches) == 1:
+                run.restoration = position.restoration  # what later epochs say is theirs
             train_step()
             mark("after a batch", epoch)
             if stop_after is not None and len(run.batches) >= stop_after:
                 return run
         mark("between epochs", epoch + 1)
     run.end = rng.capture()
-    run.restoration = position.restoration if position is not None else None
+    if position is not None and not run.batches:
+        run.restoration = position.restoration
     return run

@@ -140,7 +140,7 @@ class RoleInit:
         if not state.get("earlier_epoch"):
             native.continue_once(dataset, ended=state.get("ended", False))
             return
-        if not state.get("ended"):
+        if not state.get("ended") and not native.keeps_nothing(dataset):
             # The shard ended after that batch, in a fetch of which nothing was delivered: do what it did.
             for _ in itertools.islice(dataset, self.batch_size or 1):
                 pass

@@ -11,7 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_engine.errors import CorruptError, StorageError, StorageMissingError, StorageReadOnlyError, WriterError
+from ckpt_engine.errors import (
+    CorruptError,
+    StorageError,
+    StorageMissingError,
+    StorageReadOnlyError,
+    WaitTimeoutError,
+    WriterError,
+)
 from ckpt_engine.persist import control
 from ckpt_engine.persist.mapping import map_shared
 from ckpt_engine.persist.peer import memory_file
@@ -25,6 +32,8 @@ from ckpt_engine.store.storage.base import ObjectInfo
 URL = "memory"
 """How the place is called."""
 BYE_SECONDS = 2.0
+KNOCK_SECONDS = 5.0
+"""How long a writer may take to say that it is there."""
 
 
 class SharedFile:
@@ -190,6 +199,21 @@ class MemoryPlace:
                 reply = control.ask(self._root_url, request, BYE_SECONDS, rank)
                 for fd in reply.fds if reply is not None else ():
                     os.close(fd)
+
+
+def answers(root_url: str, rank: int = 0) -> bool:
+    """Whether there is a writer on this machine that can be asked for what it holds, which may take it long to say.
+
+    Raises:
+        WaitTimeoutError: it does not even say who it is, within `KNOCK_SECONDS`.
+    """
+    try:
+        reply = control.ask(root_url, {"what": control.STATUS}, KNOCK_SECONDS, rank)
+    except WaitTimeoutError:
+        raise
+    except (WriterError, OSError):
+        return False
+    return reply is not None
 
 
 def attach(root_url: str, timeout: float) -> MemoryPlace | None:

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt_engine.config import Config
-from ckpt_engine.observe.events import Event
+from ckpt_engine.errors import WaitTimeoutError
+from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.persist.taking import let_finish
 from ckpt_engine.ranks.session import START_SECONDS, Session
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore import shares, together
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.line import before_of
-from ckpt_engine.restore.memory import MemoryPlace, attach, is_held
+from ckpt_engine.restore.memory import MemoryPlace, answers, attach, is_held
 from ckpt_engine.restore.places import place_of
 from ckpt_engine.snapshot.owners import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
@@ -45,6 +46,7 @@ class Reach:
         self._emit = emit
         self._owner = owner
         self._attached: MemoryPlace | None = None
+        self._mute = False
         self.away: set[str] = set()
         """Places that the last load has gone without, which it says."""
 
@@ -116,6 +118,8 @@ class Reach:
             return
         if self._session is not None:
             self._attached, held = shares.attach(self._session, url, ATTACH_SECONDS, self._emit)
+        elif not self._answers(url):
+            return
         else:
             self._attached = attach(url, ATTACH_SECONDS)
             self._pipeline.behind |= self._attached is not None
@@ -123,6 +127,16 @@ class Reach:
         if held and self._attached is None:
             self._owner.claim()
             self._pipeline.start()  # with the lease: what is held, and cannot be had from memory, is durable by then
+
+    def _answers(self, url: str) -> bool:
+        """Whether a writer can be asked. One that hangs is asked once."""
+        try:
+            return not self._mute and answers(url)
+        except WaitTimeoutError as err:
+            self._mute = True
+            told = f"{err.message}: what it may have in memory is not waited for; `ckpt status {url}` says how it is"
+            self._emit(Notice("WARNING", told))
+            return False
 
     def detach(self) -> None:
         """Give the memory back. The writer that offered it ends when a new one starts, or when it has lingered."""

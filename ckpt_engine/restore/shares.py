@@ -22,7 +22,15 @@ from ckpt_engine.persist.pulse import Beat
 from ckpt_engine.persist.wire import Received
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.restore.lost_share import rebuild
-from ckpt_engine.restore.memory import MemoryPlace, MemoryStorage, SharedFile, beat_of, own_memory, shared_file
+from ckpt_engine.restore.memory import (
+    MemoryPlace,
+    MemoryStorage,
+    SharedFile,
+    answers,
+    beat_of,
+    own_memory,
+    shared_file,
+)
 from ckpt_engine.restore.share_plan import Plan, Source, lacking, plan
 from ckpt_engine.store import layout, manifest_codec
 
@@ -88,6 +96,11 @@ def attach(
 
 
 def _source(root_url: str, writer: int, node: str, serves: bool, deadline: float) -> Source | None:
+    try:
+        if not answers(root_url, writer):
+            return None
+    except WaitTimeoutError:
+        return None
     reply = _ask(root_url, {"what": control.HELD}, writer, deadline)
     if reply is None or reply.body.get("node") != node:
         return None

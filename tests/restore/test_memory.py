@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import logging
 import os
+import shutil
+import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.cli import status
 from ckpt_engine.errors import CorruptError, StorageError, StorageMissingError
+from ckpt_engine.persist import control, sockets
 from ckpt_engine.persist.pulse import Beat
 from ckpt_engine.restore import load as restore
+from ckpt_engine.restore import memory as memory_module
 from ckpt_engine.restore.memory import MemoryStorage, SharedFile
 from ckpt_engine.store import layout
 from ckpt_engine.store.repository import Repository
@@ -211,3 +221,59 @@ def test_memory_that_is_too_short_is_refused(memory: Memory) -> None:
     with pytest.raises(CorruptError, match="bytes instead of"):
         SharedFile(memory.file, fd, memory.nbytes)
     os.close(fd)
+
+
+@pytest.fixture(params=["mute", "full"])
+def stuck(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A run whose name somebody has who takes no requests, or not even connections."""
+    monkeypatch.setattr(control, "CONNECT_SECONDS", 0.01)
+    place = tempfile.mkdtemp(dir="/tmp")  # names of sockets are short
+    monkeypatch.setattr(sockets, "_PLACES", (place,))
+    with Checkpointer(str(tmp_path / "run")) as ckpt:
+        ckpt.save({"x": 1}, step=1).wait(60)
+    monkeypatch.setattr(sockets, "_BACKLOG", 0)
+    name = sockets.name_of(str(tmp_path / "run"))
+    listener = sockets.Listener(name, 60.0)
+    clients = []
+    while request.param == "full" and len(clients) < 2:
+        clients.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
+        with contextlib.suppress(BlockingIOError):
+            clients[-1].connect(f"{sockets.folders()[0]}/{name}")
+    yield tmp_path / "run"
+    listener.close()
+    for one in clients:
+        one.close()
+    shutil.rmtree(place)
+
+
+def test_a_load_does_not_wait_for_a_writer_that_takes_no_requests(
+    stuck: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is asked once, for as long as saying its name may take, and that it is left out is said once."""
+    given: list[float] = []
+    asks = control.ask
+
+    def ask(url: str, wanted: Any, timeout: float, rank: int = 0) -> Any:
+        given.append(timeout)
+        return asks(url, wanted, timeout, rank)
+
+    assert memory_module.KNOCK_SECONDS <= 5.0
+    monkeypatch.setattr(memory_module, "KNOCK_SECONDS", 0.05)
+    monkeypatch.setattr(control, "ask", ask)
+    ckpt = Checkpointer(tiers=["memory", str(stuck)])
+    assert ckpt.load() == {"x": 1}
+    assert ckpt.choose() is not None
+    assert given == [0.05]
+    (line,) = [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+    assert "is not waited for" in line
+    ckpt.close()
+
+
+def test_status_does_not_wait_for_a_writer_that_takes_no_requests(stuck: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is on the disk is shown, and that the writer does not answer."""
+    assert status.LIVE_SECONDS <= 5.0
+    monkeypatch.setattr(status, "LIVE_SECONDS", 0.05)
+    done = CliRunner().invoke(status.command, [str(stuck), "--json"])
+    shown = json.loads(done.output)
+    assert "did not answer" in shown["live"]["error"]
+    assert shown["tiers"][0]["snapshots"] == 1

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 
 from accelerate_ckpt.compat import Internals
 from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.tracking.surroundings import Counted, Counters
 
 
 class Accumulation:
@@ -26,8 +27,8 @@ class Accumulation:
     def accumulating(self) -> bool:
         return not self._accelerator.sync_gradients
 
-    def dump(self) -> dict[str, Any]:
-        return {"step": self._internals.step}
+    def now(self) -> Counters:
+        return Counted({"step": self._internals.step})
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
         self._internals.step = int(saved["step"])
@@ -35,6 +36,3 @@ class Accumulation:
 
     def adopt(self, state: dict[str, Any]) -> tuple[list[Restored], list[NotRestored]]:  # noqa: ARG002
         return [], []
-
-    def notes(self) -> dict[str, Any]:
-        return {}

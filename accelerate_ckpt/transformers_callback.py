@@ -113,6 +113,7 @@ class TransformersCallback(TrainerCallback):
             LeaseHeldError, StorageError, WriterError: as `Checkpointer.start`.
         """
         engine, internals = self._open(trainer)
+        self._hear(trainer)  # of a trainer that has got this callback later
         self._asked = True
         if self.config.resume == "off":
             return None
@@ -188,10 +189,9 @@ class TransformersCallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
     ) -> None:
-        """With `resume: auto`, `train` asks for the newest snapshot by itself."""
-        trainer = trainer_above() if self.config.resume == "auto" else None
-        if trainer is not None:
-            TrainerInternals(trainer).train_with(lambda: None if self._asked else self.resume_from(trainer))
+        """With `resume: auto`, `train` asks for the newest snapshot by itself; what it raises is heard in any case."""
+        if (trainer := trainer_above()) is not None:
+            self._hear(trainer)
 
     @override
     def on_train_begin(
@@ -290,6 +290,16 @@ class TransformersCallback(TrainerCallback):
             self._release()
 
     # ---- private
+
+    def _hear(self, trainer: Trainer) -> None:
+        auto = self.config.resume == "auto"
+        TrainerInternals(trainer).train_with(
+            lambda: self.resume_from(trainer) if auto and not self._asked else None, self._failed
+        )
+
+    def _failed(self, error: BaseException) -> None:
+        if self._tracker is not None:
+            self._tracker.failed_with(error)
 
     def _follow_evaluation(self, name: str, loader: Any) -> None:
         """A loader that the trainer keeps for the next evaluation, because its workers stay, has a position."""

@@ -83,15 +83,24 @@ class TrainerInternals:
 
     # ---- what the trainer does when it resumes, and we do instead
 
-    def train_with(self, checkpoint: Callable[[], str | None]) -> None:
-        """`train()` without `resume_from_checkpoint`, and of no trial, resumes from `checkpoint()`. Stays for good."""
+    def train_with(self, checkpoint: Callable[[], str | None], failed: Callable[[BaseException], None]) -> None:
+        """`train()` of no trial resumes from `checkpoint()` where it is given no `resume_from_checkpoint`, and what it
+        raises goes through `failed`. Stays for good, and is done once.
+        """
         original = self._trainer.train
+        if getattr(original, "_ckpt", None) == failed:
+            return
 
         def train(resume_from_checkpoint: Any = None, trial: Any = None, *arguments: Any, **more: Any) -> Any:
-            if resume_from_checkpoint is None and trial is None:
-                resume_from_checkpoint = checkpoint()
-            return original(resume_from_checkpoint, trial, *arguments, **more)
+            try:
+                if resume_from_checkpoint is None and trial is None:
+                    resume_from_checkpoint = checkpoint()
+                return original(resume_from_checkpoint, trial, *arguments, **more)
+            except BaseException as err:
+                failed(err)
+                raise
 
+        train._ckpt = failed  # type: ignore[attr-defined]
         self._trainer.train = train
 
     def keep_weights(self) -> None:

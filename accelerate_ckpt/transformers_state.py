@@ -17,6 +17,7 @@ from ckpt_engine.data.exactness import OnChange
 from ckpt_engine.data.fingerprint import length_of
 from ckpt_engine.errors import ResumeError
 from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.tracking.surroundings import Counters
 
 NOTE = TRAINER_STATE
 """The key in a manifest's notes under which `resume_from` finds the trainer's state."""
@@ -51,27 +52,16 @@ class TrainerSurroundings:
     def accumulating(self) -> bool:
         return not self._trainer.accelerator.sync_gradients
 
-    def dump(self) -> dict[str, Any]:
-        state = self._state()
-        if self._rank:
-            del state[_LONG]  # it is the same on all ranks, and grows with the run: see `share_history`
-        return {
-            "state": json.dumps(state),
-            "callbacks": [
-                [type(callback).__name__, json.dumps(callback.state())]
-                for callback in self._internals.callbacks
-                if isinstance(callback, ExportableState)
-            ],
-            "loss": self._internals.running_loss(),
-            "files": self._files,
-            _RANKS: self._size,
-        }
-
-    def notes(self) -> dict[str, Any]:
-        # The history grows with the run, and nobody needs it before the snapshot is loaded; nor a best metric that is
-        # NaN, which is no JSON: `restore` has it from `dump`.
-        state = {name: None if _is_endless(value) else value for name, value in self._state().items()}
-        return {NOTE: {**state, _LONG: [], PACE: pace_of(self._trainer)}}
+    def now(self) -> Counters:
+        state, callbacks = self._trainer.state, self._internals.callbacks
+        return _Moment(
+            {one.name: getattr(state, one.name) for one in dataclasses.fields(state)},
+            len(state.log_history),
+            [[type(one).__name__, json.dumps(one.state())] for one in callbacks if isinstance(one, ExportableState)],
+            self._internals.running_loss(),
+            self._files,
+            self._trainer,
+        )
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
         self._restore_state({_LONG: list(self._history), **json.loads(saved["state"])})
@@ -139,10 +129,48 @@ class TrainerSurroundings:
                 missing.append(NotRestored(f"callback {type(callback).__name__}", why))
         return missing + [NotRestored(f"callback {name}", "the trainer has none such now") for name, _ in left]
 
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Moment:
+    """The counters at one boundary.
+
+    Args:
+        values: of the trainer's state.
+        logged: entries of its history, to which later ones are appended.
+        callbacks: class and state of each.
+        loss: the running loss.
+        files: what an export needs besides the weights.
+        trainer: whose they are.
+    """
+
+    values: Mapping[str, Any]
+    logged: int
+    callbacks: list[list[str]]
+    loss: Mapping[str, Any]
+    files: Mapping[str, str]
+    trainer: Trainer
+
+    def dump(self) -> dict[str, Any]:
+        state = self._state()
+        if self.trainer.accelerator.process_index:
+            del state[_LONG]  # it is the same on all ranks, and grows with the run: see `share_history`
+        return {
+            "state": json.dumps(state),
+            "callbacks": self.callbacks,
+            "loss": dict(self.loss),
+            "files": self.files,
+            _RANKS: self.trainer.accelerator.num_processes,
+        }
+
+    def notes(self) -> dict[str, Any]:
+        # The history grows with the run, and nobody needs it before the snapshot is loaded; nor a best metric that is
+        # NaN, which is no JSON: `restore` has it from `dump`.
+        state = {name: None if _is_endless(value) else value for name, value in self._state().items()}
+        return {NOTE: {**state, _LONG: [], PACE: pace_of(self.trainer)}}
+
     def _state(self) -> dict[str, Any]:
-        state = dataclasses.asdict(self._trainer.state)
         # Callbacks' states are ours to restore: transformers would make new callbacks of them.
-        return {**state, "stateful_callbacks": {}}
+        return {**self.values, _LONG: self.values[_LONG][: self.logged], "stateful_callbacks": {}}
 
 
 def pace_of(trainer: Trainer) -> dict[str, int | None]:

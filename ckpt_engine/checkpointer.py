@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
-from ckpt_engine.errors import ArgumentError, ConfigError, SnapshotFailedError, WaitTimeoutError
+from ckpt_engine.errors import ArgumentError, CkptError, ConfigError, SnapshotFailedError, WaitTimeoutError
 from ckpt_engine.observe.events import Event, EventSink, Notice, TierDegraded
 from ckpt_engine.observe.log import LOGGER_NAME, LogSink
 from ckpt_engine.observe.resume_report import resumed_from_memory
@@ -412,7 +412,13 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(failed=kind is not None)
+        try:
+            self.close(failed=kind is not None)
+        except CkptError as err:
+            if kind is None:
+                raise
+            # The user must see the exception that stopped training, not this one.
+            logging.getLogger(LOGGER_NAME).error("while handling %s: %s", kind.__name__, err)
 
     def _open_writer(self, memory: bool, emit: Callable[[Event], None]) -> WriterClient:
         config = writer_config(self.config, memory=memory, ranks=self._session is not None)

@@ -18,7 +18,15 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
-from ckpt_engine.tracking.last_boundary import ImpossibleError, LastBoundary, fingerprint, loose_tensors, require_finite
+from ckpt_engine.tracking.last_boundary import (
+    ImpossibleError,
+    LastBoundary,
+    Loose,
+    loose_tensors,
+    require_finite,
+    require_unmoved,
+    seen,
+)
 from ckpt_engine.tracking.weights import own_copy
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind, Position, kind_of
@@ -96,7 +104,7 @@ class Failing:
         self.last: LastBoundary[Before] = LastBoundary(self._make, budget)
         self._now: tuple[Position, int]
         self._obstacle: str | None = None
-        self._loose: list[tuple[str, torch.Tensor]] = []
+        self._loose: list[Loose] = []
 
     def reached(self, position: Position, step: int) -> None:
         """The boundary after `step`; the next batch is asked for when this returns."""
@@ -110,18 +118,13 @@ class Failing:
             ImpossibleError: the last boundary cannot be had.
         """
         before = self.last.record()
-        now = self._audit.frozen()
-        for path in now.keys() | before.attributes.keys():
-            if now.get(path) != before.attributes.get(path):
-                raise ImpossibleError(f"{path} has changed in the step that failed")
+        require_unmoved(before.attributes, self._audit.frozen())
         if self._internals.batches_in_epoch == before.position.batches_in_epoch and not self._internals.user_fetches:
             require_finite(self._trainer.optimizers)
             return Before(before.position, before.step, before.packed, {}, {}, {}, "", before.attributes)
         if before.obstacle:
             raise ImpossibleError(before.obstacle)
-        for name, seen in self._seen().items():
-            if seen != before.seen.get(name):
-                raise ImpossibleError(f"{name} has changed in the step that failed")
+        require_unmoved(before.seen, self._seen())
         require_finite(self._trainer.optimizers)
         return before
 
@@ -146,7 +149,7 @@ class Failing:
         if obstacle:
             return Before(position, step, packed, {}, {}, {}, obstacle, attributes)
         try:
-            seen = self._seen()
+            compared = self._seen()
         except ImpossibleError as err:
             self._obstacle = str(err)
             return Before(position, step, packed, {}, {}, {}, str(err), attributes)
@@ -155,8 +158,8 @@ class Failing:
             "metrics": own_copy(loop_state.dump_metrics(self._module)),
             "tables": loop_state.dump_tables(internals, self._hidden),
         }
-        tensors = {name: tensor.detach().clone() for name, tensor in self._loose}
-        return Before(position, step, packed, moved, tensors, seen, "", attributes)
+        tensors = {one.key: one.tensor.detach().clone() for one in self._loose}
+        return Before(position, step, packed, moved, tensors, compared, "", attributes)
 
     def _always(self) -> str:
         """Why a step that has its batch can never be undone in this fit, or ""."""
@@ -174,7 +177,7 @@ class Failing:
         if any(type(one).get_extra_state is not torch.nn.Module.get_extra_state for one in module.modules()):
             return "nobody knows what of the model's get_extra_state the step has changed"
         try:
-            self._loose = [(name, tensor) for _, name, tensor in loose_tensors([module], trainer.optimizers)]
+            self._loose = loose_tensors(module, trainer.optimizers)
         except ImpossibleError as err:
             return str(err)
         return ""
@@ -182,20 +185,12 @@ class Failing:
     def _seen(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for number, optimizer in enumerate(self._trainer.optimizers):
-            for group in optimizer.param_groups:
-                options = {name: value for name, value in group.items() if name != "params"}
-                found[f"optimizer {number}"] = _seen(f"optimizer {number}", options)
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            found[f"optimizer {number}"] = seen(f"optimizer {number}", groups)
         for number, config in enumerate(self._trainer.lr_scheduler_configs):
-            found[f"scheduler {number}"] = _seen(f"scheduler {number}", config.scheduler.state_dict())
+            found[f"scheduler {number}"] = seen(f"scheduler {number}", config.scheduler.state_dict())
         for number, callback in enumerate(callbacks_of(self._trainer)):
             if is_overridden("state_dict", callback, parent=Callback):
                 name = f"callback {number}, a {type(callback).__name__},"
-                found[name] = _seen(name, callback.state_dict())
+                found[name] = seen(name, callback.state_dict())
         return found
-
-
-def _seen(name: str, state: Any) -> Any:
-    try:
-        return fingerprint(state)
-    except ImpossibleError as err:
-        raise ImpossibleError(f"{name} has {err}") from err

@@ -40,12 +40,14 @@ class Tenure:
         self._close = close
         self._drain = drain
         self.release: Callable[[], object] = _nothing
-        self.closed = self._replaced = False
+        self.closed = self._replaced = self._leaving = False
         self._thread = threading.current_thread()
         self._pid = os.getpid()
 
     def require_open(self) -> None:
         """Raises ClosedError if the engine is closed, or gives way to a newer one now."""
+        if self._leaving:
+            return
         if self._replaced and not self.closed:
             self._give_way()
         if self._replaced:
@@ -67,10 +69,10 @@ class Tenure:
         if older is self:
             return
         self._thread = threading.current_thread()
-        _tenures[self._key] = self
-        atexit.register(self._end)
         if older is not None and older._pid == os.getpid():
             older._replace()
+        _tenures[self._key] = self
+        atexit.register(self._end)
 
     def settle_older(self) -> bool:
         """Let an older engine of this process make durable what it has in flight; whether there is one."""
@@ -104,7 +106,9 @@ class Tenure:
             self._give_way()
 
     def _give_way(self) -> None:
+        self._leaving = True  # it may still save what an exception has left
         self._quietly(self.release)
+        self._leaving = False
         self._quietly(self._close)
         self.over()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,19 +37,28 @@ class Capture:
         self._managed: frozenset[int] | None = None
         self._order: GradientOrder | None = None
 
-    def state(self, own: Mapping[str, Any], gradients: Mapping[str, Any], audit: Audit) -> dict[str, Any]:
+    def state(
+        self,
+        own: Mapping[str, Any],
+        gradients: Mapping[str, Any],
+        audit: Audit,
+        before: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> dict[str, Any]:
         """The whole state, with references to live tensors; draws nothing from any global random stream.
 
         Args:
-            own: small values that an exact resume needs besides the components.
+            own: small values that an exact resume needs besides the components; with `before`, the streams too.
             gradients: of optimizers that wait for more, by component and parameter name.
             audit: what it finds is part of the state.
+            before: makes of the components those of an earlier moment.
         """
         hidden, large = audit.state()
         streams = rng.capture()
         state = self._parts.state()
         if rng.capture() != streams:
             rng.restore(streams)  # a state_dict of the user may draw; the run must not notice that it is captured
+        if before is not None:
+            state = before(state)
         self._state, self._managed = state, None
         return state | {
             OWN_KEY: {
@@ -58,9 +67,9 @@ class Capture:
                 "hidden": large,
                 "packed": self._packer.pack(
                     {
+                        "rng": streams,
                         **own,
                         "audit": hidden,
-                        "rng": streams,
                         "gradient_order": self._gradient_order(),
                         "values": own_values(state, self._ranks),
                     }

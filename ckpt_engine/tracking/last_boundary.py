@@ -7,7 +7,8 @@ they are those of the boundary. With a record of everything else the boundary ca
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +22,8 @@ R = TypeVar("R")
 MOST_BYTES = 1 << 20
 _MOST_VALUES = 256
 _SHARE = 0.5
-_AGAIN = 64
+AGAIN = 64
+"""Boundaries after which what was found out about a run is looked at again."""
 _SMOOTH = 0.9
 
 
@@ -59,17 +61,31 @@ class LastBoundary(Generic[R]):
             taken = began - self._ended
             self._step = taken if self._step is None else _SMOOTH * self._step + (1.0 - _SMOOTH) * taken
         self._count += 1
-        if self._cost is None or self._step is None or self._count % _AGAIN == 0 or self._affords():
-            self._record = self._make()
+        if self._cost is None or self._step is None or self._count % AGAIN == 0 or self._affords():
+            try:
+                self._record = self._make()
+            except ImpossibleError as err:
+                self._record, self._why = None, str(err)
             cost = self._now() - began
             self._cost = cost if self._cost is None else min(cost, _SMOOTH * self._cost + (1.0 - _SMOOTH) * cost)
         else:
             self._record, self._why = None, "steps are too short to record what each of them changes"
         self._ended = self._now()
 
+    @property
+    def holds(self) -> bool:
+        """Whether there is a record."""
+        return self._record is not None
+
+    def missed(self, why: str) -> None:
+        """A boundary that no snapshot can be taken at."""
+        self._record, self._why = None, why
+        self._ended = None
+
     def changes(self) -> None:
         """Weights may change from here on."""
-        self._forget("weights may have changed since that boundary")
+        if self._record is not None:
+            self._record, self._why = None, "weights may have changed since that boundary"
 
     def record(self) -> R:
         """The record of the last boundary.
@@ -86,30 +102,72 @@ class LastBoundary(Generic[R]):
         assert self._step is not None
         return affordable(self._cost, self._step, self._budget)
 
-    def _forget(self, why: str) -> None:
-        if self._record is not None:
-            self._record, self._why = None, why
+
+@dataclass(frozen=True, slots=True)
+class Loose:
+    """A tensor of a model that a forward or a hook may change at any time.
+
+    Args:
+        key: its name in the model's `state_dict`.
+        owner: the module that has it, as a buffer or a parameter.
+        name: its name there.
+    """
+
+    key: str
+    owner: torch.nn.Module
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """As it is now: some modules make a new one in each step."""
+        found = self.owner._buffers.get(self.name)
+        return self.owner._parameters[self.name] if found is None else found  # type: ignore[return-value]
 
 
-def loose_tensors(
-    modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer]
-) -> list[tuple[torch.nn.Module, str, torch.Tensor]]:
-    """Buffers, and parameters that no optimizer manages: a forward or a hook may change them at any time.
+def keys_of(module: torch.nn.Module) -> Iterator[tuple[Loose, torch.Tensor]]:
+    """What a `state_dict` has where nobody has changed what it does; tied tensors under each of their names."""
+    for path, owner in module.named_modules(remove_duplicate=False):
+        left_out = owner._non_persistent_buffers_set
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None and name not in left_out:
+                yield Loose(f"{path}.{name}" if path else name, owner, name), tensor
+
+
+def loose_tensors(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[Loose]:
+    """Buffers, and parameters that no optimizer manages.
 
     Raises:
         ImpossibleError: they are too large to be copied at every step.
     """
     behind_the_fence = {id(parameter) for parameter in managed(optimizers)}
     found = [
-        (module, name, tensor)
-        for module in modules
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        (one, tensor)
+        for one, tensor in keys_of(module)
         if id(tensor) not in behind_the_fence and not torch.nn.parameter.is_lazy(tensor)
     ]
-    size = sum(here(tensor).numel() * tensor.element_size() for _, _, tensor in found)
+    size = sum(here(tensor).numel() * tensor.element_size() for _, tensor in found)
     if size > MOST_BYTES:
         raise ImpossibleError(f"what changes in forward is too large to be copied at every step: {size / 1e6:.0f} MB")
-    return found
+    return [one for one, _ in found]
+
+
+def require_unmoved(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Nothing has moved since the boundary.
+
+    Raises:
+        ImpossibleError: something has; names it.
+    """
+    for name in before.keys() | now.keys():
+        if now.get(name) != before.get(name):
+            raise ImpossibleError(f"{name} has changed in the step that failed")
+
+
+def seen(name: str, state: Any) -> Any:
+    """See `fingerprint`; `name` is for its message."""
+    try:
+        return fingerprint(state)
+    except ImpossibleError as err:
+        raise ImpossibleError(f"{name} has {err}") from err
 
 
 def fingerprint(value: Any) -> Any:

@@ -23,6 +23,14 @@ from ckpt_engine.tracking.together import Take
 END_WAIT_SECONDS = 600.0
 """How long the end of a run waits for what is in flight, where nobody stops it."""
 
+EXCEPTION_WAIT_SECONDS = 30.0
+"""How long an exception waits for what is in flight."""
+
+
+def uncaught() -> BaseException | None:
+    """The exception that is being handled, or that has ended the script or the notebook's cell."""
+    return sys.exception() or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+
 
 class Stopping:
     """From `start` to `close`, on the training thread. At the end of the interpreter it closes itself.
@@ -119,6 +127,20 @@ class Stopping:
             return
         self._log.warning("%s: no batch came: %s", stop.notice.who, error)
         raise self.end(stop, take) from error
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run was told to stop: what becomes durable is decided then."""
+        return self._halt.stops
+
+    def failed(self, error: BaseException, found: str) -> None:
+        """An exception ends the run: wait for what is in flight, and say what is durable.
+
+        Args:
+            found: what became of the last step.
+        """
+        self._engine.wait(self.seconds_left(EXCEPTION_WAIT_SECONDS))
+        self._log.warning("%s: %s; %s", type(error).__name__, self._watch.durable(), found)
 
     def seconds_left(self, at_most: float) -> float:
         """How long something may be waited for: `at_most`, and not beyond the deadline of a stop."""

@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckpt_engine.audit.audit import Audit, roots_of_loader
+from ckpt_engine.errors import CkptError
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
@@ -24,14 +25,16 @@ from ckpt_engine.tracking import flags
 from ckpt_engine.tracking.boundary import is_at_end, obstacle_of
 from ckpt_engine.tracking.capture import Capture
 from ckpt_engine.tracking.engine import Engine
+from ckpt_engine.tracking.failing import Failing, Saver
 from ckpt_engine.tracking.feed import Feed, Source
 from ckpt_engine.tracking.fence import StepFence
 from ckpt_engine.tracking.gradients import GradientWatch
+from ckpt_engine.tracking.last_boundary import ImpossibleError
 from ckpt_engine.tracking.parts import Parts, device_of
 from ckpt_engine.tracking.resume import Resume
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
 from ckpt_engine.tracking.shared import cadence_of
-from ckpt_engine.tracking.stopping import END_WAIT_SECONDS, Stopping
+from ckpt_engine.tracking.stopping import END_WAIT_SECONDS, Stopping, uncaught
 from ckpt_engine.tracking.surroundings import Surroundings
 from ckpt_engine.tracking.taking import Taker
 
@@ -86,6 +89,8 @@ class Tracker:
         self._audit = Audit(self._config.hidden, self._audited, self._log)
         self._lazy = self._capture.is_lazy if copies_lazily(self._config.lazy, device) else None
         self._share = prepare_share(self._config, device)
+        saver = Saver(engine, self._taker, self._stopping, self._cadence, self._lazy, trainer)
+        self._failing = Failing(parts, self._capture, self._audit, surroundings, saver)
         self._steps = 0
         self._counted = False
         self._dirty = False
@@ -115,7 +120,7 @@ class Tracker:
         self._fence = StepFence(self.before_update)
         self._fence.install()
         self._after = register_optimizer_step_post_hook(self._after_step)
-        engine.tenure.release = self.release
+        engine.tenure.release = self._abandoned
         self._cadence.start(self._steps)
         self._stopping.start(self._steps)
 
@@ -157,9 +162,8 @@ class Tracker:
         Raises:
             StateError: as `Checkpointer.before_update`.
         """
-        seconds = self._engine.before_update()
-        if seconds:
-            self._cadence.fence(seconds)
+        self._failing.last.changes()
+        self._complete_copies()
 
     def evaluated(self, seconds: float) -> None:
         """An evaluation took so long, which was not training. Passes over tracked loaders announce themselves."""
@@ -179,12 +183,15 @@ class Tracker:
         if self._closed:
             return
         self._closed = True
+        error = sys.exception()
         try:
             if complete is None:
                 done = self._training is not None and self._training.finished and not self._dirty
-                complete = done and sys.exc_info()[0] is None
+                complete = done and error is None
             if complete and self._config.at_end:
                 self._take_at_end()
+            elif not complete and error is not None:
+                self.failed_with(error)
             self._resume.publish()
         finally:
             self.release()
@@ -217,7 +224,12 @@ class Tracker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except CkptError as err:
+            if kind is None:
+                raise
+            self._log.error("while handling %s: %s", kind.__name__, err)
 
     def continue_after(self, loader: str, epochs: int, batches: int) -> None:
         """An imported run goes on in epoch `epochs` of this loader after so many batches. Before its first pass."""
@@ -233,6 +245,10 @@ class Tracker:
         self._sources[name] = source
         self._feeds.append(Feed(name, source, self))
         self._resume.late(self._feeds[-1])
+
+    def failed_with(self, error: BaseException) -> None:
+        """An exception has left the loop: make its last boundary durable where that is exact. Never raises."""
+        self._failing.end(error)
 
     def abandon_resume(self) -> None:
         """The script loads another state itself: positions and streams of the snapshot do not count any more."""
@@ -260,6 +276,7 @@ class Tracker:
             self._cadence.start(self._steps)
         elif feed in self._due or (feed is self._training and feed.delivered == 0 and feed.starts_only):
             self._boundary(feed)
+            self._failing.waits = True
         self._recent.add(feed)
 
     def _within(self, feed: Feed) -> bool:
@@ -268,6 +285,7 @@ class Tracker:
 
     def given(self, feed: Feed) -> None:
         """It gave one: the restored position is final now."""
+        self._failing.waits = False
         if self._restoring and feed is self._training:
             self._resume.publish()
 
@@ -290,7 +308,8 @@ class Tracker:
         if feed is self._resumed:
             self._resumed = None
         if feed.trained:
-            self.before_update()  # averaged weights may be swapped in for an evaluation
+            self._complete_copies()  # averaged weights may be swapped in for an evaluation
+            self._failing.left()
         elif self._steps and began is not None:
             self.evaluated(time.monotonic() - began)
 
@@ -342,6 +361,10 @@ class Tracker:
         if not taken and obstacle is None and self._engine.memory and self._cadence.memory_due(self._steps):
             self._take_unless(None, MEMORY, feed, durable=False)
             self._cadence.memory_over(self._steps)
+        if obstacle is None:
+            self._failing.reached(lambda: self._own_here(feed), self._stepped)
+        else:
+            self._failing.last.missed(f"no snapshot can be taken there: {obstacle}")
         self._dirty = False
         self._stepped.clear()
         self._due.clear()
@@ -391,11 +414,17 @@ class Tracker:
             reason=reason,
             metrics=self.metrics,
             lazy=self._lazy,
-            notes={"trainer": self._trainer, "batch": batch, **self._surroundings.notes()},
+            notes={"trainer": self._trainer, "batch": batch, **self._surroundings.now().notes()},
         )
         if handle is not None and durable:
             self._stopping.taken()
+            self._failing.saved_step = self._steps
         return handle
+
+    def _complete_copies(self) -> None:
+        seconds = self._engine.before_update()
+        if seconds:
+            self._cadence.fence(seconds)
 
     def _take_before(self, feed: Feed, reason: str) -> SaveHandle | None:
         """A snapshot after the last complete step, while the loop waits for a batch; None where none may be taken."""
@@ -409,8 +438,17 @@ class Tracker:
         return self._resume.waiting | {one.name: one.state() for one in self._feeds}
 
     def _state(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> dict[str, Any]:
+        own = self._own(feed, states, finished=finished) | {
+            "cadence": self._cadence.state(),
+            "surroundings": self._surroundings.now().dump(),
+            "flags": {name: flags.dump_flags(module) for name, module in self._parts.modules.items()},
+        }
+        gradients = {} if finished else self._capture.gradients(self._stepped)
+        return self._capture.state(own, gradients, self._audit)
+
+    def _own(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> dict[str, Any]:
         there = None if feed is None else states[feed.name]
-        own = {
+        return {
             "finished": finished,
             "training": None if feed is None else feed.name,
             "feeds": dict(states),
@@ -418,12 +456,14 @@ class Tracker:
             "batch": 0 if there is None else there["delivered"],
             "step": self._steps,
             "metrics": arguments.metrics(self.metrics),
-            "cadence": self._cadence.state(),
-            "surroundings": self._surroundings.dump(),
-            "flags": {name: flags.dump_flags(module) for name, module in self._parts.modules.items()},
         }
-        gradients = {} if finished else self._capture.gradients(self._stepped)
-        return self._capture.state(own, gradients, self._audit)
+
+    def _own_here(self, feed: Feed | None) -> dict[str, Any]:
+        """Raises ImpossibleError where the last batch of an epoch was trained, although that was not known."""
+        states = self._positions()
+        if feed is not None and is_at_end(states[feed.name]):
+            raise ImpossibleError("no snapshot can be taken there: end of an epoch")
+        return self._own(feed, states)
 
     def _audited(self) -> dict[str, Any]:
         """What takes part in training, by name."""
@@ -472,6 +512,12 @@ class Tracker:
         if self._begun_again and (self._restoring or self._gradients.installed):
             self._restoring = False
             self._gradients.remove()
+
+    def _abandoned(self) -> None:
+        """The process ends, or a newer engine takes the run over, and this was not closed."""
+        if (error := uncaught()) is not None and not self._closed:
+            self.failed_with(error)
+        self.release()
 
     def _release_feeds(self) -> None:
         for feed in self._feeds:

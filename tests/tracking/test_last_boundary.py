@@ -74,11 +74,11 @@ def test_what_changes_in_forward_is_what_no_optimizer_manages() -> None:
     """Buffers, and averaged weights; up to a size that is copied in no time."""
     net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(net[0].parameters(), lr=0.1)
-    found = {name for _, name, _ in loose_tensors([net], [optimizer])}
+    found = {one.key for one in loose_tensors(net, [optimizer])}
     assert found == {name for name in net.state_dict() if not name.startswith("0.")}
     net.register_buffer("bank", torch.zeros(MOST_BYTES // 4 + 1))
     with pytest.raises(ImpossibleError, match="too large"):
-        loose_tensors([net], [optimizer])
+        loose_tensors(net, [optimizer])
 
 
 def test_states_are_compared_by_value() -> None:

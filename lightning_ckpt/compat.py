@@ -323,7 +323,9 @@ class Internals(DataInternals):
     def progress(self) -> dict[str, Any]:
         """The position in the epoch and the loggers' step, exactly."""
         epoch_loop = self._trainer.fit_loop.epoch_loop
-        return {"batch": epoch_loop.batch_progress.state_dict(), "stepped": epoch_loop._batches_that_stepped}
+        progress = vars(epoch_loop.batch_progress)  # `state_dict` takes ten times as long
+        batch = {name: dict(vars(one)) if hasattr(one, "__dict__") else one for name, one in progress.items()}
+        return {"batch": batch, "stepped": epoch_loop._batches_that_stepped}
 
     @progress.setter
     def progress(self, saved: dict[str, Any]) -> None:

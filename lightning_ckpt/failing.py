@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torchmetrics import Metric
 
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
@@ -27,7 +28,6 @@ from ckpt_engine.tracking.last_boundary import (
     require_unmoved,
     seen,
 )
-from ckpt_engine.tracking.weights import own_copy
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind, Position, kind_of
 from lightning_ckpt.compat import Internals, callbacks_of
@@ -105,6 +105,7 @@ class Failing:
         self._now: tuple[Position, int]
         self._obstacle: str | None = None
         self._loose: list[Loose] = []
+        self._metrics: list[tuple[str, Metric]] = []
 
     def reached(self, position: Position, step: int) -> None:
         """The boundary after `step`; the next batch is asked for when this returns."""
@@ -125,14 +126,16 @@ class Failing:
         if before.obstacle:
             raise ImpossibleError(before.obstacle)
         require_unmoved(before.seen, self._seen())
+        if before.moved["metrics"].keys() != dict(loop_state.metrics_of(self._module)).keys():
+            raise ImpossibleError("the model has other metric objects than at that boundary")
         require_finite(self._trainer.optimizers)
-        return before
+        return replace(before, moved={**before.moved, "results": before.moved["results"]()})
 
     # ---- at every boundary
 
     def _make(self) -> Before:
         position, step = self._now
-        attributes = self._audit.frozen()
+        attributes = self._audit.frozen(quick=True)
         internals = self._internals
         packed = {
             "rng": rng.capture(),
@@ -154,8 +157,8 @@ class Failing:
             self._obstacle = str(err)
             return Before(position, step, packed, {}, {}, {}, str(err), attributes)
         moved = {
-            "results": own_copy(loop_state.dump_results(internals)),
-            "metrics": own_copy(loop_state.dump_metrics(self._module)),
+            "results": loop_state.results_now(internals),
+            "metrics": loop_state.metrics_now(self._metrics),
             "tables": loop_state.dump_tables(internals, self._hidden),
         }
         tensors = {one.key: one.tensor.detach().clone() for one in self._loose}
@@ -178,6 +181,7 @@ class Failing:
             return "nobody knows what of the model's get_extra_state the step has changed"
         try:
             self._loose = loose_tensors(module, trainer.optimizers)
+            self._metrics = loop_state.metrics_of(module)
         except ImpossibleError as err:
             return str(err)
         return ""

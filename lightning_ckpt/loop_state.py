@@ -7,7 +7,7 @@ what could not be.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -43,12 +43,16 @@ _REDUCTIONS = {
 
 def dump_results(internals: Internals) -> dict[str, Any]:
     """The accumulators behind `self.log`, with everything needed to make them again before the first batch."""
-    return {key: _dump_result(result) for key, result in internals.results.items()}
+    return {key: _described(result, _values(result)) for key, result in internals.results.items()}
 
 
-def _dump_result(result: Any) -> dict[str, Any]:
-    meta, sync = result.meta, result.meta.sync
-    reduction = next((name for name, fx in _REDUCTIONS.items() if fx is meta.reduce_fx), None)
+def results_now(internals: Internals) -> Callable[[], dict[str, Any]]:
+    """What makes later what `dump_results` would give now: what describes an accumulator never changes."""
+    rows = [(key, result, _copied(_values(result))) for key, result in internals.results.items()]
+    return lambda: {key: _described(result, values) for key, result, values in rows}
+
+
+def _values(result: Any) -> dict[str, Any]:
     update_count, cache = metric_progress(result)
     state = {
         "is_tensor": result.is_tensor,
@@ -58,13 +62,26 @@ def _dump_result(result: Any) -> dict[str, Any]:
     }
     if result.is_tensor:
         state["value"] = result.value
-        if meta.is_mean_reduction:
+        if result.meta.is_mean_reduction:
             state["weight"] = result.cumulated_batch_size
+    return state
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With tensors of its own. Those in a list are only ever added to and replaced."""
+    return {
+        name: one.detach().clone() if isinstance(one, torch.Tensor) else list(one) if type(one) is list else one
+        for name, one in values.items()
+    }
+
+
+def _described(result: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    meta, sync = result.meta, result.meta.sync
     return {
         "meta": {field: getattr(meta, field) for field in _META_FIELDS},
-        "reduce": reduction,
+        "reduce": next((name for name, fx in _REDUCTIONS.items() if fx is meta.reduce_fx), None),
         "sync": {"should": sync.should, "rank_zero_only": sync.rank_zero_only, "grouped": sync.group is not None},
-        "state": state,
+        "state": values,
     }
 
 
@@ -73,7 +90,7 @@ def restore_results(
 ) -> list[NotRestored]:
     """Make the accumulators again, as they were after the last trained batch."""
     missing: list[NotRestored] = []
-    metrics = dict(_metrics(module))
+    metrics = dict(metrics_of(module))
     internals.results.clear()
     for key, entry in saved.items():
         meta = entry["meta"]
@@ -115,23 +132,30 @@ def _make_result(internals: Internals, trainer: pl.Trainer, entry: Mapping[str, 
 # ---- torchmetrics and the trainer's metric tables
 
 
-def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Metric]]:
-    return ((name, m) for name, m in module.named_modules() if isinstance(m, Metric))
+def metrics_of(module: torch.nn.Module) -> list[tuple[str, Metric]]:
+    """The torchmetrics objects that are submodules of the model."""
+    return [(name, m) for name, m in module.named_modules() if isinstance(m, Metric)]
 
 
 def dump_metrics(module: torch.nn.Module) -> dict[str, Any]:
-    """States of the torchmetrics objects that are submodules of the model."""
-    found = {}
-    for name, metric in _metrics(module):
-        update_count, cache = metric_progress(metric)
-        found[name] = {"state": dict(metric.metric_state), "update_count": update_count, "cache": cache}
-    return found
+    """Their states."""
+    return {name: _metric(metric, dict) for name, metric in metrics_of(module)}
+
+
+def metrics_now(metrics: Iterable[tuple[str, Metric]]) -> dict[str, Any]:
+    """The same in memory of its own."""
+    return {name: _copied(_metric(metric, _copied)) for name, metric in metrics}
+
+
+def _metric(metric: Metric, copied: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+    update_count, cache = metric_progress(metric)
+    return {"state": copied(metric.metric_state), "update_count": update_count, "cache": cache}
 
 
 def restore_metrics(module: torch.nn.Module, saved: Mapping[str, Any]) -> list[NotRestored]:
     """Put the states of torchmetrics objects back."""
     missing = []
-    live = dict(_metrics(module))
+    live = dict(metrics_of(module))
     for name, entry in saved.items():
         metric = live.get(name)
         if metric is None or set(metric.metric_state) != set(entry["state"]):

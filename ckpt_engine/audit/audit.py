@@ -58,9 +58,9 @@ class Audit:
         if self._hidden.on:
             self._hidden.stepped()
 
-    def frozen(self) -> dict[str, Frozen]:
-        """The attributes that training has changed so far, as values that compare."""
-        return self._hidden.frozen() if self._hidden.on else {}
+    def frozen(self, *, quick: bool = False) -> dict[str, Frozen]:
+        """The attributes that training has changed so far, as values that compare; see `HiddenState.frozen`."""
+        return self._hidden.frozen(quick=quick) if self._hidden.on else {}
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """For a snapshot: small plain values, and large ones by path. What no snapshot has is logged once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from ckpt_engine.audit.attributes import (
     Frozen,
     Holder,
     Walk,
+    address,
     copy_stream,
     digest,
     freeze,
@@ -97,9 +99,14 @@ class HiddenState:
             rows[path] = {"type": type_of(value), "begin": begin} | ({"why": why} if why else {"value": value})
         return rows
 
-    def frozen(self) -> dict[str, Frozen]:
-        """What has moved, as values that compare."""
-        return {path: freeze(value) for path, value in (self._latest.moved() if self._latest is not None else ())}
+    def frozen(self, *, quick: bool = False) -> dict[str, Frozen]:
+        """What has moved, as values that compare.
+
+        Args:
+            quick: a tensor or array that is the same object, of the same version, is taken for what it was when it was
+                looked at last. Compared with a look that is not quick, what was written unseen shows.
+        """
+        return {} if self._latest is None else {path: one for path, _, one in self._latest.changes(quick=quick)}
 
     def unsaved(self, rows: Mapping[str, Any]) -> list[str]:
         """Sentences about those of `state` that no snapshot has, each once in the life of this object."""
@@ -180,6 +187,7 @@ class _Beginning:
         }
         self._holders = {f"{one.holder.path}.{name}": one.holder for one in self._watched for name in one.names}
         self._by_path = {one.holder.path: one.holder for one in self._watched}
+        self._looked_at: dict[str, tuple[Any, tuple[int, ...], Frozen]] = {}
 
     def holder_of(self, path: str) -> Holder | None:
         """Whose attribute it is, one that is not there yet included."""
@@ -201,24 +209,46 @@ class _Beginning:
 
     def moved(self) -> Iterator[tuple[str, Any]]:
         """The attributes that are not what they were at that moment."""
+        return ((path, value) for path, value, _ in self.changes())
+
+    def changes(self, *, quick: bool = False) -> Iterator[tuple[str, Any, Frozen]]:
+        """The same with their frozen values; `quick` as in `HiddenState.frozen`."""
         for one in self._watched:
+            if one.still and one.untouched():
+                continue
             names = tuple(one.holder.names())
             values = [one.holder.values[name] for name in names]
             if one.still and names == one.names and all(a is b for a, b in zip(values, one.values, strict=True)):
                 continue
             before = dict(zip(one.names, one.values, strict=True))
             for name, value in zip(names, values, strict=True):
-                if self._has_moved(f"{one.holder.path}.{name}", value, before.get(name, _MISSING)):
-                    yield f"{one.holder.path}.{name}", value
+                path = f"{one.holder.path}.{name}"
+                frozen = self._moved_to(path, value, before.get(name, _MISSING), quick=quick)
+                if frozen is not None:
+                    yield path, value, frozen
 
-    def _has_moved(self, path: str, value: Any, before: Any) -> bool:
+    def _moved_to(self, path: str, value: Any, before: Any, *, quick: bool) -> Frozen | None:
+        """What it is now; None: what it was."""
         same = value is before
         if (same and type(value) in PLAIN) or isinstance(value, REFERENCES):
-            return False
+            return None
         if is_iterator(value):
-            return True
-        frozen, begun = freeze(value, self._address_of_saved), self.frozen.get(path)
-        return frozen != begun or (frozen[0] == "object" and not same)
+            return ("iterator",)
+        frozen = self._freeze(path, value, quick=quick)
+        return frozen if frozen != self.frozen.get(path) or (frozen[0] == "object" and not same) else None
+
+    def _freeze(self, path: str, value: Any, *, quick: bool) -> Frozen:
+        if not isinstance(value, torch.Tensor | np.ndarray):
+            return freeze(value, self._address_of_saved)
+        version = (
+            (address(value), value._version) if isinstance(value, torch.Tensor) and not value.is_inference() else ()
+        )
+        seen = self._looked_at.get(path) if quick else None
+        if seen is not None and seen[0] is value and seen[1] == version:
+            return seen[2]
+        frozen = freeze(value, self._address_of_saved)
+        self._looked_at[path] = value, version, frozen
+        return frozen
 
 
 class _Watched:
@@ -227,16 +257,22 @@ class _Watched:
     `still`: nothing changes in it unless an attribute becomes another object.
     """
 
-    __slots__ = ("holder", "names", "still", "values")
+    __slots__ = ("_all_names", "_all_values", "holder", "names", "still", "values")
 
     def __init__(self, holder: Holder) -> None:
         self.holder = holder
         self.names = tuple(holder.names())
         self.values = [holder.values[name] for name in self.names]
+        self._all_names, self._all_values = list(holder.values), list(holder.values.values())
         self.still = all(
             isinstance(one, (*PLAIN, *REFERENCES)) or freeze(one, depth=0)[0] in ("object", "text")
             for one in self.values
         ) and not any(isinstance(one, dict | list | set | tuple | collections.deque) for one in self.values)
+
+    def untouched(self) -> bool:
+        """Whether every attribute is the object that it was, those that are not looked at included. Cheap."""
+        values = self.holder.values
+        return list(values) == self._all_names and all(map(operator.is_, values.values(), self._all_values))
 
 
 # ---- putting back

@@ -195,13 +195,14 @@ def draws_at_start_only(loader: DataLoader[Any]) -> bool:
 def holders(loader: DataLoader[Any]) -> list[tuple[str, Any]]:
     """The loader and the samplers reachable from it, each once, with the path that leads there."""
     found: list[tuple[str, Any]] = [("loader", loader)]
+    seen = {id(loader)}
     queue = [("batch_sampler", getattr(loader, "batch_sampler", None)), ("sampler", getattr(loader, "sampler", None))]
-    while queue and len(found) <= _MAX_SAMPLERS:
-        path, sampler = queue.pop(0)
+    for path, sampler in queue:  # it grows meanwhile
         if isinstance(sampler, StandIn):
             sampler = sampler.inner
-        if sampler is None or isinstance(sampler, _SCALARS) or any(sampler is seen for _, seen in found):
+        if sampler is None or id(sampler) in seen or isinstance(sampler, _SCALARS) or len(found) > _MAX_SAMPLERS:
             continue
+        seen.add(id(sampler))
         found.append((path, sampler))
         queue += [(f"{path}.{name}", getattr(sampler, name, None)) for name in ("sampler", "batch_sampler")]
     return found
@@ -240,6 +241,8 @@ def _attributes(holder: Any) -> list[tuple[str, Any]]:
 
 
 def _kind(value: object) -> str | None:
+    if type(value) in _SCALARS:
+        return None  # it is asked for every attribute at every boundary
     if isinstance(value, torch.Generator):
         return "torch"
     if isinstance(value, random.Random):

@@ -243,7 +243,7 @@ class Failing:
             versions=self._tensors.versions(),
             seen=compared,
             obstacle=obstacle,
-            attributes=self._audit.frozen(),
+            attributes=self._audit.frozen(quick=True),
         )
 
     def _others(self) -> dict[str, Any]:

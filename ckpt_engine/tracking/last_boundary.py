@@ -21,6 +21,7 @@ R = TypeVar("R")
 
 MOST_BYTES = 1 << 20
 _MOST_VALUES = 256
+_PLAIN = (float, int, str, bool, type(None), bytes, PurePath)
 _SHARE = 0.5
 AGAIN = 64
 """Boundaries after which what was found out about a run is looked at again."""
@@ -176,16 +177,17 @@ def fingerprint(value: Any) -> Any:
     Raises:
         ImpossibleError: `value` holds what cannot be compared at every step.
     """
-    if value is None or isinstance(value, bool | int | float | str | bytes | PurePath):
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, _PLAIN):
         return value
     if isinstance(value, torch.Tensor):
         if value.device.type != "cpu" or value.numel() > _MOST_VALUES:
             raise ImpossibleError("a tensor that is too large to be compared at every step")
         return (tuple(value.shape), value.detach().tolist())
-    if isinstance(value, Mapping):
-        return [(key, fingerprint(item)) for key, item in value.items()]
-    if isinstance(value, list | tuple):
-        return [fingerprint(item) for item in value]
+    if kind is dict or isinstance(value, Mapping):
+        return [(key, item if type(item) in _PLAIN else fingerprint(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [item if type(item) in _PLAIN else fingerprint(item) for item in value]
     raise ImpossibleError(f"a {type(value).__name__}, which cannot be compared at every step")
 
 

@@ -92,8 +92,7 @@ class Tracker:
         saver = Saver(engine, self._taker, self._stopping, self._cadence, self._lazy, trainer)
         self._failing = Failing(parts, self._capture, self._audit, surroundings, saver)
         self._steps = 0
-        self._counted = False
-        self._dirty = False
+        self._counted = self._dirty = False
         self._boundaries_missed = 0
         self._stepped: set[int] = set()
         self._ids = {id(optimizer) for optimizer in parts.optimizers.values()}
@@ -101,8 +100,7 @@ class Tracker:
         self._due: set[Feed] = set()
         self._training: Feed | None = None
         self._resumed: Feed | None = None
-        self._restoring = False
-        self._begun_again = False
+        self._restoring = self._begun_again = False
         self._gradients = GradientWatch(parts, self._trains_again)
         self._reloaded: list[Feed] = []
         self._announced = False

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, ParallelStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    SingleDeviceStrategy,
+)
 
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
@@ -27,9 +33,9 @@ def ranks_of(trainer: pl.Trainer, module: pl.LightningModule) -> Ranks | None:
     Raises:
         ConfigError: a strategy whose state is divided in ways that are not supported.
     """
-    if trainer.world_size == 1:
-        return None
     strategy = trainer.strategy
+    if trainer.world_size == 1 or isinstance(strategy, SingleDeviceStrategy):
+        return None
     # Kinds of DDP divide the optimizer's state.
     if type(strategy) not in (DDPStrategy, ModelParallelStrategy) and not isinstance(strategy, FSDPStrategy):
         raise ConfigError(

@@ -145,6 +145,7 @@ class FitRun:
         """Leave the trainer as it was found."""
         self.watches.close()
         self._internals.unwrap()
+        self.telemetry.hide(self._internals.metric_tables["progress_bar"])
         self._step_fence.remove()
         self._loaders.release()
         self._internals.set_callbacks(

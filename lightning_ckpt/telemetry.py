@@ -71,3 +71,8 @@ class Telemetry:
             bar["ckpt_every"] = float(interval)
         if self._metrics.committed:
             bar["ckpt_age_s"] = float(round(self._cadence.age_of_last_durable()))
+
+    def hide(self, bar: dict[str, Any]) -> None:
+        """Take them out again: after training the table is the user's alone."""
+        for name in BAR_NAMES:
+            bar.pop(name, None)

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
@@ -14,6 +15,7 @@ from torch import nn
 
 from ckpt_engine.errors import UnstorableLeafError
 from lightning_ckpt import AdaptiveCheckpoint
+from lightning_ckpt.ranks import ranks_of
 from tests.lightning.runs import Case, EverySnapshotIsDurable, Model, every_batch, fit, only, resumer, saved, tail
 
 
@@ -129,3 +131,11 @@ def test_what_cannot_be_stored_any_more_does_not_end_a_long_run(
     else:
         with pytest.raises(UnstorableLeafError, match="odd"):
             fit(Case(), callbacks, max_epochs=2)
+
+
+def test_a_strategy_of_one_device_is_one_process(tmp_path: Path) -> None:
+    """Whatever world size a test has given it."""
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
+    trainer.strategy.world_size = 2  # type: ignore[attr-defined]
+    assert trainer.world_size == 2
+    assert ranks_of(trainer, pl.LightningModule()) is None

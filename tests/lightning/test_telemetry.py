@@ -45,10 +45,11 @@ def test_loggers_get_stall_interval_bytes_and_age(tmp_path: Path) -> None:
 
 
 def test_the_progress_bar_shows_four_numbers(tmp_path: Path) -> None:
-    """They are not metrics of the run: callbacks and checkpoints do not see them."""
+    """They are not metrics of the run: callbacks and checkpoints do not see them, and they are gone after training."""
     bar = ReadsBar()
     outcome = fit(Case(), [*every_batch(tmp_path), bar])
     ours = {name for name in bar.shown[-1] if name.startswith("ckpt_")}
     assert ours == {"ckpt_stall_ms", "ckpt_every", "ckpt_MB", "ckpt_age_s"}
+    assert not [name for name in outcome.trainer.progress_bar_metrics if name.startswith("ckpt")]
     assert not [name for name in outcome.trainer.callback_metrics if name.startswith("ckpt")]
     assert not [name for name in outcome.trainer.logged_metrics if name.startswith("ckpt")]

@@ -84,6 +84,7 @@ class AdaptiveCheckpoint(Tracker):
             engine.close()
             raise
         internals.before_end_training(self.close)
+        internals.instead_of_skipping(self._goes_on)
         self._handle = accelerator.register_load_state_pre_hook(self._before_load_state)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -95,6 +96,13 @@ class AdaptiveCheckpoint(Tracker):
         super().release()
         self._internals.unwrap()
         self._handle.remove()
+
+    def _goes_on(self, loader: Any, batches: int) -> bool:
+        """A script that skips what was trained, as one had to do before: after a resume the loader does that itself."""
+        there = self.stands_at(loader)
+        if there is not None:
+            self.note(f"skip_first_batches(loader, {batches}) skips nothing: the loader goes on after {there} batches")
+        return there is not None
 
     def _before_load_state(self, models: list[Any], input_dir: str) -> None:  # noqa: ARG002
         self.abandon_resume()

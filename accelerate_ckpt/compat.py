@@ -76,7 +76,7 @@ class Internals:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator: Any = accelerator
-        self._end_training: Any = None
+        self._wrapped: dict[str, Any] = {}
 
     # ---- probing
 
@@ -164,15 +164,29 @@ class Internals:
             finally:
                 original()
 
-        self._end_training = vars(self._accelerator).get("end_training")
-        self._accelerator.end_training = end_training
+        self._wrap("end_training", end_training)
+
+    def instead_of_skipping(self, goes_on: Callable[[Any, int], bool]) -> None:
+        """`accelerator.skip_first_batches(loader, n)` returns the loader itself where `goes_on(loader, n)`."""
+        original = self._accelerator.skip_first_batches
+
+        def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+            return dataloader if goes_on(dataloader, num_batches) else original(dataloader, num_batches)
+
+        self._wrap("skip_first_batches", skip_first_batches)
+
+    def _wrap(self, name: str, replacement: Callable[..., Any]) -> None:
+        self._wrapped[name] = vars(self._accelerator).get(name)
+        setattr(self._accelerator, name, replacement)
 
     def unwrap(self) -> None:
-        """Put `end_training` back."""
-        if self._end_training is not None:
-            self._accelerator.end_training = self._end_training
-        else:
-            vars(self._accelerator).pop("end_training", None)
+        """Put the methods back."""
+        while self._wrapped:
+            name, before = self._wrapped.popitem()
+            if before is not None:
+                setattr(self._accelerator, name, before)
+            else:
+                vars(self._accelerator).pop(name, None)
 
 
 def source_of(loader: Any) -> Source:

@@ -203,6 +203,11 @@ class Resume:
             on_change = OnChange(self._engine.config.data)
             feed.load(state, self._own["rng"] if feed.name == self._own["training"] else None, on_change)
 
+    def note(self, text: str) -> None:
+        """One more sentence for the report."""
+        if self._draft is not None:
+            self._draft.notes.append(text)
+
     def publish(self) -> None:
         """Log and write the report, once."""
         if self._draft is None:

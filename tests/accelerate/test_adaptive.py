@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
 
 from accelerate_ckpt import AdaptiveCheckpoint
 from ckpt_engine.checkpointer import Checkpointer
-from ckpt_engine.errors import ConfigError, MismatchError
+from ckpt_engine.errors import ConfigError, MismatchError, ResumeError
 from tests.accelerate.runs import durable, make_accelerator, train_accelerate
 from tests.tracking.runs import (
     LOADERS,
@@ -327,3 +327,49 @@ def test_the_scaler_is_saved_and_skipped_steps_are_not_counted(tmp_path: Path) -
     assert 0 < len(resumed) < len(reference)
     assert resumed == reference[-len(resumed) :]
     assert same(found, weights)
+
+
+class Skips(Script):
+    """As Accelerate's own examples resume: the first epoch leaves out what was trained."""
+
+    def train_epochs(self, skip: Any) -> None:
+        ckpt = self.ckpt
+        assert ckpt is not None
+        first, done, prepared = ckpt.epoch, ckpt.resumed_batches, self.loader
+        for epoch in range(first, 3):
+            self.loader = skip(prepared, done) if epoch == first and done else prepared
+            self.train(-1)
+
+
+@pytest.mark.parametrize("batch", [2, 4])
+def test_a_script_that_skips_by_itself_skips_once(batch: int, tmp_path: Path) -> None:
+    """`accelerator.skip_first_batches` of a loader that stands behind these batches gives the loader."""
+    whole = Skips()
+    whole.track(every_boundary(tmp_path / "run"))
+    whole.train_epochs(None)
+    whole.accelerator.end_training()
+    snapshot = next(one for one in saved(tmp_path / "run") if (one.epoch, one.batch) == (1, batch))
+    root = only(tmp_path / "run", snapshot, tmp_path / "one")
+    resumed = Skips(seed=9)
+    resumed.track(resume_only(root))
+    resumed.train_epochs(resumed.accelerator.skip_first_batches)
+    assert resumed.ids == whole.ids[len(whole.ids) - len(resumed.ids) :]
+    assert len(resumed.ids) == len(whole.ids) - 6 - batch
+    assert resumed.losses == whole.losses[len(whole.losses) - len(resumed.losses) :]
+    assert any("skip_first_batches" in note for note in report(root).notes)
+    resumed.accelerator.end_training()
+    assert "skip_first_batches" not in vars(resumed.accelerator)
+
+
+def test_a_script_that_skips_behind_our_back_is_stopped(tmp_path: Path) -> None:
+    """The function makes a loader that is not followed: no step is done with its batches."""
+    first = Script()
+    first.track(every_boundary(tmp_path))
+    first.train(3)
+    resumed = Skips(seed=9)
+    ckpt = resumed.track(resume_only(tmp_path))
+    before = [one.detach().clone() for one in resumed.model.parameters()]
+    with pytest.raises(ResumeError, match=r"not followed.*without skip_first_batches"):
+        resumed.train_epochs(skip_first_batches)
+    assert all(map(torch.equal, resumed.model.parameters(), before))
+    ckpt.release()

@@ -18,7 +18,7 @@ from accelerate_ckpt.parts import AcceleratedParts
 from accelerate_ckpt.ranks import ranks_of
 from accelerate_ckpt.transformers_compat import TrainerInternals, trainer_above
 from accelerate_ckpt.transformers_ranks import meet
-from accelerate_ckpt.transformers_state import NOTE, TrainerSurroundings, as_file, steps_before
+from accelerate_ckpt.transformers_state import NOTE, PACE, SHIFT, TrainerSurroundings, as_file, steps_before
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.convert import transformers_folder
@@ -83,6 +83,8 @@ class TransformersCallback(TrainerCallback):
         self._evaluations: dict[str, Any] = {}
         self._step = self._saved_step = 0
         """From which transformers counts on, and that of the snapshot: others where the loader has changed."""
+        self._shift = 0
+        """By how many steps it counts more than were trained, since the run began."""
         self._saved_epoch = 0
         """In which the loader continues. The tracker counts no epoch whose steps a GradScaler has all skipped."""
         self._idle = dict(vars(self))
@@ -215,7 +217,9 @@ class TransformersCallback(TrainerCallback):
         source = source_of(objects["train_dataloader"])
         native.reset(source.base)
         more = {"scheduler": objects["lr_scheduler"]}
-        surroundings = TrainerSurroundings(trainer, internals, self)
+        if resumed and args.max_steps > 0:
+            state.max_steps += self._shift  # as many steps are left as the user has asked for
+        surroundings = TrainerSurroundings(trainer, internals, self, self._shift if resumed else 0)
         self._tracker = tracker = Tracker(
             engine,
             AcceleratedParts(trainer.accelerator, private, more, grows=True),
@@ -309,14 +313,16 @@ class TransformersCallback(TrainerCallback):
         self._evaluations[name] = loader
         self._tracker.follow(f"evaluation {name}", source)
 
-    def _recount(self, state: Mapping[str, Any], batches: int, loader: Any, steps: int) -> None:
+    def _recount(self, state: Mapping[str, Any], batches: int, loader: Any, steps: int) -> int:
         """transformers computes epoch and batch from a number of steps: that of the loader as it is now."""
         if self._trainer is None or self._folder is None:
-            return
+            return 0
         on_change = OnChange(self.config.data)
         length = length_of(loader) or 0
         self._step = steps_before(state, batches, self._trainer, length, steps, on_change) if length else self._step
         (self._folder / _FILE).write_text(as_file({**state, "global_step": self._step}), encoding="utf-8")
+        self._shift = int((state.get(PACE) or {}).get(SHIFT, 0)) + self._step - self._saved_step
+        return self._shift
 
     def _skip(self, loader: Any, batches: int) -> Any:
         """Instead of `skip_first_batches`: the loader itself stands after these batches."""

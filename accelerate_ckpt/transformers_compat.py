@@ -155,13 +155,19 @@ class TrainerInternals:
         while self._before:
             self._put_back(next(iter(self._before)))
 
-    def recount_with(self, recount: Callable[[Any, int], None]) -> None:
-        """`recount(loader, steps_of_an_epoch)` runs before the trainer reads where it resumes. Undone by `unwrap`."""
+    def recount_with(self, recount: Callable[[Any, int], int]) -> None:
+        """`recount(loader, steps_of_an_epoch)` runs before the trainer reads where it resumes. Undone by `unwrap`.
+
+        It returns by how many steps the trainer counts more than it trains: so many more are in the epochs that it
+        needs for its `max_steps`.
+        """
 
         def set_initial_training_values(args: Any, dataloader: Any, *more: Any, **named: Any) -> Any:
-            values = original(args, dataloader, *more, **named)
-            recount(dataloader, int(values[1]))
-            return values
+            epochs, steps, *others = original(args, dataloader, *more, **named)
+            shift = recount(dataloader, int(steps))
+            if shift and args.max_steps > 0:
+                epochs = -(-(args.max_steps + shift) // steps)
+            return epochs, steps, *others
 
         original = self._replace("set_initial_training_values", set_initial_training_values)
 

@@ -23,6 +23,8 @@ NOTE = TRAINER_STATE
 """The key in a manifest's notes under which `resume_from` finds the trainer's state."""
 PACE = "pace"
 """Its entry that says how many samples there are, and in a step."""
+SHIFT = "shift"
+"""In that entry: by how many steps the trainer counts more than were trained, as another loader had others."""
 _LONG = "log_history"
 _RANKS = "ranks"
 _SINCE_THE_RESUME = "the next logged loss covers only the steps since the resume"
@@ -35,14 +37,16 @@ class TrainerSurroundings:
         trainer: that trains.
         internals: of the trainer.
         own: our callback, which has no state of its own.
+        shift: by how many steps the trainer counts more than were trained.
     """
 
-    def __init__(self, trainer: Trainer, internals: TrainerInternals, own: object) -> None:
+    def __init__(self, trainer: Trainer, internals: TrainerInternals, own: object, shift: int) -> None:
         self._trainer = trainer
         self._internals = internals
         self._own = own
         self._rank, self._size = trainer.accelerator.process_index, trainer.accelerator.num_processes
         self._history: list[Any] = []
+        self._shift = shift
         self.streams: Mapping[str, Any] | None = None
         """Random streams of an imported checkpoint, which belong right before the first step."""
         model = trainer.model
@@ -61,6 +65,7 @@ class TrainerSurroundings:
             self._internals.running_loss(),
             self._files,
             self._trainer,
+            self._shift,
         )
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
@@ -71,7 +76,8 @@ class TrainerSurroundings:
         loss["last_logged"] += moved
         missing = []
         if moved and not self._rank:
-            why = f"with this loader an epoch has another number of steps: the trainer counts on {moved:+d} from there"
+            until = ", and as much further to max_steps" if self._trainer.args.max_steps > 0 else ""
+            why = f"with this loader an epoch has other steps: the trainer counts on {moved:+d} from there{until}"
             missing.append(NotRestored("count of steps", f"{why}, and the schedule of learning rates does not"))
         if not self._internals.restore_running_loss(loss):
             missing.append(NotRestored("running loss", _SINCE_THE_RESUME))
@@ -141,6 +147,7 @@ class _Moment:
         loss: the running loss.
         files: what an export needs besides the weights.
         trainer: whose they are.
+        shift: see `TrainerSurroundings`.
     """
 
     values: Mapping[str, Any]
@@ -149,6 +156,7 @@ class _Moment:
     loss: Mapping[str, Any]
     files: Mapping[str, str]
     trainer: Trainer
+    shift: int
 
     def dump(self) -> dict[str, Any]:
         state = self._state()
@@ -166,7 +174,7 @@ class _Moment:
         # The history grows with the run, and nobody needs it before the snapshot is loaded; nor a best metric that is
         # NaN, which is no JSON: `restore` has it from `dump`.
         state = {name: None if _is_endless(value) else value for name, value in self._state().items()}
-        return {NOTE: {**state, _LONG: [], PACE: pace_of(self.trainer)}}
+        return {NOTE: {**state, _LONG: [], PACE: {**pace_of(self.trainer), SHIFT: self.shift}}}
 
     def _state(self) -> dict[str, Any]:
         # Callbacks' states are ours to restore: transformers would make new callbacks of them.

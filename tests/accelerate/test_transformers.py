@@ -162,6 +162,27 @@ def test_another_batch_size_in_the_middle_of_an_epoch_is_the_users_choice(tmp_pa
     assert trained(left) == 1 + 3  # 6 of 22 samples are left
 
 
+@pytest.mark.parametrize(("batch", "place", "left"), [(8, (1, 4), 5), (2, (2, 1), 2)])
+def test_max_steps_is_the_number_of_steps_of_the_whole_run(
+    batch: int, place: tuple[int, int], left: int, tmp_path: Path
+) -> None:
+    """Also where the steps before the resume are counted again, as those of another loader; and in a second resume."""
+    steps = {"max_steps": 15}
+    train_hf(steps, every_boundary(tmp_path / "run"), tmp_path / "out")
+    snapshot = next(one for one in saved(tmp_path / "run") if (one.epoch, one.batch) == place)
+    root = only(tmp_path / "run", snapshot, tmp_path / "1")
+    changed = {**steps, "per_device_train_batch_size": batch}
+    options = {**every_boundary(root), "data": "restart_epoch"}
+    again = train_hf(changed, options, tmp_path / "out", seed=11)
+    assert trained(again) == left
+    assert any("as much further to max_steps" in one.why for one in report(root).not_restored)
+    later = next(one for one in saved(root) if one.step == snapshot.step + 1)
+    second = train_hf(changed, resume_only(only(root, later, tmp_path / "2")), tmp_path / "out", seed=12)
+    assert trained(second) == left - 1
+    assert second.trace == again.trace[len(again.trace) - len(second.trace) :]
+    assert second.digest["weights"] == again.digest["weights"]
+
+
 def test_between_epochs_a_grown_dataset_goes_on(tmp_path: Path) -> None:
     """A finished run that is trained longer, on more."""
     train_hf({}, every_boundary(tmp_path / "run"), tmp_path / "out")

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accelerate_ckpt.compat import Internals
 from accelerate_ckpt.parts import AcceleratedParts
@@ -16,7 +18,7 @@ from accelerate_ckpt.surroundings import Accumulation
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config
 from ckpt_engine.data import native
-from ckpt_engine.errors import ConfigError
+from ckpt_engine.errors import ConfigError, ResumeError
 from ckpt_engine.tracking.tracker import Tracker
 
 
@@ -85,6 +87,7 @@ class AdaptiveCheckpoint(Tracker):
             raise
         internals.before_end_training(self.close)
         internals.instead_of_skipping(self._goes_on)
+        self._before_step = register_optimizer_step_pre_hook(self._before_first_step)
         self._handle = accelerator.register_load_state_pre_hook(self._before_load_state)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -95,14 +98,29 @@ class AdaptiveCheckpoint(Tracker):
         """Leave accelerator, loaders and optimizers as they were found, without a final snapshot."""
         super().release()
         self._internals.unwrap()
+        self._before_step.remove()
         self._handle.remove()
 
     def _goes_on(self, loader: Any, batches: int) -> bool:
         """A script that skips what was trained, as one had to do before: after a resume the loader does that itself."""
-        there = self.stands_at(loader)
-        if there is not None:
-            self.note(f"skip_first_batches(loader, {batches}) skips nothing: the loader goes on after {there} batches")
-        return there is not None
+        feed = next((one for one in self._feeds if self._sources[one.name].outer is loader), None)
+        if feed is None or not (self._restoring and feed.resuming):
+            return False
+        said = f"skip_first_batches(loader, {batches}) skips nothing: the loader goes on after {feed.delivered} batches"
+        self._resume.note(said)
+        return True
+
+    def _before_first_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """A loader that the function `skip_first_batches` has made is not followed, and what it gave is not ours."""
+        feed = self._training
+        waits = self._restoring and feed is not None and feed.resuming
+        if waits and not self._recent and not self._begun_again and id(optimizer) in self._ids:
+            assert feed is not None
+            raise ResumeError(
+                f"the resumed run trains on batches of a loader that is not followed: {feed.name!r}, whose next pass "
+                f"starts after {feed.delivered} batches, was not asked for any",
+                hint="iterate the loader itself: a resumed epoch starts in its middle, without skip_first_batches",
+            )
 
     def _before_load_state(self, models: list[Any], input_dir: str) -> None:  # noqa: ARG002
         self.abandon_resume()

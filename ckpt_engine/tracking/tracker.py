@@ -11,10 +11,10 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckpt_engine.audit.audit import Audit, roots_of_loader
-from ckpt_engine.errors import CkptError, ResumeError
+from ckpt_engine.errors import CkptError
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
@@ -117,7 +117,6 @@ class Tracker:
             raise
         self._fence = StepFence(self.before_update)
         self._fence.install()
-        self._before = register_optimizer_step_pre_hook(self._before_step)
         self._after = register_optimizer_step_post_hook(self._after_step)
         engine.tenure.release = self._abandoned
         self._cadence.start(self._steps)
@@ -203,7 +202,6 @@ class Tracker:
         self._begun_again = True
         self._settle()
         self._fence.remove()
-        self._before.remove()
         self._after.remove()
         self._release_feeds()
 
@@ -249,15 +247,6 @@ class Tracker:
     def failed_with(self, error: BaseException) -> None:
         """An exception has left the loop: make its last boundary durable where that is exact. Never raises."""
         self._failing.end(error)
-
-    def stands_at(self, loader: Any) -> int | None:
-        """After how many batches the next pass of a loader starts, as it resumes there; None: it does not resume."""
-        feed = next((one for one in self._feeds if self._sources[one.name].outer is loader), None)
-        return feed.delivered if self._restoring and feed is not None and feed.resuming else None
-
-    def note(self, text: str) -> None:
-        """A sentence for the resume report, while that is not final."""
-        self._resume.note(text)
 
     def abandon_resume(self) -> None:
         """The script loads another state itself: positions and streams of the snapshot do not count any more."""
@@ -321,17 +310,6 @@ class Tracker:
             self._failing.left()
         elif self._steps and began is not None:
             self.evaluated(time.monotonic() - began)
-
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        feed = self._training
-        if not (self._restoring and feed is not None and feed.resuming) or self._recent or self._begun_again:
-            return
-        if id(optimizer) in self._ids:
-            raise ResumeError(
-                f"the resumed run trains on batches of a loader that is not followed: {feed.name!r}, whose next pass "
-                f"starts after {feed.delivered} batches, was not asked for any",
-                hint="iterate the loader itself: a resumed epoch starts in its middle, without skip_first_batches",
-            )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if id(optimizer) not in self._ids:

@@ -124,13 +124,16 @@ class Checkpointer:
         self._tracker = track_objects(self, objects)
         return self._tracker
 
-    def start(self) -> None:
+    def start(self, *, resumes: bool = False) -> None:
         """Take the run's lease and start the writer, unless that is done.
 
         Waits up to a minute for a writer that is still finishing the snapshots of a crashed trainer. If that writer
         offers the last one from memory (memory tier), the wait goes on in the background after half a second: `ready`
         is False until it is over, and `wait` waits for it. Another Checkpointer of this process that writes the run is
         closed first, as after a notebook's cell that has failed.
+
+        Args:
+            resumes: `choose` or `load` comes next: what these need is made ready meanwhile.
 
         Raises:
             ClosedError: this one is closed, or a newer one of this process has taken the run over.
@@ -139,6 +142,8 @@ class Checkpointer:
             WriterError: the writer does not start.
         """
         self.tenure.claim()
+        if resumes:
+            self._reach.open_ahead()
         self._reach.attach()
         self._pipeline.start()
 
@@ -436,9 +441,11 @@ class Checkpointer:
     def _emit(self, event: Event) -> None:
         if isinstance(event, TierDegraded) and event.fatal:
             self._fatal.append(event)
-        elif isinstance(event, TierDegraded) and event.tier in self._reach.away:
+        elif isinstance(event, TierDegraded):
+            # At the end the line about what is missing says it.
+            known = event.tier in self._reach.away or (self._closing and self._reach.is_further(event.tier))
             self._reach.away.discard(event.tier)
-            event = replace(event, known=True)
+            event = replace(event, known=known)
         self.events.emit(event)
 
     def _tell(self, found: restore.Loaded) -> None:

@@ -120,7 +120,7 @@ class Resume:
             return
         root = self._checkpointer.root_url
         if self._loaders is not None:
-            self._checkpointer.start()
+            self._checkpointer.start(resumes=True)
         candidate = self._checkpointer.choose(check=self._fits)
         hpc = self._newer_hpc(candidate.info if candidate else None)
         if hpc is not None:

@@ -185,8 +185,10 @@ class Client(abc.ABC):
                 announce(logging.getLogger(LOGGER_NAME), line)
             while not closed.wait(min(_LOOK_SECONDS, max(0.0, self._close_by - time.monotonic()))):
                 if self._only_copies and hurries():
+                    self._say_left()
                     return self._leave_copies()
                 if time.monotonic() >= self._close_by:
+                    self._say_left()
                     return False
             return True
         except KeyboardInterrupt:
@@ -202,6 +204,12 @@ class Client(abc.ABC):
     @abc.abstractmethod
     def _leave_copies(self) -> bool:
         """The user does not want to wait for further tiers; True."""
+
+    def _say_left(self) -> None:
+        """That the trainer waits for copies no more, where nobody has said it."""
+        if self._only_copies and not self._said_copies:
+            text = f"not everything is on the further tiers yet; {self._goes_on_with_copies}"
+            self._mailbox.hear(protocol.event(Notice("WARNING", text)))
 
     def _copies_remain(self, body: Body) -> None:
         """Take a `copying`, on the thread that hears it."""

@@ -140,17 +140,26 @@ class FarStorage:
         with self._asking() as storage:
             return storage.free_bytes()
 
-    @contextmanager
-    def _asking(self) -> Iterator[Storage]:
+    def open_ahead(self) -> None:
+        """Open it; whoever asks it is told what is wrong."""
+        with suppress(CkptError):
+            self._storage()
+
+    def _storage(self) -> Storage:
         with self._lock:
             if self._opened is None:
                 storage = self._open()
                 if isinstance(storage, Prepared):
                     storage.prepare()
                 self._opened = storage
+            return self._opened
+
+    @contextmanager
+    def _asking(self) -> Iterator[Storage]:
+        storage = self._storage()
         self._signs.asked()
         try:
-            yield self._opened
+            yield storage
         finally:
             self._signs.answered()
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_engine.config import Config
+from ckpt_engine.config import Config, Tier
 from ckpt_engine.errors import WaitTimeoutError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.persist.taking import let_finish
@@ -15,7 +16,7 @@ from ckpt_engine.restore import shares, together
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.line import before_of
 from ckpt_engine.restore.memory import MemoryPlace, answers, attach, is_held
-from ckpt_engine.restore.places import place_of
+from ckpt_engine.restore.places import FarStorage, place_of
 from ckpt_engine.snapshot.owners import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.store.lines import continued
@@ -47,6 +48,7 @@ class Reach:
         self._owner = owner
         self._attached: MemoryPlace | None = None
         self._mute = False
+        self._far: dict[str, FarStorage] = {}
         self.away: set[str] = set()
         """Places that the last load has gone without, which it says."""
 
@@ -103,13 +105,28 @@ class Reach:
         self._owner.settle_older()
         return place_of(self._config.tiers[0])
 
+    def open_ahead(self) -> None:
+        """Have the libraries of object stores imported while something else is waited for; nothing is asked."""
+        for tier in self._config.tiers:
+            if not tier.is_folder and tier.url not in self._far:
+                self._far[tier.url] = storage = FarStorage(tier.url, tier.for_storage())
+                threading.Thread(target=storage.open_ahead, name="ckpt-open", daemon=True).start()
+
+    def is_further(self, url: str) -> bool:
+        """Whether that is how a further tier is called in events."""
+        return any(self._place(tier).storage.url == url for tier in self._config.tiers[1:])
+
+    def _place(self, tier: Tier) -> Repository:
+        far = self._far.get(tier.url)
+        return place_of(tier) if far is None else Repository(far)
+
     def places(self) -> list[Repository]:
         """All of them, nearest first."""
         self._owner.settle_older()
         if self._session is None:  # of several ranks all attach at once, and one may look alone
             self.attach()
         memory = [self._attached.repository] if self._attached is not None else []
-        return memory + [place_of(tier) for tier in self._config.tiers]
+        return memory + [self._place(tier) for tier in self._config.tiers]
 
     def attach(self) -> None:
         """Reach for the snapshot that the writer of a dead trainer offers, before a new writer takes its place."""

@@ -106,7 +106,7 @@ class Tracker:
         self._announced = False
         self._asked_at: dict[Feed, float] = {}
         self._closed = False
-        engine.start()
+        engine.start(resumes=not fresh and engine.config.resume != "off")
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
         self._feeds = [Feed(name, source, self) for name, source in sources.items()]
         self._resume = Resume(engine, parts, self._feeds, surroundings, folder, self._log, self._audit, fresh)

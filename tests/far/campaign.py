@@ -86,14 +86,16 @@ class Cell:
     def misses(self) -> list[str]:
         """The bars that are missed."""
         ours = self.ours
-        waits = [line for line in ours.said_at_the_end if "waiting for the last copies" in line]
+        # A wait is one event, what comes of it another one.
+        waits = [[line for line in lines if "waiting for " in line] for lines in (ours.said, ours.said_at_the_end)]
+        words = [len(ours.said) - len(waits[0]), len(ours.said_at_the_end) - len(waits[1]), *map(len, waits)]
         late = ours.leaving > self.without.leaving + EXIT_BAR_SECONDS
         heard = ours.said or ours.said_at_the_end or self.copied
         found = {
             "first step": self.first_later > FIRST_BAR_SECONDS,
             "exit": self.exit_later > self.exit_bar,
             "lost": ours.status != 0 or ours.durable != ours.steps or ours.steps == 0,
-            "lines": len(ours.said) > 1 or len(ours.said_at_the_end) - len(waits) > 1 or len(waits) > 1,
+            "lines": max(words) > 1,
             "silent": not heard or (late and not ours.said_at_the_end),
             "baseline": self.without.status != 0,
         }

@@ -199,6 +199,22 @@ def test_ctrl_c_ends_the_wait_for_copies(run: Run, monkeypatch: pytest.MonkeyPat
     is_copied_at_last(run)
 
 
+def test_an_end_without_time_says_that_copies_are_missing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stop leaves less than the tier needs to tell what it lacks."""
+    run.start(drain_seconds=WAIT_SECONDS)
+    run.weather[run.far].gate.clear()
+    run.save(1)
+    assert run.weather[run.far].reached.wait(WAIT_SECONDS)
+    monkeypatch.setattr(client, "TELL_SECONDS", 0.0)
+    assert run.client is not None
+    assert run.client.close(WAIT_SECONDS, hurries=lambda: True)
+    assert [one.message for one in run.all(Notice)] == [
+        "not everything is on the further tiers yet; the writer thread goes on with it as long as this process lives, "
+        "and then the next run does"
+    ]
+    is_copied_at_last(run)
+
+
 def test_what_was_not_copied_at_the_end_the_next_run_copies(run: Run) -> None:
     """The writer was killed with the machine's job, say."""
     run.start(drain_seconds=WAIT_SECONDS, end_wait_seconds=0.0)

@@ -267,8 +267,6 @@ def test_a_resume_does_not_wait_for_a_further_place_that_gives_no_sign(
     for limit in ("ANSWER_SECONDS", "LONGER_SECONDS"):
         monkeypatch.setattr(places, limit, 100 * WAIT_SECONDS)
     monkeypatch.setattr(places, "SILENT_SECONDS", 0.01)
-    monkeypatch.setattr(places, "TELL_SECONDS", 0.0)
-    monkeypatch.setattr(places, "announce", pytest.fail)
     found = restore.load([where(run)[0], Repository(slow)])
     assert found is not None and same(found.state, state(3))
     assert [one.url for one in found.away] == [slow.url]
@@ -417,6 +415,34 @@ def test_that_a_place_is_away_is_said_once(run: Path) -> None:
         assert [(one.tier, one.known, level_of(one)) for one in told] == [(f"file://{run / 'far'}", True, logging.INFO)]
         ckpt._emit(replace(told[0], known=False))
         assert level_of(heard[-1]) == logging.WARNING
+        ckpt._closing = True  # the line about what is missing at the end says it
+        ckpt._emit(replace(told[0], known=False))
+        assert level_of(heard[-1]) == logging.INFO
+        ckpt._emit(replace(told[0], tier=f"file://{run / 'near'}", known=False))
+        assert level_of(heard[-1]) == logging.WARNING
+        ckpt._closing = False
+
+
+def test_a_far_place_is_opened_while_the_writer_starts(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What asks it later finds it open."""
+    opened: list[str] = []
+    done = threading.Event()
+
+    def opens(url: str, _: object) -> LocalStorage:
+        if not url.startswith("s3://"):
+            return LocalStorage(url)
+        opened.append(threading.current_thread().name)
+        done.set()
+        return LocalStorage(run / "far")
+
+    monkeypatch.setattr(places, "open_storage", opens)
+    ckpt = Checkpointer(tiers=[str(run / "near"), "s3://bucket/run"])
+    monkeypatch.setattr(ckpt._pipeline, "start", lambda: done.wait(WAIT_SECONDS))
+    ckpt.start(resumes=True)
+    found = ckpt.load()
+    assert found is not None and same(found, state(3))
+    assert ckpt.loaded is not None and ckpt.loaded.away == ()
+    assert opened == ["ckpt-open"]
 
 
 def test_the_run_goes_on_when_the_near_folder_is_gone(run: Path) -> None:

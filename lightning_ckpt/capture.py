@@ -17,7 +17,7 @@ from ckpt_engine.data import rng
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.snapshot import sharding
 from ckpt_engine.snapshot.flatten import Flattener, problems
-from ckpt_engine.tracking import flags
+from ckpt_engine.tracking import flags, metrics
 from ckpt_engine.tracking.ddp_order import GradientOrder
 from ckpt_engine.tracking.packed import Packer
 from ckpt_engine.tracking.rank_values import own_values
@@ -117,7 +117,7 @@ class Capture:
                     "combined": self._internals.combined_position,
                     "progress": self._internals.progress,
                     "results": loop_state.dump_results(self._internals),
-                    "metrics": loop_state.dump_metrics(self._module),
+                    "metrics": metrics.dump(self._module),
                     "tables": self._tables(instant),
                     "flags": flags.dump_flags(self._module),
                     "flags_at_start": dict(instant.flags_at_start),

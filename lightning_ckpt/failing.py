@@ -15,10 +15,10 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torchmetrics import Metric
 
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
+from ckpt_engine.tracking import metrics
 from ckpt_engine.tracking.last_boundary import (
     ImpossibleError,
     LastBoundary,
@@ -105,7 +105,7 @@ class Failing:
         self._now: tuple[Position, int]
         self._obstacle: str | None = None
         self._loose: list[Loose] = []
-        self._metrics: list[tuple[str, Metric]] = []
+        self._metrics: list[tuple[str, torch.nn.Module]] = []
 
     def reached(self, position: Position, step: int) -> None:
         """The boundary after `step`; the next batch is asked for when this returns."""
@@ -126,7 +126,7 @@ class Failing:
         if before.obstacle:
             raise ImpossibleError(before.obstacle)
         require_unmoved(before.seen, self._seen())
-        if before.moved["metrics"].keys() != dict(loop_state.metrics_of(self._module)).keys():
+        if before.moved["metrics"].keys() != dict(metrics.found_in(self._module)).keys():
             raise ImpossibleError("the model has other metric objects than at that boundary")
         require_finite(self._trainer.optimizers)
         return replace(before, moved={**before.moved, "results": before.moved["results"]()})
@@ -158,7 +158,7 @@ class Failing:
             return Before(position, step, packed, {}, {}, {}, str(err), attributes)
         moved = {
             "results": loop_state.results_now(internals),
-            "metrics": loop_state.metrics_now(self._metrics),
+            "metrics": metrics.dump_below(self._metrics, own=True),
             "tables": loop_state.dump_tables(internals, self._hidden),
         }
         tensors = {one.key: one.tensor.detach().clone() for one in self._loose}
@@ -181,7 +181,7 @@ class Failing:
             return "nobody knows what of the model's get_extra_state the step has changed"
         try:
             self._loose = loose_tensors(module, trainer.optimizers)
-            self._metrics = loop_state.metrics_of(module)
+            self._metrics = metrics.topmost(module)
         except ImpossibleError as err:
             return str(err)
         return ""

@@ -7,7 +7,7 @@ what could not be.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -90,7 +90,7 @@ def restore_results(
 ) -> list[NotRestored]:
     """Make the accumulators again, as they were after the last trained batch."""
     missing: list[NotRestored] = []
-    metrics = dict(metrics_of(module))
+    metrics = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
     internals.results.clear()
     for key, entry in saved.items():
         meta = entry["meta"]
@@ -129,42 +129,7 @@ def _make_result(internals: Internals, trainer: pl.Trainer, entry: Mapping[str, 
     return result
 
 
-# ---- torchmetrics and the trainer's metric tables
-
-
-def metrics_of(module: torch.nn.Module) -> list[tuple[str, Metric]]:
-    """The torchmetrics objects that are submodules of the model."""
-    return [(name, m) for name, m in module.named_modules() if isinstance(m, Metric)]
-
-
-def dump_metrics(module: torch.nn.Module) -> dict[str, Any]:
-    """Their states."""
-    return {name: _metric(metric, dict) for name, metric in metrics_of(module)}
-
-
-def metrics_now(metrics: Iterable[tuple[str, Metric]]) -> dict[str, Any]:
-    """The same in memory of its own."""
-    return {name: _copied(_metric(metric, _copied)) for name, metric in metrics}
-
-
-def _metric(metric: Metric, copied: Callable[[Mapping[str, Any]], dict[str, Any]]) -> dict[str, Any]:
-    update_count, cache = metric_progress(metric)
-    return {"state": copied(metric.metric_state), "update_count": update_count, "cache": cache}
-
-
-def restore_metrics(module: torch.nn.Module, saved: Mapping[str, Any]) -> list[NotRestored]:
-    """Put the states of torchmetrics objects back."""
-    missing = []
-    live = dict(metrics_of(module))
-    for name, entry in saved.items():
-        metric = live.get(name)
-        if metric is None or set(metric.metric_state) != set(entry["state"]):
-            missing.append(NotRestored(f"metric object {name!r}", "the model has no such metric now"))
-            continue
-        for field, value in entry["state"].items():
-            setattr(metric, field, _to(value, metric.device))
-        set_metric_progress(metric, entry["update_count"], _to(entry["cache"], metric.device))
-    return missing
+# ---- the trainer's metric tables
 
 
 def _to(value: Any, device: torch.device) -> Any:

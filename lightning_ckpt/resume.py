@@ -32,7 +32,7 @@ from ckpt_engine.restore.as_rank import size_of
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
-from ckpt_engine.tracking import flags
+from ckpt_engine.tracking import flags, metrics
 from ckpt_engine.tracking.ddp_order import not_restored
 from ckpt_engine.tracking.elastic import Elastic, elastic_of, require_ranks
 from ckpt_engine.tracking.packed import unpack
@@ -160,6 +160,7 @@ class Resume:
         packed, notes = ({}, []) if own is None or self._loaders is None else unpack(own["packed"])
         values = packed.pop("values", {}) if size_of(loaded.manifest) == self._trainer.world_size else {}
         differing = merged(state, values)
+        metrics.grow(self._module, packed.get("metrics", {}))
         if live is not None:
             sharded.restore(self._trainer, state)
         for key in ("state_dict", "current_model_state"):
@@ -238,7 +239,7 @@ class Resume:
         if is_overridden("on_load_checkpoint", module):
             return  # the user's hook may well convert the old weights
         expected = sharded.shapes(self._trainer, module)
-        found = saved_shapes(manifest, "state_dict")
+        found = metrics.without_metrics(module, saved_shapes(manifest, "state_dict"))
         if not module.strict_loading:
             common = expected.keys() & found.keys()
             expected = {name: shape for name, shape in expected.items() if name in common}
@@ -415,8 +416,8 @@ class Resume:
         order, engine = sharded.gradient_order(self._trainer), self._checkpointer
         why, _ = order.restore(own.get("gradient_order", []), engine, report.loaded.info.step, last=True)
         missing = not_restored(why) if why and self._elastic is None and self._trainer.global_rank == 0 else []
+        missing += metrics.restore(module, own["metrics"]) if own["metrics"] else []
         missing += loop_state.restore_results(internals, self._trainer, module, own["results"])
-        missing += loop_state.restore_metrics(module, own["metrics"])
         loop_state.restore_tables(internals, module.device, own["tables"])
         if own["gradients"] is not None:
             missing += loop_state.restore_gradients(module, own["gradients"])

@@ -75,6 +75,13 @@ _FRAMEWORKS = frozenset(
 _OF_MODULES = frozenset(vars(nn.Module()))
 _SAVED_BY_THEMSELVES = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _METRICS = "torchmetrics"
+_IN_METRICS = frozenset(
+    {
+        *("update", "compute", "_update_signature", "_defaults", "_reductions", "_persistent"),
+        *("_cache", "_forward_cache", "_computed"),
+    }
+)
+"""Of each metric: functions, what it is made of, and results that are computed again."""
 _WRAPPERS = ("torch.nn.parallel", "torch._dynamo")
 _LIBRARY_FOLDERS = ("site-packages", "dist-packages")
 
@@ -91,6 +98,7 @@ class Holder:
         values: its attributes, live.
         skipped: names of attributes that something else saves, or that belong to a framework.
         public_only: leave out names that begin with an underscore.
+        shares: what its attributes refer to may belong to others too: it is replaced, never changed in place.
     """
 
     path: str
@@ -98,6 +106,7 @@ class Holder:
     values: Mapping[str, Any]
     skipped: frozenset[str]
     public_only: bool
+    shares: bool = False
 
     def names(self) -> Iterator[str]:
         """The attributes that are looked at."""
@@ -128,6 +137,9 @@ class Walk:
         self.saved: set[int] = set()
         """Addresses of parameters and persistent buffers, which a `state_dict` has."""
         self._seen: set[int] = set()
+        modules = [one for root in roots.values() if isinstance(root, nn.Module) for one in root.modules()]
+        self._with_states = {id(one) for one in modules if is_metric(one)}
+        """Metrics whose states a snapshot has."""
         self._skipped = frozenset(skipped)
         for path, root in roots.items():
             self.visit(root, path, _DEPTH, root=True)
@@ -158,8 +170,6 @@ class Walk:
         kind = type(value)
         if isinstance(value, (*REFERENCES, *GENERATORS, *_SAVED_BY_THEMSELVES)) or not hasattr(value, "__dict__"):
             return False
-        if any(base.__module__.startswith(_METRICS) for base in kind.__mro__):
-            return False  # their states are saved with the metrics
         if isinstance(value, nn.Module | Dataset | Sampler):
             return True
         return not is_standard(kind) and (root or kind.__module__.partition(".")[0] not in _FRAMEWORKS)
@@ -176,7 +186,13 @@ class Walk:
             self.saved.update(address(one) for one in tensors if one is not None)
         elif kind.__module__.partition(".")[0] in _FRAMEWORKS or self._skipped & values.keys():
             skipped |= self._skipped
-        holder = Holder(path, value, values, skipped, public_only=_is_library(kind))
+        public_only, metric = _is_library(kind), is_metric(value)
+        if metric:
+            saved = id(value) in self._with_states
+            skipped |= _IN_METRICS
+            skipped |= {name for name, one in values.items() if saved and isinstance(one, torch.Tensor | list)}
+            public_only = saved
+        holder = Holder(path, value, values, skipped, public_only=public_only, shares=metric)
         self.found.append(holder)
         if isinstance(value, nn.Module):
             for name, child in value._modules.items():
@@ -245,6 +261,17 @@ def _is_library(kind: type) -> bool:
     """Whether a class comes with an installed package: what begins with an underscore there is not the user's."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     return any(folder in file for folder in _LIBRARY_FOLDERS)
+
+
+def is_metric(value: object) -> bool:
+    """Whether it is a metric, a collection of some, or a tracker, of torchmetrics or of a class derived from it."""
+    kind: Any = type(value)
+    return _METRICS in sys.modules and _is_metric_class(kind)
+
+
+@functools.lru_cache(maxsize=MOST_HOLDERS)
+def _is_metric_class(kind: type) -> bool:
+    return any(base.__module__.partition(".")[0] == _METRICS for base in kind.__mro__)
 
 
 def of_framework(value: Any) -> bool:

@@ -303,7 +303,9 @@ def _put_back(path: str, row: Mapping[str, Any], begun: _Beginning, first: str |
 
 def _assign(holder: Holder, name: str, now: Any, saved: Any) -> None:
     """In place where others may refer to the object, else as a new value."""
-    if isinstance(now, GENERATORS) and type(now) is type(saved):
+    if holder.shares:
+        holder.assign(name, saved)
+    elif isinstance(now, GENERATORS) and type(now) is type(saved):
         copy_stream(now, saved)
     elif isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
         if now.shape == saved.shape and now.dtype == saved.dtype and not now.requires_grad:

@@ -12,6 +12,7 @@ from ckpt_engine.data import rng
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.snapshot.flat import FlatPart
 from ckpt_engine.snapshot.sharding import here
+from ckpt_engine.tracking import metrics
 from ckpt_engine.tracking.ddp_order import GradientOrder, wrappers_of
 from ckpt_engine.tracking.gradients import stored
 from ckpt_engine.tracking.packed import Packer
@@ -71,6 +72,7 @@ class Capture:
                         **own,
                         "audit": hidden,
                         "gradient_order": self._gradient_order(),
+                        "metric_states": metrics.dump_all(self._parts.objects),
                         "values": own_values(state, self._ranks),
                     }
                 ),

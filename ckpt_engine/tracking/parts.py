@@ -14,6 +14,7 @@ from ckpt_engine.restore.match import tensor_shapes
 from ckpt_engine.snapshot.flat import FlatPart
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.tracking.fsdp1 import FlatModels, flat_models
+from ckpt_engine.tracking.metrics import without_metrics
 from ckpt_engine.tracking.weights import into_own_memory, own_copy
 
 OWN_KEY = "ckpt_engine"
@@ -147,13 +148,12 @@ def own_extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def weight_shapes(module: nn.Module, flat: FlatModels | None = None) -> Shapes:
     """Shapes of the tensors of a model's state; lazy ones have none yet."""
-    return _without_extra_state(
-        {
-            key: tuple(value.shape)
-            for key, value in state_of(module, flat).items()
-            if isinstance(value, FlatPart) or (isinstance(value, torch.Tensor) and not nn.parameter.is_lazy(value))
-        }
-    )
+    found = {
+        key: tuple(value.shape)
+        for key, value in state_of(module, flat).items()
+        if isinstance(value, FlatPart) or (isinstance(value, torch.Tensor) and not nn.parameter.is_lazy(value))
+    }
+    return _without_extra_state(without_metrics(module, found))
 
 
 def saved_shapes(manifest: Manifest, component: str) -> Shapes:

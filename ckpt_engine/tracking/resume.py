@@ -20,7 +20,7 @@ from ckpt_engine.restore.as_rank import as_rank
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match
 from ckpt_engine.store.manifest import Manifest
-from ckpt_engine.tracking import flags
+from ckpt_engine.tracking import flags, metrics
 from ckpt_engine.tracking.capture import OWN_VERSION
 from ckpt_engine.tracking.ddp_order import GradientOrder, not_restored, wrappers_of
 from ckpt_engine.tracking.elastic import Elastic, elastic_of, numbers_of, require_ranks
@@ -126,7 +126,7 @@ class Resume:
         own = self._own
         self._draft = draft = ReportDraft(url, loaded)
         differing = merged(state, own.get("values", {})) if elastic is None else []
-        draft.restored, draft.not_restored = self._parts.load(state)
+        self._load_parts(draft, state)
         draft.not_restored += differing
         draft.not_restored += missing if self._rank == 0 else []
         draft.notes += [_where(own), *notes]
@@ -140,6 +140,9 @@ class Resume:
         else:
             draft.notes += elastic.notes(feed.position.dealt for feed in self._feeds)
             draft.not_restored += elastic.not_restored() if self._rank == 0 else []
+            if self._rank == 0 and own.get("metric_states"):
+                why = f"each rank has those of saved rank r mod {elastic.saved_size}, not of all batches so far"
+                draft.not_restored.append(NotRestored("metric objects", why))
         self._surroundings.restore(own["surroundings"])
         if elastic is None:
             self._audit.expect(packed.get("audit", {}), own.get("hidden", {}))
@@ -161,7 +164,7 @@ class Resume:
         for name, module in self._parts.modules.items():
             if name in state:
                 state[name] = with_tied(module, state[name])
-        draft.restored, draft.not_restored = self._parts.load(state)
+        self._load_parts(draft, state)
         draft.restored += adopted
         found = {one.name for one in adopted}
         draft.not_restored += [NotRestored(name, why) for name, why in _NOT_FROM_OTHERS.items() if name not in found]
@@ -183,6 +186,7 @@ class Resume:
             missing += self._restore_order(self._draft.loaded.info.step, last=True)  # clears gradients
         missing += self._put_back_gradients()
         if not self._own["finished"]:
+            self._restore_metrics()  # a script that resets them when an epoch starts has just done so
             missing += self._put_back_flags()
             self._restore_hidden("batch")
         if self._draft is not None:
@@ -292,6 +296,23 @@ class Resume:
                     missing.append(NotRestored(f"gradient of {name!r}", "the model has no such parameter now"))
         return missing
 
+    def _load_parts(self, draft: ReportDraft, state: Mapping[str, Any]) -> None:
+        for name, module in metrics.those_with(self._parts.objects):
+            metrics.grow(module, self._own.get("metric_states", {}).get(name, {}))
+        draft.restored, draft.not_restored = self._parts.load(state)
+        without = self._restore_metrics()
+        draft.restored = [one for one in draft.restored if one.name not in without]
+        draft.not_restored += [problem for problems in without.values() for problem in problems]
+
+    def _restore_metrics(self) -> dict[str, list[NotRestored]]:
+        """What could not be, by component."""
+        saved = self._own.get("metric_states", {})
+        found = {
+            name: metrics.restore(module, saved.get(name, {}), name)
+            for name, module in metrics.those_with(self._parts.objects)
+        }
+        return {name: problems for name, problems in found.items() if problems}
+
     def _put_back_flags(self) -> list[NotRestored]:
         saved, now = self._own["flags"], self._flags_now()
         if now == saved:
@@ -326,7 +347,7 @@ class Resume:
                 hint="give this run its own folder, or use Checkpointer.load",
             )
         for name, expected in self._parts.shapes().items():
-            found = saved_shapes(manifest, name)
+            found = metrics.without_metrics(self._parts.modules[name], saved_shapes(manifest, name))
             if IMPORTED in manifest.notes:
                 found = with_tied(self._parts.modules[name], found)
             require_match(expected, found, what=f"model ({name!r})", snapshot=manifest.info.id)

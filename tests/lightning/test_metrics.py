@@ -1,0 +1,94 @@
+"""Metrics that are attributes of a LightningModule are bitwise after a resume in the middle of an epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torchmetrics.wrappers import MetricTracker
+
+from lightning_ckpt import AdaptiveCheckpoint
+from tests.support.digests import seed_everything
+from tests.tracking.test_metrics import BATCHES, CLASSES, EPOCHS, METRICS, QUICK, KilledError, data, feed, values
+
+
+class Net(pl.LightningModule):
+    """Writes down what its metric computes after each step."""
+
+    def __init__(self, metric: Any, rows: list[Any], kill: int | None) -> None:
+        super().__init__()
+        self.layer, self.metric, self.kill = nn.Linear(6, CLASSES), metric, kill
+        object.__setattr__(self, "write", Writer(rows))
+
+    def on_train_epoch_start(self) -> None:
+        if isinstance(self.metric, MetricTracker):
+            self.metric.increment()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.write.count == self.kill:
+            raise KilledError
+        out = self.layer(batch[0])
+        feed(self.metric, out.detach().softmax(1), batch[1])
+        self.write([self.global_step, values(out.detach()), values(self.metric.compute())])
+        return nn.functional.cross_entropy(out, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Writer:
+    """Writes down what this process alone does."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+    def __call__(self, row: Any) -> None:
+        self.rows.append(row)
+
+
+def fit(folder: Path, make: Callable[[], Any], seed: int, kill: int | None) -> list[Any]:
+    """One process."""
+    seed_everything(seed)
+    rows: list[Any] = []
+    trainer = pl.Trainer(
+        max_epochs=EPOCHS,
+        callbacks=[AdaptiveCheckpoint(folder, every_n_steps=1, writer="thread")],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    with contextlib.suppress(KilledError):
+        trainer.fit(Net(make(), rows, kill), data(), ckpt_path="auto")
+    return rows
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in METRICS]
+)
+def test_a_metric_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
+    """Three processes, killed in the middle of an epoch, with other seeds: all values as in one."""
+    whole = fit(tmp_path / "whole", METRICS[name], 1, None)
+    assert len(whole) == EPOCHS * BATCHES
+    for seed, kill in ((1, 3), (7, 4), (9, None)):
+        rows = fit(tmp_path / "parts", METRICS[name], seed, kill)
+        first = rows[0][0]
+        assert (first > 0) == (seed > 1)
+        assert rows == whole[first : first + len(rows)]
+    report = json.loads((tmp_path / "parts" / "resume-report.json").read_text())
+    assert report["not_restored"] == []

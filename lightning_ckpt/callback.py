@@ -17,6 +17,7 @@ from ckpt_engine.config.live import live_file
 from lightning_ckpt.cli_restart import allow_restart
 from lightning_ckpt.compat import Internals
 from lightning_ckpt.fresh import AUTO, Fitted
+from lightning_ckpt.redone import MARK, mark_of
 from lightning_ckpt.resume import Resume
 from lightning_ckpt.run import FitRun
 
@@ -175,6 +176,12 @@ class AdaptiveCheckpoint(Callback):
     ) -> None:
         if self._run is not None:
             self._run.batch_ended(outputs)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint[MARK] = mark_of(self.config.root_url)
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -24,6 +24,7 @@ from ckpt_engine.tracking.rank_values import own_values
 from lightning_ckpt import loop_state
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.compat import Internals
+from lightning_ckpt.redone import MARK
 from lightning_ckpt.sharded import gradient_order, live_states
 
 OWN_KEY = "ckpt_engine"
@@ -94,6 +95,7 @@ class Capture:
         if rng.capture() != streams:
             # Hooks such as on_save_checkpoint may draw; the run must not notice that it is captured.
             rng.restore(streams)
+        state.pop(MARK, None)  # for Lightning's own files
         fit_loop = state["loops"]["fit_loop"]
         # Lightning would restore a loader that has its own state a second time, after we did.
         fit_loop["state_dict"].pop("combined_loader", None)

@@ -120,7 +120,8 @@ class Internals(DataInternals):
 
     # ---- wrapping
 
-    def _wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+    def wrap(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
+        """A method of one object, until `unwrap`."""
         before = vars(owner).get(name)
         setattr(owner, name, replacement)
         self._wrapped.append((owner, name, before))
@@ -134,7 +135,7 @@ class Internals(DataInternals):
             around(original, checkpoint_path, *args, **kwargs)
 
         resume_start.resolves_auto = True  # type: ignore[attr-defined]
-        self._wrap(connector, "resume_start", resume_start)
+        self.wrap(connector, "resume_start", resume_start)
 
     def wrap_epoch_start(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """`before()` and `after()` run around the fit loop's `on_advance_start`, once per epoch."""
@@ -146,13 +147,13 @@ class Internals(DataInternals):
             original()
             after()
 
-        self._wrap(fit_loop, "on_advance_start", on_advance_start)
+        self.wrap(fit_loop, "on_advance_start", on_advance_start)
 
     def wrap_optimizer_restore(self, around: Callable[[Callable[[Any], None], Any], None]) -> None:
         """`around(original, checkpoint)` runs instead of the strategy's `load_optimizer_state_dict`."""
         strategy = self._trainer.strategy
         original = strategy.load_optimizer_state_dict
-        self._wrap(strategy, "load_optimizer_state_dict", lambda checkpoint: around(original, checkpoint))
+        self.wrap(strategy, "load_optimizer_state_dict", lambda checkpoint: around(original, checkpoint))
 
     def wrap_loop_reset(self, is_exact: Callable[[], bool]) -> None:
         """Where `is_exact()`, the epoch loop does not warn that a plain loader starts again at its beginning."""
@@ -165,7 +166,7 @@ class Internals(DataInternals):
                     warnings.filterwarnings("ignore", _NOT_RESUMABLE)
                 original()
 
-        self._wrap(epoch_loop, "reset", reset)
+        self.wrap(epoch_loop, "reset", reset)
 
     def wrap_fetch(self, boundary: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """`boundary()` runs right before every training batch is asked for, when the previous one is finished.
@@ -185,7 +186,7 @@ class Internals(DataInternals):
                 failed(err)
                 raise
 
-        self._wrap(epoch_loop, "advance", advance)
+        self.wrap(epoch_loop, "advance", advance)
 
     def wrap_process_dataloader(self, after: Callable[[Any], Any]) -> None:
         """`after(loader)` gets every loader that the strategy has processed (a public method, wrapped)."""
@@ -195,14 +196,14 @@ class Internals(DataInternals):
         def process_dataloader(dataloader: Any) -> Any:
             return after(original(dataloader))
 
-        self._wrap(strategy, "process_dataloader", process_dataloader)
+        self.wrap(strategy, "process_dataloader", process_dataloader)
 
     def defer_sigterm(self, deferred: Callable[[], bool], *, relays: bool) -> None:
         """See `sigterm.defer_sigterm`; `relays`: and `sigterm.relayed`, of several ranks."""
         connector, launcher = self._trainer._signal_connector, self._trainer.strategy.launcher
         self._undo_sigterm = defer_sigterm(connector, deferred)
         if relays:
-            self._wrap(connector, "_sigterm_notifier_fn", relayed(connector, launcher))
+            self.wrap(connector, "_sigterm_notifier_fn", relayed(connector, launcher))
 
     def unwrap(self) -> None:
         """Puts back every method that was wrapped, and the length of epochs."""

@@ -42,7 +42,7 @@ from ckpt_engine.tracking.report import ReportDraft, publish
 from ckpt_engine.tracking.rollback import Rollbacks
 from ckpt_engine.tracking.sharded import require_whole_gradients
 from ckpt_engine.tracking.weights import into_own_memory, own_copy
-from lightning_ckpt import epoch_start, loop_state, sharded, weights
+from lightning_ckpt import epoch_start, loop_state, redone, sharded, weights
 from lightning_ckpt.boundary import Kind
 from lightning_ckpt.capture import OWN_KEY, OWN_VERSION
 from lightning_ckpt.compat import Internals, callbacks_of
@@ -335,7 +335,11 @@ class Resume:
 
     def before_train_start(self) -> None:
         """Before the hooks `on_train_start`, when everything of Lightning's is restored."""
+        assert self.report is not None
         self._kept = Kept(self._trainer, self._module, TRAIN_START, self._callbacks, self._regrouped)
+        if self._rollback is None:
+            info = self.report.loaded.info
+            redone.write_again(self._trainer, self._checkpointer.root_url, info, self._internals.wrap)
 
     def before_epoch(self) -> None:
         """Before Lightning starts the first epoch of the resumed run."""

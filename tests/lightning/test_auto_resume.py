@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -384,10 +385,13 @@ def test_two_callbacks_with_two_folders_share_a_trainer(tmp_path: Path) -> None:
 
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strategies that divide the state in other ways than DDP; nobody pretends otherwise."""
+
+    class Divides(DDPStrategy): ...
+
     monkeypatch.setattr("lightning.pytorch.trainer.trainer.Trainer.world_size", 2)
     callback = resumer(tmp_path)
     with pytest.raises(ConfigError, match="with DDP, FSDP and ModelParallelStrategy"):
-        callback.setup(make_trainer(Case(), [callback], False), Model(Case(), []), "fit")
+        callback.setup(make_trainer(Case(), [callback], False, strategy=Divides()), Model(Case(), []), "fit")
 
 
 # ---- what cannot be stored

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import time
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from ckpt_engine.checkpointer import Checkpointer
 from tests.lightning.cases import CASES, LOADERS
@@ -82,6 +88,40 @@ def test_the_extra_epoch_of_weight_averaging_resumes_exactly(tmp_path: Path) -> 
         fit(case, every_batch(root), ckpt_path="auto", seed=5)
         later = [snapshot for snapshot in saved(root) if (snapshot.epoch, snapshot.batch) == (3, 0)]
         assert_continues(reference, case, root, later[-1], tmp_path / f"after {number}")
+
+
+def test_checkpoints_of_lightning_are_written_again_where_steps_are(tmp_path: Path) -> None:
+    """Under the same names as in the uninterrupted run; what another run has left keeps its name."""
+
+    def case_of(folder: Path) -> Case:
+        options: dict[str, Any] = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{epoch}"}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the folder is not empty
+            made = ModelCheckpoint(folder, save_last=True, **options)
+        return Case(callbacks=lambda: [made], trainer={"enable_checkpointing": True})
+
+    fit(case_of(tmp_path / "other"), max_epochs=1)
+    names = {}
+    for life in ("whole", "killed"):
+        (tmp_path / life).mkdir()
+        shutil.copy(tmp_path / "other" / "epoch=0.ckpt", tmp_path / life / "epoch=1-v1.ckpt")
+        fit(case_of(tmp_path / life), every_batch(tmp_path / f"{life} run"))
+        names[life] = sorted(path.name for path in (tmp_path / life).iterdir())
+    assert names["killed"] == names["whole"]
+    steps = {path.name: step_in(path) for path in (tmp_path / "killed").iterdir()}
+    snapshot = next(one for one in saved(tmp_path / "killed run") if (one.epoch, one.batch) == (1, 3))
+    for path in (tmp_path / "killed run" / "snapshots").iterdir():
+        if path.name > snapshot.path.name:
+            path.unlink()
+    began = time.time()
+    fit(case_of(tmp_path / "killed"), [resumer(tmp_path / "killed run")], ckpt_path="auto", seed=3)
+    assert {path.name: step_in(path) for path in (tmp_path / "killed").iterdir()} == steps
+    again = {path.name for path in (tmp_path / "killed").iterdir() if path.stat().st_mtime > began}
+    assert again == {name for name, step in steps.items() if step > 9 or name == "last.ckpt"}
+
+
+def step_in(path: Path) -> int:
+    return int(torch.load(path, weights_only=True)["global_step"])
 
 
 def test_gradients_accumulated_by_hand_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ class Account:
         training_seconds: time of all steps, pauses (stall, fence, wait) not included; written by the training thread
             at every step.
         paused_seconds: stalls, fences and waits for a slot.
-        slowdown_seconds: how much longer disturbed steps were, in sum; never negative.
+        slowdown_seconds: how much longer disturbed steps were, as `CostMeter` believes it of each snapshot.
         elsewhere_seconds: overhead that another account pays; only `overhead_fraction` counts it.
     """
 
@@ -36,10 +36,6 @@ class Account:
         self._credit = 0.0
         self._clean = 0.0
         self._spent = 0.0
-
-    def add_slowdown(self, seconds: float) -> None:
-        """A signed measurement; jitter cancels out, but a stale baseline cannot make snapshots look profitable."""
-        self.slowdown_seconds = max(0.0, self.slowdown_seconds + seconds)
 
     @property
     def spent_seconds(self) -> float:

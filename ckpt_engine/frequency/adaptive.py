@@ -17,7 +17,10 @@ REVIEW_STEPS = 256
 ASSUMED_STALL_SECONDS = 0.02
 ASSUMED_BYTES_PER_SECOND = 4e9
 FIRST_WITHIN_SECONDS = 600.0
-# How far the account may stretch an interval to get out of debt.
+# Training whose budget may be saved up: a tenth of the six hours over which the budget counts as kept.
+CREDIT_SECONDS = 2160.0
+CREDIT_SHARE = 0.1
+# How far the account may stretch an interval to get out of debt, where the debt is as large as that.
 HOLD_FACTOR = 2
 
 
@@ -34,6 +37,9 @@ class Moment:
 
     Args:
         taken_step, taken_time: those of the newest snapshot.
+        trained_seconds: time of the steps since then, pauses not included.
+        safe_time: instant of the newest snapshot that is durable or on its way.
+        failures: snapshots that failed since the newest durable one.
         quiet_steps: clean steps since the last snapshot was settled; 0 while one is in flight.
     """
 
@@ -41,6 +47,9 @@ class Moment:
     now: float
     taken_step: int
     taken_time: float
+    trained_seconds: float
+    safe_time: float
+    failures: int
     quiet_steps: int
 
 
@@ -64,7 +73,6 @@ class AdaptiveTrigger:
     __slots__ = (
         "_assumed_seconds",
         "_budget",
-        "_clean_windows",
         "_policy",
         "_rpo",
         "_settings",
@@ -81,7 +89,6 @@ class AdaptiveTrigger:
         self._budget = settings.overhead
         self._rpo = settings.max_lost_work_seconds
         self._assumed_seconds = ASSUMED_STALL_SECONDS
-        self._clean_windows = 0
         self.decision: Decision | None = None
         self.review_step = 0
         self.calibrating = False
@@ -89,7 +96,6 @@ class AdaptiveTrigger:
 
     def restart(self, step: int) -> None:
         """Measuring starts again at `step`; the decision stays."""
-        self._clean_windows = 0
         self.review_step = step + REVIEW_STEPS
 
     def rebudget(self, budget: float) -> None:
@@ -106,56 +112,72 @@ class AdaptiveTrigger:
         """A snapshot was taken after `quiet_steps` clean steps."""
         self._windows_without_quiet = 0 if quiet_steps >= CALIBRATION_STEPS else self._windows_without_quiet + 1
 
-    def window_ended(self, cost_seconds: float, *, held_back: bool) -> None:
-        """A snapshot was settled that cost `cost_seconds`; clean if its interval pays for it and nothing waited."""
-        if self.decision is None:
-            return
-        earned = self._budget * self.decision.interval_steps * self.decision.costs.step_seconds
-        self._clean_windows = self._clean_windows + 1 if cost_seconds <= earned and not held_back else 0
-
     def decide(self, step: int, costs: Costs, failures_per_second: float, *, held_back: bool) -> Decision:
         """Decides again, with hysteresis; the result is in force from now on."""
         self.review_step = step + REVIEW_STEPS
         wanted = self._policy.decide(costs, failures_per_second)
         current = self.decision.interval_steps if self.decision else None
-        decision = settle(current, wanted, clean_windows=self._clean_windows, held_back=held_back)
-        if decision.interval_steps != current:
-            self._clean_windows = 0
-        self.decision = decision
-        return decision
+        self.decision = settle(current, wanted, held_back=held_back)
+        return self.decision
 
     def ask(self, moment: Moment, account: Account) -> Answer:
-        """Whether a snapshot is due."""
+        """Whether a snapshot is due.
+
+        The interval counts as the seconds its steps take on average: where steps are irregular, work at risk grows with
+        time and not with their number.
+        """
         decision, step, now = self.decision, moment.step, moment.now
         if decision is None:
             return self._ask_first(moment, account)
-        since, every, lower = step - moment.taken_step, decision.interval_steps, decision.bounds.lower
-        deadline = math.inf
-        if self._rpo is not None:
-            # Time counts, not only steps: validation between two snapshots is lost work too.
-            deadline = moment.taken_time + self._rpo - decision.costs.latency_seconds - decision.costs.step_seconds
+        each = decision.costs.step_seconds
+        # To half a step, so that equal steps give exactly the interval.
+        since, every, lower = moment.trained_seconds + each / 2.0, decision.interval_steps * each, decision.bounds.lower
+        deadline = self._deadline(decision, moment)
         overdue = now >= deadline
-        if since < every and not (overdue and since >= lower):
-            return Answer(
-                due=False,
-                again_step=min(self.review_step, moment.taken_step + (lower if overdue else every)),
-                again_time=math.inf if overdue else deadline,
-            )
-        hold = HOLD_FACTOR * every if self._rpo is None else max(every, decision.bounds.rpo)
-        wait = max(self._steps_in_debt(decision, account), self._steps_to_calibrate(every, moment.quiet_steps))
-        if wait == 0 or since >= hold or overdue:
+        if overdue:
+            every = 0.0 if moment.failures == 1 else lower * each
+        if since < every:
+            left = now + every - since
+            return Answer(due=False, again_step=self.review_step, again_time=left if overdue else min(left, deadline))
+        missing, share = self._debt(decision, account)
+        hold = decision.interval_steps * (1.0 + (HOLD_FACTOR - 1) * share)
+        calibration = self._steps_to_calibrate(decision.interval_steps, moment.quiet_steps)
+        if calibration:
+            hold = max(hold, HOLD_FACTOR * decision.interval_steps)
+        if self._rpo is not None:
+            hold = max(decision.interval_steps, decision.bounds.rpo)
+        wait = max(missing, calibration)
+        if wait == 0 or since >= hold * each or overdue:
             return Answer(due=True)
-        again = min(self.review_step, step + wait, moment.taken_step + hold)
-        return Answer(due=False, again_step=again, again_time=deadline)
+        again = min(self.review_step, step + wait)
+        return Answer(due=False, again_step=again, again_time=min(deadline, now + hold * each - since))
 
-    def _steps_in_debt(self, decision: Decision, account: Account) -> int:
-        """Steps until the account can pay for a snapshot (to half a step)."""
+    def _deadline(self, decision: Decision, moment: Moment) -> float:
+        """When a snapshot is due whatever the interval: time counts, validation is work to lose too.
+
+        A snapshot may fail: there is time for a second one where budget and writer leave it.
+        """
+        if self._rpo is None:
+            return math.inf
+        needed = decision.costs.promised_latency_seconds + decision.costs.step_seconds
+        twice = self._rpo - 2.0 * needed
+        fits = twice >= decision.bounds.lower * decision.costs.step_seconds
+        return moment.safe_time + max(twice if fits else self._rpo - needed, 0.0)
+
+    def _debt(self, decision: Decision, account: Account) -> tuple[int, float]:
+        """Steps until the account can pay for a snapshot (to half a step), and how much it owes: 0.0 to 1.0.
+
+        What may be saved up may also be owed: one expensive snapshot is paid back over the hours in which the budget
+        has to be kept. A run that has just begun owes more for the same.
+        """
         cost, earned = decision.costs.cost_seconds, self._budget * decision.costs.step_seconds
-        missing = cost - account.credit(self._budget, 2.0 * cost) - earned / 2.0
+        saved = self._budget * min(CREDIT_SECONDS, CREDIT_SHARE * account.training_seconds)
+        missing = cost - account.credit(self._budget, max(2.0 * cost, saved)) - earned / 2.0
         most = HOLD_FACTOR * decision.interval_steps
         if missing <= 0.0:
-            return 0
-        return math.ceil(min(missing / earned, most)) if earned > 0.0 else most
+            return 0, 0.0
+        steps = math.ceil(min(missing / earned, most)) if earned > 0.0 else most
+        return steps, min(1.0, missing / saved) if saved > 0.0 else 1.0
 
     def _steps_to_calibrate(self, every: int, quiet_steps: int) -> int:
         if not (self.calibrating or self._windows_without_quiet >= CALIBRATE_AFTER_WINDOWS):

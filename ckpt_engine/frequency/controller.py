@@ -25,8 +25,6 @@ from ckpt_engine.observe.units import duration, share
 
 MAX_INTERVAL_STEPS = 10**9
 HYSTERESIS = 0.10
-LOWER_FACTOR = 1.5
-LOWER_AFTER_WINDOWS = 2
 
 # Measured seconds divided by measured seconds must not cost a whole step because 0.7 / 0.05 is not 14 in binary.
 _ROUNDING = 1e-9
@@ -41,10 +39,11 @@ class Costs:
         stall_seconds: training blocked per snapshot: capture, eager staging, fence (To). Waiting for a free slot is
             not in it: the back-pressure bound answers that.
         slowdown_seconds: how much longer the steps next to the snapshot were (Tx).
-        latency_seconds: snapshot instant to durable, at the high end of the recent ones (L).
+        latency_seconds: snapshot instant to durable, at the high end of the recent ones without the highest (L).
         busy_seconds: time the writer was occupied by one snapshot, at the high end; equals the latency where nothing
             queues.
         written_bytes: bytes one snapshot writes.
+        worst_latency_seconds: the longest of the recent latencies; a promise about lost work counts with it.
     """
 
     step_seconds: float
@@ -53,6 +52,12 @@ class Costs:
     latency_seconds: float = 0.0
     busy_seconds: float = 0.0
     written_bytes: float = 0.0
+    worst_latency_seconds: float = 0.0
+
+    @property
+    def promised_latency_seconds(self) -> float:
+        """Snapshot instant to durable, as a promise about lost work counts it."""
+        return max(_seconds(self.latency_seconds), _seconds(self.worst_latency_seconds))
 
     @property
     def cost_seconds(self) -> float:
@@ -142,8 +147,6 @@ class Decision:
             f"failure rate {rate}",
             f"set by {bounds.binding}",
         ]
-        if abs(bounds.target - self.interval_steps) > HYSTERESIS * self.interval_steps:
-            parts.append(f"heading for {bounds.target}")
         return f"{every}: " + "; ".join(parts)
 
 
@@ -172,34 +175,27 @@ class AdaptivePolicy:
             backpressure=_steps_up(busy, step),
             io=_io_steps(settings.bandwidth_bytes_per_second, costs.written_bytes, step),
             failure=round(_quotient(best, step)),
-            rpo=_rpo_steps(settings.max_lost_work_seconds, latency, step),
+            rpo=_rpo_steps(settings.max_lost_work_seconds, costs.promised_latency_seconds, step),
         )
         return Decision(bounds.target, bounds, costs, settings, rate)
 
 
-def settle(current_steps: int | None, wanted: Decision, *, clean_windows: int, held_back: bool) -> Decision:
-    """The decision in force after hysteresis.
+def settle(current_steps: int | None, wanted: Decision, *, held_back: bool) -> Decision:
+    """The decision in force after hysteresis: a change within 10 % is not applied, any other at once.
 
-    A change within 10 % is not applied. Raising happens at once. Lowering happens by at most a factor of 1.5 and only
-    after two clean windows (intervals in which nothing waited and the snapshot cost what the interval allows); the
-    caller counts them and starts again at zero after a change. Two exceptions, both needed to keep a promise: an
-    interval that back-pressure has already overrun is raised by any amount, and one that breaks a feasible RPO is
-    lowered to it at once.
+    What is measured is robust, so that a change of the target is one of the world. Two exceptions, both needed to keep
+    a promise: an interval that back-pressure has already overrun is raised by any amount, and one that breaks a
+    feasible RPO is lowered to it.
 
     Args:
         current_steps: the interval in force; None: there is none, `wanted` is taken as it is.
-        clean_windows: clean windows since the last change.
         held_back: a snapshot met a busy slot since the last decision.
     """
     target = wanted.bounds.target
     if current_steps is None:
         return wanted
-    steps = current_steps
-    if target > current_steps:
-        if held_back or target - current_steps > HYSTERESIS * current_steps:
-            steps = target
-    elif current_steps - target > HYSTERESIS * current_steps and clean_windows >= LOWER_AFTER_WINDOWS:
-        steps = max(target, math.ceil(current_steps / LOWER_FACTOR))
+    stays = abs(target - current_steps) <= HYSTERESIS * current_steps and not (held_back and target > current_steps)
+    steps = current_steps if stays else target
     if wanted.bounds.feasible:
         steps = min(steps, wanted.bounds.rpo)
     return replace(wanted, interval_steps=max(1, steps))

@@ -61,6 +61,7 @@ class Cadence:
     _disturbed: bool
     _durable_instant: float
     _durable_step: int
+    _failures_in_a_row: int
     _fixed: FixedTriggers
     _held_back: bool
     _in_flight: deque[InFlight]
@@ -74,6 +75,7 @@ class Cadence:
     _skip_told: bool
     _taken_step: int
     _taken_time: float
+    _taken_trained: float
     _wake_step: float
     _wake_time: float
     _warm_up: int
@@ -150,7 +152,7 @@ class Cadence:
 
     def background(self, seconds: float) -> None:
         """Work for snapshots that no snapshot is charged for took `seconds` of training in all, until now."""
-        self._account.add_slowdown(seconds - self._background_seconds)
+        self._account.slowdown_seconds += seconds - self._background_seconds
         self._background_seconds = seconds
 
     def exclude(self, seconds: float) -> None:
@@ -191,7 +193,7 @@ class Cadence:
         self._pending = None
         self._skip_told = False
         self._retry_time = -math.inf
-        self._taken_step, self._taken_time = step, now
+        self._taken_step, self._taken_time, self._taken_trained = step, now, self._account.training_seconds
         self._wake_step = -1
         if self._memory is not None:
             self._memory.newer(step, now)
@@ -243,6 +245,7 @@ class Cadence:
         latency = measured(latency_seconds)
         snapshot = next((one for one in self._in_flight if one.step == step), None)
         instant = snapshot.instant if snapshot else self._now() - latency
+        self._failures_in_a_row = 0
         self._durable_step = max(self._durable_step, step)
         self._durable_instant = max(self._durable_instant, instant)
         busy = latency if busy_seconds is None else measured(busy_seconds)
@@ -251,6 +254,7 @@ class Cadence:
     def failed(self, step: int) -> None:
         """The snapshot taken at `step` will not become durable. The next one comes at the usual interval."""
         snapshot = next((one for one in self._in_flight if one.step == step), None)
+        self._failures_in_a_row += 1
         self._settle(snapshot, None, 0.0, 0.0)
 
     def emit(self, event: Event) -> None:
@@ -335,7 +339,8 @@ class Cadence:
         self._pending = None
         self._skip_told = self._held_back = self._disturbed = False
         self._mark = self._failures_since = self._taken_time = self._durable_instant = now
-        self._paused = 0.0
+        self._paused = self._taken_trained = 0.0
+        self._failures_in_a_row = 0
         self._retry_time = -math.inf
         self._next = step + 1
         self._taken_step = self._durable_step = self._quiet_step = step
@@ -397,13 +402,10 @@ class Cadence:
         for settled in self._settled:
             self._in_flight.remove(settled.snapshot)
             stall, slowdown = settled.snapshot.stall_seconds, self._steps.take_slowdown()
-            self._account.add_slowdown(slowdown.seconds)
-            self._meter.add_cost(stall, slowdown)
+            self._account.slowdown_seconds += self._meter.add_cost(stall, slowdown)
             if settled.latency_seconds is not None:
                 self._meter.add_durable(settled.latency_seconds, settled.busy_seconds, settled.written_bytes)
             if self._adaptive is not None:
-                cost = stall + slowdown.seconds - slowdown.jitter_seconds
-                self._adaptive.window_ended(cost, held_back=self._held_back)
                 self._adaptive.calibrating = not self._steps.enough_for(self._settings.overhead or 0.0)
         self._settled.clear()
         self._decide(step, now)
@@ -413,13 +415,16 @@ class Cadence:
         if not (self._meter.known and self._steps.known):
             return
         costs = self._meter.costs(self._steps.step_seconds())
-        part = self._memory.share_out(self._settings, costs, self.decision) if self._memory is not None else None
+        rate, part = self._failures_per_second(now), None
+        if self._memory is not None:
+            part = self._memory.share_out(self._settings, costs, self.decision, rate)
+            rate *= 1.0 - self._memory.covered
         if self._adaptive is None:
             return
         if part is not None:
             self._adaptive.rebudget(part)
         before = self._adaptive.decision
-        after = self._adaptive.decide(step, costs, self._failures_per_second(now), held_back=self._held_back)
+        after = self._adaptive.decide(step, costs, rate, held_back=self._held_back)
         falls_short = not after.bounds.feasible and (before is None or before.bounds.feasible)
         if before is None or after.interval_steps != before.interval_steps:
             why = after.reasons if falls_short else after.why
@@ -442,7 +447,9 @@ class Cadence:
             self._wake_step = min(self._wake_step, step + 1)
             return False
         quiet = 0 if self._disturbed else step - self._quiet_step
-        moment = Moment(step, now, self._taken_step, self._taken_time, quiet)
+        safe = max([self._durable_instant, *(one.instant for one in self._in_flight)])
+        trained = self._account.training_seconds - self._taken_trained
+        moment = Moment(step, now, self._taken_step, self._taken_time, trained, safe, self._failures_in_a_row, quiet)
         answer = self._adaptive.ask(moment, self._account)
         self._wake_step = min(self._wake_step, answer.again_step)
         self._wake_time = min(self._wake_time, answer.again_time)

@@ -1,6 +1,8 @@
 """Turns what happens at boundaries into costs: clean step time, slowdown next to a snapshot, stall, latency.
 
-No clock here: everything arrives as numbers of seconds.
+No clock here: everything arrives as numbers of seconds. Step times and stalls have heavy tails (logging, evaluation, a
+data loader that waits): one slow step is no evidence about snapshots, and every estimate here says what it does
+with one.
 """
 
 from __future__ import annotations
@@ -13,8 +15,6 @@ from typing import Any
 
 from ckpt_engine.frequency.controller import Costs
 
-EWMA_WEIGHT = 0.3
-JITTER_WEIGHT = 0.05
 LATENCY_WINDOW = 4
 CLEAN_WINDOW = 512
 ENOUGH_STEPS = 5
@@ -23,18 +23,83 @@ SHIFT = 0.25
 STALE = 0.10
 # What the baseline of the slowdown may be wrong by, as a share of the budget.
 BASELINE_ERROR = 0.25
+# Steps longer than so many upper quartiles of clean ones count as slow for a reason of their own.
+SLOW_STEP = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Ewma:
-    """An exponentially weighted mean that starts as a plain one, so that an untypical first value fades quickly."""
+class Usual:
+    """The usual value of a series: an outlier moves nothing, a lasting change is followed with the third value.
 
-    value: float = 0.0
-    count: int = 0
+    The mean of the middle half of the values since the last change. A change is lasting where the newest three
+    values are all above what nine of ten before were, or the newest two below: accidents make things slower.
 
-    def add(self, sample: float, weight: float = EWMA_WEIGHT) -> Ewma:
-        count = self.count + 1
-        return Ewma(self.value + max(weight, 1.0 / count) * (sample - self.value), count)
+    Args:
+        value: what is believed before anything was added.
+    """
+
+    __slots__ = ("_believed", "_values", "count")
+
+    WINDOW = 128
+    RISEN, FALLEN = 3, 2
+
+    def __init__(self, value: float = 0.0) -> None:
+        self._believed = value
+        self._values: deque[float] = deque(maxlen=self.WINDOW)
+        self.count = 0
+
+    def add(self, value: float, noise: float = 0.0) -> None:
+        """One more value; a change of less than twice `noise` is none."""
+        self.count += 1
+        self._values.append(value)
+        every = list(self._values)
+        risen, fallen = every[-self.RISEN :], every[-self.FALLEN :]
+        if len(every) > self.RISEN and min(risen) > quantile(every[: -self.RISEN], 0.9) + 2.0 * noise:
+            self._values = deque(risen, maxlen=self.WINDOW)
+        elif len(every) > self.FALLEN and max(fallen) < quantile(every[: -self.FALLEN], 0.1) - 2.0 * noise:
+            self._values = deque(fallen, maxlen=self.WINDOW)
+        self._believed = middle_mean(self._values)
+
+    @property
+    def value(self) -> float:
+        return self._believed
+
+    @property
+    def kept(self) -> int:
+        """How many values `value` is of."""
+        return len(self._values)
+
+    @property
+    def error(self) -> float:
+        """One standard deviation of `value`, from the quartiles of the values (of a normal distribution)."""
+        if len(self._values) < 2:
+            return 0.0
+        spread = (quantile(self._values, 0.75) - quantile(self._values, 0.25)) / 1.35
+        return 1.1 * spread / math.sqrt(len(self._values))
+
+
+class Outliers:
+    """What rare large values add to the mean of a series whose usual value is known.
+
+    Fewer than three in the last `WINDOW` values are chance; from then on their share is that of the mean which no
+    robust estimate sees.
+    """
+
+    __slots__ = ("_excess",)
+
+    WINDOW = 200
+    LARGE = 4.0
+    ENOUGH = 3
+
+    def __init__(self) -> None:
+        self._excess: deque[float] = deque(maxlen=self.WINDOW)
+
+    def add(self, value: float, usual: float) -> None:
+        self._excess.append(value - usual if value > self.LARGE * usual else 0.0)
+
+    @property
+    def mean(self) -> float:
+        seen = sum(excess > 0.0 for excess in self._excess)
+        return sum(self._excess) / len(self._excess) if seen >= self.ENOUGH else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +107,58 @@ class Slowdown:
     """How much longer the steps next to a snapshot were than as many clean ones.
 
     Args:
-        seconds: signed; negative where they happened to be faster.
+        seconds: signed; slow steps count up to the limit of `StepTimes` only.
         jitter_seconds: one standard deviation that the jitter of these steps gives `seconds`.
         baseline_seconds: one standard deviation that the clean step time, known from so many steps, gives it.
+        slow: steps beyond that limit.
+        slow_expected: how many of as many clean steps are.
+        slow_seconds: signed; what they took beyond the limit, less what as many clean steps do on average.
     """
 
     seconds: float = 0.0
     jitter_seconds: float = 0.0
     baseline_seconds: float = 0.0
+    slow: int = 0
+    slow_expected: float = 0.0
+    slow_seconds: float = 0.0
+
+
+class SlowSteps:
+    """Whether the steps next to snapshots are slow more often than others, and what that costs each snapshot.
+
+    A t-test of the surplus of slow steps per snapshot, with at least the variance of a Poisson process: one snapshot
+    that meets a data stall has many slow steps and proves nothing, one more slow step next to each of three does.
+    """
+
+    __slots__ = ("_recent",)
+
+    WINDOW = 16
+    LEAST = 3
+    SIGNIFICANT = 3.0
+    LEAST_VARIANCE = 0.1
+
+    def __init__(self) -> None:
+        self._recent: deque[Slowdown] = deque(maxlen=self.WINDOW)
+
+    def add(self, slowdown: Slowdown) -> None:
+        self._recent.append(slowdown)
+        newest = list(self._recent)[-self.LEAST :]
+        if len(newest) == self.LEAST and all(one.slow <= one.slow_expected for one in newest) and self.seconds > 0.0:
+            self._recent = deque(newest, maxlen=self.WINDOW)
+
+    @property
+    def seconds(self) -> float:
+        """Per snapshot; 0.0 where chance explains what was seen."""
+        count = len(self._recent)
+        if count < self.LEAST:
+            return 0.0
+        surplus = [one.slow - one.slow_expected for one in self._recent]
+        mean = sum(surplus) / count
+        spread = sum((one - mean) ** 2 for one in surplus) / (count - 1)
+        variance = max(spread, sum(one.slow_expected for one in self._recent) / count, self.LEAST_VARIANCE)
+        if mean <= self.SIGNIFICANT * math.sqrt(variance / count):
+            return 0.0
+        return max(0.0, middle_mean([one.slow_seconds for one in self._recent]))
 
 
 class StepTimes:
@@ -57,30 +166,31 @@ class StepTimes:
 
     `clean` is a plain deque so that the training thread can append to it directly at each step.
 
-    The paper's `Tx = sum(max(0, t_j - Ti))` is only right without jitter: with 10 % of it, steps that nothing slows
-    down add 4 % of their time. The sum of signed differences against the *mean* clean step is the same number without
-    jitter and unbiased with it. The interval itself is in terms of the median.
+    CheckFreq's `Tx = sum(max(0, t_j - Ti))` (FAST 2021, section 4.3) is only right without jitter: with 10 % of it,
+    steps that nothing slows down add 4 % of their time. The sum of signed differences against the *mean* clean step is
+    the same number without jitter and unbiased with it; cut at `SLOW_STEP` upper quartiles (winsorised) on both sides,
+    it stays so where one step in thirty takes fifteen times as long, at a small part of the noise.
 
     Args:
         prior: the clean step time an earlier run measured; used until this one has measured enough.
     """
 
-    __slots__ = ("_busy", "_busy_seconds", "_busy_steps", "_shift_seen", "_summary", "_summary_of", "clean", "prior")
+    __slots__ = ("_busy", "_disturbed", "_disturbed_steps", "_shift_seen", "_summary", "_summary_of", "clean", "prior")
 
     def __init__(self, prior: float | None = None) -> None:
         self.clean: deque[float] = deque(maxlen=CLEAN_WINDOW)
         self.prior = prior
         self._busy: deque[float] = deque(maxlen=SHIFT_WINDOW)
-        self._busy_seconds = 0.0
-        self._busy_steps = 0
-        self._summary = _Summary(0.0, 0.0, 0.0)
+        self._disturbed: deque[float] = deque(maxlen=8 * CLEAN_WINDOW)
+        self._disturbed_steps = 0
+        self._summary = _Summary(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
         self._summary_of: tuple[int, float] = (0, 0.0)
         self._shift_seen = self._summary_of
 
     def add_disturbed(self, seconds: float) -> None:
         """A step during which a snapshot was staged or persisted."""
-        self._busy_seconds += seconds
-        self._busy_steps += 1
+        self._disturbed.append(seconds)
+        self._disturbed_steps += 1
         self._busy.append(seconds)
 
     @property
@@ -96,35 +206,44 @@ class StepTimes:
         return clean.deviation <= BASELINE_ERROR * budget * clean.mean * math.sqrt(len(self.clean))
 
     def step_seconds(self) -> float:
-        """The clean step time: median of clean steps, of the newest ones after a shift; 0.0 while unknown.
+        """The mean clean step time, of the newest steps after a shift; 0.0 while unknown.
 
-        Disturbed steps that are clearly faster than the clean ones prove that the clean time is stale.
+        It converts seconds to steps, so that slow steps count in full. Disturbed steps that are clearly faster than the
+        clean ones prove that the clean time is stale.
         """
         if len(self.clean) < ENOUGH_STEPS:
             clean, noise = self.prior if self.prior is not None else median(self.clean), 0.0
         else:
             self._forget_before_shift()
             summary = self._summarise()
-            clean, noise = summary.median, summary.median_noise
+            clean, noise = summary.mean + summary.excess, summary.noise
         if len(self._busy) == SHIFT_WINDOW:
-            disturbed = median(self._busy)
+            disturbed = sum(self._busy) / SHIFT_WINDOW
             if clean - disturbed > max(STALE * clean, noise):
                 return disturbed
         return clean
 
     def take_slowdown(self) -> Slowdown:
         """The slowdown since the last call; none can be told while the clean step time is unknown."""
-        total, steps = self._busy_seconds, self._busy_steps
-        self._busy_seconds, self._busy_steps = 0.0, 0
+        disturbed, steps = list(self._disturbed), self._disturbed_steps
+        self._disturbed.clear()
+        self._disturbed_steps = 0
         if steps == 0 or not self.known:
             return Slowdown()
         if len(self.clean) < ENOUGH_STEPS:
-            return Slowdown(total - steps * self.step_seconds())
-        clean = self._summarise()
+            mean = self.step_seconds()
+            clean = _Summary(mean, 0.0, 0.0, SLOW_STEP * mean, 0.0, 0.0)
+        else:
+            clean = self._summarise()
+        cut = sum([min(seconds, clean.limit) for seconds in disturbed])
+        each = steps / len(disturbed)
         return Slowdown(
-            seconds=total - steps * clean.mean,
+            seconds=each * cut - steps * (clean.mean + clean.trend),
             jitter_seconds=clean.deviation * math.sqrt(steps),
-            baseline_seconds=clean.deviation * steps / math.sqrt(len(self.clean)),
+            baseline_seconds=clean.deviation * steps / math.sqrt(max(1, len(self.clean))),
+            slow=round(each * sum(seconds > clean.limit for seconds in disturbed)),
+            slow_expected=steps * clean.slow,
+            slow_seconds=each * (sum(disturbed) - cut) - steps * clean.excess,
         )
 
     def _summarise(self) -> _Summary:
@@ -139,43 +258,63 @@ class StepTimes:
         if self._summary_of == self._shift_seen or len(self.clean) < 2 * SHIFT_WINDOW:
             return
         self._shift_seen = self._summary_of
-        everything = list(self.clean)
-        newest = everything[-SHIFT_WINDOW:]
-        was, now = median(everything[:-SHIFT_WINDOW]), median(newest)
-        if abs(now - was) > max(SHIFT * was, summary.median_noise):
+        cut = [min(seconds, summary.limit) for seconds in self.clean]
+        was, now = (sum(part) / len(part) for part in (cut[:-SHIFT_WINDOW], cut[-SHIFT_WINDOW:]))
+        if abs(now - was) > max(SHIFT * was, summary.noise):
+            newest = list(self.clean)[-SHIFT_WINDOW:]
             self.clean.clear()
             self.clean.extend(newest)
 
 
 @dataclass(frozen=True, slots=True)
 class _Summary:
-    """Mean, standard deviation and median of clean steps."""
+    """Clean steps.
+
+    Args:
+        mean, deviation: of the steps cut at `limit`.
+        excess: what they take beyond the limit on average.
+        slow: the share of them that do.
+        trend: how much longer the newest are than the mean, where the steps get longer or shorter steadily.
+    """
 
     mean: float
     deviation: float
-    median: float
+    excess: float
+    limit: float
+    slow: float
+    trend: float
 
     @classmethod
     def of(cls, values: list[float]) -> _Summary:
-        mean = sum(values) / len(values)
-        squares = sum([(value - mean) ** 2 for value in values])
-        return cls(mean, math.sqrt(squares / max(1, len(values) - 1)), median(values))
+        limit = SLOW_STEP * quantile(values, 0.75)
+        cut = [min(value, limit) for value in values]
+        mean = sum(cut) / len(cut)
+        squares = sum([(value - mean) ** 2 for value in cut])
+        deviation = math.sqrt(squares / max(1, len(cut) - 1))
+        slow = sum(value > limit for value in values) / len(values)
+        half = len(cut) // 2
+        # The difference of the means of two halves has twice the deviation of the mean of all.
+        trend = sum(cut[-half:]) / half - sum(cut[:half]) / half if half else 0.0
+        if abs(trend) < 3.0 * 2.0 * deviation / math.sqrt(len(cut)):
+            trend = 0.0
+        return cls(mean, deviation, max(0.0, sum(values) / len(values) - mean), limit, slow, trend)
 
     @property
-    def median_noise(self) -> float:
-        """Three standard deviations of the median of `SHIFT_WINDOW` steps (1.25 times that of their mean)."""
-        return 3.0 * 1.25 * self.deviation / math.sqrt(SHIFT_WINDOW)
+    def noise(self) -> float:
+        """Three standard deviations of the mean of `SHIFT_WINDOW` steps."""
+        return 3.0 * self.deviation / math.sqrt(SHIFT_WINDOW)
 
 
 class CostMeter:
-    """Averages over snapshots: EWMA of stall and slowdown, high end of the recent latencies, last size."""
+    """What one snapshot costs, from those so far; one that is unlike the others moves no estimate."""
 
-    __slots__ = ("_busy", "_latencies", "_noise", "_slowdown", "_stall", "_written")
+    __slots__ = ("_busy", "_jitter", "_latencies", "_noise", "_outliers", "_slow", "_slowdown", "_stall", "_written")
 
     def __init__(self) -> None:
-        self._stall = Ewma()
-        self._slowdown = Ewma()
-        self._noise = 0.0
+        self._stall, self._outliers = Usual(), Outliers()
+        self._slowdown = Usual()
+        self._slow = SlowSteps()
+        self._jitter = self._noise = 0.0
         self._latencies: deque[float] = deque(maxlen=LATENCY_WINDOW)
         self._busy: deque[float] = deque(maxlen=LATENCY_WINDOW)
         self._written = 0.0
@@ -185,15 +324,33 @@ class CostMeter:
         """At least one snapshot was measured, now or by an earlier run."""
         return self._stall.count > 0
 
-    def add_cost(self, stall_seconds: float, slowdown: Slowdown) -> None:
-        """What one snapshot took from training, whether or not it became durable."""
-        self._stall = self._stall.add(stall_seconds)
-        # A change that jitter explains is averaged over many snapshots, any other follows at the usual pace.
-        surprise = abs(slowdown.seconds - self._slowdown.value)
-        weight = EWMA_WEIGHT if surprise > 2.0 * slowdown.jitter_seconds else JITTER_WEIGHT
-        self._slowdown = self._slowdown.add(slowdown.seconds, weight)
-        averaged = max(weight / (2.0 - weight), 1.0 / self._slowdown.count)
-        self._noise = math.hypot(slowdown.jitter_seconds * math.sqrt(averaged), slowdown.baseline_seconds)
+    @property
+    def slowdown_seconds(self) -> float:
+        """What snapshots slow down the steps next to them, each.
+
+        An estimate within the noise of step times is none, one far above it counts in full: the positive-part estimator
+        of James and Stein (1961) at twice the variance, because what is believed is paid for.
+        """
+        jitter = 1.1 * self._jitter / math.sqrt(max(1, min(self._slowdown.count, Usual.WINDOW)))
+        usual, noise = self._slowdown.value, math.hypot(max(jitter, self._slowdown.error), self._noise)
+        usual -= min(usual, 2.0 * noise * noise / usual) if usual > 0.0 else usual
+        return usual + self._slow.seconds
+
+    def add_cost(self, stall_seconds: float, slowdown: Slowdown) -> float:
+        """What one snapshot took from training, whether or not it became durable.
+
+        Returns:
+            Seconds of slowdown to charge for it; after a better estimate, those that earlier ones were charged too
+            little, or too much (negative), are in it.
+        """
+        before, count = self.slowdown_seconds, self._slowdown.kept
+        self._stall.add(stall_seconds)
+        self._outliers.add(stall_seconds, self._stall.value)
+        self._slowdown.add(slowdown.seconds, slowdown.jitter_seconds)
+        self._slow.add(slowdown)
+        self._jitter, self._noise = slowdown.jitter_seconds, slowdown.baseline_seconds
+        known = self._slowdown.kept - 1
+        return self.slowdown_seconds + min(known, count) * (self.slowdown_seconds - before)
 
     def add_durable(self, latency_seconds: float, busy_seconds: float, written_bytes: float) -> None:
         """One snapshot became durable."""
@@ -202,14 +359,15 @@ class CostMeter:
         self._written = written_bytes
 
     def costs(self, step_seconds: float) -> Costs:
-        """The averages as the policy takes them. A slowdown within the noise of step times is none."""
+        """The estimates as the policy takes them."""
         return Costs(
             step_seconds=step_seconds,
-            stall_seconds=self._stall.value,
-            slowdown_seconds=max(0.0, self._slowdown.value - self._noise),
-            latency_seconds=high_end(self._latencies),
-            busy_seconds=high_end(self._busy),
+            stall_seconds=self._stall.value + self._outliers.mean,
+            slowdown_seconds=self.slowdown_seconds,
+            latency_seconds=second_highest(self._latencies),
+            busy_seconds=second_highest(self._busy),
             written_bytes=self._written,
+            worst_latency_seconds=max(self._latencies, default=0.0),
         )
 
     def to_json(self) -> dict[str, float]:
@@ -242,14 +400,23 @@ class CostMeter:
         return meter
 
 
-def high_end(values: Sequence[float] | deque[float]) -> float:
-    """max(last, 95 % quantile) of the recent latencies; 0.0 of none.
+def second_highest(values: Sequence[float] | deque[float]) -> float:
+    """The second highest of the recent latencies, the only one, or 0.0 of none.
 
-    The window is 4, not the paper's 8: with 8 an interference that ends is still in the quantile eight snapshots
-    later, which rules out the recovery within six that the paper's own scenario asks for. Being too optimistic for
-    once costs a postponed snapshot, never a stall.
+    It rises with the second slow persist and has fallen with the third fast one. Being too optimistic for once costs a
+    postponed snapshot, never a stall.
     """
-    return max(values[-1], quantile(values, 0.95)) if values else 0.0
+    return sorted(values)[-2:][0] if values else 0.0
+
+
+def middle_mean(values: Sequence[float] | deque[float]) -> float:
+    """The mean of the middle half of a non-empty collection; the lower median of fewer than four."""
+    ordered = sorted(values)
+    count = len(ordered)
+    if count < 4:
+        return ordered[(count - 1) // 2]
+    middle = ordered[count // 4 : count - count // 4]
+    return sum(middle) / len(middle)
 
 
 def quantile(values: Sequence[float] | deque[float], share: float) -> float:

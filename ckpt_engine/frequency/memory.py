@@ -12,6 +12,9 @@ bi = Ci / τi ∝ sqrt(Ci λi), and as the shares add up to B:
 
     bi = B sqrt(Ci λi) / Σj sqrt(Cj λj)
 
+A level is not taken more often than its own optimum, sqrt(2 Ci / λi) apart, whatever the budget: on a machine that fails
+once in a month, one percent is far more than snapshots in memory are worth.
+
 It is the first order of Young and Daly for two levels: a durable snapshot is one in memory too, which is neglected, and
 failures during a snapshot or a restart are. Where a level cannot use up its part (not more than one snapshot per
 step; a writer that needs its time) the loss is convex, so that the optimum is at the bound and the rest is the other's.
@@ -28,7 +31,8 @@ from dataclasses import dataclass
 from ckpt_engine.frequency.account import Account
 from ckpt_engine.frequency.adaptive import ASSUMED_BYTES_PER_SECOND, ASSUMED_STALL_SECONDS
 from ckpt_engine.frequency.controller import Costs, Decision
-from ckpt_engine.frequency.measure import Ewma
+from ckpt_engine.frequency.intervals import optimal
+from ckpt_engine.frequency.measure import Usual
 from ckpt_engine.frequency.settings import FrequencySettings, MemoryRhythm
 
 PROCESS_FAILURES = 0.75
@@ -87,12 +91,12 @@ class MemoryTrigger:
         budget: of both levels together, as a share of training time.
     """
 
-    __slots__ = ("_account", "_budget", "_cost", "_open_seconds", "_rhythm", "_step", "_time", "share")
+    __slots__ = ("_account", "_budget", "_cost", "_first", "_open_seconds", "_rhythm", "_step", "_time", "share")
 
     def __init__(self, rhythm: MemoryRhythm, budget: float) -> None:
         self._rhythm = rhythm
         self._budget = budget
-        self._cost = Ewma(ASSUMED_STALL_SECONDS)
+        self._cost, self._first = Usual(ASSUMED_STALL_SECONDS), True
         self.share = budget
         self.divide(0.0, self.cost_seconds, 0.0)
         self.restart(0, 0.0)
@@ -110,15 +114,26 @@ class MemoryTrigger:
 
     def announce(self, nbytes: int) -> None:
         """The size of the state, for an assumption about the stall of the first one."""
-        if self._cost.count == 0:
-            self._cost = Ewma(max(ASSUMED_STALL_SECONDS, nbytes / ASSUMED_BYTES_PER_SECOND))
+        if self._first:
+            self._cost = Usual(max(ASSUMED_STALL_SECONDS, nbytes / ASSUMED_BYTES_PER_SECOND))
 
     @property
     def cost_seconds(self) -> float:
         """What one costs: stall and fence."""
         return self._cost.value
 
-    def divide(self, step_seconds: float, durable_cost_seconds: float, durable_least_seconds: float) -> float:
+    @property
+    def covered(self) -> float:
+        """The share of failures that do not need a durable snapshot."""
+        return 0.0 if self._first else PROCESS_FAILURES
+
+    def divide(
+        self,
+        step_seconds: float,
+        durable_cost_seconds: float,
+        durable_least_seconds: float,
+        failures_per_second: float = math.inf,
+    ) -> float:
         """Divide the budget by what is known now; the part of the durable snapshots, which is never 0.
 
         A fixed rhythm takes what it takes. The durable ones get the rest, and at least their part of the optimum: what
@@ -126,13 +141,20 @@ class MemoryTrigger:
 
         Args:
             durable_least_seconds: the shortest interval that is wanted or possible, whatever the budget.
+            failures_per_second: of all kinds; infinite: unknown, so that only the budget limits snapshots in memory.
         """
-        memory = Level(self.cost_seconds, PROCESS_FAILURES, self._rhythm.least_seconds(step_seconds))
+        least = self._rhythm.least_seconds(step_seconds)
+        if not self._rhythm.fixed and failures_per_second < math.inf:
+            rate = failures_per_second * PROCESS_FAILURES
+            least = max(least, optimal(self.cost_seconds, 1.0 / rate if rate > 0.0 else math.inf))
+        memory = Level(self.cost_seconds, PROCESS_FAILURES, least)
         cost = max(durable_cost_seconds, LEAST_RATIO * self.cost_seconds)
         self.share, part = split(self._budget, memory, Level(cost, 1.0 - PROCESS_FAILURES, durable_least_seconds))
         return max(part, self._budget - (memory.most if self._rhythm.fixed else self.share))
 
-    def share_out(self, settings: FrequencySettings, costs: Costs, decision: Decision | None) -> float:
+    def share_out(
+        self, settings: FrequencySettings, costs: Costs, decision: Decision | None, failures_per_second: float
+    ) -> float:
         """Divide the budget by what durable snapshots cost now; their part of it.
 
         Args:
@@ -140,7 +162,7 @@ class MemoryTrigger:
         """
         fixed = settings.every_seconds or (settings.every_n_steps or 1) * costs.step_seconds
         least = decision.bounds.unbudgeted * costs.step_seconds if decision is not None else fixed
-        return self.divide(costs.step_seconds, costs.cost_seconds, least)
+        return self.divide(costs.step_seconds, costs.cost_seconds, least, failures_per_second)
 
     def due(self, step: int, now: float, training_seconds: float) -> bool:
         """Whether one is due at this boundary.
@@ -183,9 +205,8 @@ class MemoryTrigger:
     def _settle(self) -> None:
         """What one cost is known once its fence is over: at the next boundary."""
         if self._open_seconds is not None:
-            seconds, count = self._open_seconds, self._cost.count
-            if count == 0:
-                self._cost = Ewma(min(seconds, self._cost.value), 1)
+            if self._first:
+                self._cost, self._first = Usual(min(self._open_seconds, self._cost.value)), False
             else:
-                self._cost = Ewma(seconds, 2) if count == 1 else self._cost.add(seconds)
+                self._cost.add(self._open_seconds)
             self._open_seconds = None

@@ -64,6 +64,8 @@ class Training:
         stall, persist: seconds, as functions of the time since the start.
         slowdown: factor on step times while a persist is active.
         jitter: standard deviation of the logarithm of step times.
+        slow: a factor on the time of each step, given its number: what makes it slow has nothing to do with snapshots.
+        fails: whether the snapshot of this number (from 0) fails at the end of its persist.
     """
 
     settings: FrequencySettings
@@ -73,6 +75,8 @@ class Training:
     slowdown: float = 1.0
     waits: bool = False
     jitter: float = 0.0
+    slow: Callable[[int, random.Random], float] = lambda _step, _random: 1.0
+    fails: Callable[[int], bool] = lambda _: False
     seed: int = 0
     nbytes: int = 10**9
 
@@ -84,8 +88,12 @@ class Training:
         self.cadence.start(0)
         self.random = random.Random(self.seed)
         self.step = 0
+        self.safe_instant = self.drained = self.clock.now
+        self.area = 0.0
+        self.worst_age = 0.0
         self.taken: list[Taken] = []
-        self.queue: deque[tuple[int, float, float, float]] = deque()  # step, instant, begin and end of persist
+        self.queue: deque[tuple[int, float, float, float, bool]] = deque()
+        """Step, instant, begin and end of the persist, whether it fails."""
         self.clean_seconds = 0.0
         self.window_clean = 0.0
         self.window_start = self.clock.now
@@ -97,6 +105,21 @@ class Training:
     @property
     def true_overhead(self) -> float:
         return self.elapsed / self.clean_seconds - 1.0
+
+    def goodput(self, mtbf_seconds: float) -> float:
+        """Share of the time that is useful work, where failures at that rate each lose what no snapshot protects.
+
+        To first order: clean time, less the mean age of the newest durable snapshot times the failure rate.
+        """
+        self._age(self.clock.now)
+        return (self.clean_seconds - self.area / mtbf_seconds) / self.elapsed
+
+    def _age(self, until: float) -> None:
+        """Add up the age of the newest durable snapshot over time."""
+        begin, end = self.drained - self.safe_instant, until - self.safe_instant
+        self.area += (end**2 - begin**2) / 2.0
+        self.worst_age = max(self.worst_age, end)
+        self.drained = until
 
     def run(self, steps: int) -> Training:
         for _ in range(steps):
@@ -115,8 +138,9 @@ class Training:
 
     def _train_one_step(self) -> None:
         clean = self.step_seconds(self.elapsed) * self.random.lognormvariate(-(self.jitter**2) / 2, self.jitter)
+        clean *= self.slow(self.step, self.random)
         end, left = self.clock.now, clean
-        for _, _, _, done in list(self.queue):  # slowed down as long as a persist is active
+        for _, _, _, done, _ in list(self.queue):  # slowed down as long as a persist is active
             if done > end and self.slowdown > 1.0:
                 slow = min(left * self.slowdown, done - end)
                 end += slow
@@ -128,7 +152,12 @@ class Training:
 
     def _drain(self) -> None:
         while self.queue and self.queue[0][3] <= self.clock.now:
-            step, instant, begin, end = self.queue.popleft()
+            step, instant, begin, end, fails = self.queue.popleft()
+            if fails:
+                self.cadence.failed(step)
+                continue
+            self._age(end)
+            self.safe_instant = instant
             self.cadence.committed(step, end - instant, self.nbytes, end - begin)
 
     def _snapshot(self, reason: str) -> None:
@@ -143,7 +172,8 @@ class Training:
         instant = self.clock.now
         stall = self.stall(self.elapsed)
         begin = max(instant + stall, self.queue[-1][3] if self.queue else instant)
-        self.queue.append((self.step, instant, begin, begin + self.persist(self.elapsed)))
+        persist = self.persist(self.elapsed)
+        self.queue.append((self.step, instant, begin, begin + persist, self.fails(len(self.taken))))
         self.clock.now += stall
         self.cadence.taken(self.step, stall, wait)
         window = self.clock.now - self.window_start

@@ -15,29 +15,47 @@ def trigger(costs: Costs = CHEAP, **settings: object) -> AdaptiveTrigger:
     return one
 
 
-def moment(since: int, *, quiet: int = 0) -> Moment:
-    return Moment(step=100 + since, now=1000.0 + since, taken_step=100, taken_time=1000.0, quiet_steps=quiet)
+def moment(
+    since: float, *, trained: float | None = None, safe: float = 1000.0, failures: int = 0, quiet: int = 0
+) -> Moment:
+    """So many steps of a second after the snapshot at step 100, if not `trained` says how long they took."""
+    seconds = since if trained is None else trained
+    return Moment(100 + int(since), 1000.0 + since, 100, 1000.0, seconds, safe, failures, quiet)
 
 
-def account(credit_seconds: float = 1.0) -> Account:
+def account(credit_seconds: float = 1.0, training_seconds: float = 100.0) -> Account:
     one = Account()
-    one.training_seconds = 100.0
-    one.paused_seconds = 5.0 - credit_seconds
+    one.training_seconds = training_seconds
+    one.paused_seconds = 0.05 * training_seconds - credit_seconds
     return one
 
 
 def test_due_at_the_interval_and_not_before() -> None:
-    """Before it the trigger names the step at which to ask again."""
+    """Before it the trigger names the time at which to ask again, to half a step."""
     early, due = trigger().ask(moment(9), account()), trigger().ask(moment(10), account())
-    assert (early.due, early.again_step) == (False, 110)
+    assert (early.due, early.again_time) == (False, 1009.5)
     assert due.due
 
 
+def test_the_interval_is_one_of_time() -> None:
+    """Slow steps bring a snapshot forward, because what may be lost is time."""
+    assert trigger().ask(moment(4, trained=10.0), account()).due
+    assert not trigger().ask(moment(14, trained=9.0), account()).due
+
+
 def test_debt_stretches_the_interval_by_what_it_takes_to_earn_it() -> None:
-    """Half a second short is ten steps at 5 %, half a step of tolerance included."""
+    """Half a second short is ten steps at 5 %, half a step of tolerance included; at most twice the interval."""
     answer = trigger().ask(moment(10), account(credit_seconds=0.25))
     assert (answer.due, answer.again_step) == (False, 115)
     assert trigger().ask(moment(20), account(credit_seconds=-99.0)).due
+
+
+def test_a_run_that_is_hours_old_pays_a_debt_back_slowly() -> None:
+    """Half of what it may have saved up stretches the interval by a half, however long earning it would take."""
+    old = account(credit_seconds=0.5 - 54.0, training_seconds=1e5)
+    old.credit(0.05, 1e9)
+    assert not trigger().ask(moment(14), old).due
+    assert trigger().ask(moment(15), old).due
 
 
 def test_calibration_waits_for_clean_steps() -> None:
@@ -61,43 +79,18 @@ def test_windows_without_clean_steps_lead_to_a_calibration() -> None:
     assert one.ask(moment(10), account()).due
 
 
-def lowered(*windows: tuple[float, bool]) -> int:
-    """The interval after these windows (cost, held back) when snapshots have become cheap."""
-    one = trigger(Costs(step_seconds=1.0, stall_seconds=5.0, latency_seconds=5.0))
-    assert one.decision is not None
-    assert one.decision.interval_steps == 100
-    for cost, held_back in windows:
-        one.window_ended(cost, held_back=held_back)
-    return one.decide(1, CHEAP, 1.0, held_back=False).interval_steps
-
-
-def test_only_clean_windows_lower_the_interval() -> None:
-    """Clean means that the interval paid for the snapshot and that nothing waited."""
-    assert lowered((0.5, False), (0.5, False)) == 67
-    assert lowered((0.5, False)) == 100
-    assert lowered((0.5, False), (5.1, False)) == 100
-    assert lowered((0.5, False), (0.5, True)) == 100
-    assert lowered((0.5, True), (0.5, False), (0.5, False)) == 67
-
-
-def test_a_change_starts_the_count_of_clean_windows_again() -> None:
-    """Each lowering needs its own two windows."""
-    one = trigger(Costs(step_seconds=1.0, stall_seconds=5.0, latency_seconds=5.0))
-    for _ in range(2):
-        one.window_ended(0.5, held_back=False)
-    assert one.decide(1, CHEAP, 1.0, held_back=False).interval_steps == 67
-    assert one.decide(2, CHEAP, 1.0, held_back=False).interval_steps == 67
-    one.window_ended(0.5, held_back=False)
-    assert one.decide(3, CHEAP, 1.0, held_back=False).interval_steps == 67
-    one.window_ended(0.5, held_back=False)
-    assert one.decide(4, CHEAP, 1.0, held_back=False).interval_steps == 45
-
-
 def test_overdue_work_is_taken_when_the_lower_bound_allows() -> None:
     """Under an RPO time counts, but never below what budget and back-pressure allow."""
     one = trigger(Costs(1.0, 0.1, latency_seconds=5.0, busy_seconds=5.0), max_lost_work_seconds=60.0, mtbf_seconds=1e9)
     one.decide(0, Costs(1.0, 0.1, latency_seconds=5.0, busy_seconds=5.0), 1e-12, held_back=False)
-    late = Moment(step=104, now=1070.0, taken_step=100, taken_time=1000.0, quiet_steps=0)
-    assert (one.ask(late, account()).due, one.ask(late, account()).again_step) == (False, 105)
-    assert one.ask(Moment(105, 1071.0, 100, 1000.0, 0), account()).due
-    assert one.ask(Moment(105, 1050.0, 100, 1000.0, 0), account()).again_time == 1054.0
+    early, late = moment(4, trained=4.0, safe=934.0), moment(5, safe=934.0)
+    assert (one.ask(early, account()).due, one.ask(early, account()).again_time) == (False, 1004.5)
+    assert one.ask(late, account()).due
+    assert one.ask(moment(5), account()).again_time == 1048.0  # time for two persists
+
+
+def test_work_under_an_rpo_is_taken_again_at_once_after_a_failure() -> None:
+    """A failed snapshot protects nothing; where the next one fails too, it comes when budget and writer allow it."""
+    one = trigger(max_lost_work_seconds=60.0)
+    assert one.ask(moment(1, safe=940.0, failures=1), account()).due
+    assert not one.ask(moment(1, safe=940.0, failures=2), account()).due

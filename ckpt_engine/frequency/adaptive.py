@@ -21,13 +21,15 @@ FIRST_WITHIN_SECONDS = 600.0
 CREDIT_SECONDS = 2160.0
 CREDIT_SHARE = 0.1
 # How far the account may stretch an interval to get out of debt, where the debt is as large as that.
-HOLD_FACTOR = 2
+HOLD_FACTOR = 2.0
 
 
 # Clean steps a window must leave behind the persist while the clean step time is not known well enough, or after so
 # many windows without any: what snapshots cost cannot be told from steps that are all disturbed.
 CALIBRATION_STEPS = 3
 CALIBRATION_SHARE = 0.1
+# How far waiting for them may stretch an interval.
+CALIBRATION_FACTOR = 2.0
 CALIBRATE_AFTER_WINDOWS = 16
 
 
@@ -143,7 +145,7 @@ class AdaptiveTrigger:
         hold = decision.interval_steps * (1.0 + (HOLD_FACTOR - 1) * share)
         calibration = self._steps_to_calibrate(decision.interval_steps, moment.quiet_steps)
         if calibration:
-            hold = max(hold, HOLD_FACTOR * decision.interval_steps)
+            hold = max(hold, CALIBRATION_FACTOR * decision.interval_steps)
         if self._rpo is not None:
             hold = max(decision.interval_steps, decision.bounds.rpo)
         wait = max(missing, calibration)
@@ -173,7 +175,7 @@ class AdaptiveTrigger:
         cost, earned = decision.costs.cost_seconds, self._budget * decision.costs.step_seconds
         saved = self._budget * min(CREDIT_SECONDS, CREDIT_SHARE * account.training_seconds)
         missing = cost - account.credit(self._budget, max(2.0 * cost, saved)) - earned / 2.0
-        most = HOLD_FACTOR * decision.interval_steps
+        most = math.ceil(HOLD_FACTOR * decision.interval_steps)
         if missing <= 0.0:
             return 0, 0.0
         steps = math.ceil(min(missing / earned, most)) if earned > 0.0 else most

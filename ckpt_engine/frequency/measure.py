@@ -47,8 +47,8 @@ class Usual:
         self._values: deque[float] = deque(maxlen=self.WINDOW)
         self.count = 0
 
-    def add(self, value: float, noise: float = 0.0) -> None:
-        """One more value; a change of less than twice `noise` is none."""
+    def add(self, value: float, noise: float = 0.0) -> bool:
+        """One more value; whether it makes a change a lasting one. A change of less than twice `noise` is none."""
         self.count += 1
         self._values.append(value)
         every = list(self._values)
@@ -58,6 +58,7 @@ class Usual:
         elif len(every) > self.FALLEN and max(fallen) < quantile(every[: -self.FALLEN], 0.1) - 2.0 * noise:
             self._values = deque(fallen, maxlen=self.WINDOW)
         self._believed = middle_mean(self._values)
+        return len(self._values) < min(len(every), self.WINDOW)
 
     @property
     def value(self) -> float:
@@ -80,26 +81,31 @@ class Usual:
 class Outliers:
     """What rare large values add to the mean of a series whose usual value is known.
 
-    Fewer than three in the last `WINDOW` values are chance; from then on their share is that of the mean which no
-    robust estimate sees.
+    One in the last `WINDOW` values is chance; from the second on their share is that of the mean which no robust
+    estimate sees. Few values count as if there were `LEAST`, so that two early ones are not taken for the rule.
     """
 
     __slots__ = ("_excess",)
 
     WINDOW = 200
     LARGE = 4.0
-    ENOUGH = 3
+    ENOUGH = 2
+    LEAST = 100
 
     def __init__(self) -> None:
         self._excess: deque[float] = deque(maxlen=self.WINDOW)
 
-    def add(self, value: float, usual: float) -> None:
+    def add(self, value: float, usual: float, *, changed: bool = False) -> None:
+        """One more value; `changed`: the newest ones were no outliers but the beginning of what is usual now."""
         self._excess.append(value - usual if value > self.LARGE * usual else 0.0)
+        if changed:
+            for back in range(1, min(Usual.RISEN, len(self._excess)) + 1):
+                self._excess[-back] = 0.0
 
     @property
     def mean(self) -> float:
         seen = sum(excess > 0.0 for excess in self._excess)
-        return sum(self._excess) / len(self._excess) if seen >= self.ENOUGH else 0.0
+        return sum(self._excess) / max(self.LEAST, len(self._excess)) if seen >= self.ENOUGH else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,8 +350,8 @@ class CostMeter:
             little, or too much (negative), are in it.
         """
         before, count = self.slowdown_seconds, self._slowdown.kept
-        self._stall.add(stall_seconds)
-        self._outliers.add(stall_seconds, self._stall.value)
+        changed = self._stall.add(stall_seconds)
+        self._outliers.add(stall_seconds, self._stall.value, changed=changed)
         self._slowdown.add(slowdown.seconds, slowdown.jitter_seconds)
         self._slow.add(slowdown)
         self._jitter, self._noise = slowdown.jitter_seconds, slowdown.baseline_seconds

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -30,10 +31,10 @@ class World:
     regret: float
     slow: Slow = lambda _step, _random: 1.0
     misjudged: float = 0.0005
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Callable[[], dict[str, Any]] = dict
 
     def train(self, settings: FrequencySettings, steps: int) -> Training:
-        return Training(settings, slow=self.slow, seed=1, **self.options).run(steps)
+        return Training(settings, slow=self.slow, seed=1, **self.options()).run(steps)
 
 
 def share(part: float, factor: float) -> Slow:
@@ -54,33 +55,34 @@ def log_normal(deviation: float) -> Slow:
     return lambda _, rng: rng.lognormvariate(-(deviation**2) / 2, deviation)
 
 
-def stalls(part: float, factor: float) -> Callable[[float], float]:
-    """One in so many of the stretches of ten seconds makes a stall `factor` times as long."""
-    return lambda time: 0.7 * (factor if random.Random(int(time // 10)).random() < part else 1.0)
+def stalls(number: int, factor: float) -> Callable[[float], float]:
+    """Each so many-th stall takes `factor` times as long: the share is no luck of a few snapshots."""
+    taken = itertools.count(1)
+    return lambda _: 0.7 * (factor if next(taken) % number == 0 else 1.0)
 
 
 WORLDS = [
     World("calm", 0.001),
-    World("jitter", 0.001, options={"jitter": 0.1}),
+    World("jitter", 0.001, options=lambda: {"jitter": 0.1}),
     World("3 % of steps x 15", 0.004, share(0.03, 15.0)),
-    World("each 50th step x 10", 0.001, each(50, 10.0), options={"jitter": 0.05}),
-    World("half of the steps x 3", 0.001, share(0.5, 3.0)),
-    World("slow epochs", 0.003, epochs(500, 3.0), options={"jitter": 0.05}),
-    World("validation that nothing announces", 0.003, each(500, 101.0), options={"jitter": 0.05}),
+    World("each 50th step x 10", 0.001, each(50, 10.0), options=lambda: {"jitter": 0.05}),
+    World("half of the steps x 3", 0.002, share(0.5, 3.0)),
+    World("slow epochs", 0.003, epochs(500, 3.0), options=lambda: {"jitter": 0.05}),
+    World("validation that nothing announces", 0.003, each(500, 101.0), options=lambda: {"jitter": 0.05}),
     World("log-normal steps", 0.001, log_normal(1.0)),
     World("steps of Pareto", 0.003, lambda _, rng: rng.paretovariate(1.5) / 3.0),
-    World("3 % of stalls x 80", 0.006, options={"stall": stalls(0.03, 80.0)}),
-    World("a slowdown in jitter", 0.001, options={"slowdown": 1.05, "jitter": 0.1}),
+    World("3 % of stalls x 80", 0.006, options=lambda: {"stall": stalls(33, 80.0)}),
+    World("a slowdown in jitter", 0.001, options=lambda: {"slowdown": 1.05, "jitter": 0.1}),
     World(
         "contention",
         0.0015,
-        options={
+        options=lambda: {
             "stall": lambda time: 0.7 if time // 10000 % 2 == 0 else 3.0,
             "persist": lambda time: 14.0 if time // 10000 % 2 == 0 else 60.0,
             "jitter": 0.05,
         },
     ),
-    World("drift", 0.0015, options={"step_seconds": lambda time: 1.0 + time / 20000, "jitter": 0.05}),
+    World("drift", 0.0015, options=lambda: {"step_seconds": lambda time: 1.0 + time / 20000, "jitter": 0.05}),
 ]
 
 

@@ -12,8 +12,8 @@ bi = Ci / τi ∝ sqrt(Ci λi), and as the shares add up to B:
 
     bi = B sqrt(Ci λi) / Σj sqrt(Cj λj)
 
-A level is not taken more often than its own optimum, sqrt(2 Ci / λi) apart, whatever the budget: on a machine that fails
-once in a month, one percent is far more than snapshots in memory are worth.
+A level is not taken more often than its own optimum, sqrt(2 Ci / λi) apart, whatever the budget: on a machine that
+fails once in a month, one percent is far more than snapshots in memory are worth.
 
 It is the first order of Young and Daly for two levels: a durable snapshot is one in memory too, which is neglected, and
 failures during a snapshot or a restart are. Where a level cannot use up its part (not more than one snapshot per

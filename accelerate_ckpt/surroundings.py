@@ -36,3 +36,6 @@ class Accumulation:
 
     def adopt(self, state: dict[str, Any]) -> tuple[list[Restored], list[NotRestored]]:  # noqa: ARG002
         return [], []
+
+    def audited(self) -> Mapping[str, Any]:
+        return {}

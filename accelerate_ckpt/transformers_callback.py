@@ -219,7 +219,8 @@ class TransformersCallback(TrainerCallback):
         more = {"scheduler": objects["lr_scheduler"]}
         if resumed and args.max_steps > 0:
             state.max_steps += self._shift  # as many steps are left as the user has asked for
-        surroundings = TrainerSurroundings(trainer, internals, self, self._shift if resumed else 0)
+        shift = self._shift if resumed else 0
+        surroundings = TrainerSurroundings(trainer, internals, self, shift, audits=self.config.hidden != "off")
         self._tracker = tracker = Tracker(
             engine,
             AcceleratedParts(trainer.accelerator, private, more, grows=True),

@@ -38,9 +38,11 @@ class TrainerSurroundings:
         internals: of the trainer.
         own: our callback, which has no state of its own.
         shift: by how many steps the trainer counts more than were trained.
+        audits: what callbacks remember is looked at as hidden state.
     """
 
-    def __init__(self, trainer: Trainer, internals: TrainerInternals, own: object, shift: int) -> None:
+    def __init__(self, trainer: Trainer, internals: TrainerInternals, own: object, shift: int, *, audits: bool) -> None:
+        self._audits = audits
         self._trainer = trainer
         self._internals = internals
         self._own = own
@@ -52,6 +54,18 @@ class TrainerSurroundings:
         model = trainer.model
         # What `ckpt export --to transformers` needs besides the weights; too slow to be made for each snapshot.
         self._files = {"config.json": model.config.to_json_string()} if isinstance(model, PreTrainedModel) else {}
+
+    @property
+    def _foreign(self) -> list[Any]:
+        """Callbacks of the user that remember something and have no state of their own to save."""
+        return [
+            one
+            for one in self._internals.callbacks
+            if one is not self._own and not isinstance(one, ExportableState) and _is_foreign(one)
+        ]
+
+    def audited(self) -> Mapping[str, Any]:
+        return {f"callbacks.{type(one).__name__}": one for one in self._foreign}
 
     def accumulating(self) -> bool:
         return not self._trainer.accelerator.sync_gradients
@@ -130,7 +144,7 @@ class TrainerSurroundings:
                 if found is not None:
                     left.remove(found)
                     _set(callback, found[1])
-            elif callback is not self._own and _is_foreign(callback):
+            elif not self._audits and callback in self._foreign:
                 why = "it has no state(): give the class `ExportableState` if what it remembers matters"
                 missing.append(NotRestored(f"callback {type(callback).__name__}", why))
         return missing + [NotRestored(f"callback {name}", "the trainer has none such now") for name, _ in left]

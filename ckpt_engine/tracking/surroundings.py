@@ -51,6 +51,9 @@ class Surroundings(Protocol):
     def adopt(self, state: dict[str, Any]) -> tuple[list[Restored], list[NotRestored]]:
         """Take out of the state of an imported checkpoint what belongs to the surroundings, and put it back."""
 
+    def audited(self) -> Mapping[str, Any]:
+        """The user's objects that it calls while it trains, by name: what they remember may be hidden state."""
+
 
 class Nothing:
     """A plain loop has no surroundings."""
@@ -66,3 +69,6 @@ class Nothing:
 
     def adopt(self, state: dict[str, Any]) -> tuple[list[Restored], list[NotRestored]]:  # noqa: ARG002
         return [], []
+
+    def audited(self) -> Mapping[str, Any]:
+        return {}

@@ -466,7 +466,8 @@ class Tracker:
     def _audited(self) -> dict[str, Any]:
         """What takes part in training, by name."""
         loaders = (roots_of_loader(name, source.base) for name, source in self._sources.items())
-        return {**self._parts.objects, **{path: root for found in loaders for path, root in found.items()}}
+        own = {path: root for found in loaders for path, root in found.items()}
+        return {**self._parts.objects, **self._surroundings.audited(), **own}
 
     def _counters(self, feed: Feed | None) -> set[int]:
         """Numbers that a loop may count along with the tracker."""

@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, IterableDataset
 from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from accelerate_ckpt import TransformersCallback
+from tests.lightning.runs import Journal
 from tests.tracking.runs import Outcome, digest, seed_everything
 
 LENGTH = 16
@@ -56,11 +57,11 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
     """Appends what is logged to the trace, and waits for snapshots, so that none is skipped."""
 
     def __init__(self, trace: Any, ours: list[TransformersCallback]) -> None:
-        self._trace, self.ours = trace, ours
+        self._journal, self.ours = Journal(trace), ours
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         timeless = {name: value for name, value in logs.items() if not any(part in name for part in _TIMED)}
-        self._trace.append(("log", state.global_step, repr(sorted(timeless.items()))))
+        self._journal.append(("log", state.global_step, repr(sorted(timeless.items()))))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for ckpt in self.ours:

@@ -233,7 +233,7 @@ def metric_of(cell: Cell) -> Any:
     made: dict[str, Callable[[], Any]] = {
         "mean": torchmetrics.MeanMetric,
         "running": lambda: torchmetrics.RunningMean(window=4),
-        "tracker": lambda: torchmetrics.MetricTracker(torchmetrics.MeanMetric()),
+        "tracker": lambda: torchmetrics.MetricTracker(torchmetrics.MeanMetric(), maximize=False),
     }
     return made[cell.metric]() if cell.metric in made else None
 

@@ -194,7 +194,10 @@ def test_ctrl_c_ends_the_wait_for_copies(run: Run, monkeypatch: pytest.MonkeyPat
     waits = Waits(run, monkeypatch, lambda: interrupts and signal.pthread_kill(main, signal.SIGINT))
     monkeypatch.setattr(client, "TELL_SECONDS", WAIT_SECONDS if interrupts else 0.0)
     assert run.client is not None
-    assert run.client.close(WAIT_SECONDS, hurries=lambda: not interrupts)
+    try:
+        assert run.client.close(WAIT_SECONDS, hurries=lambda: not interrupts)
+    except KeyboardInterrupt:
+        pytest.fail("it is raised")
     assert not interrupts or len(waits.lines) == 1
     is_copied_at_last(run)
 

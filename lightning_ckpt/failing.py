@@ -106,6 +106,8 @@ class Failing:
         self._obstacle: str | None = None
         self._loose: list[Loose] = []
         self._metrics: list[tuple[str, torch.nn.Module]] = []
+        self._callbacks: list[Callback] = []
+        self._stateful: list[tuple[str, Callback]] = []
 
     def reached(self, position: Position, step: int) -> None:
         """The boundary after `step`; the next batch is asked for when this returns."""
@@ -122,14 +124,15 @@ class Failing:
         require_unmoved(before.attributes, self._audit.frozen())
         if self._internals.batches_in_epoch == before.position.batches_in_epoch and not self._internals.user_fetches:
             require_finite(self._trainer.optimizers)
-            return Before(before.position, before.step, before.packed, {}, {}, {}, "", before.attributes)
+            return Before(before.position, before.step, _packed(before), {}, {}, {}, "", before.attributes)
         if before.obstacle:
             raise ImpossibleError(before.obstacle)
         require_unmoved(before.seen, self._seen())
         if before.moved["metrics"].keys() != dict(metrics.found_in(self._module)).keys():
             raise ImpossibleError("the model has other metric objects than at that boundary")
         require_finite(self._trainer.optimizers)
-        return replace(before, moved={**before.moved, "results": before.moved["results"]()})
+        moved = {**before.moved, "results": before.moved["results"]()}
+        return replace(before, packed=_packed(before), moved=moved)
 
     # ---- at every boundary
 
@@ -138,7 +141,7 @@ class Failing:
         attributes = self._audit.frozen(quick=True)
         internals = self._internals
         packed = {
-            "rng": rng.capture(),
+            "rng": rng.capture_later(),
             "loaders": self._loaders.states(epoch_is_over=False),
             "combined": internals.combined_position,
             "progress": internals.progress,
@@ -193,8 +196,15 @@ class Failing:
             found[f"optimizer {number}"] = seen(f"optimizer {number}", groups)
         for number, config in enumerate(self._trainer.lr_scheduler_configs):
             found[f"scheduler {number}"] = seen(f"scheduler {number}", config.scheduler.state_dict())
-        for number, callback in enumerate(callbacks_of(self._trainer)):
-            if is_overridden("state_dict", callback, parent=Callback):
-                name = f"callback {number}, a {type(callback).__name__},"
-                found[name] = seen(name, callback.state_dict())
+        callbacks = callbacks_of(self._trainer)
+        if callbacks != self._callbacks:
+            self._callbacks = list(callbacks)
+            stateful = (one for one in enumerate(callbacks) if is_overridden("state_dict", one[1], parent=Callback))
+            self._stateful = [(f"callback {n}, a {type(one).__name__},", one) for n, one in stateful]
+        for name, callback in self._stateful:
+            found[name] = seen(name, callback.state_dict())
         return found
+
+
+def _packed(before: Before) -> dict[str, Any]:
+    return {**before.packed, "rng": before.packed["rng"]()}

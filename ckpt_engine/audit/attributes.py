@@ -19,7 +19,8 @@ import random
 import sys
 import types
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -287,15 +288,45 @@ def is_standard(kind: type) -> bool:
 # ---- values
 
 
-def freeze(value: Any, saved: Collection[int] = (), depth: int = _DEPTH) -> Frozen:
+class Looked:
+    """Tensors and arrays as they were when they were looked at last, for looks at the same ones."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[Any, tuple[int, ...], Frozen]] = {}
+        self._now: dict[int, tuple[Any, tuple[int, ...], Frozen]] = {}
+
+    def again(self) -> None:
+        """All of them are looked at once more."""
+        self._before, self._now = self._now, {}
+
+    def freeze(self, value: Any, saved: Collection[int], *, quick: bool) -> Frozen:
+        """As `freeze`; `quick`: one that is the same object, of the same version, is what it was."""
+        counted = isinstance(value, torch.Tensor) and not value.is_inference()
+        version = (address(value), value._version) if counted else ()
+        one = self._before.get(id(value))
+        if not quick or one is None or one[0]() is not value or one[1] != version:
+            one = (weakref.ref(value), version, freeze(value, saved))
+        self._now[id(value)] = one
+        return one[2]
+
+
+def freeze(
+    value: Any,
+    saved: Collection[int] = (),
+    depth: int = _DEPTH,
+    arrays: Callable[[Any], Frozen] | None = None,
+) -> Frozen:
     """The value as a tuple that compares; objects by their class, as their attributes have a holder of their own.
 
     Args:
         saved: addresses of tensors that a `state_dict` has; what they hold does not count.
+        arrays: freezes tensors and arrays.
     """
     kind = type(value)
     if kind in PLAIN:
         return _freeze_plain(value)
+    if arrays is not None and isinstance(value, torch.Tensor | np.ndarray):
+        return arrays(value)
     if isinstance(value, torch.Tensor):
         return _freeze_tensor(value, saved)
     if isinstance(value, np.ndarray | np.generic):
@@ -309,14 +340,14 @@ def freeze(value: Any, saved: Collection[int] = (), depth: int = _DEPTH) -> Froz
         return (
             "dict",
             len(value),
-            *((freeze(key, saved, depth - 1), freeze(one, saved, depth - 1)) for key, one in rows),
+            *((freeze(key, saved, depth - 1, arrays), freeze(one, saved, depth - 1, arrays)) for key, one in rows),
         )
     if depth > 0 and isinstance(value, _SETS):
         rows = sorted(map(repr, value)) if len(value) <= _MOST_ITEMS else []
         return ("set", len(value), *rows)
     if depth > 0 and isinstance(value, _SEQUENCES):
         items = value if isinstance(value, list | tuple) else list(value)
-        return (kind.__name__, len(value), *(freeze(one, saved, depth - 1) for one in _sampled(items)))
+        return (kind.__name__, len(value), *(freeze(one, saved, depth - 1, arrays) for one in _sampled(items)))
     return ("object", type_of(value))
 
 

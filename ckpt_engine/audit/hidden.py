@@ -16,8 +16,8 @@ from ckpt_engine.audit.attributes import (
     REFERENCES,
     Frozen,
     Holder,
+    Looked,
     Walk,
-    address,
     copy_stream,
     digest,
     freeze,
@@ -33,6 +33,7 @@ MOST_BYTES = 256 << 20
 _LARGE_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 40
 _MISSING: Any = object()
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _ONCE = "it is set in the first step of each process"
 
 
@@ -183,11 +184,11 @@ class _Beginning:
         self.frozen: dict[str, Frozen] = {
             f"{one.holder.path}.{name}": freeze(value, self._address_of_saved)
             for one in self._watched
-            for name, value in zip(one.names, one.values, strict=True)
+            for name, value in one.before.items()
         }
-        self._holders = {f"{one.holder.path}.{name}": one.holder for one in self._watched for name in one.names}
+        self._holders = {f"{one.holder.path}.{name}": one.holder for one in self._watched for name in one.before}
         self._by_path = {one.holder.path: one.holder for one in self._watched}
-        self._looked_at: dict[str, tuple[Any, tuple[int, ...], Frozen]] = {}
+        self._looked = Looked()
 
     def holder_of(self, path: str) -> Holder | None:
         """Whose attribute it is, one that is not there yet included."""
@@ -198,7 +199,7 @@ class _Beginning:
         return {
             path: (type_of(value), digest(self.frozen[path]))
             for one in self._watched
-            for name, value in zip(one.names, one.values, strict=True)
+            for name, value in one.before.items()
             for path in (f"{one.holder.path}.{name}",)
         }
 
@@ -213,17 +214,12 @@ class _Beginning:
 
     def changes(self, *, quick: bool = False) -> Iterator[tuple[str, Any, Frozen]]:
         """The same with their frozen values; `quick` as in `HiddenState.frozen`."""
+        self._looked.again()
         for one in self._watched:
-            if one.still and one.untouched():
-                continue
-            names = tuple(one.holder.names())
-            values = [one.holder.values[name] for name in names]
-            if one.still and names == one.names and all(a is b for a, b in zip(values, one.values, strict=True)):
-                continue
-            before = dict(zip(one.names, one.values, strict=True))
-            for name, value in zip(names, values, strict=True):
-                path = f"{one.holder.path}.{name}"
-                frozen = self._moved_to(path, value, before.get(name, _MISSING), quick=quick)
+            if not one.untouched():
+                one.look()
+            for name, path, value in one.rows:
+                frozen = self._moved_to(path, value, one.before.get(name, _MISSING), quick=quick)
                 if frozen is not None:
                     yield path, value, frozen
 
@@ -234,45 +230,43 @@ class _Beginning:
             return None
         if is_iterator(value):
             return ("iterator",)
-        frozen = self._freeze(path, value, quick=quick)
+        saved = self._address_of_saved
+        frozen = freeze(value, saved, arrays=lambda one: self._looked.freeze(one, saved, quick=quick))
         return frozen if frozen != self.frozen.get(path) or (frozen[0] == "object" and not same) else None
-
-    def _freeze(self, path: str, value: Any, *, quick: bool) -> Frozen:
-        if not isinstance(value, torch.Tensor | np.ndarray):
-            return freeze(value, self._address_of_saved)
-        version = (
-            (address(value), value._version) if isinstance(value, torch.Tensor) and not value.is_inference() else ()
-        )
-        seen = self._looked_at.get(path) if quick else None
-        if seen is not None and seen[0] is value and seen[1] == version:
-            return seen[2]
-        frozen = freeze(value, self._address_of_saved)
-        self._looked_at[path] = value, version, frozen
-        return frozen
 
 
 class _Watched:
-    """One holder, with its attributes as they were.
+    """One holder, with its attributes as they were at the beginning, and as they were looked at last.
 
-    `still`: nothing changes in it unless an attribute becomes another object.
+    Attributes:
+        before: those of the beginning.
+        rows: name, path and value of those that may have moved: what is another object, or may change within.
     """
 
-    __slots__ = ("_all_names", "_all_values", "holder", "names", "still", "values")
+    __slots__ = ("_all_names", "_all_values", "before", "holder", "rows")
 
     def __init__(self, holder: Holder) -> None:
         self.holder = holder
-        self.names = tuple(holder.names())
-        self.values = [holder.values[name] for name in self.names]
-        self._all_names, self._all_values = list(holder.values), list(holder.values.values())
-        self.still = all(
-            isinstance(one, (*PLAIN, *REFERENCES)) or freeze(one, depth=0)[0] in ("object", "text")
-            for one in self.values
-        ) and not any(isinstance(one, dict | list | set | tuple | collections.deque) for one in self.values)
+        self.before = {name: holder.values[name] for name in holder.names()}
+        self.look()
+
+    def look(self) -> None:
+        """Look at every attribute."""
+        path, values, before = self.holder.path, self.holder.values, self.before
+        self._all_names, self._all_values = list(values), list(values.values())
+        rows = ((name, f"{path}.{name}", values[name]) for name in self.holder.names())
+        self.rows = [row for row in rows if _changes_within(type(row[2])) or row[2] is not before.get(row[0], _MISSING)]
 
     def untouched(self) -> bool:
-        """Whether every attribute is the object that it was, those that are not looked at included. Cheap."""
+        """Whether every attribute is the object that was looked at last. Cheap."""
         values = self.holder.values
         return list(values) == self._all_names and all(map(operator.is_, values.values(), self._all_values))
+
+
+def _changes_within(kind: type) -> bool:
+    """Whether a value of this type may compare as another one while it stays the same object."""
+    iterates = issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools")
+    return iterates or issubclass(kind, (torch.Tensor, np.ndarray, np.generic, *GENERATORS, *_CONTAINERS))
 
 
 # ---- putting back

@@ -315,7 +315,7 @@ class LoaderPosition:
             self._pending = None
 
     def _assemble(self, epoch: Epoch | None, fetch: Fetch | None, batches: int, phase: str) -> State:
-        exactness = self.exactness
+        exactness, among = self.exactness, streams.holders(self.loader)
         state: State = {
             "version": _ALONE,
             "phase": phase,
@@ -324,9 +324,9 @@ class LoaderPosition:
             "fingerprint": self._starter.fingerprint(),
             "recipe": self._starter.recipe(),
             "exactness": {"level": str(exactness.level), "reasons": list(exactness.reasons)},
-            "generators": streams.capture_generators(self.loader),
-            "counters": streams.changed_counters(self.loader, self._starter.baseline),
-            "samplers": streams.capture_samplers(self.loader),
+            "generators": streams.capture_generators(self.loader, among),
+            "counters": streams.changed_counters(self.loader, self._starter.baseline, among),
+            "samplers": streams.capture_samplers(self.loader, among),
             "attributes": self._starter.attributes(),
         }
         if epoch is None or fetch is None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-__all__ = ["RngState", "capture", "capture_host", "probe", "restore"]
+__all__ = ["RngState", "capture", "capture_host", "capture_later", "probe", "restore"]
 
 RngState = dict[str, Any]
 """`{"python": …, "numpy": …, "torch": bytes, "cuda": [bytes, …], …}`; accelerators only where initialised."""
@@ -36,7 +36,11 @@ def capture() -> RngState:
 
     Accelerators appear only when they are initialised: asking an idle one would initialise it.
     """
-    state = capture_host()
+    return capture_host() | _devices()
+
+
+def _devices() -> RngState:
+    state: RngState = {}
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = [_tensor_bytes(t) for t in torch.cuda.get_rng_state_all()]
     if torch.xpu.is_initialized():  # type: ignore[no-untyped-call]
@@ -53,6 +57,13 @@ def capture_host() -> RngState:
         "numpy": _capture_numpy(),
         "torch": _tensor_bytes(torch.get_rng_state()),
     }
+
+
+def capture_later() -> Callable[[], RngState]:
+    """What makes later what `capture` would give now: for streams that are most often not needed."""
+    python = random.getstate()
+    state = {"python": None, "numpy": _capture_numpy(), "torch": _tensor_bytes(torch.get_rng_state()), **_devices()}
+    return lambda: {**state, "python": _encode_words(*python)}
 
 
 def probe() -> tuple[object, ...]:
@@ -126,7 +137,10 @@ def decode_numpy(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def encode_python(generator: _PythonStream) -> dict[str, Any]:
     """The state of one `random.Random`, or of the module `random` itself, as a storable tree."""
-    version, words, gauss = generator.getstate()
+    return _encode_words(*generator.getstate())
+
+
+def _encode_words(version: int, words: tuple[int, ...], gauss: float | None) -> dict[str, Any]:
     return {"version": version, "words": struct.pack(f"={len(words)}I", *words), "gauss": gauss}
 
 

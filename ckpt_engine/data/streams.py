@@ -51,6 +51,7 @@ __all__ = [
 Streams = dict[str, Any]
 """`{"rng": global streams, "generators": {path: state}, "counters": {path: value}, "samplers": {path: state}}`."""
 Counters = dict[str, Any]
+Holders = list[tuple[str, Any]]
 
 _ALWAYS = ("epoch", "seed", "initial_seed")
 _MAX_SAMPLERS = 8
@@ -107,18 +108,22 @@ def restore_holders(loader: DataLoader[Any], streams: Mapping[str, Any]) -> None
             sampler.load_state_dict(copy.deepcopy(saved))
 
 
-def capture_samplers(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What each sampler with `state_dict` and `load_state_dict` says of itself, by path."""
+def capture_samplers(loader: DataLoader[Any], among: Holders | None = None) -> dict[str, Any]:
+    """What each sampler with `state_dict` and `load_state_dict` says of itself, by path.
+
+    Args:
+        among: its `holders`, where they are known.
+    """
     return {
         path: copy.deepcopy(holder.state_dict())
-        for path, holder in holders(loader)
+        for path, holder in (among or holders(loader))
         if holder is not loader and is_stateful(holder)
     }
 
 
-def capture_generators(loader: DataLoader[Any]) -> dict[str, Any]:
+def capture_generators(loader: DataLoader[Any], among: Holders | None = None) -> dict[str, Any]:
     """The state of every generator object held by the loader or a sampler, by path."""
-    return {path: _encode(generator) for path, _, _, generator in _generators(loader)}
+    return {path: _encode(generator) for path, _, _, generator in _generators(loader, among)}
 
 
 def restore_generators(loader: DataLoader[Any], states: Mapping[str, Any]) -> None:
@@ -138,10 +143,10 @@ def restore_generators(loader: DataLoader[Any], states: Mapping[str, Any]) -> No
             _decode(generator, state)
 
 
-def counters(loader: DataLoader[Any]) -> Counters:
+def counters(loader: DataLoader[Any], among: Holders | None = None) -> Counters:
     """Every plain scalar attribute of the loader's samplers, and what `set_epoch` of iterable datasets got, by path."""
     found: Counters = {f"{path}.epoch": epoch for path, epoch in native.epochs(loader.dataset).items()}
-    for path, holder in holders(loader):
+    for path, holder in among or holders(loader):
         if holder is loader:
             continue
         for name, value in _attributes(holder):
@@ -150,9 +155,9 @@ def counters(loader: DataLoader[Any]) -> Counters:
     return found
 
 
-def changed_counters(loader: DataLoader[Any], baseline: Mapping[str, Any]) -> Counters:
+def changed_counters(loader: DataLoader[Any], baseline: Mapping[str, Any], among: Holders | None = None) -> Counters:
     """The scalars that moved since `baseline`, and `epoch` and the seeds always."""
-    now = counters(loader)
+    now = counters(loader, among)
     return {
         path: value
         for path, value in now.items()
@@ -192,9 +197,9 @@ def draws_at_start_only(loader: DataLoader[Any]) -> bool:
     return all(type(holder) in _KNOWN for _, holder in holders(loader) if holder is not loader)
 
 
-def holders(loader: DataLoader[Any]) -> list[tuple[str, Any]]:
+def holders(loader: DataLoader[Any]) -> Holders:
     """The loader and the samplers reachable from it, each once, with the path that leads there."""
-    found: list[tuple[str, Any]] = [("loader", loader)]
+    found: Holders = [("loader", loader)]
     seen = {id(loader)}
     queue = [("batch_sampler", getattr(loader, "batch_sampler", None)), ("sampler", getattr(loader, "sampler", None))]
     for path, sampler in queue:  # it grows meanwhile
@@ -213,9 +218,9 @@ def path_of(loader: DataLoader[Any], generator: object) -> str | None:
     return next((path for path, _, _, found in _generators(loader) if found is generator), None)
 
 
-def _generators(loader: DataLoader[Any]) -> Iterator[tuple[str, Any, str, Any]]:
+def _generators(loader: DataLoader[Any], among: Holders | None = None) -> Iterator[tuple[str, Any, str, Any]]:
     seen: set[int] = set()
-    for path, holder in holders(loader):
+    for path, holder in among or holders(loader):
         named = [("generator", getattr(holder, "generator", None))] if holder is loader else _attributes(holder)
         for name, value in named:
             if _kind(value) is not None and id(value) not in seen:

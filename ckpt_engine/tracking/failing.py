@@ -48,6 +48,7 @@ class Before:
 
     Args:
         own: our own entries of a snapshot.
+        streams: the random streams.
         counters: of the surroundings.
         stepped: optimizers that have used up their gradients.
         modes: of modules, and which parameters are trained.
@@ -59,6 +60,7 @@ class Before:
     """
 
     own: Mapping[str, Any]
+    streams: Callable[[], rng.RngState]
     counters: Counters
     stepped: frozenset[int]
     modes: tuple[list[bool], list[bool]]
@@ -211,7 +213,13 @@ class Failing:
         return before
 
     def _state(self, before: Before, more: Mapping[str, Any]) -> dict[str, Any]:
-        own = {**before.own, **more, "surroundings": before.counters.dump(), "flags": self._tensors.flags(before.modes)}
+        own = {
+            **before.own,
+            **more,
+            "rng": before.streams(),
+            "surroundings": before.counters.dump(),
+            "flags": self._tensors.flags(before.modes),
+        }
         undo = None if self.waits else partial(self._tensors.put, before.tensors)
         return self._capture.state(own, self._capture.gradients(set(before.stepped)), self._audit, undo)
 
@@ -223,7 +231,7 @@ class Failing:
         self._count += 1
         if self._count % AGAIN == 1:
             self._tensors = _Tensors(self._parts)
-        streams = rng.capture()
+        streams = rng.capture_later()
         obstacle, compared = self._tensors.obstacle, {}
         if not obstacle and self._capture.gradients(stepped):
             obstacle = "it has gradients of earlier batches"
@@ -232,10 +240,11 @@ class Failing:
                 compared = self._seen()
             except ImpossibleError as err:
                 obstacle = str(err)
-        if not all(map(of_framework, self._others().values())) and rng.capture() != streams:
-            rng.restore(streams)  # a state_dict of the user may draw
+        if not all(map(of_framework, self._others().values())) and rng.capture() != (now := streams()):
+            rng.restore(now)  # a state_dict of the user may draw
         return Before(
-            own={**own, "rng": streams},
+            own=own,
+            streams=streams,
             counters=self._surroundings.now(),
             stepped=frozenset(stepped),
             modes=self._tensors.modes(),

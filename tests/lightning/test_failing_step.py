@@ -151,6 +151,13 @@ def test_a_step_that_fails_before_it_changes_weights_loses_nothing(where: str, t
     assert_exact(case, tmp_path)
 
 
+def test_a_buffer_that_is_another_tensor_in_each_step_is_that_of_the_boundary(tmp_path: Path) -> None:
+    """It is read where it is now, not where it was when the run began."""
+    case = Case(model=Replaces)
+    fails(case, tmp_path, "after forward")
+    assert_exact(case, tmp_path)
+
+
 @pytest.mark.parametrize("where", CHANGED)
 def test_a_step_that_may_have_changed_weights_is_not_saved(
     where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -199,6 +206,18 @@ class SavesMore(Fragile):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["more"] = 1
+
+
+class Replaces(Fragile):
+    """A buffer that is another tensor after each batch."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_buffer("level", torch.zeros(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.level = 0.5 * self.level + batch[0].mean()
+        return super().training_step(batch, batch_idx) + 0.1 * self.level * self.net(batch[0]).mean()
 
 
 class Wide(Fragile):

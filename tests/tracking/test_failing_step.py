@@ -219,6 +219,11 @@ def _attribute(script: Script) -> None:
     fail(script)
 
 
+def _unseen(script: Script) -> None:
+    script.model.memory.numpy()[0] = 1.0  # torch counts no version
+    fail(script)
+
+
 def _rate(script: Script) -> None:
     script.optimizer.param_groups[0]["lr"] = 0.5
     fail(script)
@@ -237,6 +242,14 @@ class Wide(Net):
         self.register_buffer("bank", torch.zeros(1 << 20))
 
 
+class Remembers(Net):
+    """A tensor that no `state_dict` has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = torch.zeros(3)
+
+
 class Says(Net):
     """A state of its own, that only this class knows."""
 
@@ -253,6 +266,7 @@ NOT_SAVED: dict[str, tuple[Callable[[Script], None], str]] = {
     "weights that may have been written": (_announce, "weights may have changed"),
     "an object that has moved": (_move, "average has changed"),
     "an attribute that has moved": (_attribute, "model.temperature has changed"),
+    "an attribute that was written unseen": (_unseen, "model.memory has changed"),
     "a learning rate": (_rate, "optimizer has changed"),
     "a new layer": (_grow, "other parameters"),
     "a large buffer": (fail, "too large"),
@@ -266,7 +280,12 @@ def test_what_cannot_be_had_exactly_is_not_saved(
 ) -> None:
     """And it is said why."""
     late, why = NOT_SAVED[name]
-    script = Script(tmp_path, {"a large buffer": Wide, "a state of its own": Says}.get(name, Net), writer="thread")
+    models = {
+        "a large buffer": Wide,
+        "a state of its own": Says,
+        "an attribute that was written unseen": Remembers,
+    }
+    script = Script(tmp_path, models.get(name, Net), writer="thread")
     script.more = {"average": Average(script.model)}
     with pytest.raises(Failure):
         script.train(late)

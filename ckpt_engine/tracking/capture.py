@@ -48,7 +48,7 @@ class Capture:
         """The whole state, with references to live tensors; draws nothing from any global random stream.
 
         Args:
-            own: small values that an exact resume needs besides the components; with `before`, the streams too.
+            own: small values that an exact resume needs besides the components; with `before`, streams and metrics too.
             gradients: of optimizers that wait for more, by component and parameter name.
             audit: what it finds is part of the state.
             before: makes of the components those of an earlier moment.
@@ -69,10 +69,10 @@ class Capture:
                 "packed": self._packer.pack(
                     {
                         "rng": streams,
+                        "metric_states": metrics.dump_all(self._parts.objects),
                         **own,
                         "audit": hidden,
                         "gradient_order": self._gradient_order(),
-                        "metric_states": metrics.dump_all(self._parts.objects),
                         "values": own_values(state, self._ranks),
                     }
                 ),

@@ -21,6 +21,7 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.frequency.driver import Cadence
 from ckpt_engine.snapshot.flatten import LazyPredicate
 from ckpt_engine.snapshot.sharding import here
+from ckpt_engine.tracking import metrics
 from ckpt_engine.tracking.capture import Capture
 from ckpt_engine.tracking.engine import Engine
 from ckpt_engine.tracking.last_boundary import (
@@ -243,7 +244,7 @@ class Failing:
         if not all(map(of_framework, self._others().values())) and rng.capture() != (now := streams()):
             rng.restore(now)  # a state_dict of the user may draw
         return Before(
-            own=own,
+            own={**own, "metric_states": self._tensors.metric_states()},
             streams=streams,
             counters=self._surroundings.now(),
             stepped=frozenset(stepped),
@@ -285,6 +286,7 @@ class _Tensors:
         self._weights = [one for one in managed(optimizers) if not torch.nn.parameter.is_lazy(one)]
         self._modules = [(name, path, one) for name, m in self._models.items() for path, one in m.named_modules()]
         self._parameters = [(name, path, p) for name, m in self._models.items() for path, p in m.named_parameters()]
+        self._metrics = [(name, metrics.topmost(one)) for name, one in metrics.those_with(parts.objects)]
         self._loose: list[tuple[str, Loose]] = []
         self.obstacle = ""
         if parts.flat is not None or any(here(one) is not one for one in self._weights):
@@ -328,6 +330,10 @@ class _Tensors:
     def copies(self) -> list[torch.Tensor]:
         """Of what changes in forward."""
         return [one.tensor.detach().clone() for _, one in self._loose]
+
+    def metric_states(self) -> dict[str, metrics.States]:
+        """As `metrics.dump_all`, in memory of its own."""
+        return {name: metrics.dump_below(found, own=True) for name, found in self._metrics}
 
     def put(self, copies: list[torch.Tensor], state: dict[str, Any]) -> dict[str, Any]:
         """Components with these copies in the place of the live tensors.

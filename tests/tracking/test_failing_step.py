@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -291,6 +292,26 @@ def test_what_cannot_be_had_exactly_is_not_saved(
         script.train(late)
     assert [one.step for one in saved(tmp_path)] == [5]
     assert why in only_line(caplog)
+
+
+def test_a_metric_is_put_back_to_the_boundary(bomb: Bomb, tmp_path: Path) -> None:
+    """The batch that failed is not in it."""
+
+    def late(script: Script) -> None:
+        script.more["mean"].update(5.0)
+        fail(script)
+
+    script = Script(tmp_path, writer="thread")
+    script.more = {"mean": torchmetrics.MeanMetric()}
+    script.more["mean"].update(1.0)
+    with pytest.raises(Failure):
+        script.train(late)
+    assert saved(tmp_path)[-1].reason == "exception"
+    again = Script(tmp_path, writer="thread")
+    again.more = {"mean": torchmetrics.MeanMetric()}
+    with again.ckpt:
+        again.track()
+        assert again.more["mean"].compute() == 1.0
 
 
 def test_weights_that_are_exchanged_after_the_loop_was_left_are_not_saved(

@@ -297,6 +297,8 @@ def _nests_deeper(tree: Any, levels: int) -> bool:
 
 
 def _as_array(node: Any) -> torch.Tensor | None:
+    if isinstance(node, np.ma.MaskedArray):
+        return None  # as an array it would lose its mask
     if isinstance(node, np.ndarray):
         return None if node.dtype.hasobject or node.dtype.names else array_tensor(node)
     if isinstance(node, bytes | bytearray) and len(node) > INLINE_BYTES:

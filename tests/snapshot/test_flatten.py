@@ -258,6 +258,7 @@ def test_parameters_stay_parameters() -> None:
         ({"t": torch.eye(3).to_sparse()}, "t"),
         ({"t": torch.empty(2, device="meta")}, "t"),
         ({"o": np.array([object()])}, "o"),
+        ({"masked": np.ma.masked_array([1.0, 2.0], mask=[True, False])}, "masked"),
         ({"c": collections.defaultdict(lambda: 3)}, "c"),
         ({"k": {object(): 1}}, "k"),
         ({"cls": torch.nn.Linear}, "cls"),

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.lightning.runs import BATCH, BATCHES, SAMPLES, Augmented, Case, Model, Stream
+from tests.tracking.runs import StickyStream
 
 HAS_AVERAGING = hasattr(callbacks, "EMAWeightAveraging")
 """Lightning 2.6 and later."""
@@ -115,6 +116,7 @@ LOADERS: Mapping[str, Case] = {
     "weighted sampler": Case(loader=weighted),
     "batch sampler": Case(loader=lambda: DataLoader(Augmented(), batch_sampler=Permutation())),
     "iterable dataset": Case(loader=lambda: DataLoader(Stream(), batch_size=BATCH)),
+    "iterable dataset that keeps what was loaded": Case(loader=lambda: DataLoader(StickyStream(), batch_size=BATCH)),
     "stateful loader": Case(loader=shuffled(kind=StatefulDataLoader)),
     "stateful loader, two workers": Case(loader=shuffled(kind=StatefulDataLoader, num_workers=2)),
     "combined, shorter one cycles": Case(loader=lambda: {"a": shuffled()(), "b": shuffled(8)()}),

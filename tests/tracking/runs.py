@@ -92,6 +92,24 @@ class StatefulStream(IterableDataset[Any]):
         self.at = state["at"]
 
 
+class StickyStream(StatefulStream):
+    """Starts each pass where the state that was loaded last says, as streams of the package `datasets` do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.at = self.start
+        source = Augmented()
+        while self.at < SAMPLES:
+            self.at += 1
+            yield source[self.at - 1]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["at"]
+
+
 class Net(nn.Module):
     """Batch norm, dropout, and a tied weight."""
 
@@ -164,6 +182,7 @@ LOADERS: Mapping[str, Callable[[], Any]] = {
     "weighted sampler": weighted,
     "iterable dataset": lambda: DataLoader(Stream(), batch_size=BATCH),
     "stateful iterable dataset": lambda: DataLoader(StatefulStream(), batch_size=BATCH),
+    "iterable dataset that keeps what was loaded": lambda: DataLoader(StickyStream(), batch_size=BATCH),
     "stateful loader": shuffled(kind=StatefulDataLoader),
     "stateful loader, two workers": shuffled(kind=StatefulDataLoader, num_workers=2),
 }

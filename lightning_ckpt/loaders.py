@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -77,8 +77,9 @@ class FitLoaders:
         if len(self._validation) <= len(self._saved_validation):
             self._load_validation(len(self._validation) - 1)
 
-    def _validates(self) -> bool:
-        return not self._trainer.training or bool(self._trainer.sanity_checking)
+    def _validates(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any] | None:
+        validates = not self._trainer.training or bool(self._trainer.sanity_checking)
+        return make() if validates else None
 
     def expect(self, saved: Sequence[Any], validation: Sequence[Any], elastic: Elastic | None) -> None:
         """Loaders made from now on continue at these positions.

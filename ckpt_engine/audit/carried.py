@@ -12,6 +12,7 @@ import dis
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
@@ -27,9 +28,8 @@ _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "DELETE_FAST", "DELETE_NAM
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
 _JUMPS = frozenset({"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"})
 _KINDS = (int, float, complex, torch.Tensor, np.ndarray, np.generic, tuple)
-_PACKAGES = tuple(
-    f"{os.sep}{name}{os.sep}" for name in ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt", "site-packages")
-)
+_OURS = tuple(f"{os.sep}{name}{os.sep}" for name in ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt"))
+_LIBRARIES = f"{os.sep}site-packages{os.sep}"
 
 
 class Carry(SimpleNamespace):
@@ -70,7 +70,7 @@ class CarriedLocals:
         """
         found: dict[tuple[CodeType, str], Frozen] = {}
         new = []
-        for frame in _frames(sys._getframe(1)):
+        for frame in frames_of_users(sys._getframe(1)):
             live = _carried(frame.f_code, frame.f_lasti)
             if not live:
                 continue
@@ -115,15 +115,95 @@ def sentence(names: Iterable[str]) -> str:
     )
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of the user's own code, innermost first."""
+def frames_around(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames that are not our own, innermost first."""
     count = 0
     while frame is not None and count < _MOST_FRAMES:
         file = frame.f_code.co_filename
-        if not file.startswith("<frozen") and not any(part in file for part in _PACKAGES):
+        if not file.startswith("<frozen") and not any(part in file for part in _OURS):
             count += 1
             yield frame
         frame = frame.f_back
+
+
+def is_of_user(frame: FrameType) -> bool:
+    """Whether this is the user's own code, and no library's."""
+    return _LIBRARIES not in frame.f_code.co_filename
+
+
+def frames_of_users(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of the user's own code, innermost first."""
+    return filter(is_of_user, frames_around(frame))
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """One loop in a function's bytecode.
+
+    Args:
+        head: offset of its first instruction; of a `for`, of the one that asks the iterator.
+        end: offset of its last jump back.
+        targets: variables that a `for` sets itself.
+        writes: variables that its body sets.
+    """
+
+    head: int
+    end: int
+    targets: frozenset[str]
+    writes: frozenset[str]
+
+
+def loops_around(code: CodeType, offset: int) -> list[Repeated]:
+    """The loops that this instruction is in, innermost first; the one that asks a `for`'s iterator is in that loop."""
+    return [one for one in _loops(code) if one.head <= offset <= one.end]
+
+
+def instruction_at(frame: FrameType) -> int:
+    """The offset of the instruction that this frame is at; in a call, `f_lasti` may be that of a cache entry."""
+    offsets = _offsets(frame.f_code)
+    return offsets[bisect.bisect_right(offsets, frame.f_lasti) - 1]
+
+
+def counters_of(frame: FrameType) -> dict[str, int]:
+    """Whole numbers that the loops around this frame's instruction count on: they say which step this is."""
+    code, here = frame.f_code, instruction_at(frame)
+    around = loops_around(code, here)
+    names = {name for loop in around if loop.head != here for name in loop.targets}
+    names |= set(_carried(code, here)) & {name for loop in around for name in loop.writes}
+    values = frame.f_locals
+    return {name: values[name] for name in sorted(names) if type(values.get(name)) is int}
+
+
+def forgotten(frame: FrameType) -> list[Any]:
+    """Values of local variables that this frame does not read again, if it is in a loop."""
+    code, here = frame.f_code, instruction_at(frame)
+    if not loops_around(code, here):
+        return []
+    rows, live = _liveness(code)
+    index = {one.offset: position for position, one in enumerate(rows)}
+    read = frozenset[str]().union(*(live[one] for one in _next(rows, index, index[here])))
+    return [value for name, value in frame.f_locals.items() if name not in read]
+
+
+@lru_cache(maxsize=256)
+def _offsets(code: CodeType) -> list[int]:
+    return [one.offset for one in dis.get_instructions(code) if one.opname != "CACHE"]
+
+
+@lru_cache(maxsize=256)
+def _loops(code: CodeType) -> list[Repeated]:
+    rows = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
+    ends: dict[int, int] = {}
+    for row in rows:
+        if row.opcode in dis.hasjrel and row.argval <= row.offset:
+            ends[row.argval] = row.offset
+    found = []
+    for head, end in ends.items():
+        body = [one for one in rows if head <= one.offset <= end]
+        targets = _targets_of(body) if body[0].opname == "FOR_ITER" else frozenset[str]()
+        writes = frozenset[str]().union(*(_uses(one)[1] for one in body))
+        found.append(Repeated(head, end, targets, writes))
+    return sorted(found, key=lambda loop: loop.end - loop.head)
 
 
 @lru_cache(maxsize=256)
@@ -141,6 +221,16 @@ def _carried(code: CodeType, offset: int) -> tuple[str, ...]:
     }
     if not heads:
         return ()
+    live = _liveness(code)[1]
+    begins = (head + (rows[head].opname == "FOR_ITER") for head in heads)
+    return tuple(sorted(frozenset[str]().union(*(live[one] for one in begins)) - _loop_targets(rows)))
+
+
+@lru_cache(maxsize=256)
+def _liveness(code: CodeType) -> tuple[list[dis.Instruction], list[frozenset[str]]]:
+    """The instructions of a function, and the variables that may be read from each of them on before they are set."""
+    rows = [one for one in dis.get_instructions(code) if one.opname != "CACHE"]
+    index = {one.offset: position for position, one in enumerate(rows)}
     live: list[frozenset[str]] = [frozenset()] * (len(rows) + 1)
     changed = True
     while changed:
@@ -151,8 +241,7 @@ def _carried(code: CodeType, offset: int) -> tuple[str, ...]:
             before = (after - writes) | reads
             if before != live[position]:
                 live[position], changed = before, True
-    begins = (head + (rows[head].opname == "FOR_ITER") for head in heads)
-    return tuple(sorted(frozenset[str]().union(*(live[one] for one in begins)) - _loop_targets(rows)))
+    return rows, live
 
 
 def _next(rows: list[dis.Instruction], index: Mapping[int, int], position: int) -> list[int]:
@@ -180,20 +269,23 @@ def _uses(row: dis.Instruction) -> tuple[frozenset[str], frozenset[str]]:
 
 def _loop_targets(rows: list[dis.Instruction]) -> frozenset[str]:
     """Variables that a `for` sets itself: the loop goes on where its iterable does."""
+    begins = (position for position, row in enumerate(rows) if row.opname == "FOR_ITER")
+    return frozenset[str]().union(*(_targets_of(rows[position:]) for position in begins))
+
+
+def _targets_of(rows: list[dis.Instruction]) -> frozenset[str]:
+    """Those of the `for` that these instructions begin with."""
     found: set[str] = set()
-    for position, row in enumerate(rows):
-        if row.opname != "FOR_ITER":
-            continue
-        pending = 1
-        for one in rows[position + 1 :]:
-            if one.opname == "UNPACK_SEQUENCE":
-                pending += int(one.arg or 0) - 1
-            elif one.opname.startswith(("STORE_FAST", "STORE_NAME", "STORE_DEREF")):
-                names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
-                found.update(map(str, names))
-                pending -= len(names)
-            else:
-                break
-            if pending <= 0:
-                break
+    pending = 1
+    for one in rows[1:]:
+        if one.opname == "UNPACK_SEQUENCE":
+            pending += int(one.arg or 0) - 1
+        elif one.opname.startswith(("STORE_FAST", "STORE_NAME", "STORE_DEREF")):
+            names = one.argval if isinstance(one.argval, tuple) else (one.argval,)
+            found.update(map(str, names))
+            pending -= len(names)
+        else:
+            break
+        if pending <= 0:
+            break
     return frozenset(found)

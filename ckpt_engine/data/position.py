@@ -72,8 +72,9 @@ class LoaderPosition:
         self.lookahead = lookahead
         self.wrap: Callable[[Iterator[Any]], Iterator[Any]] | None = None
         """Called with each new iterator of the loader; the consumer gets what it returns."""
-        self.aside: Callable[[], bool] | None = None
-        """Whether a pass that begins now is not one of those whose position this is: it is left alone."""
+        self.aside: Callable[[Callable[[], Iterator[Any]]], Iterator[Any] | None] | None = None
+        """Called with what makes an iterator when a pass begins; what it returns is given to the consumer instead of a
+        pass whose position this is."""
         self._starter = Starter(loader)
         self._epoch: Epoch | None = None
         self._pending: Pending | None = None
@@ -293,9 +294,9 @@ class LoaderPosition:
     # -- swap.Iterations
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Called in place of the loader's `__iter__`."""
+        if self.aside is not None and (instead := self.aside(make)) is not None:
+            return instead
         pending, loader = self._pending, self.loader
-        if self.aside is not None and self.aside():
-            return make()
         if pending is None:
             epoch, iterator = self._starter.fresh(make, self._epoch)
         else:

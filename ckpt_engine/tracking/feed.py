@@ -6,9 +6,11 @@ wrapper; the position is that of the `DataLoader` inside.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
@@ -17,8 +19,10 @@ from ckpt_engine.data import fingerprint, rng, swap
 from ckpt_engine.data.exactness import Level, OnChange, Restoration
 from ckpt_engine.data.position import LoaderPosition, attach
 from ckpt_engine.data.sampling import deref
+from ckpt_engine.tracking.shape import Followed, Lead
 
 State = dict[str, Any]
+_clock = itertools.count(1)
 
 
 class Listener(Protocol):
@@ -86,6 +90,23 @@ class Feed:
         """A snapshot could have been taken in the middle of it."""
         self.starts_only = False
         """In the last pass in which weights changed, none could: epochs are too short."""
+        self.alone = False
+        """It changed weights in its last pass, and no other pass that did was running when that ended."""
+        self.skips = 0
+        """Passes from now on that were complete before the snapshot: they have no batches."""
+        self.restarts = False
+        """A pass began while the one before could still be asked."""
+        self.says: list[str] = []
+        """Why passes over this loader cannot be repeated."""
+        self.asked_from: Sequence[tuple[CodeType, int]] = ()
+        """Functions and instructions that have asked for the last batch, innermost first."""
+        self.asked_at = self.begun_at = self.left_at = 0
+        """When a batch was last asked for, the last pass began, and the one before it was over; in order."""
+        self.lead = Lead()
+        self.starts = False
+        """The current pass was not asked for a batch yet."""
+        self._lookahead = source.lookahead
+        self._recorded = 0
         self.dispatched, self._inexact = source.dispatched, source.inexact
         self._counter, self._share, self._ended_by = source.counter, source.share, source.ended
         self._count_at_begin = 0
@@ -103,6 +124,7 @@ class Feed:
         self.position: LoaderPosition = attach(source.base, lookahead=source.lookahead)
         self._length = fingerprint.known_length(source.base) if source.share == 1 else None
         if source.outer is source.base:
+            self.position.aside = lambda _: self._before_pass()
             self.position.wrap = self._begin_plain
         else:
             self.position.wrap = self._base_begin
@@ -122,6 +144,11 @@ class Feed:
         return self.delivered > 0 and (self.delivered == length or exhausted)
 
     @property
+    def running(self) -> Any:
+        """The pass that the consumer is in; None if there is none."""
+        return self._pass() if self._open and self._pass is not None else None
+
+    @property
     def resuming(self) -> bool:
         """A loaded state waits for the consumer's first batch."""
         return self._resumed is not None
@@ -134,12 +161,41 @@ class Feed:
             return found
         return replace(found, exactness=found.exactness.lowered(Level.ORDER_ONLY, self._inexact))
 
+    @property
+    def trained_on(self) -> int:
+        """Batches of the current pass that the consumer does not have to ask for again."""
+        return max(self.delivered - (self.lead.ahead or 0), 0)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the position of the first batch that is to be asked for again was recorded."""
+        return self._recorded >= (self.lead.ahead or 0)
+
+    def say(self, problem: str) -> None:
+        """Passes over this loader cannot be repeated."""
+        if problem not in self.says:
+            self.says.append(problem)
+
+    def lead_known(self) -> None:
+        """It is known how far the loop reads ahead: the positions of that many batches are recorded from now on."""
+        ahead, unclear = self.lead.ahead or 0, self.lead.unclear
+        if ahead and self._share != 1:
+            self.lead.ahead, unclear = 0, ahead
+        elif ahead:
+            self.position.lookahead, self._recorded = self._lookahead + ahead, 0
+        if unclear:
+            self.say(
+                f"the first step of a pass over {self.name!r} takes {unclear} batches more than the next: a loop that "
+                "skips or keeps batches does so again after a resume: skip by the count from run.resumed_batches on"
+            )
+
     def state(self) -> State:
         """Where the consumer is, at a fetch boundary of any feed."""
         if self._resumed is not None:
             return self._resumed
         if self._open and (self.delivered > 0 or self._base_begun):
-            return self._assemble(self._position(), self.delivered, self._count_at_begin)
+            state = self._assemble(self._position(), self.trained_on, self._count_at_begin)
+            return state | {"open": True, "trained": self.trained, "ahead": self.lead.ahead}
         return self.next_pass_state()
 
     def next_pass_state(self) -> State:
@@ -163,12 +219,19 @@ class Feed:
         self._streams = streams if late else None
         if self.dispatched and on_change is OnChange.CONTINUE:
             on_change = OnChange.REFUSE  # one process fetches for all: no rank has samples of its own to divide
-        found = self.position.load_state(state["position"], rng=None if late else streams, on_change=on_change)
+        # An iterator that is running is asked until it ends, also by who counts batches.
+        at_end: Any = "finish_epoch" if state.get("open") else "next_epoch"
+        found = self.position.load_state(
+            state["position"], rng=None if late else streams, at_end=at_end, on_change=on_change
+        )
         if found.restarted:
             state = {**state, "position": self.position.state(), "delivered": 0}
         self._resumed = state
         self.delivered, self.epochs = int(state["delivered"]), int(state["epochs"])
         self.starts_only, self.finished = bool(state["starts_only"]), False
+        if (ahead := state.get("ahead")) is not None:
+            self.lead.ahead, self._recorded = ahead, ahead
+            self.position.lookahead = self._lookahead + ahead
         if self._counter:
             setattr(self._live(), self._counter, state["counter"])
 
@@ -198,7 +261,7 @@ class Feed:
         outer = self._outer()
         if outer is None:
             return
-        self.position.wrap = None
+        self.position.wrap = self.position.aside = None
         self.position.detach()
         if swap.followed_by(outer) is self:
             swap.swap_back(outer)
@@ -206,8 +269,21 @@ class Feed:
     # -- swap.Iterations, for wrappers
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
         """Called in place of the wrapper's `__iter__`."""
+        instead = self._before_pass()
+        if instead is not None:
+            return instead
         self._base_begun = False
         return self._begin(make())
+
+    def _before_pass(self) -> Iterator[Any] | None:
+        """What a pass that would begin now is instead."""
+        if self.running is not None:
+            self.restarts = True
+        self._close()
+        if not self.skips:
+            return None
+        self.skips -= 1
+        return iter(())
 
     def _base_begin(self, iterator: Iterator[Any]) -> Iterator[Any]:
         self._base_begun = True
@@ -221,10 +297,15 @@ class Feed:
         return self._begin(iterator)
 
     def _begin(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        self._close()
-        if self._resumed is None:
+        resumed = self._resumed
+        if resumed is None:
             self.delivered = 0
-        self.trained = self.delivered > 0
+        self.trained = resumed is not None and bool(resumed.get("trained", self.delivered > 0))
+        self.starts, self.begun_at = True, next(_clock)
+        unknown = self.lead.ahead is None
+        self.lead.begin()
+        if unknown and self.lead.ahead is not None:
+            self.lead_known()
         self.finished = self.interior = False
         self._count_at_begin = self._count()
         self._open = True
@@ -239,7 +320,7 @@ class Feed:
     def _close(self) -> None:
         if not self._open:
             return
-        self._open = False
+        self._open, self.left_at = False, next(_clock)
         if self.trained:
             self.epochs += 1
             self.starts_only = not self.interior
@@ -248,7 +329,7 @@ class Feed:
 
     def _position(self) -> State:
         """Of the torch loader, after what was given of it."""
-        taken = self.delivered * self._share
+        taken = self.trained_on * self._share
         if self._share > 1 and self.position.exhausted:
             taken = min(taken, self.position.fetched)  # the last batch may be made of fewer
         return self.position.state(taken)
@@ -261,6 +342,7 @@ class Feed:
             # A pass that is left and not closed yet counts for the next one.
             "epochs": self.epochs + (self._open and self.trained and not delivered),
             "starts_only": self.starts_only,
+            "alone": self.alone,
         }
 
     def _count(self) -> int:
@@ -271,12 +353,19 @@ class Feed:
 
     # -- what the pass reports
     def _asked(self) -> None:
+        self.asked_at = next(_clock)
         if (listener := self._listener()) is not None:
             listener.asked(self)
-        self._resumed = None
+        self._resumed, self.starts = None, False
 
-    def _given(self) -> None:
+    def _asked_beside(self) -> None:
+        self.say(f"two passes over {self.name!r} run at the same time: make a second DataLoader and track both")
+
+    def _given(self, batch: Any) -> None:
         self.delivered += 1
+        self._recorded += 1
+        if self.lead.ahead is None:
+            self.lead.given(batch)
         if (listener := self._listener()) is not None:
             listener.given(self)
         if self._share == 0:
@@ -291,7 +380,7 @@ class Feed:
         self._close()
 
 
-class _Pass:
+class _Pass(Followed):
     """One pass over a feed; behaves as the loader's own iterator in every other way."""
 
     def __init__(self, feed: Feed, inner: Iterator[Any]) -> None:
@@ -324,5 +413,7 @@ class _Pass:
                 feed._failed(err)
             raise
         if current:
-            feed._given()
+            feed._given(batch)
+        elif feed._open:
+            feed._asked_beside()
         return batch

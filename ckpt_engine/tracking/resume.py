@@ -192,6 +192,13 @@ class Resume:
         if self._draft is not None:
             self._draft.not_restored += missing
 
+    def say(self, problem: str) -> None:
+        """The loop does not go on as it would have."""
+        if self._draft is None:
+            self._log.warning("not restored: the loop: %s", problem)
+        else:
+            self._draft.not_restored.append(NotRestored("the loop", problem))
+
     def late(self, feed: Feed) -> None:
         """`feed` is followed from now on only: what the snapshot has of it has not changed since."""
         state = self.waiting.pop(feed.name, None)

@@ -30,6 +30,7 @@ from ckpt_engine.tracking.feed import Feed, Source
 from ckpt_engine.tracking.fence import StepFence
 from ckpt_engine.tracking.gradients import GradientWatch
 from ckpt_engine.tracking.last_boundary import ImpossibleError
+from ckpt_engine.tracking.loops import Loops
 from ckpt_engine.tracking.parts import Parts, device_of
 from ckpt_engine.tracking.resume import Resume
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
@@ -109,6 +110,7 @@ class Tracker:
         engine.start(resumes=not fresh and engine.config.resume != "off")
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
         self._feeds = [Feed(name, source, self) for name, source in sources.items()]
+        self._loops = Loops(self._feeds, self._log)
         self._resume = Resume(engine, parts, self._feeds, surroundings, folder, self._log, self._audit, fresh)
         try:
             self._take_over()
@@ -186,6 +188,10 @@ class Tracker:
             if complete is None:
                 done = self._training is not None and self._training.finished and not self._dirty
                 complete = done and error is None
+            if self._restoring and self._training is not None and self._training.asked_at:
+                self._log.error(
+                    "resumed at step %d, and the loop asked for batches and has trained on none", self._steps
+                )
             if complete and self._config.at_end:
                 self._take_at_end()
             elif not complete and error is not None:
@@ -264,6 +270,9 @@ class Tracker:
         """A followed loader is asked for a batch."""
         self._asked_at.setdefault(feed, time.monotonic())
         self._settle()
+        self._counted = self._counted and feed is not self._training
+        for problem in self._loops.asked(feed):
+            self._resume.say(problem)
         if feed.delivered == 0 and not self._begun_again and not self._restoring and not self._within(feed):
             self._audit.begin("batch")
         if self._restoring and feed is self._training and feed.resuming:
@@ -272,6 +281,9 @@ class Tracker:
             self._resume.at_first_fetch()
             self._gradients.install()  # a pass that sees none does not use up the saved position
             self._cadence.start(self._steps)
+            self._arrive(feed)
+        elif self._restoring and feed is self._training:
+            self._arrive(feed)
         elif feed in self._due or (feed is self._training and feed.delivered == 0 and feed.starts_only):
             self._boundary(feed)
             self._failing.waits = True
@@ -284,7 +296,7 @@ class Tracker:
     def given(self, feed: Feed) -> None:
         """It gave one: the restored position is final now."""
         self._failing.waits = False
-        if self._restoring and feed is self._training:
+        if feed is self._training:
             self._resume.publish()
 
     def failed(self, feed: Feed, error: Exception) -> None:
@@ -297,6 +309,7 @@ class Tracker:
         self._recent.discard(feed)
         began = self._asked_at.pop(feed, None)
         self._settle()
+        self._loops.over(feed)
         if self._restoring:
             if not (feed is self._training and feed.finished and feed.delivered == self._resumed_batches):
                 self._resume.again(feed)
@@ -320,6 +333,7 @@ class Tracker:
         if not self._counted:
             self._counted = True
             self._steps += 1
+        self._loops.stepped()
         for feed in self._recent:
             feed.trained = True
             self._due.add(feed)
@@ -342,6 +356,8 @@ class Tracker:
         self._counted = False
         self._boundaries_missed = 0
         obstacle = obstacle_of(feed, accumulating=self._surroundings.accumulating())
+        around, unclear = self._loops.boundary(feed, self._due)
+        self._training, obstacle = around or self._training, obstacle or unclear
         if obstacle is None:
             for one in self._due:
                 one.interior = one.delivered > 0
@@ -367,6 +383,9 @@ class Tracker:
         self._stepped.clear()
         self._due.clear()
         self._recent.clear()
+        if around is not None:
+            self._due.add(around)
+            self._recent.add(around)
 
     def _take_unless(self, obstacle: str | None, reason: str, feed: Feed | None, *, durable: bool = True) -> bool:
         """Take a snapshot, for good or into memory only, unless there is an obstacle; whether that was tried."""
@@ -433,7 +452,7 @@ class Tracker:
         return None if obstacle or is_at_end(states[feed.name]) else self._take(reason, feed, states)
 
     def _positions(self) -> dict[str, Any]:
-        return self._resume.waiting | {one.name: one.state() for one in self._feeds}
+        return self._resume.waiting | self._loops.positions()
 
     def _state(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> dict[str, Any]:
         own = self._own(feed, states, finished=finished) | {
@@ -454,6 +473,7 @@ class Tracker:
             "batch": 0 if there is None else there["delivered"],
             "step": self._steps,
             "metrics": arguments.metrics(self.metrics),
+            "loop": {} if finished else self._loops.state(feed),
         }
 
     def _own_here(self, feed: Feed | None) -> dict[str, Any]:
@@ -499,6 +519,16 @@ class Tracker:
             self._training = self._resumed = next(one for one in self._feeds if one.name == own["training"])
             self._resumed_batches = self._training.delivered
             self._restoring = True
+            self._loops.expect(own, self._training)
+
+    def _arrive(self, feed: Feed) -> None:
+        """The loop is where it asked for the batch after the snapshot: from here on it goes on as it did then."""
+        if not self._loops.arrives(feed):
+            return
+        for problem in self._loops.problems():
+            self._resume.say(problem)
+        self._begun_again = True
+        self._settle()
 
     def _trains_again(self) -> None:
         # Hooks stay until `_settle`: this may be one of autograd's own threads, which walks through them right now.

@@ -51,7 +51,8 @@ class Script:
 
     def train(self, batches: int) -> None:
         """Train on the next batches of a new pass."""
-        for number, (x, y, ids) in enumerate(self.loader, 1):
+        left = batches
+        for x, y, ids in self.loader:
             durable(self.ckpt)
             loss = ((self.model(x) - y) ** 2).mean()
             self.accelerator.backward(loss)
@@ -59,7 +60,8 @@ class Script:
             self.optimizer.zero_grad()
             self.ids.append(tuple(ids.tolist()))
             self.losses.append(loss.item().hex())
-            if number == batches:
+            left -= 1
+            if not left:
                 break
 
     def weights(self) -> dict[str, torch.Tensor]:

@@ -1,0 +1,187 @@
+"""Whether a resumed loop goes on as the saved one did: where snapshots are taken, and what differs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ckpt_engine.tracking.feed import Feed
+from ckpt_engine.tracking.shape import (
+    Around,
+    Ask,
+    Count,
+    code_now,
+    differences,
+    is_before,
+    is_in_body,
+    is_same,
+    later,
+    place_of,
+)
+
+_MOST_LOOKS = 64
+
+
+class Loops:
+    """Watches how the loaders of one tracker are asked. Training thread only.
+
+    Args:
+        feeds: the loaders, all of them.
+        log: of the adapter.
+    """
+
+    def __init__(self, feeds: Sequence[Feed], log: logging.Logger) -> None:
+        self._feeds = feeds
+        self._log = log
+        self._home = code_now()
+        self._saved: Mapping[str, Any] = {}
+        self._stepped_at = 0
+        self._around: dict[str, tuple[list[Count], int] | None] = {}
+        self._logged: set[str] = set()
+
+    # ---- while the loop runs
+
+    def asked(self, feed: Feed) -> list[str]:
+        """A batch is asked for; why the iterators around this loader do not go on where they were."""
+        ask = Ask(self._home)
+        feed.asked_from = ask.at
+        if feed.lead.ahead is None and feed.delivered < _MOST_LOOKS:
+            feed.lead.asked(ask.at)
+        if not feed.starts or not ask.of_user:
+            return []
+        saved = self._saved.get("around", {}).get(feed.name) if feed.resuming and feed.delivered else None
+        around = Around(feed.running, ask, everywhere=saved is not None)
+        if around.keeps:
+            feed.say(
+                f"itertools.{around.keeps} around {feed.name!r} ({ask.line()}) keeps batches, or that the loader has "
+                "ended: call iter() and next() instead, and iter() again at StopIteration"
+            )
+            self._log_new()
+        if saved is not None:
+            around.advance(saved)
+        counts = around.counts()
+        self._around[feed.name] = None if ask.keeps(feed.running) else (counts, feed.delivered)
+        return [] if saved is None else differences(feed.name, saved, counts, feed.delivered, ask.line())
+
+    def stepped(self) -> None:
+        """An optimizer has made a step."""
+        self._stepped_at = max(feed.asked_at for feed in self._feeds) if self._feeds else 0
+
+    def over(self, feed: Feed) -> None:
+        """A pass has ended, or was left."""
+        feed.alone = feed.trained and not any(one.active and one.trained for one in self._feeds if one is not feed)
+
+    def boundary(self, feed: Feed | None, due: Collection[Feed]) -> tuple[Feed | None, str | None]:
+        """A step is complete: the loader whose loop this one is in the body of, and why no snapshot may be taken."""
+        unknown = [one for one in due if one.active and one.lead.ahead is None]
+        if unknown:
+            ask = Ask(self._home)
+            for one in unknown:
+                one.lead.boundary(ask)
+                if one.lead.ahead is not None:
+                    one.lead_known()
+            self._log_new()
+        if feed is None:
+            return None, None
+        outer = self._outer(feed)
+        if outer is not None:
+            return outer, f"in the body of the loop over {outer.name!r}"
+        if any(one.lead.ahead is None for one in unknown) or not all(
+            one.remembers for one in self._feeds if one.active
+        ):
+            return None, "how far the loop reads ahead is not recorded yet"
+        for one in self._feeds:
+            if one is not feed and one.active and one.asked_at > self._stepped_at:
+                before, inside = is_before(one.asked_from, feed.asked_from)
+                if before and not inside:
+                    return None, f"{one.name!r} was asked first"
+        return None, None
+
+    def _outer(self, feed: Feed) -> Feed | None:
+        found = [
+            one for one in self._feeds if one is not feed and one.active and is_in_body(one.asked_from, feed.asked_from)
+        ]
+        return min(found, key=lambda one: one.asked_at, default=None)
+
+    def _log_new(self) -> None:
+        new = [problem for feed in self._feeds for problem in feed.says if problem not in self._logged]
+        self._logged.update(new)
+        for problem in new:
+            self._log.warning("a resume within an epoch will not be exact: %s", problem)
+
+    # ---- for a snapshot
+
+    def positions(self) -> dict[str, Any]:
+        """Where each loader is. A pass that nothing can ask any more is over."""
+        ask = Ask(self._home)
+        return {
+            one.name: one.next_pass_state() if one.active and self._is_left(one, ask) else one.state()
+            for one in self._feeds
+        }
+
+    def _is_left(self, feed: Feed, ask: Ask) -> bool:
+        newest = max(self._feeds, key=lambda one: one.asked_at)
+        return feed is not newest and (feed.restarts or any(one is feed.running for one in ask.forgotten()))
+
+    def state(self, feed: Feed | None) -> dict[str, Any]:
+        """What a resumed process compares itself with."""
+        ask = Ask(self._home)
+        return {
+            "place": [] if feed is None else place_of(feed.asked_from),
+            "numbers": ask.numbers(),
+            "around": {one.name: self._counts(one, ask) for one in self._feeds if one.active},
+            "says": [problem for one in self._feeds for problem in (*one.says, *self._again(one, feed))],
+        }
+
+    def _counts(self, feed: Feed, ask: Ask) -> list[list[Any]]:
+        """Of the iterators around a loader. Those around an iterator that the loop keeps are not what they were."""
+        known = self._around.get(feed.name, ([], 0))
+        if known is not None:
+            counts, given = known
+            return later(counts, feed.trained_on - given)
+        return later(Around(feed.running, ask, everywhere=True).counts(), 0) if ask.may_wrap() else []
+
+    def _again(self, one: Feed, feed: Feed | None) -> list[str]:
+        """A batch that a loop has asked for before it began the loop over `feed`."""
+        if feed is None or one is feed or not one.active or not feed.left_at < one.asked_at < feed.begun_at:
+            return []
+        if not all(is_before(one.asked_from, feed.asked_from)):
+            return []
+        return [
+            f"the batch of {one.name!r} that is asked for before the loop over {feed.name!r} is another one: keep it "
+            "in track(…, carry=Carry(batch=None))"
+        ]
+
+    # ---- after a resume
+
+    def expect(self, own: Mapping[str, Any], training: Feed) -> None:
+        """The loop goes on from this snapshot. Passes that were complete in its epoch are not repeated."""
+        self._saved = own.get("loop", {})
+        if not self._saved:
+            return
+        for one in self._feeds:
+            if one is not training and own["feeds"].get(one.name, {}).get("alone"):
+                one.skips = max(one.epochs - training.epochs, 0)
+
+    def arrives(self, feed: Feed) -> bool:
+        """Whether this loader is asked from where it was when the snapshot was taken."""
+        if not self._saved or not is_same(self._saved["place"], place_of(feed.asked_from)):
+            return False
+        for one in self._feeds:
+            one.skips = 0
+        return True
+
+    def problems(self) -> list[str]:
+        """What differs from the saved loop, at the place of the snapshot; once."""
+        saved, self._saved = self._saved, {}
+        ask, found = Ask(self._home), list(saved["says"])
+        for name, now in ask.numbers().items():
+            before = saved["numbers"].get(name, now)
+            if before != now:
+                function, _, variable = name.rpartition(".")
+                found.append(
+                    f"{variable} was {before} in {function} ({ask.line()}) and is {now}: start it from run.epoch, "
+                    "run.global_step or run.resumed_batches, or keep it in track(…, carry=Carry(…))"
+                )
+        return found

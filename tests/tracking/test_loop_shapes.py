@@ -1,0 +1,476 @@
+"""Loops of every shape around tracked loaders: killed at any boundary and resumed, or said to be inexact first."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.tracking.runs import (
+    BATCH,
+    Augmented,
+    Outcome,
+    Saved,
+    every_boundary,
+    only,
+    report,
+    resume_only,
+    saved,
+)
+from tests.tracking.test_unusual_loops import Setting
+
+Loop = Callable[["Watched"], None]
+EPOCHS = 3
+
+
+def shuffled(samples: int) -> DataLoader[Any]:
+    return DataLoader(Augmented(samples), batch_size=BATCH, shuffle=True)
+
+
+def step(run: Setting, batch: Any, *what: Any) -> None:
+    x, y, ids = batch
+    run.train(x, y, *what, tuple(ids.tolist()))
+
+
+# ---- loops that resume exactly
+
+
+def breaks_before_it_trains(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for i, batch in enumerate(run.loader, run.done):
+            if i == 3:
+                break
+            step(run, batch, epoch)
+
+
+def breaks_after_it_trained(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for i, batch in enumerate(run.loader, run.done):
+            step(run, batch, epoch, i)
+            if i == 3:
+                break
+
+
+def slices(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for batch in itertools.islice(run.loader, 4):
+            step(run, batch, epoch)
+
+
+def slices_and_counts(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for i, batch in enumerate(itertools.islice(run.loader, 4), run.done):
+            step(run, batch, epoch, i)
+
+
+def pairs_with_a_shorter_one(run: Watched) -> None:
+    second = shuffled(14)
+    run.track(second=second)
+    for epoch in range(run.epoch, EPOCHS):
+        for batch, other in zip(run.loader, second, strict=False):
+            step(run, batch, epoch, tuple(other[2].tolist()))
+
+
+def pairs_with_a_longer_one(run: Watched) -> None:
+    second = shuffled(30)
+    run.track(second=second)
+    for epoch in range(run.epoch, EPOCHS):
+        for batch, other in zip(second, run.loader, strict=False):
+            step(run, batch, epoch, tuple(other[2].tolist()))
+
+
+def trains_on_two_in_turn(run: Watched) -> None:
+    second = shuffled(14)
+    run.track(second=second)
+    for epoch in range(run.epoch, EPOCHS):
+        for batch in run.loader:
+            step(run, batch, "first", epoch)
+        for batch in second:
+            step(run, batch, "second", epoch)
+
+
+def nests(run: Watched) -> None:
+    inner = shuffled(10)
+    run.track(inner=inner)
+    for epoch in range(run.epoch, 2):
+        for outer in run.loader:
+            for batch in inner:
+                step(run, batch, epoch, tuple(outer[2].tolist()))
+
+
+def nests_and_trains_on_both(run: Watched) -> None:
+    inner = shuffled(10)
+    run.track(inner=inner)
+    for epoch in range(run.epoch, 2):
+        for outer in run.loader:
+            step(run, outer, "outer", epoch)
+            for batch in inner:
+                step(run, batch, "inner", epoch)
+
+
+def read_ahead(loader: Any) -> Iterator[Any]:
+    batches = iter(loader)
+    ready = next(batches)
+    for following in batches:
+        yield ready
+        ready = following
+    yield ready
+
+
+def reads_one_ahead(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for batch in read_ahead(run.loader):
+            step(run, batch, epoch)
+
+
+def buffered(loader: Any, size: int) -> Iterator[Any]:
+    waiting: deque[Any] = deque()
+    for batch in loader:
+        waiting.append(batch)
+        if len(waiting) > size:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def reads_two_ahead(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for batch in buffered(run.loader, 2):
+            step(run, batch, epoch)
+
+
+class Prefetcher:
+    """As in NVIDIA's examples: `next` gives the batch that is there and asks for the one after it."""
+
+    def __init__(self, loader: Any) -> None:
+        self.batches = iter(loader)
+        self.preload()
+
+    def preload(self) -> None:
+        self.ready = next(self.batches, None)
+
+    def next(self) -> Any:
+        batch = self.ready
+        self.preload()
+        return batch
+
+
+def reads_ahead_in_an_object(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        prefetcher = Prefetcher(run.loader)
+        batch = prefetcher.next()
+        while batch is not None:
+            step(run, batch, epoch)
+            batch = prefetcher.next()
+
+
+class Endless:
+    """Makes its iterator when it is first asked, and again at each end."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader, self.batches = loader, None
+
+    def sample(self) -> Any:
+        if self.batches is None:
+            self.batches = iter(self.loader)
+        try:
+            return next(self.batches)
+        except StopIteration:
+            self.batches = iter(self.loader)
+            return next(self.batches)
+
+
+def alternates(run: Watched) -> None:
+    second = shuffled(14)
+    run.track(second=second)
+    real, other = iter(run.loader), iter(second)
+    for number in range(run.step, 12):
+        try:
+            batch = next(real)
+        except StopIteration:
+            real = iter(run.loader)
+            batch = next(real)
+        step(run, batch, "real", number)
+        try:
+            batch = next(other)
+        except StopIteration:
+            other = iter(second)
+            batch = next(other)
+        step(run, batch, "other", number)
+
+
+def samples_from_endless_ones(run: Watched) -> None:
+    second = shuffled(14)
+    run.track(second=second)
+    real, other = Endless(run.loader), Endless(second)
+    for number in range(run.step, 16):
+        batch = real.sample()
+        step(run, batch, number, tuple(other.sample()[2].tolist()))
+
+
+def looks_at_a_batch_in_each_epoch(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        next(iter(run.loader))
+        for batch in run.loader:
+            step(run, batch, epoch)
+
+
+def drops_the_first_batch_of_an_iterator(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        batches = iter(run.loader)
+        next(batches)
+        for batch in batches:
+            step(run, batch, epoch)
+
+
+def evaluates_on_a_part(run: Watched) -> None:
+    second = shuffled(14)
+    run.track(second=second)
+    for epoch in range(run.epoch, EPOCHS):
+        for batch in run.loader:
+            step(run, batch, epoch)
+            part = iter(second)
+            run.note("part", tuple(next(part)[2].tolist()), tuple(next(part)[2].tolist()))
+
+
+# ---- loops that a resume cannot repeat, and says so
+
+
+def counts_from_zero(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for i, batch in enumerate(run.loader):
+            step(run, batch, epoch)
+            if i == 3:
+                break
+
+
+def counts_from_one(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for i, batch in enumerate(run.loader, 1):
+            if i == 4:
+                break
+            step(run, batch, epoch)
+
+
+def bar(batches: Any) -> Iterator[Any]:
+    yield from batches
+
+
+def counts_around_a_bar(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for i, batch in enumerate(bar(run.loader)):
+            step(run, batch, epoch)
+            if i == 3:
+                break
+
+
+def pairs_with_a_range(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for _, batch in zip(range(4), run.loader, strict=False):
+            step(run, batch, epoch)
+
+
+def counts_by_itself(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        i = 0
+        for batch in run.loader:
+            step(run, batch, epoch)
+            i += 1  # noqa: SIM113
+            if i == 4:
+                break
+
+
+def takes_several_per_round(run: Watched) -> None:
+    run.track()
+    batches = Endless(run.loader)
+    for _ in range(run.step // 3, 6):
+        for turn in range(3):
+            step(run, batches.sample(), turn)
+
+
+def cycles(run: Watched) -> None:
+    second = shuffled(14)
+    run.track(second=second)
+    for epoch in range(run.epoch, EPOCHS):
+        for batch, other in zip(run.loader, itertools.cycle(second), strict=False):
+            step(run, batch, epoch, tuple(other[2].tolist()))
+
+
+def iterates_one_loader_twice_at_once(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for batch, other in zip(run.loader, run.loader, strict=False):
+            step(run, batch, epoch, tuple(other[2].tolist()))
+
+
+EXACT: tuple[Loop, ...] = (
+    breaks_before_it_trains,
+    breaks_after_it_trained,
+    slices,
+    slices_and_counts,
+    pairs_with_a_shorter_one,
+    pairs_with_a_longer_one,
+    trains_on_two_in_turn,
+    nests,
+    nests_and_trains_on_both,
+    reads_one_ahead,
+    reads_two_ahead,
+    reads_ahead_in_an_object,
+    alternates,
+    samples_from_endless_ones,
+    looks_at_a_batch_in_each_epoch,
+    drops_the_first_batch_of_an_iterator,
+    evaluates_on_a_part,
+)
+DECLARED: dict[Loop, str] = {
+    counts_from_zero: "enumerate(…, run.resumed_batches)",
+    counts_from_one: "enumerate(…, 1 + run.resumed_batches)",
+    counts_around_a_bar: "enumerate(…, run.resumed_batches)",
+    pairs_with_a_range: "zip",
+    counts_by_itself: "i was",
+    takes_several_per_round: "turn was",
+    cycles: "cycle",
+    iterates_one_loader_twice_at_once: "two passes",
+}
+
+
+@dataclass
+class Life:
+    """What one process of a loop saw."""
+
+    outcome: Outcome
+    said_before_the_first_step: list[str]
+
+
+class Watched(Setting):
+    """Reads the resume report right before the first step, and counts the events before each snapshot."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.before = 0
+        self.said: list[str] = []
+
+    def train(self, x: Any, y: Any, *what: Any) -> None:
+        if not self.trace:
+            self.read()
+        super().train(x, y, *what)
+        self.count()
+
+    def read(self) -> None:
+        folder = Path(str((self.options or {}).get("tiers", "")))
+        if (folder / "resume-report.json").exists():
+            self.said = [one.why for one in report(folder).not_restored]
+
+    def note(self, *what: Any) -> None:
+        self.trace.append(what)
+        self.count()
+
+    def count(self) -> None:
+        if self.tracker is not None:
+            self.tracker.metrics["events"] = self.before + len(self.trace)
+
+    def track(self, **more: Any) -> None:
+        super().track(**more)
+        if self.tracker is not None:
+            self.before = int(self.tracker.metrics.get("events", 0))
+
+
+def live(loop: Loop, options: Any, seed: int = 0) -> Life:
+    run = Watched(options, seed=seed)
+    loop(run)
+    outcome = run.end()
+    if not outcome.trace:
+        run.read()
+    return Life(outcome, run.said)
+
+
+def rest_of(reference: Outcome, snapshot: Saved) -> list[Any]:
+    """The events after the snapshot."""
+    info = json.loads(snapshot.path.read_bytes())["manifest"]["info"]
+    return reference.trace[int(info["metrics"]["events"]) :]
+
+
+def generations(
+    loop: Loop, reference: Outcome, root: Path, snapshot: Saved, target: Path, most: int
+) -> list[tuple[str, Life]]:
+    """Resumes that differ from the reference, each killed at a boundary after the resume, and so on."""
+    wrong = []
+    for generation in range(most):
+        folder = only(root, snapshot, target / str(generation))
+        last = generation == most - 1
+        life = live(loop, resume_only(folder) if last else every_boundary(folder), seed=77 + snapshot.step)
+        if life.outcome.trace != rest_of(reference, snapshot) or life.outcome.digest != reference.digest:
+            wrong.append((f"step {snapshot.step}, epoch {snapshot.epoch}, batch {snapshot.batch}", life))
+            break
+        later = [one for one in saved(folder) if one.reason != "end" and one.step > snapshot.step]
+        if last or not later:
+            break
+        root, snapshot = folder, later[min(1, len(later) - 1)]
+    return wrong
+
+
+QUICK = (breaks_before_it_trains, slices, pairs_with_a_shorter_one, nests, reads_one_ahead, counts_from_zero)
+
+
+def cases(loops: Iterable[Loop]) -> list[Any]:
+    """Each loop with all of its boundaries; some with one of them."""
+    every = [pytest.param(loop, 1000, id=loop.__name__, marks=pytest.mark.slow) for loop in loops]
+    return [*every, *(pytest.param(loop, 1, id=f"{loop.__name__}, once") for loop in loops if loop in QUICK)]
+
+
+def some(snapshots: list[Saved], share: int) -> list[Saved]:
+    """So many of them, from the second half on if not all."""
+    return snapshots if share >= len(snapshots) else snapshots[len(snapshots) // 2 :][:share]
+
+
+@pytest.mark.parametrize(("loop", "share"), cases(EXACT))
+def test_the_loop_goes_on_where_it_was(loop: Loop, share: int, tmp_path: Path) -> None:
+    """From each boundary, under another seed, three generations deep; and the run itself is that without tracking."""
+    reference = live(loop, None).outcome
+    assert live(loop, every_boundary(tmp_path / "run")).outcome == reference
+    snapshots = [one for one in saved(tmp_path / "run") if one.reason != "end"]
+    assert len(snapshots) >= 4
+    for number, snapshot in enumerate(some(snapshots, share)):
+        for where, life in generations(
+            loop, reference, tmp_path / "run", snapshot, tmp_path / str(number), min(share, 3)
+        ):
+            pytest.fail(f"{where}: {life.outcome.trace[:3]} instead of {rest_of(reference, snapshot)[:3]}")
+
+
+@pytest.mark.parametrize(("loop", "share"), cases(DECLARED))
+def test_a_loop_that_cannot_be_repeated_says_so_before_it_trains(loop: Loop, share: int, tmp_path: Path) -> None:
+    """Each resume is exact, or its report says what to change, before the first step if there is one."""
+    reference = live(loop, None).outcome
+    assert live(loop, every_boundary(tmp_path / "run")).outcome == reference
+    snapshots = [one for one in saved(tmp_path / "run") if one.reason != "end"]
+    silent, spoken = [], 0
+    for number, snapshot in enumerate(some(snapshots, share)):
+        for where, life in generations(
+            loop, reference, tmp_path / "run", snapshot, tmp_path / str(number), min(share, 3)
+        ):
+            if any(DECLARED[loop] in why for why in life.said_before_the_first_step):
+                spoken += 1
+            else:
+                silent.append((where, life.said_before_the_first_step))
+    assert silent == []
+    assert spoken

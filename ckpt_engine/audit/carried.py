@@ -174,15 +174,16 @@ def counters_of(frame: FrameType) -> dict[str, int]:
     return {name: values[name] for name in sorted(names) if type(values.get(name)) is int}
 
 
-def forgotten(frame: FrameType) -> list[Any]:
-    """Values of local variables that this frame does not read again, if it is in a loop."""
+def local_values(frame: FrameType) -> tuple[list[Any], list[Any]]:
+    """Values of local variables that this frame may read again, and of those that it does not."""
     code, here = frame.f_code, instruction_at(frame)
+    values = dict(frame.f_locals)
     if not loops_around(code, here):
-        return []
+        return list(values.values()), []
     rows, live = _liveness(code)
     index = {one.offset: position for position, one in enumerate(rows)}
     read = frozenset[str]().union(*(live[one] for one in _next(rows, index, index[here])))
-    return [value for name, value in frame.f_locals.items() if name not in read]
+    return [values[name] for name in values if name in read], [values[name] for name in values if name not in read]
 
 
 @lru_cache(maxsize=256)

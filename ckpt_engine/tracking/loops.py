@@ -122,7 +122,7 @@ class Loops:
 
     def _is_left(self, feed: Feed, ask: Ask) -> bool:
         newest = max(self._feeds, key=lambda one: one.asked_at)
-        return feed is not newest and (feed.restarts or any(one is feed.running for one in ask.forgotten()))
+        return feed is not newest and (feed.restarts or any(one is feed.running for one in ask.local_values()[1]))
 
     def state(self, feed: Feed | None) -> dict[str, Any]:
         """What a resumed process compares itself with."""

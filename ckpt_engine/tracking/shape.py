@@ -12,6 +12,7 @@ import sys
 import warnings
 import weakref
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ckpt_engine.audit.carried import counters_of, forgotten, frames_around, instruction_at, is_of_user, loops_around
+from ckpt_engine.audit.carried import counters_of, frames_around, instruction_at, is_of_user, local_values, loops_around
 
 At = Sequence[tuple[CodeType, int]]
 """Functions on the stack and the instructions they are at, innermost first."""
@@ -33,6 +34,7 @@ Count = tuple[str, int | None, int]
 """An iterator's kind, where it is, None if that cannot be known, and what each batch adds to that."""
 _NAMES = frozenset(one.__name__ for one in (enumerate, zip, itertools.islice))
 _MOST_PASSES = 2
+_MOST_TENSORS = 1000
 _COUNT = re.compile(r"count\((-?\d+)")
 
 
@@ -70,9 +72,10 @@ class Ask:
             for name, value in counters_of(frame).items()
         }
 
-    def forgotten(self) -> list[Any]:
-        """Values of local variables that no later step reads."""
-        return [value for frame in self.frames for value in forgotten(frame)]
+    def local_values(self) -> tuple[list[Any], list[Any]]:
+        """Values of local variables that the loop may read again, and of those that it does not."""
+        found = [local_values(frame) for frame in self.frames]
+        return [value for live, _ in found for value in live], [value for _, dead in found for value in dead]
 
     def keeps(self, iterator: Any) -> bool:
         """Whether the loop itself has this iterator, in a variable or an attribute: others around it come and go."""
@@ -300,7 +303,8 @@ class Lead:
             return
         if self._first is None:
             self._first = asked
-            dropped = {id(one) for value in ask.forgotten() for one in _tensors(value)}
+            live, dead = ask.local_values()
+            dropped = _ids_in(dead) - _ids_in(live)
             # A compiler may have put the condition of a loop into two places: lines are compared.
             places = [place_of(at) for at in self._asked]
             self._elsewhere = sum(one != places[-1] for one in places[:asked])
@@ -315,10 +319,14 @@ class Lead:
             self._asked, self._given = [], []
 
 
+def _ids_in(values: Iterable[Any]) -> set[int]:
+    return {id(one) for value in values for one in itertools.islice(_tensors(value), _MOST_TENSORS)}
+
+
 def _tensors(batch: Any) -> Iterator[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         yield batch
     elif isinstance(batch, Mapping):
         yield from itertools.chain.from_iterable(map(_tensors, batch.values()))
-    elif isinstance(batch, list | tuple):
+    elif isinstance(batch, list | tuple | deque):
         yield from itertools.chain.from_iterable(map(_tensors, batch))

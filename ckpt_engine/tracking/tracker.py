@@ -422,7 +422,7 @@ class Tracker:
         durable: bool = True,
     ) -> SaveHandle | None:
         self._announced = True
-        batch = 0 if feed is None else feed.delivered
+        batch = 0 if feed is None else feed.trained_on
         handle = self._taker.take(
             lambda: self._state(feed, states, finished=finished),
             step=self._steps,

@@ -144,6 +144,22 @@ def buffered(loader: Any, size: int) -> Iterator[Any]:
     yield from waiting
 
 
+def one_behind(loader: Any) -> Iterator[Any]:
+    before = None
+    for batch in loader:
+        if before is not None:
+            yield before
+        before = batch
+    yield before
+
+
+def trains_one_behind(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for batch in one_behind(run.loader):
+            step(run, batch, epoch)
+
+
 def reads_two_ahead(run: Watched) -> None:
     run.track()
     for epoch in range(run.epoch, EPOCHS):
@@ -334,6 +350,7 @@ EXACT: tuple[Loop, ...] = (
     nests,
     nests_and_trains_on_both,
     reads_one_ahead,
+    trains_one_behind,
     reads_two_ahead,
     reads_ahead_in_an_object,
     alternates,

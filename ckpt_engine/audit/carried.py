@@ -97,7 +97,7 @@ def live_variables(frame: FrameType | None) -> dict[str, dict[str, Any]]:
         frame: the innermost one that is looked at.
     """
     found: dict[str, dict[str, Any]] = {}
-    for one in _frames(frame):
+    for one in frames_of_users(frame):
         values = one.f_locals
         names = [name for name in _carried(one.f_code, one.f_lasti) if name in values and not name.startswith("__")]
         if names:

@@ -37,7 +37,7 @@ class Loops:
         self._home = code_now()
         self._saved: Mapping[str, Any] = {}
         self._stepped_at = 0
-        self._around: dict[str, tuple[list[Count], int] | None] = {}
+        self._around: dict[str, tuple[list[Count], int, bool]] = {}
         self._logged: set[str] = set()
 
     # ---- while the loop runs
@@ -61,7 +61,7 @@ class Loops:
         if saved is not None:
             around.advance(saved)
         counts = around.counts()
-        self._around[feed.name] = None if ask.keeps(feed.running) else (counts, feed.delivered)
+        self._around[feed.name] = (counts, feed.delivered, ask.keeps(feed.running))
         return [] if saved is None else differences(feed.name, saved, counts, feed.delivered, ask.line())
 
     def stepped(self) -> None:
@@ -135,12 +135,12 @@ class Loops:
         }
 
     def _counts(self, feed: Feed, ask: Ask) -> list[list[Any]]:
-        """Of the iterators around a loader. Those around an iterator that the loop keeps are not what they were."""
-        known = self._around.get(feed.name, ([], 0))
-        if known is not None:
-            counts, given = known
+        """Of the iterators around a loader. Of one that the loop keeps they come and go: only young ones are known."""
+        counts, given, kept = self._around.get(feed.name, ([], 0, False))
+        if not kept:
             return later(counts, feed.trained_on - given)
-        return later(Around(feed.running, ask, everywhere=True).counts(), 0) if ask.may_wrap() else []
+        now = Around(feed.running, ask, everywhere=False).counts() if ask.may_wrap() else []
+        return later(now, 0) if now else [[kind, None, sign] for kind, _, sign in counts]
 
     def _again(self, one: Feed, feed: Feed | None) -> list[str]:
         """A batch that a loop has asked for before it began the loop over `feed`."""

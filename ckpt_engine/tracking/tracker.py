@@ -7,14 +7,12 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckpt_engine.audit.audit import Audit, roots_of_loader
-from ckpt_engine.errors import CkptError
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.observe.clock import SystemClock
 from ckpt_engine.observe.fanout import FanOutSink
@@ -32,6 +30,7 @@ from ckpt_engine.tracking.gradients import GradientWatch
 from ckpt_engine.tracking.last_boundary import ImpossibleError
 from ckpt_engine.tracking.loops import Loops
 from ckpt_engine.tracking.parts import Parts, device_of
+from ckpt_engine.tracking.progress import Progress
 from ckpt_engine.tracking.resume import Resume
 from ckpt_engine.tracking.settings import cadence_settings, prepare_share
 from ckpt_engine.tracking.shared import cadence_of
@@ -42,7 +41,7 @@ from ckpt_engine.tracking.taking import Taker
 _UNSEEN_STEPS = 100
 
 
-class Tracker:
+class Tracker(Progress):
     """Snapshots of a training loop whose body stays as it is; resumes when it is made.
 
     A snapshot is taken when a followed loader is asked for the next batch after an optimizer step. All methods belong
@@ -99,8 +98,7 @@ class Tracker:
         self._ids = {id(optimizer) for optimizer in parts.optimizers.values()}
         self._recent: set[Feed] = set()
         self._due: set[Feed] = set()
-        self._training: Feed | None = None
-        self._resumed: Feed | None = None
+        self._training = self._resumed = None
         self._restoring = self._begun_again = False
         self._gradients = GradientWatch(parts, self._trains_again)
         self._reloaded: list[Feed] = []
@@ -126,21 +124,6 @@ class Tracker:
 
     # ---- what the loop reads and calls
 
-    @property
-    def epoch(self) -> int:
-        """Epochs whose training is complete: `for epoch in range(tracker.epoch, n)`."""
-        return self._training.epochs if self._training is not None else 0
-
-    @property
-    def global_step(self) -> int:
-        """Optimizer steps so far, those before a resume included; several optimizers in one batch count once."""
-        return self._steps
-
-    @property
-    def resumed_batches(self) -> int:
-        """Batches of the running epoch that were trained before the resume; 0 in all other epochs."""
-        return self._resumed_batches if self._resumed is not None else 0
-
     def step(self) -> None:
         """A boundary that the loop announces itself, as the last statement of its body.
 
@@ -164,11 +147,6 @@ class Tracker:
         """
         self._failing.last.changes()
         self._complete_copies()
-
-    def evaluated(self, seconds: float) -> None:
-        """An evaluation took so long, which was not training. Passes over tracked loaders announce themselves."""
-        self._cadence.exclude(seconds)
-        self._cadence.validation_ended()
 
     def finish(self, *, complete: bool | None = None) -> None:
         """Take the final snapshot if training is complete, and leave the loop's objects as they were found.
@@ -210,30 +188,6 @@ class Tracker:
         self._fence.remove()
         self._after.remove()
         self._release_feeds()
-
-    def close(self) -> None:
-        """`finish`, then wait until everything is durable.
-
-        Raises:
-            WaitTimeoutError, SnapshotFailedError: as `Checkpointer.close`.
-        """
-        try:
-            self.finish()
-        finally:
-            self._engine.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            self.close()
-        except CkptError as err:
-            if kind is None:
-                raise
-            self._log.error("while handling %s: %s", kind.__name__, err)
 
     def continue_after(self, loader: str, epochs: int, batches: int) -> None:
         """An imported run goes on in epoch `epochs` of this loader after so many batches. Before its first pass."""
@@ -288,10 +242,6 @@ class Tracker:
             self._boundary(feed)
             self._failing.waits = True
         self._recent.add(feed)
-
-    def _within(self, feed: Feed) -> bool:
-        """Another pass is not over: this one is an evaluation in an epoch, or they are zipped."""
-        return any(one.active for one in self._feeds if one is not feed)
 
     def given(self, feed: Feed) -> None:
         """It gave one: the restored position is final now."""
@@ -488,11 +438,6 @@ class Tracker:
         loaders = (roots_of_loader(name, source.base) for name, source in self._sources.items())
         own = {path: root for found in loaders for path, root in found.items()}
         return {**self._parts.objects, **self._surroundings.audited(), **own}
-
-    def _counters(self, feed: Feed | None) -> set[int]:
-        """Numbers that a loop may count along with the tracker."""
-        delivered = 0 if feed is None else feed.delivered
-        return {self._steps, self._steps + 1, self.epoch, self.epoch + 1, delivered, delivered + 1}
 
     def _announce(self, feed: Feed | None) -> None:
         """Make the arena ready in the background, once the optimizers have their state."""

@@ -45,6 +45,7 @@ __all__ = [
 _POSITION_KEYS = ("dataset_state", "dataset_iter_state")
 _HF = "datasets."
 _FORGETFUL = "BufferShuffledExamplesIterable"
+_CONCATENATED = "ConcatenatedMultiSourcesExamplesIterable"
 _MOST_PARTS = 64
 _MOST_ITEMS = 16
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -68,15 +69,18 @@ def has_native_position(loader: DataLoader[Any]) -> bool:
     return loader.num_workers == 0 if is_stateful(loader.dataset) else is_stateful(loader)
 
 
-def why_replayed(dataset: Any) -> str | None:
-    """Why the state of this iterable dataset does not say where it is; None if it does, or if there is none."""
+def why_replayed(loader: DataLoader[Any]) -> str | None:
+    """Why the state of its iterable dataset does not say where it is; None if it does, or if there is none."""
+    dataset: Any = loader.dataset
     if not isinstance(dataset, IterableDataset):
         return None
     if any(type(part).__name__ == _FORGETFUL for _, part in _parts(dataset) if _of_hf(part)):
         return "the shuffle buffer of a streamed data set does not save what it holds"
+    if loader.num_workers and any(_CONCATENATED in type(part).__name__ for _, part in _parts(dataset) if _of_hf(part)):
+        return "streamed data sets that are concatenated cannot load what a worker has saved"
     if is_stateful(dataset):
         try:
-            dataset.state_dict()  # type: ignore[attr-defined]
+            dataset.state_dict()
         except Exception as err:  # noqa: BLE001 - it is the user's code, and batches can be loaded again without it
             return f"the state_dict() of {type(dataset).__name__} raises {type(err).__name__}: {err}"
     return None

@@ -87,7 +87,7 @@ class Starter:
         """Why the state of an iterable dataset is of no use; asked once."""
         if not self._asked:
             now = rng.capture()
-            self._asked, self._why_replayed = True, native.why_replayed(self._loader.dataset)
+            self._asked, self._why_replayed = True, native.why_replayed(self._loader)
             rng.restore(now)
         return self._why_replayed
 

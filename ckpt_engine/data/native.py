@@ -71,7 +71,7 @@ def has_native_position(loader: DataLoader[Any]) -> bool:
 
 def why_replayed(loader: DataLoader[Any]) -> str | None:
     """Why the state of its iterable dataset does not say where it is; None if it does, or if there is none."""
-    dataset: Any = loader.dataset
+    dataset = loader.dataset
     if not isinstance(dataset, IterableDataset):
         return None
     if any(type(part).__name__ == _FORGETFUL for _, part in _parts(dataset) if _of_hf(part)):
@@ -80,7 +80,7 @@ def why_replayed(loader: DataLoader[Any]) -> str | None:
         return "streamed data sets that are concatenated cannot load what a worker has saved"
     if is_stateful(dataset):
         try:
-            dataset.state_dict()
+            dataset.state_dict()  # type: ignore[attr-defined]
         except Exception as err:  # noqa: BLE001 - it is the user's code, and batches can be loaded again without it
             return f"the state_dict() of {type(dataset).__name__} raises {type(err).__name__}: {err}"
     return None

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_engine.audit.attributes import Frozen
-from ckpt_engine.audit.carried import CarriedLocals, sentence
+from ckpt_engine.audit.carried import CarriedLocals, Carry, sentence
 from ckpt_engine.audit.hidden import HiddenState, Mode, put_together, taken_apart
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 
@@ -50,7 +50,8 @@ class Audit:
         if not self._hidden.on or not (taking or self._looks < _FIRST_LOOKS):
             return
         self._looks += 1
-        if new := self._locals.look(known):
+        carries = [one for one in self._roots().values() if isinstance(one, Carry)]
+        if new := self._locals.look(known, carries):
             self._log.warning("%s", sentence(new))
 
     def stepped(self) -> None:

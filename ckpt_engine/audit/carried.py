@@ -62,12 +62,14 @@ class CarriedLocals:
         self.names: list[str] = []
         """The variables that changed and are carried, in the order they were found."""
 
-    def look(self, known: Collection[Any] = ()) -> list[str]:
+    def look(self, known: Collection[Any] = (), carries: Iterable[Carry] = ()) -> list[str]:
         """The names found now for the first time; called where the loop asks for its next batch.
 
         Args:
             known: values that the loop takes from the tracker, such as counters.
+            carries: a variable whose value one of them has by the same name is in the snapshot.
         """
+        saved = {name: value for carry in carries for name, value in vars(carry).items()}
         found: dict[tuple[CodeType, str], Frozen] = {}
         new = []
         for frame in frames_of_users(sys._getframe(1)):
@@ -83,6 +85,8 @@ class CarriedLocals:
                     continue
                 key = (frame.f_code, name)
                 found[key] = freeze(value, depth=2)
+                if name in saved and (value is saved[name] or freeze(saved[name], depth=2) == found[key]):
+                    continue
                 if key in self._before and self._before[key] != found[key] and name not in self.names:
                     new.append(name)
         self._before.update(found)

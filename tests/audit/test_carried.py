@@ -199,3 +199,18 @@ def test_a_carry_keeps_its_values() -> None:
     other.load_state_dict(carry.state_dict())
     assert other.best == 1.0
     assert other.hidden.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_variable_that_a_carry_has_too_is_not_named(saves: bool) -> None:
+    """A loop may go on with its own names, and hand their values over before the step ends."""
+    found, carry = CarriedLocals(), Carry(x=None, best=0.0)
+    x, best = torch.rand(2), 9.0
+    for _ in range(4):
+        best = min(best, float(x.sum()))
+        x = torch.rand(2)
+        if saves:
+            carry.x, carry.best = x, best
+        found.look((), [carry])
+        best -= 1.0
+    assert found.names == ([] if saves else ["best", "x"])

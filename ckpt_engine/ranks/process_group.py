@@ -75,7 +75,7 @@ class ProcessGroupRanks:
 
     Args:
         own: components of the state that differ between ranks.
-        divides: whether the array at a path is the same on all ranks.
+        divides: whether the array at a path is the same on all ranks; None: all are, or what a tracked loop says.
         wait_seconds: how long the coordinator's writer waits for the part of a rank.
 
     Raises:
@@ -85,7 +85,7 @@ class ProcessGroupRanks:
     def __init__(
         self,
         own: Collection[str] = (),
-        divides: Callable[[tuple[Any, ...]], bool] = _everything,
+        divides: Callable[[tuple[Any, ...]], bool] | None = None,
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         if not (dist.is_available() and dist.is_initialized()):
@@ -94,7 +94,7 @@ class ProcessGroupRanks:
         self.size = dist.get_world_size()
         self.own = frozenset(own)
         self.wait_seconds = wait_seconds
-        self._divides = divides
+        self._divides = divides or _everything
         self.store = GroupStore(distributed_c10d._get_default_store(), f"ckpt_engine/{next(_worlds)}")
 
     @property
@@ -110,6 +110,11 @@ class ProcessGroupRanks:
 
     def divides(self, path: tuple[Any, ...]) -> bool:
         return self._divides(path)
+
+    def divide(self, alike: Callable[[tuple[Any, ...]], bool]) -> None:
+        """Arrays at these paths are the same on all ranks, unless the user has said which are."""
+        if self._divides is _everything:
+            self._divides = alike
 
 
 def _gone(err: RuntimeError) -> RanksError:

@@ -9,6 +9,7 @@ import torch
 
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
+from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.snapshot.flat import FlatPart
 from ckpt_engine.snapshot.sharding import here
@@ -17,7 +18,7 @@ from ckpt_engine.tracking.ddp_order import GradientOrder, wrappers_of
 from ckpt_engine.tracking.gradients import stored
 from ckpt_engine.tracking.packed import Packer
 from ckpt_engine.tracking.parts import OWN_KEY, Parts, managed
-from ckpt_engine.tracking.rank_values import own_values
+from ckpt_engine.tracking.rank_values import alike, own_values
 
 OWN_VERSION = 1
 
@@ -33,6 +34,8 @@ class Capture:
     def __init__(self, parts: Parts, ranks: Ranks | None = None) -> None:
         self._parts = parts
         self._ranks = ranks
+        if isinstance(ranks, ProcessGroupRanks):
+            ranks.divide(alike(parts))
         self._packer = Packer(OWN_KEY)
         self._state: Mapping[str, Any] = {}
         self._managed: frozenset[int] | None = None

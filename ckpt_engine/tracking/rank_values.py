@@ -7,7 +7,8 @@ what is large: of that a digest tells at the resume whether it was different.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from ckpt_engine.audit.attributes import PLAIN, digest, freeze
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.snapshot.flatten import Flattener, problems
+from ckpt_engine.tracking.fsdp1 import clean_name
+from ckpt_engine.tracking.parts import Parts
 
 _DEEPEST = 64
 _NUMBERS = ("param_groups", "params")
@@ -44,6 +47,25 @@ def merged(state: dict[str, Any], own: Mapping[str, Any]) -> list[NotRestored]:
     if own:
         _merge(own, state, "", missing)
     return missing
+
+
+def alike(parts: Parts) -> Callable[[tuple[Any, ...]], bool]:
+    """Which arrays of a loop's components are the same on all ranks: parameters, and what optimizers know of them.
+
+    All else, buffers too, may differ.
+    """
+
+    @cache
+    def parameters(component: str) -> frozenset[str]:
+        named = parts.modules[component].named_parameters(remove_duplicate=False)
+        return frozenset(clean_name(name) for name, _ in named)
+
+    def is_alike(path: tuple[Any, ...]) -> bool:
+        if path[0] in parts.optimizers:
+            return len(path) > 1 and path[1] == "state"
+        return len(path) == 2 and path[0] in parts.modules and path[1] in parameters(path[0])
+
+    return is_alike
 
 
 class _Walk:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt_engine import Carry
 from ckpt_engine.tracking.packed import Packer, unpack
-from ckpt_engine.tracking.rank_values import LARGE_BYTES, merged, own_values
+from ckpt_engine.tracking.parts import NamedParts
+from ckpt_engine.tracking.rank_values import LARGE_BYTES, alike, merged, own_values
 from tests.ranks.launch import Launcher
 from tests.ranks.runs import SharedStore, ThreadRanks
 from tests.ranks.test_kill import SIZE, job_of, lines, logs
@@ -59,6 +61,15 @@ def test_rank_0_keeps_nothing_twice() -> None:
     """The snapshot has its values anyway."""
     assert own_values(state_of(0), ThreadRanks(0, 2, SharedStore(), alike=lambda path: False)) == {}
     assert own_values(state_of(0), None) == {}
+
+
+def test_in_a_plain_loop_only_what_is_trained_is_the_same_on_all_ranks() -> None:
+    """Not the statistics of a batch norm, and not what the loop carries: a rank's hidden state is its own."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    parts = NamedParts({"model": model, "optimizer": torch.optim.Adam(model.parameters()), "carry": Carry(hidden=1)})
+    same = alike(parts)
+    assert same(("model", "0.weight")) and same(("model", "1.bias")) and same(("optimizer", "state", 0, "exp_avg"))
+    assert not any(map(same, [("model", "1.running_mean"), ("carry", "hidden"), ("optimizer", "param_groups", 0)]))
 
 
 @pytest.mark.slow

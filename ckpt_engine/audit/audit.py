@@ -25,11 +25,19 @@ class Audit:
         roots: the objects, by the names that users know them by.
         log: of the adapter.
         skipped: attributes of the trainer's own classes.
+        ahead: the first names of objects that are further than training.
     """
 
-    def __init__(self, mode: Mode, roots: Roots, log: logging.Logger, skipped: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        mode: Mode,
+        roots: Roots,
+        log: logging.Logger,
+        skipped: Iterable[str] = (),
+        ahead: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
         self._hidden = HiddenState(mode, skipped)
-        self._roots = roots
+        self._roots, self._ahead = roots, ahead
         self._log = log
         self._locals = CarriedLocals()
         self._looks = 0
@@ -65,7 +73,7 @@ class Audit:
 
     def state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """For a snapshot: small plain values, and large ones by path. What no snapshot has is logged once."""
-        rows = self._hidden.state() if self._hidden.on else {}
+        rows = self._hidden.state(self._ahead()) if self._hidden.on else {}
         if new := self._hidden.unsaved(rows):
             self._log.warning("training changes state that no snapshot has: %s", "; ".join(new))
         small, large = taken_apart(rows)

@@ -34,6 +34,7 @@ _LARGE_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 40
 _MISSING: Any = object()
 _CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+_AHEAD = "its loader reads batches before the step that they are for begins, without workers"
 _ONCE = "it is set in the first step of each process"
 
 
@@ -86,13 +87,18 @@ class HiddenState:
     def _latest(self) -> _Beginning | None:
         return self._moments.get("batch") or self._moments.get("start")
 
-    def state(self) -> dict[str, Any]:
-        """What has moved, for a snapshot: by path the class, what it was at the beginning, and the live value."""
+    def state(self, ahead: Iterable[str] = ()) -> dict[str, Any]:
+        """What has moved, for a snapshot: by path the class, what it was at the beginning, and the live value.
+
+        Args:
+            ahead: the first names of paths to what is further than training: no value of theirs fits the snapshot.
+        """
+        prefixes = tuple(f"{name}." for name in ahead)
         rows: dict[str, Any] = {}
         nbytes = 0
         latest = self._latest
         for path, value in latest.moved() if latest is not None else ():
-            why = self._why_not(path, value)
+            why = _AHEAD if prefixes and path.startswith(prefixes) else self._why_not(path, value)
             if not why and (size := _nbytes(value)):
                 nbytes += size
                 why = f"it is larger than the {MOST_BYTES >> 20} MiB of hidden state" if nbytes > MOST_BYTES else ""

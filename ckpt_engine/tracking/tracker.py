@@ -86,7 +86,7 @@ class Tracker(Progress):
         self._taker = Taker(engine, self._cadence, self._log)
         device = device_of(parts)
         self._capture = Capture(parts, engine.ranks)
-        self._audit = Audit(self._config.hidden, self._audited, self._log)
+        self._audit = Audit(self._config.hidden, self._audited, self._log, ahead=self._ahead)
         self._lazy = self._capture.is_lazy if copies_lazily(self._config.lazy, device) else None
         self._share = prepare_share(self._config, device)
         saver = Saver(engine, self._taker, self._stopping, self._cadence, self._lazy, trainer)
@@ -438,6 +438,9 @@ class Tracker(Progress):
         loaders = (roots_of_loader(name, source.base) for name, source in self._sources.items())
         own = {path: root for found in loaders for path, root in found.items()}
         return {**self._parts.objects, **self._surroundings.audited(), **own}
+
+    def _ahead(self) -> list[str]:
+        return [feed.name for feed in self._feeds if feed.position.lookahead]
 
     def _announce(self, feed: Feed | None) -> None:
         """Make the arena ready in the background, once the optimizers have their state."""

@@ -286,3 +286,13 @@ def test_large_values_are_sampled() -> None:
     net.history.append(1.0)
     net.plain.mul_(2).add_(1)
     assert set(hidden.state()) == {"net.history", "net.plain"}
+
+
+def test_what_is_ahead_of_training_is_named_and_not_saved() -> None:
+    """A loader that reads a batch early has used its dataset's random stream for a step that was not made."""
+    net, hidden = Net(), HiddenState("auto")
+    hidden.begin("batch", {"loader": net})
+    net.dice.random()
+    row = hidden.state(ahead=["loader"])["loader.dice"]
+    assert "reads batches before the step" in row["why"] and "value" not in row
+    assert "value" in hidden.state(ahead=["load"])["loader.dice"]

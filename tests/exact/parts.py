@@ -55,6 +55,8 @@ class Cell:
         found = [CANNOT[name] for name in (self.hidden, self.loader) if name in CANNOT]
         if self.hidden == "callback" and self.trainer == "transformers":
             found.append("callback Told")
+        if self.hidden in ("dataset", "collate") and self.trainer in ("accelerate", "transformers"):
+            found.append("reads batches before the step")
         return tuple(found)
 
     def __str__(self) -> str:

@@ -176,20 +176,24 @@ class Client(abc.ABC):
 
     def _wait_for_the_end(self, closed: threading.Event, timeout: float, hurries: Callable[[], bool]) -> bool:
         """Wait at most `timeout` seconds until the writer has nothing more to do; a longer wait is said."""
-        self._close_by = time.monotonic() + timeout
+        began = time.monotonic()
+        self._close_by, said = began + timeout, False
         try:
-            if closed.wait(min(timeout, TELL_SECONDS)):
-                return True
-            if timeout > TELL_SECONDS and not self._only_copies:
-                line = f"waiting for the last snapshots to be written to {self._url}, up to {duration(timeout)}"
-                announce(logging.getLogger(LOGGER_NAME), line)
+            # In short waits: a signal that comes right before one is heard after it.
             while not closed.wait(min(_LOOK_SECONDS, max(0.0, self._close_by - time.monotonic()))):
+                now = time.monotonic()
+                if now >= self._close_by:
+                    self._say_left()
+                    return False
+                if now < began + TELL_SECONDS:
+                    continue
+                if not said and not self._only_copies:
+                    line = f"waiting for the last snapshots to be written to {self._url}, up to {duration(timeout)}"
+                    announce(logging.getLogger(LOGGER_NAME), line)
+                said = True
                 if self._only_copies and hurries():
                     self._say_left()
                     return self._leave_copies()
-                if time.monotonic() >= self._close_by:
-                    self._say_left()
-                    return False
             return True
         except KeyboardInterrupt:
             if not self._said_copies:

@@ -128,24 +128,24 @@ class Fleet:
         tier = self._config.tiers[number]
         return open_storage(tier.url, tier.storage_options)
 
-    def survey(self, *, aloud: bool = False) -> None:
-        """Hear which run and which snapshots the tiers have, once. Waits at most `SURVEY_SECONDS` for all of them, and
-        after `finish` not for those that give no sign.
+    def survey(self, *, aloud: bool = False, needed: bool = True) -> None:
+        """Hear which run and which snapshots the tiers have, once. Waits at most `SURVEY_SECONDS` for all of them.
 
         Args:
             aloud: the trainer waits, too: say so if it takes long.
+            needed: the run is not known yet. Otherwise, and after `finish`, tiers that give no sign are left out.
         """
         if self._surveys is None and not self._follows:
-            self._surveys = self._survey(SURVEY_SECONDS, aloud)
+            self._surveys = self._survey(SURVEY_SECONDS, aloud, needed)
 
-    def _survey(self, timeout: float, aloud: bool) -> list[Survey]:
+    def _survey(self, timeout: float, aloud: bool, needed: bool) -> list[Survey]:
         found = [Survey(storage) for storage in self._storages]
         for one in found:
             threading.Thread(target=self._ask, args=(one,), name="ckpt-survey", daemon=True).start()
 
         def enough() -> bool:
             late = [of.silent for one, of in zip(found, self._replicators, strict=True) if not one.over]
-            return not late or (self._finishing and all(late))
+            return not late or ((self._finishing or not needed) and all(late))
 
         began = time.monotonic()
         self._wait(enough, began + min(timeout, TELL_SECONDS))
@@ -186,10 +186,10 @@ class Fleet:
         return repository
 
     def next_seq(self) -> int:
-        """A number that no snapshot of a further tier reaches. Waits as `survey` does."""
+        """A number that no snapshot of a further tier reaches. Waits as `survey` does, where no run has to be found."""
         if self._follows:
             return 1
-        self.survey()
+        self.survey(needed=False)
         found = self._surveys or []
         seq = max(one.next_seq for one in found)
         return seq if all(one.answered for one in found) else seq + UNKNOWN_SEQ_GAP

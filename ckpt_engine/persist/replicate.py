@@ -93,7 +93,7 @@ class Backoff:
 
 
 BACKOFF = Backoff()
-SILENT_SECONDS = 4.0
+SILENT_SECONDS = 3.0
 """A trainer that ends does not wait for a tier that has given no sign for so long; its writer goes on."""
 RECENT_SECONDS = 1.0
 """Of a tier that has given a sign since then it is said that it is waited for."""

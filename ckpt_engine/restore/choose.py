@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from types import MappingProxyType
 
 from ckpt_engine.errors import (
@@ -123,9 +125,10 @@ def candidates(
         if parsed.id in refused:
             search.reject(parsed.id, refused[parsed.id])
             continue
+        copies = _nearest_first(parsed.id, holders[parsed], sizes)
         try:
             try:
-                copies = _assemble(parsed.id, holders[parsed], sizes)
+                first = next(copies)
             finally:
                 _note_silent(where, search)
         except (FormatError, StorageError) as err:
@@ -135,14 +138,14 @@ def candidates(
             if all(isinstance(one.storage, Spread) and parsed.id in one.storage.unfinished for one in holders[parsed]):
                 search.unfinished.add(parsed.id)
             continue
-        if lost := slim.lacks(copies[0].manifest):
+        if lost := slim.lacks(first.manifest):
             if step is None:
                 why = f"retention took {', '.join(lost)} from it; it is only loaded if its step is asked for"
                 search.reject(parsed.id, MismatchError(why))
             else:
-                slimmed += copies
+                slimmed += [first, *copies]
             continue
-        for candidate in copies:
+        for candidate in chain((first,), copies):
             if check is not None:
                 check(candidate.manifest)
             _announce(candidate)
@@ -152,6 +155,24 @@ def candidates(
             check(candidate.manifest)
         _announce(candidate)
         yield candidate
+
+
+def _nearest_first(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) -> Iterator[Candidate]:
+    """The snapshot as it is stored, nearest first.
+
+    Where near places have it whole, object stores are only asked for what cannot be read from these, and for how they
+    store it themselves once the first candidate has turned out to be of no use.
+    """
+    far = [place for place in holders if isinstance(place.storage, places.FarStorage)]
+    near = [place for place in holders if place not in far]
+    first = None
+    if far and near:
+        with suppress(FormatError, StorageError):
+            first = _assemble(snapshot, near, sizes)[0]
+            first = replace(first, sources=(*first.sources, *far))
+    if first is not None:
+        yield first
+    yield from (one for one in _assemble(snapshot, holders, sizes) if first is None or one.manifest != first.manifest)
 
 
 def _note_silent(where: Sequence[Repository], search: Search) -> None:

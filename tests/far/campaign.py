@@ -264,7 +264,7 @@ class Campaign:
         cell.copied = cell.ours.steps in [one.step for one in there if one is not None]
         cell.seconds = time.monotonic() - began
         for near in nears.values():
-            shutil.rmtree(near)
+            shutil.rmtree(near, ignore_errors=True)  # a writer may still go on with its copies
 
 
 def cells(kinds: Sequence[str], states: Sequence[str], moments: Sequence[str]) -> list[Cell]:
@@ -285,7 +285,7 @@ def main() -> int:
     options = parser.parse_args()
     todo = cells(*(getattr(options, name).split(",") for name in ("kinds", "states", "moments")))
     print(HEADER, flush=True)
-    with tempfile.TemporaryDirectory() as folder, serving("moto", Path(folder)) as server:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, serving("moto", Path(folder)) as server:
         campaign = Campaign(server, Path(folder))
         for cell in todo:
             campaign.play(cell)

@@ -354,14 +354,40 @@ def _run_of(place: Repository) -> str | None:
 
 def ids(place: Repository) -> tuple[ParsedId, ...]:
     """All snapshots of a place by name."""
-    look_up_run(place)
-    return place.ids()
+    with _run_looked_up(place):
+        return place.ids()
 
 
 def infos(place: Repository) -> list[SnapshotInfo]:
     """All snapshots of a place."""
-    look_up_run(place)
-    return place.list()
+    with _run_looked_up(place):
+        return place.list()
+
+
+@contextmanager
+def _run_looked_up(place: Repository) -> Iterator[None]:
+    """`look_up_run`, of an object store side by side with what is asked meanwhile: each answer may take a second."""
+    if not isinstance(place.storage, FarStorage):
+        look_up_run(place)
+        yield
+        return
+    broken: list[BaseException] = []
+
+    def look_up() -> None:
+        try:
+            with asking():
+                look_up_run(place)
+        except BaseException as err:  # noqa: BLE001 - raised where it was asked
+            broken.append(err)
+
+    thread = threading.Thread(target=look_up, name="ckpt-places-run", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(LONGER_SECONDS)
+    if broken:
+        raise broken[0]
 
 
 def snapshots(places: Sequence[Repository]) -> list[SnapshotInfo]:

@@ -19,6 +19,7 @@ from click.testing import CliRunner
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli import status
+from ckpt_engine.cli.main import commands
 from ckpt_engine.errors import CorruptError, StorageError, StorageMissingError
 from ckpt_engine.persist import control, sockets
 from ckpt_engine.persist.pulse import Beat
@@ -273,7 +274,7 @@ def test_status_does_not_wait_for_a_writer_that_takes_no_requests(stuck: Path, m
     """What is on the disk is shown, and that the writer does not answer."""
     assert status.LIVE_SECONDS <= 5.0
     monkeypatch.setattr(status, "LIVE_SECONDS", 0.05)
-    done = CliRunner().invoke(status.command, [str(stuck), "--json"])
+    done = CliRunner().invoke(commands, ["status", str(stuck), "--json"])
     shown = json.loads(done.output)
     assert "did not answer" in shown["live"]["error"]
     assert shown["tiers"][0]["snapshots"] == 1

@@ -21,9 +21,11 @@ def test_cells_are_the_same_ones_every_time_and_have_everything() -> None:
         assert len({getattr(cell, name) for cell in cells}) == count, name
     assert {cell.accumulate for cell in cells} == {1, 2, 3}
     assert {(cell.trainer, cell.ranks) for cell in cells} == {(one, n) for one in sweep.TRAINERS for n in (1, 2)}
-    assert all(
-        not cell.causes for cell in cells if cell.hidden not in (*CANNOT, "callback") and "augm" not in cell.loader
-    )
+    early = {"dataset", "collate"}  # of loaders that read a batch early
+    for cell in cells:
+        reads_early = cell.hidden in early and cell.trainer in ("accelerate", "transformers")
+        may_differ = cell.hidden in (*CANNOT, "callback") or "augm" in cell.loader or reads_early
+        assert may_differ or not cell.causes, cell
 
 
 def test_a_life_is_compared_from_where_it_resumed() -> None:

@@ -191,13 +191,17 @@ def test_ctrl_c_ends_the_wait_for_copies(run: Run, monkeypatch: pytest.MonkeyPat
     interrupts = how == "Ctrl-C"
     main = threading.main_thread().ident
     assert main is not None
-    waits = Waits(run, monkeypatch, lambda: interrupts and signal.pthread_kill(main, signal.SIGINT))
-    monkeypatch.setattr(client, "TELL_SECONDS", WAIT_SECONDS if interrupts else 0.0)
-    assert run.client is not None
+    # A trainer that ran in this process before may have left another handler.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        waits = Waits(run, monkeypatch, lambda: interrupts and signal.pthread_kill(main, signal.SIGINT))
+        monkeypatch.setattr(client, "TELL_SECONDS", WAIT_SECONDS if interrupts else 0.0)
+        assert run.client is not None
         assert run.client.close(WAIT_SECONDS, hurries=lambda: not interrupts)
     except KeyboardInterrupt:
         pytest.fail("it is raised")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not interrupts or len(waits.lines) == 1
     is_copied_at_last(run)
 

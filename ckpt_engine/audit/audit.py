@@ -36,8 +36,9 @@ class Audit:
         skipped: Iterable[str] = (),
         ahead: Callable[[], Iterable[str]] = tuple,
     ) -> None:
-        self._hidden = HiddenState(mode, skipped)
-        self._roots, self._ahead = roots, ahead
+        self.roots, self.skipped = roots, frozenset(skipped)
+        self._hidden = HiddenState(mode, self.skipped)
+        self._ahead = ahead
         self._log = log
         self._locals = CarriedLocals()
         self._looks = 0
@@ -46,7 +47,7 @@ class Audit:
     def begin(self, moment: str) -> None:
         """See `HiddenState.begin`."""
         if self._hidden.on:
-            self._hidden.begin(moment, self._roots())
+            self._hidden.begin(moment, self.roots())
 
     def boundary(self, known: Collection[Any], *, taking: bool) -> None:
         """The loop is between two steps, and its frames are on this thread's stack.
@@ -58,7 +59,7 @@ class Audit:
         if not self._hidden.on or not (taking or self._looks < _FIRST_LOOKS):
             return
         self._looks += 1
-        carries = [one for one in self._roots().values() if isinstance(one, Carry)]
+        carries = [one for one in self.roots().values() if isinstance(one, Carry)]
         if new := self._locals.look(known, carries):
             self._log.warning("%s", sentence(new))
 

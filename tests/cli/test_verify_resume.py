@@ -14,8 +14,10 @@ from typing import Any
 import click
 import lightning.pytorch as pl
 import pytest
+import torch
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.audit import audit
 from ckpt_engine.cli.compare import Difference, Kind
 from ckpt_engine.cli.rehearsal.command_line import PythonCommand
 from ckpt_engine.cli.rehearsal.pairing import Pair
@@ -123,6 +125,18 @@ def test_a_script_without_a_seed_may_still_resume_exactly(verify: Callable[..., 
     assert "exact: killed after step 3" in result.out
     assert "NOT EXACT" not in result.out
     assert "run 4" in result.err
+
+
+def test_a_tracked_loop_is_rehearsed_as_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tracker makes its audit as ever, and the rehearsal learns the objects that it looks at."""
+    monkeypatch.setattr(audit.Audit, "__init__", audit.Audit.__init__)  # put back afterwards
+    rehearsal = Rehearsal(Spec(str(tmp_path), str(tmp_path / "trace"), 3))
+    rehearsal._patch_audit(audit)
+    net = torch.nn.Linear(2, 2)
+    net.calls = 0  # type: ignore[assignment]
+    with Checkpointer(tmp_path / "run", writer="thread") as ckpt:
+        ckpt.track(model=net, optimizer=torch.optim.SGD(net.parameters()))
+        assert "model.calls" in rehearsal._attributes.changed()
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -72,9 +72,9 @@ class Rehearsal:
     def _patch_audit(self, module: ModuleType) -> None:
         original = module.Audit.__init__
 
-        def __init__(audit: Any, mode: Any, roots: Any, log: Any, skipped: Any = ()) -> None:  # noqa: N807
-            original(audit, mode, roots, log, skipped)
-            self._attributes.add(roots, skipped)
+        def __init__(audit: Any, *arguments: Any, **named: Any) -> None:  # noqa: N807 - it becomes that method
+            original(audit, *arguments, **named)
+            self._attributes.add(audit.roots, audit.skipped)
 
         module.Audit.__init__ = __init__
 
@@ -174,7 +174,7 @@ class Attributes:
         self._skipped: set[str] = set()
         self._before: dict[str, tuple[str, str]] = {}
 
-    def add(self, roots: Callable[[], Mapping[str, Any]], skipped: Sequence[str]) -> None:
+    def add(self, roots: Callable[[], Mapping[str, Any]], skipped: Iterable[str]) -> None:
         """Objects that an adapter knows, by the names that users know them by."""
         self._roots.append(roots)
         self._skipped.update(skipped)

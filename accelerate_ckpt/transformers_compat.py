@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("trainer", "callback_handler", "the state of callbacks"),
     PrivateName("trainer", "control", "the state of callbacks"),
     PrivateName("trainer", "current_flos", "the count of floating point operations"),
+    PrivateName(
+        "method", "self", "resume='auto', and training without resume_from (the trainer is found on the stack)"
+    ),
 )
 """Those that all supported versions have; `tests/accelerate/test_transformers_compat.py` has a test for each."""
 
@@ -64,7 +68,9 @@ class TrainerInternals:
 
     def missing(self) -> list[PrivateName]:
         """The names that this version of transformers does not have."""
-        owners = {"module": _MODULE, "Trainer": Trainer, "trainer": self._trainer}
+        methods = filter(inspect.isfunction, vars(Trainer).values())
+        receivers = SimpleNamespace(**{one.__code__.co_varnames[0]: one for one in methods if one.__code__.co_argcount})
+        owners = {"module": _MODULE, "Trainer": Trainer, "trainer": self._trainer, "method": receivers}
         return [entry for entry in PRIVATE_NAMES if not hasattr(owners[entry.owner], entry.name)]
 
     def probe(self) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from ckpt_engine.data import native
+from ckpt_engine.data.datasets_private import is_of_package
 
 __all__ = ["Samples", "checksum", "differing", "samples_of"]
 
@@ -155,7 +156,7 @@ def _described(value: Any) -> dict[str, Any] | None:
 
 def _arrow_rows(node: Any, length: int | None) -> list[str] | None:
     """Some rows of a dataset of the package `datasets`, as they are stored: nothing is decoded."""
-    if not type(node).__module__.startswith("datasets.") or not hasattr(node, "with_format") or length is None:
+    if not is_of_package(node) or not hasattr(node, "with_format") or length is None:
         return None
     stored = node.with_format("arrow")
     return [str(stored[i].to_pydict())[:1000] for i in _spread(length, _ROW)]

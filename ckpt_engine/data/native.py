@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from ckpt_engine.data.datasets_private import forgets_its_buffer, is_of_package, refuses_states_of_workers
+
 __all__ = [
     "before",
     "begin_anew",
@@ -43,9 +45,6 @@ __all__ = [
 ]
 
 _POSITION_KEYS = ("dataset_state", "dataset_iter_state")
-_HF = "datasets."
-_FORGETFUL = "BufferShuffledExamplesIterable"
-_CONCATENATED = "ConcatenatedMultiSourcesExamplesIterable"
 _MOST_PARTS = 64
 _MOST_ITEMS = 16
 _PLAIN = (bool, int, float, str, bytes, type(None))
@@ -74,9 +73,9 @@ def why_replayed(loader: DataLoader[Any]) -> str | None:
     dataset = loader.dataset
     if not isinstance(dataset, IterableDataset):
         return None
-    if any(type(part).__name__ == _FORGETFUL for _, part in _parts(dataset) if _of_hf(part)):
+    if any(forgets_its_buffer(part) for _, part in _parts(dataset)):
         return "the shuffle buffer of a streamed data set does not save what it holds"
-    if loader.num_workers and any(_CONCATENATED in type(part).__name__ for _, part in _parts(dataset) if _of_hf(part)):
+    if loader.num_workers and any(refuses_states_of_workers(part) for _, part in _parts(dataset)):
         return "streamed data sets that are concatenated cannot load what a worker has saved"
     if is_stateful(dataset):
         try:
@@ -88,12 +87,12 @@ def why_replayed(loader: DataLoader[Any]) -> str | None:
 
 def keeps_nothing(dataset: Any) -> bool:
     """True if it is known that workers carry nothing of this dataset from one pass into the next."""
-    return isinstance(dataset, IterableDataset) and _of_hf(dataset)
+    return isinstance(dataset, IterableDataset) and is_of_package(dataset)
 
 
 def repeats_work(dataset: Any) -> bool:
     """True if a part does work again that was done, to get to where its state says: its random draws come twice."""
-    return any(_of_hf(part) for _, part in _parts(dataset))
+    return any(is_of_package(part) for _, part in _parts(dataset))
 
 
 def capture(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -219,7 +218,9 @@ def epochs(dataset: Any, *, shared: bool = False) -> dict[str, int]:
         shared: only those that running workers see.
     """
     found = {path: epoch for path, part in _parts(dataset) if (epoch := _epoch(part)) is not None}
-    return {path: found[path] for path, part in _parts(dataset) if path in found and (_of_hf(part) or not shared)}
+    return {
+        path: found[path] for path, part in _parts(dataset) if path in found and (is_of_package(part) or not shared)
+    }
 
 
 def set_epochs(dataset: Any, values: Mapping[str, Any]) -> None:
@@ -237,7 +238,7 @@ def orders(dataset: Any) -> dict[str, dict[str, int]]:
     return {
         f"{path}.{name}": {"length": 1, "checksum": zlib.crc32(repr(value.bit_generator.state).encode())}
         for path, part in _parts(dataset)
-        if _of_hf(part)
+        if is_of_package(part)
         for name, value in vars(part).items()
         if isinstance(value, np.random.Generator)
     }
@@ -268,10 +269,6 @@ def _parts(dataset: Any) -> Iterator[tuple[str, Any]]:
                     queue.append((f"{path}.{name}" + (f"[{index}]" if inner is value else ""), one))
 
 
-def _of_hf(part: Any) -> bool:
-    return type(part).__module__.startswith(_HF)
-
-
 def _epoch(part: Any) -> int | None:
     if not callable(getattr(part, "set_epoch", None)):
         return None
@@ -282,7 +279,7 @@ def _epoch(part: Any) -> int | None:
 def _attributes(dataset: Any) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
     """Path, owner, name and value of each attribute of the datasets inside."""
     for path, part in _parts(dataset):
-        if not _of_hf(part) or isinstance(part, IterableDataset):
+        if not is_of_package(part) or isinstance(part, IterableDataset):
             owner = getattr(part, "__dict__", {})
             yield from ((f"{path}.{name}", owner, name, value) for name, value in list(owner.items()))
 

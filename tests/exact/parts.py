@@ -53,8 +53,6 @@ class Cell:
     def causes(self) -> tuple[str, ...]:
         """What a resume report says where such a cell cannot be exact; empty: it has to be."""
         found = [CANNOT[name] for name in (self.hidden, self.loader) if name in CANNOT]
-        if self.hidden == "callback" and self.trainer == "transformers":
-            found.append("callback Told")
         if self.hidden in ("dataset", "collate") and self.trainer in ("accelerate", "transformers"):
             found.append("reads batches before the step")
         return tuple(found)

@@ -1,0 +1,97 @@
+"""What callbacks of a `transformers.Trainer` and its model remember outside of any state is restored, or named."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from accelerate_ckpt import TransformersCallback
+from tests.support.digests import seed_everything
+from tests.tracking.runs import every_boundary, only, report, resume_only, saved
+
+STEPS = 6
+
+
+class Points(Dataset[Any]):
+    def __len__(self) -> int:
+        return 2 * STEPS
+
+    def __getitem__(self, index: int) -> Any:
+        return {"x": torch.full((3,), float(index))}
+
+
+class Net(nn.Module):
+    """Its loss is scaled by an attribute that a callback sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1)
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"loss": self.layer(x).square().mean() * self.scale}
+
+
+class Scales(TrainerCallback):  # type: ignore[misc]
+    """Counts steps, and scales the loss by their number; keeps a log of weights, and the time."""
+
+    def __init__(self, ours: list[TransformersCallback]) -> None:
+        self.ours, self.steps, self.log, self.last = ours, 0, list[float](), time.time()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.steps, self.last = self.steps + 1, time.time()
+        model.scale = 1 / (1 + self.steps)
+        self.log.append(model.layer.weight.sum().item())
+        for ckpt in self.ours:
+            assert ckpt.tracker is not None
+            ckpt.tracker.before_update()
+            assert ckpt.tracker._engine.wait(30)
+
+
+def train(folder: Path, options: Any, seed: int = 0) -> list[float]:
+    """One process: the log of the callback."""
+    seed_everything(seed)
+    ours = [] if options is None else [TransformersCallback(options)]
+    callback = Scales(ours)
+    arguments = TrainingArguments(
+        str(folder),
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        num_train_epochs=1,
+        optim="sgd",
+        learning_rate=1e-3,
+        max_grad_norm=0.0,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+        logging_strategy="no",
+        seed=seed,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(Net(), arguments, train_dataset=Points(), callbacks=[*ours, callback])
+    trainer.train(resume_from_checkpoint=ours[0].resume_from(trainer) if ours else None)
+    return callback.log
+
+
+@pytest.mark.parametrize("hidden", ["auto", "off"])
+def test_what_a_callback_remembers_is_restored_or_named(hidden: str, tmp_path: Path) -> None:
+    """Its count and its log go on; the time, which each process begins with another value of, is named."""
+    whole = train(tmp_path / "out", every_boundary(tmp_path / "run", hidden=hidden))
+    assert len(whole) == STEPS
+    middle = [one for one in saved(tmp_path / "run") if one.reason != "end"][2]
+    folder = only(tmp_path / "run", middle, tmp_path / "again")
+    log = train(tmp_path / "out", {**resume_only(folder), "hidden": hidden}, seed=7)
+    found = {one.name: one.why for one in report(folder).not_restored}
+    if hidden == "off":
+        assert log != whole[middle.step :]
+        assert "state()" in found["callback Scales"]
+    else:
+        assert log == whole
+        assert list(found) == ["hidden state callbacks.Scales.last"]

@@ -140,6 +140,30 @@ def test_a_big_aligned_block_is_written_in_few_direct_calls(tmp_path: Path, monk
     ]  # fmt: skip
 
 
+def test_an_object_has_its_name_only_after_its_bytes_are_synced_and_then_the_folder_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system calls of the real disk, in order: what a power cut leaves is all or nothing."""
+    calls: list[tuple[str, object]] = []
+    sync, link = os.fsync, os.link
+
+    def fsync(fd: int) -> None:
+        calls.append(("sync", os.fstat(fd).st_ino))
+        sync(fd)
+
+    def linked(source: str, name: str) -> None:
+        calls.append(("link", Path(source).stat().st_ino))
+        link(source, name)
+
+    storage = LocalStorage(tmp_path)
+    put(storage, "data/before", b"the folder exists")
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "link", linked)
+    put(storage, "data/x", b"some bytes")
+    file, folder = (tmp_path / "data/x").stat().st_ino, (tmp_path / "data").stat().st_ino
+    assert calls == [("sync", file), ("link", file), ("sync", folder)]
+
+
 @pytest.mark.parametrize("exclusive", [True, False])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT, errno.EACCES])
 def test_a_put_that_fails_anywhere_leaves_nothing(tmp_path: Path, error: int, exclusive: bool) -> None:

@@ -93,7 +93,9 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--kills", type=int, help="how often the run is killed (default 2; with --quick 1)")
     parser.add_argument("--overhead", help="budget, a share of training time (default 1%%; with --quick 10%%)")
     parser.add_argument("--max-lost-work", help="work a crash may cost at worst (default 5 s; with --quick 0.5 s)")
-    parser.add_argument("--pairs", type=int, help="overhead pairs (default 5; with --quick 0: do not measure)")
+    parser.add_argument(
+        "--pairs", type=int, default=0, help="measure the overhead in so many pairs of trainings, 5 or more"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of torch in every training")
     parser.add_argument(
         "--tier", choices=["s3"], help="a second tier, on a server that the demo starts; the local folder is then lost"
@@ -111,8 +113,8 @@ def options() -> argparse.ArgumentParser:
 
 def _settings(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     args = options().parse_args(arguments if arguments is not None else sys.argv[1:])
-    size = (48, 16, 128, 0, 12) if args.quick else (240, 80, 256, 5, 40)
-    steps, epoch_batches, width, pairs, pair_steps = size
+    size = (48, 16, 128, 12) if args.quick else (240, 80, 256, 40)
+    steps, epoch_batches, width, pair_steps = size
     settings = Settings(
         out=args.out.absolute(),
         seed=args.seed,
@@ -123,7 +125,7 @@ def _settings(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
         threads=args.threads,
         budget=args.overhead or ("10%" if args.quick else "1%"),
         max_lost_work=args.max_lost_work or ("0.5 s" if args.quick else "5 s"),
-        pairs=args.pairs if args.pairs is not None else pairs,
+        pairs=args.pairs,
         pair_steps=pair_steps,
         flip_bit_at=args.flip_bit_at,
         tier=args.tier,

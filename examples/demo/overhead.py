@@ -111,6 +111,18 @@ class Overhead:
             return "undecided"
         return "within" if distance < 0 else "over"
 
+    @property
+    def summary(self) -> str:
+        """The verdict and what it rests on, in a line."""
+        pairs = f"median of {len(self.pairs)} pairs of {self.steps} steps, {self.snapshots} snapshots"
+        if self.verdict == "undecided":
+            noise = f"the trainings without the callback differ by {self.noise_percent:.1f} %"
+            return f"not decided, {noise} ({pairs}); the callback itself counts {self.own_percent:.2f} %"
+        return (
+            f"{self.percent:+.2f} ± {self.error_percent:.2f} % of training time, {self.verdict} the budget of "
+            f"{self.budget_percent:g} % ({pairs})"
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Everything, the raw seconds included."""
         own = ("percent", "error_percent", "cpu_percent", "own_percent", "noise_percent", "snapshots", "verdict")

@@ -1,23 +1,18 @@
-"""The result of a demo: as tables for people and as JSON for programs."""
+"""The result of a demo: in a few lines for people and as JSON for programs."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from demo.compare import Compared
 from demo.overhead import Overhead
-from demo.runs import TRAINER, Life, Run
+from demo.runs import Life, Run
 from demo.settings import Settings
 
 MOST_DIFFERENCES = 5
@@ -52,6 +47,17 @@ class Restart:
     def lost_steps(self) -> int:
         return self.killed_step - self.resumed_step
 
+    @property
+    def summary(self) -> str:
+        """The kill and the restart in a line."""
+        restore = "" if self.restore_seconds is None else f", of which the restore takes {self.restore_seconds:.2f} s"
+        return (
+            f"kill -9 of {self.victims} at step {self.killed_step} ({self.evidence or 'between two saves'}); "
+            f"{'the local folder is lost; ' if self.disk_lost else ''}resumed from step {self.resumed_step}"
+            f"{f', {self.resumed_from}' if self.disk_lost and self.resumed_from else ''}: {self.lost_steps} steps "
+            f"({self.lost_seconds:.1f} s) lost; trains again after {self.resume_seconds:.1f} s{restore}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Result:
@@ -80,7 +86,7 @@ class Result:
         return life.first_batch - life.spawned
 
     def to_json(self) -> dict[str, Any]:
-        """The numbers behind the tables."""
+        """The numbers behind the summary."""
         return {
             "identical": self.compared.identical,
             "compared": dataclasses.asdict(self.compared),
@@ -97,65 +103,30 @@ class Result:
         }
 
     def show(self, console: Console) -> None:
-        """Print the tables and the verdict."""
+        """Print the summary."""
         console.print()
+        for number, one in enumerate(self.restarts, 1):
+            _say(console, f"kill {number}: {one.summary}")
         if self.restarts:
-            console.print(self._restart_table())
-        if self.settings.kills:
-            _notes(console, self._restart_notes())
+            _say(console, f"a start from scratch takes {self.fresh_start_seconds:.1f} s")
+        if self._missed:
+            _say(console, f"the run ended before it was killed {self.settings.kills} times", "red")
         if self.overhead is not None:
-            console.print(_overhead_table(self.overhead))
-            _notes(console, _overhead_notes(self.overhead, self.settings.threads))
-            console.print()
+            _say(console, f"overhead: {self.overhead.summary}")
         compared = self.compared
         verdict = "[bold green]yes[/]" if compared.identical else "[bold red]NO[/]"
         console.print(f"[bold]bitwise identical to the uninterrupted run:[/] {verdict}", highlight=False)
         for difference in compared.differences[:MOST_DIFFERENCES]:
-            console.print(f"  {difference}", highlight=False, markup=False, style="red", soft_wrap=True)
+            _say(console, f"  {difference}", "red")
         if (more := len(compared.differences) - MOST_DIFFERENCES) > 0:
-            console.print(f"  ... and {more} more differences", style="red", highlight=False)
-        _notes(
+            _say(console, f"  ... and {more} more differences", "red")
+        _say(
             console,
-            [
-                f"compared: {compared.steps} steps, those trained again included (loss, learning rate),",
-                f"{compared.samples} sample ids, {compared.validations} validations, and at the end {compared.tensors} "
-                f"tensors, {compared.tensor_bytes / 1e6:.0f} MB",
-                f"(weights, AdamW, random streams) and {compared.values} other values",
-            ],
+            f"  compared: {compared.steps} steps with their losses and {compared.samples} samples, "
+            f"{compared.validations} validations, {compared.tensors} tensors ({compared.tensor_bytes / 1e6:.0f} MB) "
+            f"and {compared.values} other values at the end",
+            "dim",
         )
-
-    def _restart_table(self) -> Table:
-        table = Table(title="kill -9 and restart", title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
-        table.add_column("killed")
-        for name in ("at step", "resumed from", "steps lost", "time lost", "restart", "restore"):
-            table.add_column(name, justify="right")
-        table.add_column("saving")
-        for one in self.restarts:
-            table.add_row(
-                "trainer" if one.victims == TRAINER else "both",
-                str(one.killed_step),
-                str(one.resumed_step) if one.resumed_step else "scratch",
-                f"[bold]{one.lost_steps}[/]",
-                f"{one.lost_seconds:.1f} s",
-                f"{one.resume_seconds:.1f} s",
-                "-" if one.restore_seconds is None else f"{one.restore_seconds:.2f} s",
-                "yes" if one.evidence else "[red]no[/]",
-            )
-        return table
-
-    def _restart_notes(self) -> list[str]:
-        return [
-            *(f"kill {number}: {one.evidence or 'no save was seen'}" for number, one in enumerate(self.restarts, 1)),
-            *(
-                f"kill {number}: the local snapshot folder was removed; {one.resumed_from or 'nothing was resumed'}"
-                for number, one in enumerate(self.restarts, 1)
-                if one.disk_lost
-            ),
-            *([f"the run ended before it was killed {self.settings.kills} times"] if self._missed else []),
-            "killed: the trainer with its loader workers, or both it and the writer",
-            f"restart: until the first batch, imports included; {self.fresh_start_seconds:.1f} s from scratch",
-            "restore: finding, reading and verifying the snapshot; part of the restart",
-        ]
 
 
 def _restart(run: Run, life: Life, after: Life) -> Restart:
@@ -189,37 +160,5 @@ def _evidence(run: Run, life: Life, after: Life) -> str | None:
     return f"a {kill.saving.kind} was being written" if kill.saving is not None else None
 
 
-def _overhead_table(overhead: Overhead) -> Table:
-    table = Table(title="overhead", title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
-    for name in ("budget", "measured", "CPU time", "own account", "snapshots"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    words = {"within": "[green]within[/]", "over": "[red]over[/]", "undecided": "[yellow]undecided[/]"}
-    table.add_row(
-        f"{overhead.budget_percent:.2f} %",
-        f"[bold]{overhead.percent:+.2f} %[/]",
-        f"{overhead.cpu_percent:+.2f} %",
-        f"{overhead.own_percent:.2f} %",
-        str(overhead.snapshots),
-        words[overhead.verdict],
-    )
-    return table
-
-
-def _overhead_notes(overhead: Overhead, threads: int) -> list[str]:
-    percents = [pair.percent for pair in overhead.pairs]
-    error = f" ± {overhead.error_percent:.2f} %" if math.isfinite(overhead.error_percent) else ""
-    return [
-        f"measured: median of {len(overhead.pairs)} interleaved pairs with and without the callback{error}",
-        f"  of {overhead.steps} steps each, from {min(percents):+.1f} to {max(percents):+.1f} %",
-        f"noise: the trainings without the callback differ by {overhead.noise_percent:.1f} %"
-        + ("; too much to decide" if overhead.verdict == "undecided" else ""),
-        "CPU time: of the training process alone, the same median; it shows no waiting",
-        "own account: stalls, fences and slowdown as the callback measures them itself",
-        f"setting: {threads} torch thread{'s' * (threads > 1)}, 2 loader workers, the writer; {os.cpu_count()} cores",
-    ]
-
-
-def _notes(console: Console, notes: Sequence[str]) -> None:
-    for note in notes:
-        console.print(f"  {note}", highlight=False, markup=False, style="dim", soft_wrap=True)
+def _say(console: Console, line: str, style: str = "") -> None:
+    console.print(line, highlight=False, markup=False, style=style, soft_wrap=True)

@@ -15,6 +15,9 @@ from demo.record import Step
 if TYPE_CHECKING:
     from demo.runs import Life
 
+LINES = 8
+"""Of a part, where there is no terminal."""
+
 
 class Screen:
     """Progress bars on a terminal; on anything else only the lines.
@@ -35,11 +38,13 @@ class Screen:
             disable=not console.is_terminal,
         )
         self._task: TaskID | None = None
+        self._total = self._said = 0
         self._durable: Durable | None = None
 
     @contextmanager
     def part(self, name: str, total: int) -> Iterator[None]:
         """One part of the demo, `total` steps long."""
+        self._total, self._said = total, 0
         if not self.console.is_terminal:
             self.say(f"[bold]{name}[/]")
         if self._task is not None:
@@ -59,6 +64,9 @@ class Screen:
         """So much of the part is done."""
         if self._task is not None:
             self._bars.update(self._task, completed=completed, note=note)
+        if not self.console.is_terminal and completed >= self._said + max(1, self._total // LINES):
+            self._said = completed
+            self.say(f"  {completed} of {self._total}: {note}")
 
     def durable(self, durable: Durable) -> None:
         """A snapshot became durable."""

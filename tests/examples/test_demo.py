@@ -53,6 +53,8 @@ def test_the_killed_run_is_identical_and_the_demo_says_so(quick: Ran) -> None:
     assert quick.status == 0, quick.screen
     assert "bitwise identical to the uninterrupted run: yes" in quick.screen
     assert quick.result["identical"] is True
+    summary = quick.screen.rstrip().splitlines()
+    assert len(summary) - 1 - summary.index("") <= 10
     steps = quick.result["settings"]["steps"]
     (restart,) = quick.result["restarts"]
     assert quick.result["compared"]["steps"] == steps + restart["lost_steps"]

@@ -102,6 +102,7 @@ def test_the_verdict_says_when_noise_is_larger_than_the_distance_to_the_budget(
     """A number that could as well be on the other side of the budget proves nothing."""
     overhead = Overhead(1.0, 40, tuple(pair(percent) for percent in percents))
     assert overhead.verdict == verdict
+    assert overhead.summary.startswith("not decided") == (verdict == "undecided")
     assert json.loads(json.dumps(overhead.to_json(), allow_nan=False))["verdict"] == verdict
 
 

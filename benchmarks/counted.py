@@ -7,13 +7,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ckpt_engine.errors import CorruptError, StorageExistsError, StorageMissingError
-from ckpt_engine.store.storage.base import ObjectInfo
+from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 
 PAGE_NAMES = 1000
 
 
 class CountedStorage:
     """`Storage` over a dict; `requests` counts by kind: list (pages), get, put, delete."""
+
+    capabilities = Capabilities()
 
     def __init__(self, url: str = "counted://run") -> None:
         self.url = url

@@ -25,9 +25,10 @@ from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Partial
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.meter import Meter
 from ckpt_engine.store.storage.open import open_storage
-from ckpt_engine.store.throttle import paced
+from ckpt_engine.store.storage.wrappers import metered
+from ckpt_engine.store.throttle import SLICE_BYTES
 from ckpt_engine.store.transfer import Copied, RunText, SourceError, adopt_run, copy_snapshot, scratch_of
 
 
@@ -86,7 +87,7 @@ def command(source: str, target: str, wanted: tuple[str, ...], as_json: bool) ->
         with progress(hidden=as_json) as bar:
             task = bar.add_task("copying", total=_data_bytes(run, missing))
             advance = partial(bar.advance, task)
-            sink = paced(open_storage(tier.url, tier.for_storage()), _counting(advance))
+            sink = metered(open_storage(tier.url, tier.for_storage()), lambda _: _Counting(advance))
             holders = {parsed.id: found for parsed, found in run.holders.items()}
             for snapshot in missing:
                 _copy(holders[snapshot], far, snapshot, sink, done, advance)
@@ -134,7 +135,8 @@ def _copy(
             if not gone:  # by retention, meanwhile
                 error = error or err.error
                 away = away or not (
-                    isinstance(err.error, FormatError | StorageMissingError) or isinstance(near.storage, LocalStorage)
+                    isinstance(err.error, FormatError | StorageMissingError)
+                    or near.storage.capabilities.folder is not None
                 )
             continue
         if snapshot not in done.partial:
@@ -173,12 +175,17 @@ def _complete(far: Repository, done: _Done) -> None:
         parts.remove(far.storage, snapshot, left[snapshot])
 
 
-def _counting(advance: Callable[[int], None]) -> Callable[[int], float]:
-    def pace(nbytes: int) -> float:
-        advance(nbytes)
-        return 0.0
+class _Counting(Meter):
+    """Tells a progress bar what is sent."""
 
-    return pace
+    slice_bytes = SLICE_BYTES
+
+    def __init__(self, advance: Callable[[int], None]) -> None:
+        self._advance = advance
+
+    def wait(self, nbytes: int) -> float:
+        self._advance(nbytes)
+        return 0.0
 
 
 def _data_bytes(run: Run, ids: Sequence[str]) -> int:

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import click
 
@@ -23,10 +22,8 @@ from ckpt_engine.config import load_config
 from ckpt_engine.config.quantities import parse_bytes
 from ckpt_engine.errors import CkptError, ConfigError, StorageExistsError
 from ckpt_engine.observe import units
-from ckpt_engine.store.lease_objects import Versioned
-from ckpt_engine.store.mounts import locks_are_shared
+from ckpt_engine.store.mounts import lockable
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
 
 WRITERS = 8
@@ -52,16 +49,6 @@ class Finding:
     check: str
     mark: Mark
     text: str
-
-
-@runtime_checkable
-class _ServerClock(Protocol):
-    def server_seconds(self) -> float | None: ...
-
-
-@runtime_checkable
-class _Channel(Protocol):
-    def encrypted(self) -> bool: ...
 
 
 @click.command("doctor", short_help="Try out a storage and say what is safe there.")
@@ -110,7 +97,8 @@ def _parsed_size(text: str) -> int:
 def _examine(url: str, options: dict[str, object], nbytes: int) -> Iterator[Finding]:
     base = open_storage(url, options)
     folder = f".ckpt-doctor-{os.urandom(6).hex()}"
-    above = _nearest_folder(base.root) if isinstance(base, LocalStorage) else base.url.rstrip("/")
+    local = base.capabilities.folder
+    above = _nearest_folder(local.root) if local is not None else base.url.rstrip("/")
     storage = open_storage(f"{above}/{folder}", options)
     try:
         yield from _findings(storage, nbytes)
@@ -130,8 +118,9 @@ def _clean(storage: Storage) -> None:
     """Remove what was tried out; a storage that is away has nothing of it, or keeps it."""
     with suppress(CkptError):
         storage.delete(*(item.name for item in storage.list("")))
-    if isinstance(storage, LocalStorage) and Path(storage.root).is_dir():
-        for folder, _, _ in os.walk(storage.root, topdown=False):
+    local = storage.capabilities.folder
+    if local is not None and Path(local.root).is_dir():
+        for folder, _, _ in os.walk(local.root, topdown=False):
             Path(folder).rmdir()
 
 
@@ -149,8 +138,9 @@ def _findings(storage: Storage, nbytes: int) -> Iterator[Finding]:
     yield _tried("throughput", lambda: _throughput(storage, nbytes))
     yield _tried("clock", lambda: _clock(storage))
     yield _tried("free space", lambda: _space(storage))
-    if isinstance(storage, _Channel):
-        yield _channel(storage)
+    encrypted = storage.capabilities.encrypted
+    if encrypted is not None:
+        yield _channel(encrypted=encrypted())
 
 
 def _tried(check: str, work: Callable[[], tuple[Mark, str]]) -> Finding:
@@ -198,16 +188,17 @@ def _race(storage: Storage) -> tuple[Mark, str]:
 
 
 def _conditional(storage: Storage) -> tuple[Mark, str]:
-    if isinstance(storage, LocalStorage) and locks_are_shared(storage.root):
+    if lockable(storage) is not None:
         return Mark.OK, "not needed: the lease is a file lock"
-    if not isinstance(storage, Versioned):
+    versions = storage.capabilities.versions
+    if versions is None:
         return Mark.NOTE, "not offered here: the lease waits and reads back instead"
     _put(storage, "versioned", b"1")
-    there = storage.read_versioned("versioned")
+    there = versions.read_versioned("versioned")
     assert there is not None
-    storage.replace("versioned", b"2", there[1])
+    versions.replace("versioned", b"2", there[1])
     try:
-        storage.replace("versioned", b"3", there[1])
+        versions.replace("versioned", b"3", there[1])
     except StorageExistsError:
         return Mark.OK, "a lease is never overwritten unseen"
     return Mark.NOTE, "ignored here: the lease waits and reads back instead"
@@ -226,7 +217,7 @@ def _listing(storage: Storage) -> tuple[Mark, str]:
 
 
 def _lease(storage: Storage) -> Finding:
-    if isinstance(storage, LocalStorage) and locks_are_shared(storage.root):
+    if lockable(storage) is not None:
         return Finding("lease", Mark.OK, "a file lock, free at once when its holder dies")
     return Finding(
         "lease", Mark.OK, "an object with a heartbeat; a holder that died on another machine expires in 30 s"
@@ -266,18 +257,19 @@ def _throughput(storage: Storage, nbytes: int) -> tuple[Mark, str]:
     if back != data:
         return Mark.BAD, f"{units.size(nbytes)} do not come back as they were written"
     rates = [units.size(nbytes / seconds) for seconds in (written - began, read - written)]
-    cached = ", perhaps from memory" if isinstance(storage, LocalStorage) else ""
+    cached = ", perhaps from memory" if storage.capabilities.folder is not None else ""
     return Mark.OK, f"{units.size(nbytes)} written at {rates[0]}/s, read at {rates[1]}/s{cached}"
 
 
 def _clock(storage: Storage) -> tuple[Mark, str]:
     before = time.time()
     there: float | None = None
-    if isinstance(storage, _ServerClock):
-        there = storage.server_seconds()
-    elif isinstance(storage, LocalStorage):
+    can = storage.capabilities
+    if can.server_seconds is not None:
+        there = can.server_seconds()
+    elif can.folder is not None:
         _put(storage, "clock", b"x")
-        there = Path(storage.path("clock")).stat().st_mtime
+        there = Path(can.folder.path("clock")).stat().st_mtime
     after = time.time()
     if there is None:
         return Mark.NOTE, "the storage does not tell its time"
@@ -293,8 +285,8 @@ def _space(storage: Storage) -> tuple[Mark, str]:
     return Mark.OK, "not limited, or not known" if free_bytes is None else f"{units.size(free_bytes)} free"
 
 
-def _channel(storage: _Channel) -> Finding:
-    if storage.encrypted():
+def _channel(*, encrypted: bool) -> Finding:
+    if encrypted:
         return Finding("channel", Mark.OK, "encrypted")
     return Finding(
         "channel", Mark.NOTE, "not encrypted: uploads are compared with digests of the store; that costs CPU"

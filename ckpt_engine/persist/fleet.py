@@ -17,7 +17,7 @@ from ckpt_engine.persist.replicate import BACKOFF, Gate, Replicator
 from ckpt_engine.persist.stall import Lane, Progress, Signs
 from ckpt_engine.persist.status import AWAY, HANGS, WORKING, StatusWriter, TierStatus, Unfinished
 from ckpt_engine.persist.tier import Places, Tier
-from ckpt_engine.persist.watched import Source, watched
+from ckpt_engine.persist.watched import Source, WatchedStorage
 from ckpt_engine.store.lease import Holder
 from ckpt_engine.store.manifest import RAW, Line
 from ckpt_engine.store.repository import Repository
@@ -25,7 +25,8 @@ from ckpt_engine.store.retention import policy_from
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage, require_served
 from ckpt_engine.store.storage.retries import asking
-from ckpt_engine.store.throttle import Throttle, paced
+from ckpt_engine.store.storage.wrappers import metered
+from ckpt_engine.store.throttle import Throttle
 from ckpt_engine.store.transfer import RunText, adopt_run
 
 TELL_SECONDS = 3.0
@@ -84,17 +85,20 @@ class Fleet:
         throttle = Throttle(limit) if limit is not None else None
         url = self._open(number).url
         signs = Signs()
-        self._storages.append(watched(self._open(number), signs))
+        self._storages.append(WatchedStorage(self._open(number), signs))
         copies = Lane(url, keeps=False)
         direct = Lane(url, told=lambda: replicator.wake())
-        gate = Gate(throttle, copies.progress)
-        gather = self._gather(config, gate)
+        gate = Gate(throttle)
+        gather = self._gather(config, gate, copies.progress)
         # Storages of their own: what a copy is told to do, direct writes are not.
         places = Places(
             self._storages[number],
-            watched(watched(self._open(number), copies.progress), signs),
-            watched(watched(paced(self._open(number), gate, gate.pause), copies.progress), signs),
-            watched(_slowed(self._open(number), throttle, direct.progress), direct.progress),
+            WatchedStorage(WatchedStorage(self._open(number), copies.progress), signs),
+            WatchedStorage(WatchedStorage(metered(self._open(number), lambda _: gate), copies.progress), signs),
+            WatchedStorage(
+                metered(self._open(number), lambda meter: Gate(throttle) if throttle is not None else meter),
+                direct.progress,
+            ),
         )
         nearest = open_storage(self._config.url, self._config.storage_options)
         nearer = [Source(one, copies.progress) for one in (nearest, *map(self._open, range(number)))]
@@ -113,7 +117,7 @@ class Fleet:
         replicator = Replicator(tier, gate, self._emit, self._note, BACKOFF)
         return replicator
 
-    def _gather(self, config: TierConfig, gate: Gate) -> Gather | None:
+    def _gather(self, config: TierConfig, gate: Gate, progress: Progress) -> Gather | None:
         ranks = self._config.ranks
         if ranks is None or not ranks.places:
             return None
@@ -122,7 +126,12 @@ class Fleet:
                 f"{len(ranks.places)} nodes copy what each has to {config.url}, as it is: no codec is possible there",
                 hint="remove the codec of that tier, or let all ranks share the nearest one",
             )
-        return Gather(ranks, gate.pause)
+
+        def pause(seconds: float) -> None:
+            progress.moved(seconds)
+            gate.pause(seconds)
+
+        return Gather(ranks, pause)
 
     def _open(self, number: int) -> Storage:
         tier = self._config.tiers[number]
@@ -360,18 +369,6 @@ def require_tiers(config: WriterConfig) -> None:
             policy_from(tier.keep)
         except (ValueError, TypeError) as err:
             raise WriterError(f"cannot apply the retention {dict(tier.keep)}: {err}") from err
-
-
-def _slowed(storage: Storage, throttle: Throttle | None, progress: Progress) -> Storage:
-    """`storage` at the tier's bandwidth, for direct writes."""
-    if throttle is None:
-        return storage
-
-    def pause(seconds: float) -> None:
-        progress.moved(seconds)
-        time.sleep(seconds)
-
-    return paced(storage, throttle, pause)
 
 
 @dataclass(slots=True)

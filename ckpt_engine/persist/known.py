@@ -39,7 +39,7 @@ class Known:
     def __init__(self, repository: Repository, aside: Aside | None) -> None:
         self._repository = repository
         self._aside = aside
-        self._deltas_from = aside if repository.storage.url.startswith("file:") else None
+        self._deltas_from = aside if repository.storage.capabilities.cheap_reads else None
         """Where reading older data back costs little; else only whole pieces are spared."""
         self._newest: Manifest | None = None
         self._expects = False

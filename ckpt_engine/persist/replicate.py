@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from ckpt_engine.errors import CkptError, ForeignError, LeaseHeldError, NewerFormatError, StorageStalledError
 from ckpt_engine.observe.events import Event, Notice, SnapshotReplicated, TierDegraded, TierRecovered
 from ckpt_engine.persist.job import ErrorRecord
-from ckpt_engine.persist.stall import AbandonedError, Progress
+from ckpt_engine.persist.stall import AbandonedError
 from ckpt_engine.persist.status import AWAY, HANGS, WORKING, TierStatus, Unfinished
 from ckpt_engine.persist.tier import Tier
+from ckpt_engine.store.storage.meter import Meter
 from ckpt_engine.store.storage.retries import asking
-from ckpt_engine.store.throttle import Pace
+from ckpt_engine.store.throttle import SLICE_BYTES, Throttle
 from ckpt_engine.store.transfer import SourceError
 
 
@@ -24,17 +25,17 @@ class CopyStoppedError(Exception):
     """The copy under way is not wanted any more."""
 
 
-class Gate:
+class Gate(Meter):
     """Where the bytes of one tier pass: at its bandwidth, and not after `stop` or `drop`.
 
     Args:
-        pace: the tier's limit; None: none.
-        progress: told how long bytes wait for their turn.
+        throttle: the tier's limit; None: none.
     """
 
-    def __init__(self, pace: Pace | None, progress: Progress | None = None) -> None:
-        self._pace = pace
-        self._progress = progress
+    slice_bytes = SLICE_BYTES
+
+    def __init__(self, throttle: Throttle | None) -> None:
+        self._throttle = throttle
         self._shut = threading.Event()
         self._stopped = False
 
@@ -43,23 +44,21 @@ class Gate:
         """Whether the copy under way is to end."""
         return self._shut.is_set()
 
-    def __call__(self, nbytes: int) -> float:
-        """See `Pace`.
+    def wait(self, nbytes: int) -> float:
+        """See `Meter`.
 
         Raises:
             CopyStoppedError
         """
         self.pause(0.0)
-        return self._pace(nbytes) if self._pace is not None else 0.0
+        return self._throttle(nbytes) if self._throttle is not None else 0.0
 
     def pause(self, seconds: float) -> None:
-        """Wait.
+        """See `Meter`.
 
         Raises:
             CopyStoppedError
         """
-        if self._progress is not None:
-            self._progress.moved(seconds)
         if self._shut.wait(seconds):
             raise CopyStoppedError
 

@@ -19,7 +19,7 @@ from ckpt_engine.store import fields, layout
 from ckpt_engine.store.lease import Holder
 from ckpt_engine.store.sealed import seal, unseal
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.local import TEMP, LocalStorage
+from ckpt_engine.store.storage.local import TEMP
 
 WORKING = "working"
 AWAY = "away"
@@ -163,7 +163,8 @@ class StatusWriter:
         now: Callable[[], Sequence[TierStatus]],
         emit: Callable[[Event], object],
     ) -> None:
-        self._file = StatusFile(nearest.root, holder.pid, holder.host) if isinstance(nearest, LocalStorage) else None
+        folder = nearest.capabilities.folder
+        self._file = StatusFile(folder.root, holder.pid, holder.host) if folder is not None else None
         self._now = now
         self._emit = emit
         self._changed = threading.Condition()

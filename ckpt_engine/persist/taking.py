@@ -17,7 +17,6 @@ from ckpt_engine.persist.job import History, WriterConfig
 from ckpt_engine.store.lease import Holder, acquire, read_holder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.local import LocalStorage
 
 
 def waiting(
@@ -60,7 +59,7 @@ def _waits_for(other: Holder, me: Holder, url: str, seconds: float) -> Notice:
     )
 
 
-def let_finish(storage: LocalStorage, seconds: float, emit: Callable[[Event], object]) -> None:
+def let_finish(storage: Storage, seconds: float, emit: Callable[[Event], object]) -> None:
     """Wait at most `seconds` for the writer of a trainer that is gone: what it still makes durable counts for a resume.
 
     A writer that was killed too, or whose trainer lives or is on another machine, is not waited for.

@@ -3,175 +3,121 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 from ckpt_engine.persist.stall import SLOWEST_BYTES_PER_SECOND, AbandonedError, Progress
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.base import ObjectInfo, Storage
-from ckpt_engine.store.storage.disk import Disk
-from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.throttle import PacedStorage
+from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, Storage, Versions
+from ckpt_engine.store.storage.meter import Meter
+from ckpt_engine.store.storage.wrappers import WrapperStorage, metered
 
-_SLICE_BYTES = 32 << 20
-_SYNC_BYTES = 64 << 20
-"""Bytes in the page cache before they are synced: a sync of everything at the end would look like a hang."""
 _DELETE_SECONDS = 1.0
 
 
-def watched(storage: Storage, progress: Progress) -> Storage:
-    """`storage`, telling `progress` of each byte that was taken and each call; puts end once `progress` is abandoned.
+class WatchedStorage(WrapperStorage):
+    """Tells `progress` of each byte that is sent and of each call; puts end once `progress` is abandoned."""
 
-    Args:
-        storage: of no other use afterwards.
-    """
-    opaque = not isinstance(storage, PacedStorage | LocalStorage)
-    if isinstance(storage, PacedStorage):
-        storage.pace = _watched_pace(storage.pace, progress)
-    if isinstance(storage, LocalStorage):
-        storage._disk = WatchedDisk(storage._disk, progress)
+    def __init__(self, inner: Storage, progress: Progress) -> None:
+        super().__init__(metered(inner, lambda meter: _WatchingMeter(meter, progress)))
+        self._progress = progress
 
-    def rest(name: str, args: tuple[Any, ...]) -> float:
-        if name == "put" and opaque:
-            return float(sum(block.nbytes for block in args[1])) / SLOWEST_BYTES_PER_SECOND
-        if name == "get_into":
-            return float(args[2].nbytes) / SLOWEST_BYTES_PER_SECOND
-        return _DELETE_SECONDS * len(args) if name == "delete" else 0.0
+    @property
+    def capabilities(self) -> Capabilities:
+        own = super().capabilities
+        return replace(own, versions=own.versions and _WatchedVersions(own.versions, self))
 
-    for name in _CALLS:
-        if hasattr(storage, name):
-            setattr(storage, name, _telling(name, _method(storage, name), progress, rest))
-    found = _method(storage, "list")
+    @contextmanager
+    def asking(self, rest_seconds: float = 0.0) -> Iterator[None]:
+        """A request, which may take so long without a sign."""
+        self._progress.asked(rest_seconds)
+        try:
+            yield
+        finally:
+            self._progress.answered()
 
-    def listed(prefix: str) -> Iterator[ObjectInfo]:
+    def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
+        self._progress.check()
+        with self.asking():
+            self.inner.put(name, blocks, exclusive=exclusive)
+
+    def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        with self.asking():
+            return self.inner.get(name, start, nbytes)
+
+    def get_into(self, name: str, start: int, out: memoryview) -> None:
+        with self.asking(out.nbytes / SLOWEST_BYTES_PER_SECOND):
+            self.inner.get_into(name, start, out)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
         items: Iterator[ObjectInfo] | None = None
         while True:
-            progress.asked()
-            try:
-                items = items or iter(found(prefix))
+            with self.asking():
+                items = items or iter(self.inner.list(prefix))
                 item = next(items, None)
-            finally:
-                progress.answered()
             if item is None:
                 return
             yield item
 
-    storage.list = listed  # type: ignore[method-assign]
-    return storage
+    def delete(self, *names: str) -> None:
+        with self.asking(_DELETE_SECONDS * len(names)):
+            self.inner.delete(*names)
+
+    def sweep(self) -> int:
+        with self.asking():
+            return self.inner.sweep()
+
+    def free_bytes(self) -> int | None:
+        with self.asking():
+            return self.inner.free_bytes()
 
 
-_CALLS = ("put", "get", "get_into", "delete", "sweep", "free_bytes", "read_versioned", "replace")
+class _WatchedVersions:
+    """Conditional writes of a watched storage."""
+
+    def __init__(self, inner: Versions, storage: WatchedStorage) -> None:
+        self._inner = inner
+        self._storage = storage
+
+    def read_versioned(self, name: str) -> tuple[bytes, str] | None:
+        with self._storage.asking():
+            return self._inner.read_versioned(name)
+
+    def replace(self, name: str, data: bytes, version: str | None) -> None:
+        with self._storage.asking():
+            self._inner.replace(name, data, version)
 
 
-def _method(storage: Storage, name: str) -> Callable[..., Any]:
-    """A method of `storage` as it is when it is called, not as it is now."""
-    own = vars(storage).get(name)
-    return own if own is not None else lambda *args, **options: getattr(type(storage), name)(storage, *args, **options)
+class _WatchingMeter(Meter):
+    """Tells of each slice: it may wait for its turn, and then take as long as a slow network would."""
 
-
-def _telling(
-    name: str,
-    method: Callable[..., Any],
-    progress: Progress,
-    rest: Callable[[str, tuple[Any, ...]], float],
-) -> Callable[..., Any]:
-    def call(*args: Any, **options: Any) -> Any:
-        if name == "put":
-            progress.check()
-        progress.asked(rest(name, args))
-        try:
-            return method(*args, **options)
-        finally:
-            progress.answered()
-
-    return call
-
-
-def _watched_pace(pace: Callable[[int], float] | None, progress: Progress) -> Callable[[int], float]:
-    def ask(nbytes: int) -> float:
-        progress.check()
-        wait = pace(nbytes) if pace is not None else 0.0
-        if nbytes or wait:
-            progress.moved(wait)
-        else:
-            progress.tried()
-        return wait
-
-    return ask
-
-
-class WatchedDisk(Disk):
-    """A disk that tells of each system call, none of which moves more than some MiB.
-
-    Args:
-        disk: does the work.
-    """
-
-    def __init__(self, disk: Disk, progress: Progress) -> None:
-        self._disk = disk
+    def __init__(self, inner: Meter, progress: Progress) -> None:
+        self._inner = inner
         self._progress = progress
-        self._cached: dict[int, int] = {}
-        """Bytes in the page cache by descriptor; none for those that go around it."""
+        self.slice_bytes = inner.slice_bytes
 
-    def create(self, path: str) -> int:
-        fd = int(self._watch(self._disk.create, path))
-        self._cached[fd] = 0
-        return fd
-
-    def open(self, path: str) -> int:
-        fd = int(self._watch(self._disk.open, path))
-        self._cached[fd] = 0
-        return fd
-
-    def bypass_cache(self, fd: int, *, on: bool) -> None:
-        self._disk.bypass_cache(fd, on=on)
-        if on:
-            self._cached.pop(fd, None)
-        else:
-            self._cached[fd] = 0
-
-    def write(self, fd: int, data: memoryview, offset: int) -> int:
+    def wait(self, nbytes: int) -> float:
         self._progress.check()
-        done = int(self._watch(self._disk.write, fd, data[:_SLICE_BYTES], offset))
-        if fd in self._cached:
-            self._cached[fd] += done
-            if self._cached[fd] >= _SYNC_BYTES:
-                self.sync(fd)
-        return done
+        seconds = self._inner.wait(nbytes)
+        if nbytes or seconds:
+            self._progress.moved(seconds + nbytes / SLOWEST_BYTES_PER_SECOND)
+        else:
+            self._progress.tried()
+        return seconds
 
-    def sync(self, fd: int) -> None:
-        self._watch(self._disk.sync, fd)
-        if fd in self._cached:
-            self._cached[fd] = 0
+    def pause(self, seconds: float) -> None:
+        self._inner.pause(seconds)
 
-    def link(self, path: str, new_path: str) -> None:
-        self._watch(self._disk.link, path, new_path)
-
-    def rename(self, path: str, new_path: str) -> None:
-        self._watch(self._disk.rename, path, new_path)
-
-    def remove(self, path: str) -> None:
-        self._watch(self._disk.remove, path)
-
-    def make_folder(self, path: str) -> None:
-        self._watch(self._disk.make_folder, path)
-
-    def sync_folder(self, path: str) -> None:
-        self._watch(self._disk.sync_folder, path)
-
-    def _watch(self, call: Callable[..., Any], *args: Any) -> Any:
+    def moved(self) -> None:
+        self._inner.moved()
         self._progress.moved()
-        try:
-            return call(*args)
-        finally:
-            self._progress.moved()
 
 
 class Source:
     """A nearer tier as one further tier reads it: whoever hangs in it can be left there, and does not go on afterwards.
 
     Args:
-        storage: of no other use afterwards.
         progress: of the tier that is copied to.
     """
 
@@ -180,12 +126,8 @@ class Source:
         self._age = 0
         """Reads that began at an earlier age were left behind."""
         self._reads = self._left_reads = 0
-        self.storage = watched(storage, progress)
-        for name in ("get", "get_into", "free_bytes"):
-            setattr(storage, name, self._reading(getattr(storage, name)))
-        found = storage.list
-        storage.list = lambda prefix: iter(self._reading(lambda: list(found(prefix)))())  # type: ignore[method-assign]
-        self.repository = Repository(storage)
+        self.storage: Storage = _Reads(WatchedStorage(storage, progress), self)
+        self.repository = Repository(self.storage)
 
     def leave(self) -> bool:
         """If reads are under way that were not left before: they end with `AbandonedError`; whether there are any."""
@@ -200,19 +142,47 @@ class Source:
         """Whether no read hangs that was left behind."""
         return self._left_reads == 0
 
-    def _reading(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            with self._lock:
-                self._reads += 1
-                age = self._age
-            try:
-                return method(*args, **options)
-            finally:
-                with self._lock:
-                    left = age != self._age
-                    self._reads -= 1
-                    self._left_reads -= left
-                if left:
-                    raise AbandonedError
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A read.
 
-        return call
+        Raises:
+            AbandonedError: it was left behind meanwhile.
+        """
+        with self._lock:
+            self._reads += 1
+            age = self._age
+        try:
+            yield
+        finally:
+            with self._lock:
+                left = age != self._age
+                self._reads -= 1
+                self._left_reads -= left
+            if left:
+                raise AbandonedError
+
+
+class _Reads(WrapperStorage):
+    """What is read of a source."""
+
+    def __init__(self, inner: Storage, source: Source) -> None:
+        super().__init__(inner)
+        self._source = source
+
+    def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        with self._source.reading():
+            return self.inner.get(name, start, nbytes)
+
+    def get_into(self, name: str, start: int, out: memoryview) -> None:
+        with self._source.reading():
+            self.inner.get_into(name, start, out)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        with self._source.reading():
+            found = [*self.inner.list(prefix)]
+        return iter(found)
+
+    def free_bytes(self) -> int | None:
+        with self._source.reading():
+            return self.inner.free_bytes()

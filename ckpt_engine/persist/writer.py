@@ -43,7 +43,7 @@ from ckpt_engine.persist.snapshots import Staged, SupersededError
 from ckpt_engine.persist.stall import AbandonedError, Lane
 from ckpt_engine.persist.status import Unfinished
 from ckpt_engine.persist.taking import history_of, holder_of, waiting
-from ckpt_engine.persist.watched import watched
+from ckpt_engine.persist.watched import WatchedStorage
 from ckpt_engine.persist.wire import Body
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
@@ -104,7 +104,7 @@ class Writer:
         policy = policy_of(config, self._notice)
         plain = open_storage(config.url, config.storage_options)
         self._lane = lane = Lane(plain.url)
-        storage = watched(open_storage(config.url, config.storage_options), lane.progress)
+        storage = WatchedStorage(open_storage(config.url, config.storage_options), lane.progress)
         ranks = config.ranks
         if ranks is not None and not ranks.leads:
             repository = Repository(storage)
@@ -205,7 +205,7 @@ class Writer:
 
     def _aside(self, lane: Lane) -> Aside:
         reads = Lane(lane.url)
-        storage = watched(open_storage(self._config.url, self._config.storage_options), reads.progress)
+        storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), reads.progress)
         return Aside(Repository(storage), reads, lane.progress)
 
     def close(self) -> None:
@@ -267,7 +267,7 @@ class Writer:
             fleet.finish()
         if self._joins_later:
             fleet.survey()
-        storage = watched(open_storage(self._config.url, self._config.storage_options), self._lane.progress)
+        storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), self._lane.progress)
         repository = self._lane.call(partial(fleet.join_run, Repository(storage)))
         if self._joins_later:
             self._near = self._make_near(repository)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from ckpt_engine.errors import CkptError
 from ckpt_engine.store.repository import Repository, encode_record
-from ckpt_engine.store.storage.local import TEMP, LocalStorage
+from ckpt_engine.store.storage.base import Folder
+from ckpt_engine.store.storage.local import TEMP
 
 Places = tuple[tuple[int, ...], ...]
 """The ranks by the root they see, in the order of their lowest ranks: rank 0 is in the first one."""
@@ -34,7 +35,7 @@ class Beacon:
         OSError: the file cannot be made.
     """
 
-    def __init__(self, root: LocalStorage, *, make: bool) -> None:
+    def __init__(self, root: Folder, *, make: bool) -> None:
         if make:
             root.make_folder(root.root)
         self.name = f"{TEMP}{os.urandom(8).hex()}-beacon"
@@ -50,7 +51,7 @@ class Beacon:
         os.close(self._fd)
 
 
-def sees(root: LocalStorage, beacon: str) -> bool:
+def sees(root: Folder, beacon: str) -> bool:
     """Whether the beacon of this name is in `root`."""
     never = threading.Event()
     for pause in LOOKS_SECONDS:
@@ -63,7 +64,7 @@ def sees(root: LocalStorage, beacon: str) -> bool:
     return False
 
 
-def record_in(root: LocalStorage) -> str:
+def record_in(root: Folder) -> str:
     """The record of the run that has snapshots in `root`; empty: there is none that can be read."""
     try:
         repository = Repository(root)

@@ -19,7 +19,7 @@ from ckpt_engine.ranks.places import Beacon, Places, Sight, divide, record_in, s
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.store import layout
 from ckpt_engine.store.manifest import RANKS
-from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.base import Folder
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.storage.oserrors import translated
 
@@ -49,7 +49,7 @@ class Session:
         self,
         ranks: Ranks,
         *,
-        root: LocalStorage | None = None,
+        root: Folder | None = None,
         replicate: bool = False,
         parity: int = 0,
         mirror_bytes_per_second: float | None = None,
@@ -414,10 +414,10 @@ def session_of(ranks: Ranks | None, config: Config) -> Session | None:
             )
         limit = memory.bandwidth if memory is not None else None
         nearest = config.tiers[0]
-        root = open_storage(nearest.url, nearest.for_storage()) if nearest.is_folder else None
+        root = open_storage(nearest.url, nearest.for_storage()).capabilities.folder if nearest.is_folder else None
         return Session(
             ranks,
-            root=root if isinstance(root, LocalStorage) else None,
+            root=root,
             replicate=replicate,
             parity=parity,
             mirror_bytes_per_second=limit,

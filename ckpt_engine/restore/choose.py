@@ -20,8 +20,6 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.restore import places
 from ckpt_engine.restore.memory import URL
-from ckpt_engine.restore.node_storage import NodeStorage
-from ckpt_engine.restore.spread import Spread
 from ckpt_engine.store import layout, slim
 from ckpt_engine.store.layout import ParsedId
 from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo
@@ -135,7 +133,7 @@ def candidates(
             if len(where) == 1 and not isinstance(err, FormatError | StorageMissingError):
                 raise
             search.reject(parsed.id, err)
-            if all(isinstance(one.storage, Spread) and parsed.id in one.storage.unfinished for one in holders[parsed]):
+            if all(_is_unfinished(parsed.id, one) for one in holders[parsed]):
                 search.unfinished.add(parsed.id)
             continue
         if lost := slim.lacks(first.manifest):
@@ -163,7 +161,7 @@ def _nearest_first(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) 
     Where near places have it whole, object stores are only asked for what cannot be read from these, and for how they
     store it themselves once the first candidate has turned out to be of no use.
     """
-    far = [place for place in holders if isinstance(place.storage, places.FarStorage)]
+    far = [place for place in holders if place.storage.capabilities.slow_answers]
     near = [place for place in holders if place not in far]
     first = None
     if far and near:
@@ -179,22 +177,28 @@ def _note_silent(where: Sequence[Repository], search: Search) -> None:
     """Nodes that do not answer are places that are away: some are only found out about when they are asked."""
     known = {one.url for one in search.away}
     for place in where:
-        if isinstance(place.storage, Spread):
-            for url, why in place.storage.silent.items():
+        nodes = place.storage.capabilities.nodes
+        if nodes is not None:
+            for url, why in nodes.silent.items():
                 if url not in known:
                     search.away.append(Away(url, StorageError.code, why))
 
 
 def _announce(candidate: Candidate) -> None:
     """Tell the ranks of this node what is read next, where they share it."""
-    nearest = candidate.sources[0].storage
-    lacks: set[str] | None = None
-    if isinstance(nearest, Spread):
-        nearest.announce(candidate.manifest)
-        lacks = {file.name for file in candidate.manifest.files} - nearest.sizes.keys()
-        nearest = next((one.storage for one in candidate.sources if isinstance(one.storage, NodeStorage)), nearest)
-    if isinstance(nearest, NodeStorage) and lacks != set():
-        nearest.announce(candidate.manifest, lacks)
+    first, *others = [one.storage.capabilities for one in candidate.sources]
+    announce, lacks = first.announce, None
+    if first.nodes is not None:
+        first.nodes.announce(candidate.manifest)
+        lacks = {file.name for file in candidate.manifest.files} - first.nodes.sizes.keys()
+        announce = next((one.announce for one in others if one.announce is not None), None)
+    if announce is not None and lacks != set():
+        announce(candidate.manifest, lacks)
+
+
+def _is_unfinished(snapshot: str, place: Repository) -> bool:
+    nodes = place.storage.capabilities.nodes
+    return nodes is not None and snapshot in nodes.unfinished
 
 
 def assemble(snapshot: str, holders: Sequence[Repository]) -> Candidate:
@@ -216,8 +220,9 @@ class _Sizes:
         self._known: dict[int, dict[str, int]] = {}
 
     def of(self, place: Repository) -> dict[str, int]:
-        if isinstance(place.storage, Spread):
-            return place.storage.sizes  # grows with each snapshot that is gathered
+        nodes = place.storage.capabilities.nodes
+        if nodes is not None:
+            return nodes.sizes
         if id(place) not in self._known:
             self._known[id(place)] = {item.name: item.nbytes for item in place.storage.list(layout.DATA)}
         return self._known[id(place)]
@@ -238,7 +243,7 @@ class _Copies:
 
     def sources(self) -> tuple[Repository, ...]:
         """The places to read from, in this order: what nodes have themselves before what is far away."""
-        near = [place for place in self.parts if isinstance(place.storage, Spread)]
+        near = [place for place in self.parts if place.storage.capabilities.nodes is not None]
         return (*near, *self.whole, *(place for place in self.parts if place not in near))
 
 
@@ -289,7 +294,7 @@ def none_usable(where: Sequence[Repository], search: Search, step: int | None) -
     if any(one.snapshot not in search.unfinished for one in search.rejected):
         lines = "\n".join(f"  {r.snapshot}: [{r.code}] {r.reason}" for r in search.rejected)
         anew = "start anew in another folder"
-        if any(isinstance(place.storage, Spread) for place in where):
+        if any(place.storage.capabilities.nodes is not None for place in where):
             anew = f"remove {named[0]} on every node to start anew"
         return NoUsableSnapshotError(
             f"none of the {len(search.rejected)} snapshots in {urls} is usable:\n{lines}\n{away}",

@@ -19,7 +19,7 @@ from ckpt_engine.restore.spread import Known, Spread
 from ckpt_engine.store import layout
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository, encode_record
-from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.base import Folder
 
 Places = Callable[[], Sequence[Repository]]
 
@@ -94,7 +94,7 @@ class Gathered:
         if told is not None and self._spread is not None and self._spread.known(snapshot) is None:
             self._spread.learn(snapshot, Known.unpacked(told))
 
-    def _meet(self, roots: RanksByRoot, own: LocalStorage) -> None:
+    def _meet(self, roots: RanksByRoot, own: Folder) -> None:
         session, ranks = self._session, self._session.ranks
         place = next(number for number, members in enumerate(roots) if ranks.rank in members)
         address = session.locate()

@@ -22,7 +22,7 @@ from ckpt_engine.errors import CkptError, CorruptError, StorageError, WriterErro
 from ckpt_engine.persist.job import ErrorRecord
 from ckpt_engine.persist.peer import SECONDS, Line, Server, connect
 from ckpt_engine.store import layout, manifest_codec
-from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.base import Folder
 
 LINES = 4
 """Most connections of a rank to each leader: requests beyond wait for each other."""
@@ -43,7 +43,7 @@ def lines(ranks: int) -> int:
     return max(1, min(LINES, ALL_LINES // ranks))
 
 
-def manifest_at(root: LocalStorage, snapshot: str) -> tuple[bytes, dict[str, int]]:
+def manifest_at(root: Folder, snapshot: str) -> tuple[bytes, dict[str, int]]:
     """The manifest that a root has of a snapshot, and the sizes of those data files that are there.
 
     Raises:
@@ -66,7 +66,7 @@ class Lender:
         OSError: no port is to be had.
     """
 
-    def __init__(self, root: LocalStorage, host: str, secret: str, ranks: int) -> None:
+    def __init__(self, root: Folder, host: str, secret: str, ranks: int) -> None:
         self._root = root
         self._turns = threading.BoundedSemaphore(AT_ONCE)
         self._server = Server(host, secret, self._answer, clients=lines(ranks) * ranks)

@@ -206,8 +206,9 @@ def _unverified(read: Read) -> Iterator[str]:
 
 def _lost_steps(where: Sequence[Repository], step: int) -> int | None:
     for place in where:
-        if isinstance(place.storage, memory.MemoryStorage) and place.storage.beat is not None:
-            return max(0, place.storage.beat.step - step)
+        last = place.storage.capabilities.died_at_step
+        if last is not None:
+            return max(0, last - step)
     return None
 
 

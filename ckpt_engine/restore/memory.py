@@ -27,7 +27,7 @@ from ckpt_engine.persist.wire import Received
 from ckpt_engine.snapshot import headroom
 from ckpt_engine.store import layout
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.base import ObjectInfo
+from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 
 URL = "memory"
 """How the place is called."""
@@ -91,9 +91,14 @@ class MemoryStorage:
     url = URL
 
     def __init__(self, texts: Mapping[str, bytes], files: Sequence[SharedFile], beat: Beat | None = None) -> None:
-        self.beat = beat
+        self._beat = beat
         self._texts = texts
         self._files = {file.name: file for file in files}
+
+    @property
+    def capabilities(self) -> Capabilities:
+        step = self._beat.step if self._beat is not None else None
+        return Capabilities(view=self.view, cheap_reads=True, slow_answers=False, died_at_step=step)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         file = self._files.get(name)

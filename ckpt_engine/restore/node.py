@@ -15,14 +15,11 @@ from typing import Any, Self
 
 from ckpt_engine.errors import CkptError, WaitTimeoutError
 from ckpt_engine.ranks.session import LOAD_SECONDS, Session
-from ckpt_engine.restore.memory import MemoryStorage
 from ckpt_engine.restore.node_file import SHARED_MEMORY, open_shared, remove_shared
 from ckpt_engine.restore.node_storage import NodeStorage
-from ckpt_engine.restore.spread import Spread
 from ckpt_engine.snapshot.sharding import is_sharded
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.local import LocalStorage
 
 MEET_SECONDS = 30.0
 """How long rank 0 waits for the others before it loads; who comes later reads alone."""
@@ -155,11 +152,11 @@ class Sharing:
             if not _is_far(place.storage):
                 found.append(place)
                 continue
-            url, spread = place.storage.url, place.storage
-            if isinstance(spread, Spread):
+            url, nodes = place.storage.url, place.storage.capabilities.nodes
+            if nodes is not None:
                 if url not in self._shared:
-                    self._shared[url] = NodeStorage(spread.far, seat.fd, seat.index, seat.count)
-                    spread.far = self._shared[url]
+                    self._shared[url] = NodeStorage(nodes.far, seat.fd, seat.index, seat.count)
+                    nodes.far = self._shared[url]
                 found.append(place)
                 continue
             if url not in self._shared:
@@ -177,4 +174,4 @@ def is_divided(state: Any) -> bool:
 
 
 def _is_far(storage: Storage) -> bool:
-    return not isinstance(storage, LocalStorage | MemoryStorage)
+    return not storage.capabilities.cheap_reads

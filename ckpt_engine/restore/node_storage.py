@@ -6,13 +6,15 @@ import logging
 import threading
 import time
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
 
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.log import LOGGER_NAME
 from ckpt_engine.restore.node_file import BLOCK_BYTES, Found, Region, room_bytes
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import Manifest
-from ckpt_engine.store.storage.base import ObjectInfo, Storage
+from ckpt_engine.store.storage.base import Capabilities, Storage
+from ckpt_engine.store.storage.wrappers import WrapperStorage
 
 WAIT_SECONDS = 30.0
 """How long a block that a neighbour fetches is waited for; from then on this rank reads alone."""
@@ -68,7 +70,7 @@ class Blocks:
         return sum(self.place(number)[2] for number in range(len(self)))
 
 
-class NodeStorage:
+class NodeStorage(WrapperStorage):
     """A storage as `Storage`, whose `get_into` asks the neighbours first. Thread safe.
 
     Nothing that was put into shared memory is believed: whoever reads verifies the pieces as ever, and what does not
@@ -81,8 +83,7 @@ class NodeStorage:
     """
 
     def __init__(self, inner: Storage, fd: int, index: int, count: int) -> None:
-        self.inner = inner
-        self.url = inner.url
+        super().__init__(inner)
         self._fd = fd
         self._index = index
         self._count = count
@@ -92,6 +93,10 @@ class NodeStorage:
         self._threads: list[threading.Thread] = []
         self._stopped = threading.Event()
         self._alone = False
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, announce=self.announce, unshared=self.inner)
 
     def announce(self, manifest: Manifest, files: Container[str] | None = None) -> None:
         """This snapshot is read next (`files` of it; None: all): begin with this rank's share of it."""
@@ -199,21 +204,3 @@ class NodeStorage:
         if not self._alone:
             self._alone = True
             logging.getLogger(LOGGER_NAME).warning("%s: this rank reads the rest from %s by itself", why, self.url)
-
-    def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
-        self.inner.put(name, blocks, exclusive=exclusive)
-
-    def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        return self.inner.get(name, start, nbytes)
-
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self.inner.list(prefix)
-
-    def delete(self, *names: str) -> None:
-        self.inner.delete(*names)
-
-    def sweep(self) -> int:
-        return self.inner.sweep()
-
-    def free_bytes(self) -> int | None:
-        return self.inner.free_bytes()

@@ -10,18 +10,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, TypeVar
 
 from ckpt_engine.config import Tier
 from ckpt_engine.errors import CkptError, ForeignError, StorageError
 from ckpt_engine.observe.aloud import announce
 from ckpt_engine.observe.log import LOGGER_NAME
 from ckpt_engine.persist.stall import Signs
-from ckpt_engine.restore.memory import MemoryStorage
 from ckpt_engine.store.layout import ParsedId
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.base import ObjectInfo, Storage
+from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, Storage
 from ckpt_engine.store.storage.objectnames import split_url
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.storage.retries import asking
@@ -74,15 +73,6 @@ def _say(line: str) -> None:
     announce(logging.getLogger(LOGGER_NAME), line)
 
 
-@runtime_checkable
-class Prepared(Protocol):
-    """A storage whose client takes long to make, before anything is asked."""
-
-    def prepare(self) -> None:
-        """Make it."""
-        ...
-
-
 class FarStorage:
     """An object store, to read from, that whoever asks it first opens: its library is slow to import.
 
@@ -102,8 +92,11 @@ class FarStorage:
         self._signs = Signs()
 
     @property
-    def silent_seconds(self) -> float:
-        """How long it has left a request without a sign; 0: there is none, or the library is still being imported."""
+    def capabilities(self) -> Capabilities:
+        return Capabilities(silent_seconds=self._silent_seconds)
+
+    def _silent_seconds(self) -> float:
+        """As `Capabilities` has it; 0 also while the library is still being imported."""
         return self._signs.silent_seconds
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
@@ -149,8 +142,9 @@ class FarStorage:
         with self._lock:
             if self._opened is None:
                 storage = self._open()
-                if isinstance(storage, Prepared):
-                    storage.prepare()
+                prepare = storage.capabilities.prepare
+                if prepare is not None:
+                    prepare()
                 self._opened = storage
             return self._opened
 
@@ -255,8 +249,8 @@ class _Round(Generic[T]):
         having = next((number for number, answer in enumerate(self._answers) if answer.value), len(self._answers))
         found = []
         for number in self._open:
-            storage = self._answers[number].place.storage
-            silent = storage.silent_seconds if isinstance(storage, FarStorage) else waited
+            silent_seconds = self._answers[number].place.storage.capabilities.silent_seconds
+            silent = silent_seconds() if silent_seconds is not None else waited
             if number > having and silent >= seconds:
                 found.append(number)
         return found
@@ -335,7 +329,7 @@ def _without_memory_of_other_runs(answers: Sequence[Answer[T]]) -> Sequence[Answ
 
 
 def _in_memory(answer: Answer[T]) -> bool:
-    return isinstance(answer.place.storage, MemoryStorage)
+    return answer.place.storage.capabilities.view is not None
 
 
 def look_up_run(place: Repository) -> None:
@@ -367,7 +361,7 @@ def infos(place: Repository) -> list[SnapshotInfo]:
 @contextmanager
 def _run_looked_up(place: Repository) -> Iterator[None]:
     """`look_up_run`, of an object store side by side with what is asked meanwhile: each answer may take a second."""
-    if not isinstance(place.storage, FarStorage):
+    if not place.storage.capabilities.slow_answers:
         look_up_run(place)
         yield
         return

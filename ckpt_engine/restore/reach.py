@@ -22,7 +22,6 @@ from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.store.lines import continued
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
 
 ATTACH_SECONDS = FINISH_SECONDS = 60.0
@@ -80,9 +79,9 @@ class Reach:
         """Before this process has the lease: the writer of a dead trainer may be about to make something newer."""
         nearest = self._config.tiers[0]
         if self._config.memory is None and nearest.is_folder and not self._pipeline.started:
-            storage = open_storage(nearest.url, nearest.for_storage())
-            if isinstance(storage, LocalStorage):
-                let_finish(storage, FINISH_SECONDS, self._emit)
+            folder = open_storage(nearest.url, nearest.for_storage()).capabilities.folder
+            if folder is not None:
+                let_finish(folder, FINISH_SECONDS, self._emit)
 
     def go_on_after(self, info: SnapshotInfo) -> None:
         """See `Checkpointer.go_on_after`."""

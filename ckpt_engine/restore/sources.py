@@ -6,18 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
-from ckpt_engine.restore.memory import MemoryStorage
-from ckpt_engine.restore.node_storage import NodeStorage
-from ckpt_engine.restore.spread import Spread
 from ckpt_engine.store.decode import Decoder
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import Manifest, Piece
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.local import LocalStorage
-
-READ_THREADS = 4
-REMOTE_READ_THREADS = 16
-"""Requests under way to a storage that is neither a disk nor memory: it is latency that they hide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +50,7 @@ class Sources:
     @property
     def threads(self) -> int:
         """How many requests at once suit the preferred storage."""
-        return READ_THREADS if isinstance(self._storages[0], LocalStorage | MemoryStorage) else REMOTE_READ_THREADS
+        return self._storages[0].capabilities.reads_at_once
 
     def read(self, name: str, start: int, out: memoryview) -> None:
         """Fill `out` from the first storage that can; one that fails otherwise than by what it has is not asked again.
@@ -86,11 +78,11 @@ class Sources:
 
     def view(self, name: str, start: int, nbytes: int) -> memoryview | None:
         """The bytes where they are, to be verified and not changed; None where they have to be read."""
-        first = self._storages[0]
-        if not isinstance(first, MemoryStorage):
+        view = self._storages[0].capabilities.view
+        if view is None:
             return None
         try:
-            return first.view(name, start, nbytes)
+            return view(name, start, nbytes)
         except CkptError:
             return None  # reading says what is wrong
 
@@ -102,7 +94,7 @@ class Sources:
         """
         what = f"bytes {piece.offset} to {piece.offset + piece.nbytes} of {name} do not match their digest"
         for storage in self._storages:
-            direct = storage.inner if isinstance(storage, NodeStorage | Spread) else storage
+            direct = storage.capabilities.unshared or storage
             try:
                 direct.get_into(name, piece.offset, out)
             except CkptError:

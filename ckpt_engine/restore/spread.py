@@ -21,11 +21,9 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.persist import parts
 from ckpt_engine.restore.lending import Borrower
-from ckpt_engine.restore.node_storage import NodeStorage
 from ckpt_engine.store import layout, manifest_codec
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
-from ckpt_engine.store.storage.base import ObjectInfo, Storage
-from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.base import Capabilities, Folder, ObjectInfo, Storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +125,10 @@ class Far:
         self._lenders = lenders
         self._homes = homes
 
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(slow_answers=False)
+
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         home = self._homes.get(name)
         lender = self._lenders[home] if home is not None else None
@@ -169,7 +171,7 @@ class Spread(Far):
 
     def __init__(
         self,
-        own: LocalStorage,
+        own: Folder,
         place: int,
         lenders: Sequence[Borrower | None],
         record: str,
@@ -193,17 +195,22 @@ class Spread(Far):
         """What other places have; `NodeStorage` where the ranks of this node read it once."""
 
     @property
-    def inner(self) -> Storage:
-        """The same without what the ranks of this node share."""
+    def capabilities(self) -> Capabilities:
+        return Capabilities(slow_answers=False, nodes=self, unshared=self._unshared())
+
+    def _unshared(self) -> Storage | None:
+        far = self.far.capabilities.unshared
+        if far is None:
+            return None
         direct = copy.copy(self)
-        if isinstance(self.far, NodeStorage):
-            direct.far = self.far.inner
+        direct.far = far
         return direct
 
     def announce(self, manifest: Manifest) -> None:
-        """This snapshot is read next: begin with what comes from elsewhere, where ranks of this node share it."""
-        if isinstance(self.far, NodeStorage):
-            self.far.announce(manifest, {name for name, home in self._all_homes.items() if home != self._place})
+        """Begin with what comes from elsewhere, where ranks of this node share it."""
+        announce = self.far.capabilities.announce
+        if announce is not None:
+            announce(manifest, {name for name, home in self._all_homes.items() if home != self._place})
 
     def known(self, snapshot: str) -> Known | None:
         """What was gathered of a snapshot."""

@@ -22,11 +22,10 @@ from typing import Protocol, Self
 from ckpt_engine.errors import CkptError, CorruptError, LeaseHeldError
 from ckpt_engine.store import fields, layout, lease_objects
 from ckpt_engine.store.lease_objects import Timing, slot_of
-from ckpt_engine.store.mounts import locks_are_shared
+from ckpt_engine.store.mounts import lockable
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.sealed import seal, unseal
-from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.base import Folder, Storage
 from ckpt_engine.store.storage.oserrors import translating
 from ckpt_engine.store.storage.regular import open_regular
 
@@ -101,8 +100,9 @@ def acquire(
     Repository(storage).record()
     holder = holder or Holder.current()
     try:
-        if isinstance(storage, LocalStorage) and locks_are_shared(storage.root):
-            return _acquire_lock(storage, holder, wait_seconds, clock, pause)
+        folder = lockable(storage)
+        if folder is not None:
+            return _acquire_lock(folder, holder, wait_seconds, clock, pause)
         timing = Timing(clock=clock, pause=pause)
         return HeartbeatLease(lease_objects.take(slot_of(storage), asdict(holder), wait_seconds, timing), holder)
     except LeaseHeldError as err:
@@ -119,7 +119,7 @@ def acquire(
 
 
 def _acquire_lock(
-    storage: LocalStorage,
+    storage: Folder,
     holder: Holder,
     wait_seconds: float,
     clock: Callable[[], float],
@@ -193,7 +193,7 @@ class LocalLease:
         _held.add(self)
 
     @classmethod
-    def try_acquire(cls, storage: LocalStorage, holder: Holder) -> Self | None:
+    def try_acquire(cls, storage: Folder, holder: Holder) -> Self | None:
         """The lease, or None if another process, or another lease of this one, holds it."""
         path = storage.path(layout.LEASE)
         with translating("take the lease", path):

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self
 
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageExistsError, StorageMissingError
 from ckpt_engine.store import layout
 from ckpt_engine.store.sealed import seal
-from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.base import Storage, Versions
 from ckpt_engine.store.storage.retries import asking
 
 TTL_SECONDS = 30.0
@@ -109,25 +109,16 @@ class Slot(Protocol):
         ...
 
 
-@runtime_checkable
-class Versioned(Protocol):
-    """A storage with conditional writes."""
-
-    def read_versioned(self, name: str) -> tuple[bytes, str] | None: ...
-
-    def replace(self, name: str, data: bytes, version: str | None) -> None: ...
-
-
 class _VersionedSlot:
-    def __init__(self, storage: Storage, versioned: Versioned) -> None:
-        self.url = storage.url
-        self._storage = versioned
+    def __init__(self, url: str, versions: Versions) -> None:
+        self.url = url
+        self._versions = versions
 
     def read(self) -> tuple[bytes, str] | None:
-        return self._storage.read_versioned(layout.LEASE)
+        return self._versions.read_versioned(layout.LEASE)
 
     def write(self, data: bytes, version: str | None) -> None:
-        self._storage.replace(layout.LEASE, data, version)
+        self._versions.replace(layout.LEASE, data, version)
 
 
 class _PlainSlot:
@@ -150,7 +141,8 @@ class _PlainSlot:
 
 def slot_of(storage: Storage) -> Slot:
     """The slot of a run's lease."""
-    return _VersionedSlot(storage, storage) if isinstance(storage, Versioned) else _PlainSlot(storage)
+    versions = storage.capabilities.versions
+    return _VersionedSlot(storage.url, versions) if versions is not None else _PlainSlot(storage)
 
 
 @dataclass(frozen=True, slots=True)

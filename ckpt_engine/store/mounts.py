@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckpt_engine.store.storage.base import Folder, Storage
+
 _MOUNTS = Path("/proc/self/mountinfo")
 _UNSHARED = frozenset(
     {"9p", "cifs", "smb3", "virtiofs", "fuse.sshfs", "fuse.rclone", "fuse.s3fs", "fuse.gcsfuse", "fuse.goofys"}
@@ -38,3 +40,9 @@ def locks_are_shared(path: str, mounts: str | None = None) -> bool:
             options = {*fields[5].split(","), *tail[2].split(",")}
             best, shared = point, tail[0] not in _UNSHARED and not options & _UNSHARED_OPTIONS
     return shared
+
+
+def lockable(storage: Storage) -> Folder | None:
+    """The folder of `storage`, if a lock there keeps out everybody."""
+    folder = storage.capabilities.folder
+    return folder if folder is not None and locks_are_shared(folder.root) else None

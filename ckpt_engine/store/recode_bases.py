@@ -34,7 +34,7 @@ class Bases:
         self._lock = threading.Lock()
         self._left: list[str] | None = None
         self._found: dict[_Place, tuple[Decoder, Piece]] = {}
-        near = before is not None and target.storage.url.startswith("file:")
+        near = before is not None and target.storage.capabilities.cheap_reads
         self._there = decoder_of(target.storage, before) if near and before is not None else None
 
     def read(self, name: str, start: int, over: Over, out: memoryview) -> bool:

@@ -23,7 +23,6 @@ from ckpt_engine.store.decode import require_decodable
 from ckpt_engine.store.manifest import FORMAT, VERSION, Manifest, SnapshotInfo
 from ckpt_engine.store.sealed import seal, unseal
 from ckpt_engine.store.storage.base import ObjectInfo, Storage
-from ckpt_engine.store.storage.local import LocalStorage
 
 READS_AT_ONCE = 16
 """Manifests read at once where it is latency that counts: anywhere but on a disk."""
@@ -371,7 +370,7 @@ class Repository:
         return tuple(bad for bad in self._at_once(attempt, missing) if bad)
 
     def _at_once(self, work: Callable[[layout.ParsedId], _T], ids: Sequence[layout.ParsedId]) -> Iterable[_T]:
-        if len(ids) < 2 or isinstance(self.storage, LocalStorage):
+        if len(ids) < 2 or self.storage.capabilities.cheap_reads:
             return map(work, ids)
         pool = ThreadPoolExecutor(min(READS_AT_ONCE, len(ids)), thread_name_prefix="ckpt-list")
         try:

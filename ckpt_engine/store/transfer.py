@@ -25,8 +25,7 @@ from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import DataFile, Manifest, Piece
 from ckpt_engine.store.repository import Repository, encode_record, parse_record
 from ckpt_engine.store.some_ranks import require_whole
-from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.base import Folder, Storage
 from ckpt_engine.store.storage.oserrors import translating
 from ckpt_engine.store.storage.partial import Partial
 from ckpt_engine.store.storage.regular import open_regular
@@ -184,16 +183,18 @@ def has_file(storage: Storage, file: DataFile) -> bool:
 
 def settle_data(storage: Storage) -> None:
     """Make durable that the data files are there which an earlier attempt has left: it may have died before that."""
-    if isinstance(storage, LocalStorage):
-        storage.settle(layout.DATA)
+    folder = storage.capabilities.folder
+    if folder is not None:
+        folder.settle(layout.DATA)
 
 
 def _copy_file(source: Storage, sink: Storage, manifest: Manifest, index: int, scratch: str | None) -> int:
     """Copy a data file; returns the bytes that were sent, fewer than it has where an earlier attempt is continued."""
     file = manifest.files[index]
     pieces = _pieces_of(manifest, index)
-    if isinstance(sink, LocalStorage) and not isinstance(source, LocalStorage):
-        return _stream(source, sink, file, pieces)
+    folder = sink.capabilities.folder
+    if folder is not None and source.capabilities.folder is None:
+        return _stream(source, folder, file, pieces)
     with _mapped(source, file, pieces, scratch) as image:
         try:
             sink.put(file.name, [image])
@@ -216,7 +217,7 @@ class _Range:
         return sum(piece.nbytes for piece in self.pieces) == self.stop - self.start
 
 
-def _stream(source: Storage, sink: LocalStorage, file: DataFile, pieces: Sequence[Piece]) -> int:
+def _stream(source: Storage, sink: Folder, file: DataFile, pieces: Sequence[Piece]) -> int:
     """Write a remote file once, straight to the disk where it belongs; returns the bytes that were fetched."""
     text = f"{file.name} {file.nbytes} {' '.join(piece.digest for piece in pieces)}"
     token = digest(text.encode()).partition(":")[2][:16]
@@ -286,10 +287,8 @@ def mapped(source: Storage, file: DataFile, pieces: Sequence[Piece]) -> Iterator
 def _mapped(source: Storage, file: DataFile, pieces: Sequence[Piece], scratch: str | None) -> Iterator[memoryview]:
     """The verified bytes of a data file, mapped."""
     try:
-        if isinstance(source, LocalStorage):
-            memory = _map_local(source, file, pieces)
-        else:
-            memory = _fetch(source, file, pieces, scratch)
+        folder = source.capabilities.folder
+        memory = _fetch(source, file, pieces, scratch) if folder is None else _map_local(folder, file, pieces)
     except CkptError as err:
         raise SourceError(err) from err
     try:
@@ -300,7 +299,7 @@ def _mapped(source: Storage, file: DataFile, pieces: Sequence[Piece], scratch: s
             memory.close()
 
 
-def _map_local(source: LocalStorage, file: DataFile, pieces: Sequence[Piece]) -> mmap.mmap:
+def _map_local(source: Folder, file: DataFile, pieces: Sequence[Piece]) -> mmap.mmap:
     # Read before it is mapped: a disk that cannot read raises here, where a mapped page would kill the process.
     buffer = memoryview(bytearray(max((piece.nbytes for piece in pieces), default=0)))
     for piece in pieces:
@@ -361,6 +360,5 @@ def _require_digest(file: DataFile, piece: Piece, found: memoryview) -> None:
 
 def scratch_of(storage: Storage) -> str | None:
     """A folder for `copy_snapshot` on the disk of `storage`, where it has one."""
-    if isinstance(storage, LocalStorage) and Path(storage.root).is_dir():
-        return storage.root
-    return None
+    folder = storage.capabilities.folder
+    return folder.root if folder is not None and Path(folder.root).is_dir() else None

@@ -84,6 +84,36 @@ def _code_lines(text: str, tree: ast.Module) -> set[int]:
     }
 
 
+STORE = ROOT / "ckpt_engine" / "store" / "storage"
+
+
+def _storages() -> set[str]:
+    """Names of the classes that store objects, and of those that are made of them."""
+    found = {"Storage", "Folder", "Versions", "Nodes"}
+    classes = [
+        node for path in MODULES for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)
+    ]
+    for node in classes:
+        if {"put", "get_into", "sweep"} <= {one.name for one in node.body if isinstance(one, ast.FunctionDef)}:
+            found.add(node.name)
+    while more := {n.name for n in classes if {ast.unparse(base) for base in n.bases} & found} - found:
+        found |= more
+    return found
+
+
+def test_no_code_above_the_store_asks_for_the_class_of_a_storage() -> None:
+    """What a storage can do is in its `capabilities`, which show through wrappers."""
+    kinds = _storages()
+    assert {"LocalStorage", "NodeStorage", "Spread", "WatchedStorage"} <= kinds, "the search finds nothing"
+    problems = []
+    for path in (one for one in MODULES if not one.is_relative_to(STORE)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+                asked = {ast.unparse(one).rpartition(".")[2] for one in ast.walk(node.args[1])}
+                problems += [f"{path.relative_to(ROOT)}:{node.lineno}: {kind}" for kind in asked & kinds]
+    assert problems == []
+
+
 def test_the_lazy_public_names_exist() -> None:
     """`ckpt_engine.__all__` is sorted and everything in it can be imported."""
     import ckpt_engine

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ckpt_engine.errors import StorageError
-from ckpt_engine.store.storage.base import ObjectInfo
+from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.throttle import Pace
+from ckpt_engine.store.storage.meter import Meter
+from ckpt_engine.store.storage.wrappers import WrapperStorage
 from tests.persist.passing import it_hangs
 
 WAIT_SECONDS = 60.0
@@ -60,44 +63,51 @@ class Weather:
             raise StorageError(f"{what} {name}: the network is down")
 
 
-class Faulty(LocalStorage):
+class Faulty(WrapperStorage):
     """`LocalStorage` under a weather; data files wait for `weather.gate` in the middle."""
 
     def __init__(self, root: Path, weather: Weather) -> None:
-        super().__init__(root)
+        super().__init__(LocalStorage(root))
         self.weather = weather
-        self.pace: Pace | None = None
+        self.meter = Meter()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, metered=self._metered)
+
+    def _metered(self, wrap: Callable[[Meter], Meter]) -> Faulty:
+        made = copy.copy(self)
+        made.meter = wrap(self.meter)
+        return made
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         self.weather.strike("put", name)
-        if self.pace is not None:
-            self.pace(sum(block.nbytes for block in blocks))
+        self.meter.wait(sum(block.nbytes for block in blocks))
         if name.startswith("data/"):
             self.weather.reached.set()
             while not self.weather.gate.wait(0.01):
-                if self.pace is not None:
-                    self.pace(0)
+                self.meter.wait(0)
             self.weather.strike("put", name)
-        super().put(name, blocks, exclusive=exclusive)
+        self.inner.put(name, blocks, exclusive=exclusive)
         self.weather.puts.append(name)
         self.weather.after_put(name)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         self.weather.strike("get", name)
-        return super().get(name, start, nbytes)
+        return self.inner.get(name, start, nbytes)
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         self.weather.strike("get", name)
-        super().get_into(name, start, out)
+        self.inner.get_into(name, start, out)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         self.weather.strike("list", prefix)
-        return super().list(prefix)
+        return self.inner.list(prefix)
 
     def delete(self, *names: str) -> None:
         self.weather.strike("delete", names[0] if names else "")
-        super().delete(*names)
+        self.inner.delete(*names)
         self.weather.after_delete()
 
     def free_bytes(self) -> int | None:
-        return super().free_bytes() if self.weather.free_bytes is None else self.weather.free_bytes
+        return self.inner.free_bytes() if self.weather.free_bytes is None else self.weather.free_bytes

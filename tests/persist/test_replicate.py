@@ -9,7 +9,8 @@ import pytest
 
 from ckpt_engine.persist.replicate import Backoff, CopyStoppedError, Gate
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.throttle import Throttle, paced
+from ckpt_engine.store.storage.wrappers import metered
+from ckpt_engine.store.throttle import Throttle
 
 
 def test_attempts_become_rarer_up_to_a_limit() -> None:
@@ -20,18 +21,18 @@ def test_attempts_become_rarer_up_to_a_limit() -> None:
     assert backoff.seconds(10**9, 1.0) == 60.0
 
 
-def test_an_open_gate_asks_the_pace() -> None:
+def test_an_open_gate_asks_its_limit() -> None:
     """Every byte that passes is counted against the bandwidth."""
     now = [0.0]
     gate = Gate(Throttle(100.0, lambda: now[0]))
-    assert [gate(50), gate(50), gate(50)] == [0.0, 0.5, 1.0]
-    assert Gate(None)(10**9) == 0.0
+    assert [gate.wait(50), gate.wait(50), gate.wait(50)] == [0.0, 0.5, 1.0]
+    assert Gate(None).wait(10**9) == 0.0
 
 
 def test_a_dropped_copy_ends_at_its_next_slice(tmp_path: Path) -> None:
     """`drop` holds for one copy, `stop` for all."""
     gate = Gate(None)
-    sink = paced(LocalStorage(tmp_path), gate, gate.pause)
+    sink = metered(LocalStorage(tmp_path), lambda _: gate)
     gate.drop()
     with pytest.raises(CopyStoppedError):
         sink.put("a", [memoryview(b"1")])
@@ -47,12 +48,12 @@ def test_a_dropped_copy_ends_at_its_next_slice(tmp_path: Path) -> None:
 def test_a_copy_that_waits_for_its_turn_can_be_stopped() -> None:
     """A low bandwidth must not hold up the end."""
     gate = Gate(Throttle(1.0))
-    gate(1000)
+    gate.wait(1000)
     ended = threading.Event()
 
     def wait() -> None:
         with pytest.raises(CopyStoppedError):
-            gate.pause(gate(1))
+            gate.pause(gate.wait(1))
         ended.set()
 
     thread = threading.Thread(target=wait)

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.persist.replicate import Gate
 from ckpt_engine.persist.stall import SLOWEST_BYTES_PER_SECOND, AbandonedError, Progress
-from ckpt_engine.persist.watched import Source, WatchedDisk, watched
-from ckpt_engine.store.storage.base import ObjectInfo
+from ckpt_engine.persist.watched import Source, WatchedStorage
+from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.meter import MeteredDisk
+from ckpt_engine.store.storage.wrappers import metered
 from tests.persist.staged import WAIT_SECONDS
 
 
@@ -34,6 +37,7 @@ class Opaque:
     """A storage that shows nothing of what it does."""
 
     url = "x://y"
+    capabilities = Capabilities()
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         """Nothing."""
@@ -45,13 +49,13 @@ class Opaque:
 def test_every_change_of_a_disk_is_watched_and_reaches_it() -> None:
     """No system call is left out: one that hangs would not be noticed, one that is not passed on would be lost."""
     own = {name for name, _ in inspect.getmembers(Disk, inspect.isfunction) if not name.startswith("_")}
-    assert own <= set(vars(WatchedDisk))
+    assert own <= set(vars(MeteredDisk))
 
 
 def test_big_writes_are_told_slice_by_slice(tmp_path: Path) -> None:
     """A disk that takes a slice now and then is slow; it does not hang."""
     progress = Counting()
-    storage = watched(LocalStorage(tmp_path), progress)
+    storage = WatchedStorage(LocalStorage(tmp_path), progress)
     data = memoryview(os.urandom(40 << 20))
     storage.put("a", [data])
     assert len(progress.moves) > 2 * 3
@@ -70,7 +74,7 @@ def test_what_is_in_the_page_cache_is_synced_on_the_way(tmp_path: Path) -> None:
             synced.append(os.fstat(fd).st_size)
             super().sync(fd)
 
-    storage = watched(LocalStorage(tmp_path, disk=Cached()), Progress())
+    storage = WatchedStorage(LocalStorage(tmp_path, disk=Cached()), Progress())
     storage.put("a", [memoryview(bytes(150 << 20))])
     assert synced == [64 << 20, 128 << 20, 150 << 20]
 
@@ -78,12 +82,20 @@ def test_what_is_in_the_page_cache_is_synced_on_the_way(tmp_path: Path) -> None:
 def test_an_opaque_storage_has_time_for_what_it_is_given() -> None:
     """Nobody sees its bytes move, so it may take as long as a slow network would."""
     progress = Counting()
-    storage = watched(Opaque(), progress)  # type: ignore[arg-type]
+    storage = WatchedStorage(Opaque(), progress)  # type: ignore[arg-type]
     storage.put("a", [memoryview(bytes(3 * SLOWEST_BYTES_PER_SECOND))])
     assert max(progress.moves) == 3.0
     progress.moves.clear()
     assert [item.name for item in storage.list("")] == ["a"]
     assert progress.moves
+
+
+def test_a_limited_opaque_storage_has_the_same_time_after_its_turn() -> None:
+    """The wait for the bandwidth comes on top: a big object is sent long after it has passed the gate."""
+    progress = Counting()
+    storage = WatchedStorage(metered(Opaque(), lambda _: Gate(None)), progress)  # type: ignore[arg-type]
+    storage.put("a", [memoryview(bytes(3 * SLOWEST_BYTES_PER_SECOND))])
+    assert progress.moves[-2:] == [3.0, 0.0]  # its turn, and its end
 
 
 def test_a_put_that_was_left_behind_reads_no_more_of_its_memory(tmp_path: Path) -> None:
@@ -98,7 +110,7 @@ def test_a_put_that_was_left_behind_reads_no_more_of_its_memory(tmp_path: Path) 
             progress.abandoned = True
             return super().write(fd, data, offset)
 
-    storage = watched(LocalStorage(tmp_path, disk=Leaving()), progress)
+    storage = WatchedStorage(LocalStorage(tmp_path, disk=Leaving()), progress)
     with pytest.raises(AbandonedError):
         storage.put("a", [memoryview(bytes(40 << 20))])
     assert Leaving.writes == 1

@@ -182,7 +182,7 @@ class Broken(LocalStorage):
 def test_a_place_that_dies_while_it_is_read_is_left_for_the_next(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was read stays, the rest comes from the next place, and the dead one is not asked again and again."""
     monkeypatch.setattr("ckpt_engine.restore.read.READ_BYTES", 4096)
-    monkeypatch.setattr("ckpt_engine.restore.sources.READ_THREADS", 1)
+    monkeypatch.setattr("ckpt_engine.store.storage.base.READS_ON_MACHINE", 1)
     near = Broken(run / "near", reads=5)
     found = restore.load([Repository(near), where(run)[1]])
     assert found is not None
@@ -312,13 +312,15 @@ def test_a_far_place_is_opened_by_whoever_asks_it(run: Path, monkeypatch: pytest
     assert len(opened) == 1 and opened[0].startswith("ckpt-places")
     far = place.storage
     assert isinstance(far, places.FarStorage)
+    silent_seconds = far.capabilities.silent_seconds
+    assert silent_seconds is not None
     listed = far.list("snapshots/")
-    assert far.silent_seconds == 0.0
+    assert silent_seconds() == 0.0
     with far._asking():
         now[0] += 3.0
-        assert far.silent_seconds == 3.0
+        assert silent_seconds() == 3.0
         next(listed)
-        assert far.silent_seconds == 0.0
+        assert silent_seconds() == 0.0
 
 
 def test_a_resume_that_finds_nothing_nearer_waits_longer_and_says_so(

@@ -411,7 +411,7 @@ def test_a_folder_whose_locks_others_do_not_see_gets_a_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """sshfs, CIFS and the like: a lock there would keep out nobody but this machine."""
-    monkeypatch.setattr("ckpt_engine.store.lease.locks_are_shared", lambda _: False)
+    monkeypatch.setattr("ckpt_engine.store.mounts.locks_are_shared", lambda _: False)
     storage = LocalStorage(tmp_path)
     with acquire(storage, pause=lambda _: None) as lease:
         assert isinstance(lease._lease, ObjectLease)  # type: ignore[attr-defined]

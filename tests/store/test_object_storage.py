@@ -22,9 +22,11 @@ from benchmarks.measure import PeakMemory
 from benchmarks.null_sink import NullSink
 from ckpt_engine.errors import StorageError, StorageExistsError
 from ckpt_engine.store.storage import objects_fsspec, ownrandom
+from ckpt_engine.store.storage.meter import Meter
 from ckpt_engine.store.storage.objects_fsspec import FsspecStorage
 from ckpt_engine.store.storage.objects_s3 import S3Storage
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage.wrappers import metered
 from tests.servers.fixtures import bucket, moto  # noqa: F401 - fixtures
 from tests.servers.s3 import S3Server
 from tests.store.storage_contract import StorageContract, aligned, listed, put
@@ -249,23 +251,23 @@ def test_uploads_keep_their_pace_and_can_be_stopped(moto: S3Server, bucket: str)
     storage = S3Storage(f"s3://{bucket}/run", moto.options(part_bytes=PART_BYTES))
     asked: list[int] = []
 
-    def pace(nbytes: int) -> float:
-        asked.append(nbytes)
-        return 0.0
+    class Counting(Meter):
+        def wait(self, nbytes: int) -> float:
+            asked.append(nbytes)
+            return 0.0
 
-    storage.pace = pace
-    storage.put("data/x", [aligned(bytes(12 << 20))])
+    metered(storage, lambda _: Counting()).put("data/x", [aligned(bytes(12 << 20))])
     assert sum(asked) == 12 << 20
 
     class Stop(Exception):
         pass
 
-    def stop(nbytes: int) -> float:
-        raise Stop
+    class Stopping(Meter):
+        def wait(self, nbytes: int) -> float:
+            raise Stop
 
-    storage.pace = stop
     with pytest.raises(Stop):
-        storage.put("data/y", [aligned(bytes(12 << 20))])
+        metered(storage, lambda _: Stopping()).put("data/y", [aligned(bytes(12 << 20))])
     assert [item.name for item in listed(storage)] == ["data/x"]
 
 

@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_engine.store.storage.base import Capabilities
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.throttle import BURST_SECONDS, Throttle, paced
+from ckpt_engine.store.storage.meter import Meter
+from ckpt_engine.store.storage.wrappers import WrapperStorage, metered
+from ckpt_engine.store.throttle import BURST_SECONDS, SLICE_BYTES, Throttle
 
 RATE = 1000.0
 
@@ -74,63 +77,60 @@ def test_no_rate_is_refused(rate: float) -> None:
         Throttle(rate)
 
 
-def test_a_local_disk_is_written_in_slices_at_the_pace(tmp_path: Path) -> None:
-    """The pace is asked for every byte exactly once, in slices that keep the limit even, and the object is the same."""
-    asked: list[int] = []
+class Counting(Meter):
+    """Writes down what it is asked and how long it waits."""
 
-    def pace(nbytes: int) -> float:
-        asked.append(nbytes)
+    slice_bytes = SLICE_BYTES
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+        self.waited: list[float] = []
+
+    def wait(self, nbytes: int) -> float:
+        self.asked.append(nbytes)
         return nbytes / 1e6
 
-    waited: list[float] = []
-    storage = paced(LocalStorage(tmp_path), pace, waited.append)
+    def pause(self, seconds: float) -> None:
+        self.waited.append(seconds)
+
+
+def test_a_local_disk_is_written_in_slices(tmp_path: Path) -> None:
+    """The meter is asked for every byte exactly once, in slices that keep a limit even, and the object is the same."""
+    meter = Counting()
+    storage = metered(LocalStorage(tmp_path), lambda _: meter)
     data = bytes(range(256)) * (9 << 12)
     storage.put("a/b", [memoryview(data[:5000]), memoryview(data[5000:])])
     assert LocalStorage(tmp_path).get("a/b") == data
-    assert sum(asked) == len(data)
-    assert max(asked) <= 4 << 20
-    assert waited == [nbytes / 1e6 for nbytes in asked]
+    assert sum(meter.asked) == len(data)
+    assert max(meter.asked) <= SLICE_BYTES
+    assert meter.waited == [nbytes / 1e6 for nbytes in meter.asked]
 
 
-def test_a_pace_that_raises_leaves_nothing(tmp_path: Path) -> None:
+def test_a_meter_that_raises_leaves_nothing(tmp_path: Path) -> None:
     """Stopping in the middle of an object is an error like any other: nothing is visible, nothing is left."""
 
-    def pace(nbytes: int) -> float:
-        if nbytes < 4 << 20:
-            raise KeyboardInterrupt
-        return 0.0
+    class Stopping(Counting):
+        def wait(self, nbytes: int) -> float:
+            if nbytes < SLICE_BYTES:
+                raise KeyboardInterrupt
+            return 0.0
 
     with pytest.raises(KeyboardInterrupt):
-        paced(LocalStorage(tmp_path), pace).put("a/b", [memoryview(bytes(9 << 20))])
+        metered(LocalStorage(tmp_path), lambda _: Stopping()).put("a/b", [memoryview(bytes(9 << 20))])
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-class Remote:
-    """A storage that has no pace of its own, and one that has."""
+class Plain(WrapperStorage):
+    """A storage of which nothing is known."""
 
-    def __init__(self, inner: LocalStorage) -> None:
-        self.url = "remote://x"
-        self.put, self.get, self.get_into = inner.put, inner.get, inner.get_into
-        self.list, self.delete, self.sweep, self.free_bytes = inner.list, inner.delete, inner.sweep, inner.free_bytes
+    capabilities = Capabilities()  # type: ignore[assignment]
 
 
-class PacedRemote(Remote):
-    pace = None
-
-
-def test_other_storages_are_asked_or_told(tmp_path: Path) -> None:
-    """A storage with a pace of its own is given it; any other is paced object by object."""
-    asked: list[int] = []
-
-    def pace(nbytes: int) -> float:
-        asked.append(nbytes)
-        return 0.0
-
-    own = PacedRemote(LocalStorage(tmp_path))
-    assert paced(own, pace) is own
-    assert own.pace is pace
-    other = paced(Remote(LocalStorage(tmp_path)), pace)
-    other.put("x", [memoryview(b"12345"), memoryview(b"678")])
-    assert asked == [8]
-    assert other.get("x") == b"12345678"
-    assert [item.name for item in other.list("")] == ["x"]
+def test_a_storage_that_has_no_slices_is_metered_object_by_object(tmp_path: Path) -> None:
+    """All that is sent is asked for, before the object."""
+    meter = Counting()
+    storage = metered(Plain(LocalStorage(tmp_path)), lambda _: meter)
+    storage.put("x", [memoryview(b"12345"), memoryview(b"678")])
+    assert meter.asked == [8]
+    assert storage.get("x") == b"12345678"
+    assert [item.name for item in storage.list("")] == ["x"]

@@ -15,17 +15,21 @@ from ckpt_engine.store import layout, transfer
 from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import DataFile, Entry, Piece
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.base import Capabilities
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.wrappers import WrapperStorage
 from ckpt_engine.store.transfer import RunText, SourceError, adopt_run, copy_snapshot, scratch_of
 from tests.store.samples import data_file, info, manifest, save
 
 
-class Remote:
+class Remote(WrapperStorage):
     """A storage that is not a local disk as far as anybody can tell; `before` is called before each operation."""
 
+    capabilities = Capabilities()  # type: ignore[assignment]
+
     def __init__(self, root: Path, before: Callable[[str, str], None] = lambda what, name: None) -> None:
-        self.inner = LocalStorage(root)
+        super().__init__(LocalStorage(root))
         self.url = f"remote://{root.name}"
         self.before = before
 
@@ -49,12 +53,6 @@ class Remote:
         for name in names:
             self.before("delete", name)
         self.inner.delete(*names)
-
-    def sweep(self) -> int:
-        return self.inner.sweep()
-
-    def free_bytes(self) -> int | None:
-        return None
 
 
 def files(root: Path) -> dict[str, bytes]:

@@ -5,9 +5,17 @@ What a file system and an object store can both promise, and no more: there is n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.storage.meter import Meter
+from ckpt_engine.store.storage.partial import Partial
+
+READS_ON_MACHINE = 4
+READS_FROM_SERVER = 16
+"""Requests under way to a storage that is neither a disk nor memory: it is latency that they hide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +31,48 @@ class ObjectInfo:
     version: str = field(default="", compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a storage can do beyond `Storage`; as they are here, those of an object store without special abilities.
+
+    Args:
+        folder: its objects are files of this folder.
+        metered: makes the same storage with another meter, which is made of the one it has.
+        versions: its conditional writes.
+        view: bytes of a data file where they are in memory; raises as `get_into`.
+        cheap_reads: reading costs no latency: a few reads at once do, and ranks of a machine need not share them.
+        slow_answers: a request may take a second: what can be asked at once is.
+        died_at_step: of what a dead trainer has left: how far it was.
+        announce: says which snapshot is read next, and which of its data files (None: all).
+        unshared: the same storage without what the ranks of this machine share.
+        nodes: it is made of the folders of several nodes.
+        prepare: makes the client, which takes long, before anything is asked.
+        silent_seconds: how long a request has been without a sign; 0: there is none.
+        server_seconds: asks for the server's wall clock; None: it does not tell.
+        encrypted: whether the channel protects the bytes.
+    """
+
+    folder: Folder | None = None
+    metered: Callable[[Callable[[Meter], Meter]], Storage] | None = None
+    versions: Versions | None = None
+    view: Callable[[str, int, int], memoryview] | None = None
+    cheap_reads: bool = False
+    slow_answers: bool = True
+    died_at_step: int | None = None
+    announce: Callable[[Manifest, Container[str] | None], None] | None = None
+    unshared: Storage | None = None
+    nodes: Nodes | None = None
+    prepare: Callable[[], None] | None = None
+    silent_seconds: Callable[[], float] | None = None
+    server_seconds: Callable[[], float | None] | None = None
+    encrypted: Callable[[], bool] | None = None
+
+    @property
+    def reads_at_once(self) -> int:
+        """How many reads at once suit it."""
+        return READS_ON_MACHINE if self.cheap_reads else READS_FROM_SERVER
+
+
 class Storage(Protocol):
     """Immutable objects under one root; names are relative and use "/".
 
@@ -31,6 +81,11 @@ class Storage(Protocol):
     """
 
     url: str
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do beyond this. A storage that wraps another one answers for both."""
+        ...
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         """Store `blocks`, back to back, as one object: atomically and durably.
@@ -82,4 +137,79 @@ class Storage(Protocol):
 
     def free_bytes(self) -> int | None:
         """Bytes that can still be stored, or None where that is not known."""
+        ...
+
+
+class Folder(Storage, Protocol):
+    """A storage whose objects are files of the folder `root`."""
+
+    root: str
+
+    def path(self, name: str) -> str:
+        """The file of the object `name`.
+
+        Raises:
+            StorageError: a name that could leave the root or meet a temporary file.
+        """
+        ...
+
+    def make_folder(self, folder: str) -> None:
+        """Make `folder`, in or at the root, and its missing parents, durably.
+
+        Raises:
+            OSError: from the file system.
+        """
+        ...
+
+    def settle(self, prefix: str) -> None:
+        """Make durable what is there under a folder such as `data/`: the process that put it may have died early."""
+        ...
+
+    def receive(self, name: str, nbytes: int, token: str, fill: Callable[[Partial], None]) -> None:
+        """Store an object that arrives in parts: as `put`, but an interrupted one is continued by the next attempt.
+
+        Args:
+            token: 16 hexadecimal digits that stand for these very bytes: attempts with the same token go on with
+                what there is.
+            fill: writes what is missing. What it raises is raised, and what has arrived stays until it is swept.
+
+        Raises:
+            StorageExistsError, StorageFullError, StorageReadOnlyError, NotAFolderError
+        """
+        ...
+
+
+class Versions(Protocol):
+    """Conditional writes."""
+
+    def read_versioned(self, name: str) -> tuple[bytes, str] | None:
+        """The bytes and the version of an object; None: there is none."""
+        ...
+
+    def replace(self, name: str, data: bytes, version: str | None) -> None:
+        """Put `data` in place of that version (None: of nothing).
+
+        Raises:
+            StorageExistsError: there is another version.
+        """
+        ...
+
+
+class Nodes(Protocol):
+    """Folders of several nodes that hold their snapshots together.
+
+    Attributes:
+        far: reads the data files of other nodes.
+        sizes: of the data files of snapshots that were gathered; grows with each one.
+        unfinished: snapshots that never were whole, of which nothing is lost.
+        silent: nodes that do not answer, and why.
+    """
+
+    far: Storage
+    sizes: dict[str, int]
+    unfinished: set[str]
+    silent: Mapping[str, str]
+
+    def announce(self, manifest: Manifest) -> None:
+        """This snapshot is read next."""
         ...

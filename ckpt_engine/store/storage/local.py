@@ -6,6 +6,7 @@ order that survives power loss on every POSIX file system (Pillai et al., OSDI 2
 
 from __future__ import annotations
 
+import copy
 import errno
 import fcntl
 import os
@@ -14,13 +15,15 @@ from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import suppress
 from pathlib import Path
 from stat import S_ISDIR
+from typing import Self
 from urllib.parse import quote
 
 from ckpt_engine.errors import CorruptError, StorageError
 from ckpt_engine.store import layout
-from ckpt_engine.store.storage.base import ObjectInfo
+from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 from ckpt_engine.store.storage.blockio import DIRECT_MIN_BYTES, SLICE_BYTES, read_into, write_blocks
 from ckpt_engine.store.storage.disk import Disk
+from ckpt_engine.store.storage.meter import Meter, MeteredDisk
 from ckpt_engine.store.storage.oserrors import translated, translating
 from ckpt_engine.store.storage.partial import Partial, reserve
 from ckpt_engine.store.storage.regular import open_regular, require_size
@@ -51,6 +54,15 @@ class LocalStorage:
 
     def __repr__(self) -> str:
         return f"LocalStorage({self.root!r})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(folder=self, metered=self._metered, cheap_reads=True, slow_answers=False)
+
+    def _metered(self, wrap: Callable[[Meter], Meter]) -> Self:
+        made = copy.copy(self)
+        made._disk = MeteredDisk.over(self._disk, wrap)
+        return made
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         path = self.path(name)
@@ -83,16 +95,6 @@ class LocalStorage:
             raise
 
     def receive(self, name: str, nbytes: int, token: str, fill: Callable[[Partial], None]) -> None:
-        """Store an object that arrives in parts: as `put`, but an interrupted one is continued by the next attempt.
-
-        Args:
-            token: 16 hexadecimal digits that stand for these very bytes: attempts with the same token go on with
-                what there is.
-            fill: writes what is missing. What it raises is raised, and what has arrived stays until it is swept.
-
-        Raises:
-            StorageExistsError, StorageFullError, StorageReadOnlyError, NotAFolderError
-        """
         path = self.path(name)
         folder, _, file = path.rpartition("/")
         temp = f"{folder}/{TEMP}{token}-{file}"
@@ -175,7 +177,6 @@ class LocalStorage:
                 self._disk.sync_folder(folder)
 
     def settle(self, prefix: str) -> None:
-        """Make durable what is there under a folder such as `data/`: whoever put it may have died before its sync."""
         folder = f"{self.root}/{prefix.rstrip('/')}"
         with translating("sync", folder), suppress(FileNotFoundError):
             self._disk.sync_folder(folder)
@@ -198,22 +199,12 @@ class LocalStorage:
         return stat.f_bavail * stat.f_frsize
 
     def path(self, name: str) -> str:
-        """The file of the object `name`.
-
-        Raises:
-            StorageError: a name that could leave the root or meet a temporary file.
-        """
         parts = name.split("/")
         if any(part in ("", ".", "..") or part.startswith(TEMP) or "\0" in part for part in parts):
             raise StorageError(f"not an object name: {name!r}")
         return f"{self.root}/{name}"
 
     def make_folder(self, folder: str) -> None:
-        """Make `folder`, in or at the root, and its missing parents, durably.
-
-        Raises:
-            OSError: from the file system.
-        """
         if folder in self._durable_folders and Path(folder).is_dir():
             return
         # Others may make the same folders meanwhile: look again before calling something a file.

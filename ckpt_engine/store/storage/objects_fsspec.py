@@ -28,7 +28,7 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.store import layout
 from ckpt_engine.store.storage import ownrandom, redaction
-from ckpt_engine.store.storage.base import ObjectInfo
+from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
 from ckpt_engine.store.storage.objectnames import checked, split_url
 from ckpt_engine.store.storage.objectoptions import ObjectOptions
 from ckpt_engine.store.storage.oserrors import translated
@@ -81,6 +81,10 @@ class FsspecStorage:
 
     def __repr__(self) -> str:
         return f"FsspecStorage({self.url!r})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities()
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         path = self._path(name)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 from botocore.exceptions import ClientError  # type: ignore[import-untyped]
 
 from ckpt_engine.errors import CorruptError, StorageError, StorageExistsError, StorageMissingError
 from ckpt_engine.store import layout
-from ckpt_engine.store.storage.base import ObjectInfo
+from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
+from ckpt_engine.store.storage.meter import Meter
 from ckpt_engine.store.storage.objectnames import checked, split_url
 from ckpt_engine.store.storage.objectoptions import ObjectOptions
 from ckpt_engine.store.storage.parts import Blocks, Part, plan_parts
-from ckpt_engine.store.storage.s3body import Pace
 from ckpt_engine.store.storage.s3calls import S3Calls
 from ckpt_engine.store.storage.s3errors import DamagedInTransitError, OthersError, code_of, status_of
 from ckpt_engine.store.storage.s3multipart import TOKEN, Multipart, arrived_whole, digest_of, plain_etag, server_time
@@ -59,13 +60,21 @@ class S3Storage:
         return f"S3Storage({self.url!r})"
 
     @property
-    def pace(self) -> Pace | None:
-        """What limits the bandwidth of uploads."""
-        return self._calls.pace
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            metered=self._metered,
+            versions=self,
+            prepare=self.prepare,
+            server_seconds=self.server_seconds,
+            encrypted=self.encrypted,
+        )
 
-    @pace.setter
-    def pace(self, pace: Pace | None) -> None:
-        self._calls.pace = pace
+    def _metered(self, wrap: Callable[[Meter], Meter]) -> Self:
+        made = copy.copy(self)
+        made._calls = copy.copy(self._calls)
+        made._calls.meter = wrap(self._calls.meter)
+        made._multipart = Multipart(made._calls, self._bucket, self._extra, self._put_extra)
+        return made
 
     def prepare(self) -> None:
         """Make the client, which reads large descriptions of the service. Nothing is asked yet."""

@@ -16,35 +16,31 @@ from typing import Any
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.payload import Payload
 
+from ckpt_engine.store.storage.meter import Meter
 from ckpt_engine.store.storage.parts import Blocks
 
 SLICE_BYTES = 512 << 10
 _NAP_SECONDS = 0.1
 
-Pace = Callable[[int], float]
-"""Told the bytes about to be sent, says how many seconds to wait before (for a bandwidth limit). Raises to stop."""
 
-
-class PaceStoppedError(Exception):
-    """`Pace` has raised `cause`: no other attempt is to be made."""
+class MeterStoppedError(Exception):
+    """A meter has raised `cause`: no other attempt is to be made."""
 
     def __init__(self, cause: Exception) -> None:
         self.cause = cause
         super().__init__(str(cause))
 
 
-def wait_of(pace: Pace | None, nbytes: int) -> float:
-    """What `pace` says.
+def wait_of(meter: Meter, nbytes: int) -> float:
+    """What `meter` says.
 
     Raises:
-        PaceStoppedError: it has raised.
+        MeterStoppedError: it has raised.
     """
-    if pace is None:
-        return 0.0
     try:
-        return pace(nbytes)
+        return meter.wait(nbytes)
     except Exception as err:
-        raise PaceStoppedError(err) from err
+        raise MeterStoppedError(err) from err
 
 
 class Body(Payload):
@@ -56,17 +52,15 @@ class Body(Payload):
 
     _autoclose = True
 
-    def __init__(
-        self, blocks: Blocks, start: int, nbytes: int, *, moved: Callable[[], None], pace: Pace | None = None
-    ) -> None:
+    def __init__(self, blocks: Blocks, start: int, nbytes: int, *, moved: Callable[[], None], meter: Meter) -> None:
         super().__init__(None, content_type="application/octet-stream")
         self._blocks = blocks
         self._start = start
         self._size = nbytes
         self._moved = moved
-        self._pace = pace
+        self._meter = meter
         self._at = 0
-        self.stopped: PaceStoppedError | None = None
+        self.stopped: MeterStoppedError | None = None
 
     async def write(self, writer: AbstractStreamWriter) -> None:
         assert self._size is not None
@@ -77,7 +71,7 @@ class Body(Payload):
         try:
             for view in self._blocks.views(self._start, self._size, SLICE_BYTES):
                 with view:
-                    await self._keep_pace(len(view))
+                    await self._wait_for_turn(len(view))
                     await writer.write(view if plain else bytes(view))
                     await writer.drain()
                 self._moved()
@@ -86,10 +80,10 @@ class Body(Payload):
                 transport.abort()
             raise
 
-    async def _keep_pace(self, nbytes: int) -> None:
+    async def _wait_for_turn(self, nbytes: int) -> None:
         try:
-            wait = wait_of(self._pace, nbytes)
-        except PaceStoppedError as err:
+            wait = wait_of(self._meter, nbytes)
+        except MeterStoppedError as err:
             self.stopped = err  # aiohttp makes a connection error of what is raised here
             raise
         while wait > 0:

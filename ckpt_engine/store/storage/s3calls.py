@@ -19,11 +19,12 @@ from s3fs import S3FileSystem  # type: ignore[import-untyped]
 from ckpt_engine.errors import CkptError, StorageError
 from ckpt_engine.store import layout
 from ckpt_engine.store.storage import ownrandom, redaction, s3errors
+from ckpt_engine.store.storage.meter import Meter
 from ckpt_engine.store.storage.objectoptions import ObjectOptions
 from ckpt_engine.store.storage.parts import Blocks
 from ckpt_engine.store.storage.regular import require_size
 from ckpt_engine.store.storage.retries import Backoff, is_hopeless
-from ckpt_engine.store.storage.s3body import Body, Pace, PaceStoppedError, wait_of
+from ckpt_engine.store.storage.s3body import Body, MeterStoppedError, wait_of
 from ckpt_engine.store.storage.s3errors import DamagedInTransitError
 
 READ_BYTES = 256 << 10
@@ -50,7 +51,7 @@ class S3Calls:
     def __init__(self, url: str, options: ObjectOptions, library_options: Mapping[str, Any]) -> None:
         self.url = url
         self.options = options
-        self.pace: Pace | None = None
+        self.meter = Meter()
         self._fs = _shared(_complete(library_options, options))
         ownrandom.shield()
         self._secrets = redaction.secrets_of(library_options)
@@ -83,7 +84,7 @@ class S3Calls:
                         return future.result()
         except (CkptError, KeyboardInterrupt, SystemExit):
             raise
-        except PaceStoppedError as err:
+        except MeterStoppedError as err:
             raise err.cause from None
         except Exception as err:  # noqa: BLE001 - raised again, translated
             told = s3errors.translated(err, what, f"{self.url}/{name}", self._secrets)
@@ -136,7 +137,7 @@ class S3Calls:
         """
 
         async def once(client: Any, moved: Callable[[], None]) -> Answer:
-            body = Body(blocks, start, nbytes, moved=moved, pace=self.pace) if nbytes else b""
+            body = Body(blocks, start, nbytes, moved=moved, meter=self.meter) if nbytes else b""
             try:
                 answer: Answer = await getattr(client, method)(Body=body, **arguments)
             except Exception:
@@ -229,7 +230,7 @@ class S3Calls:
                 if wait is None:
                     err.add_note(f"gave up after {backoff.failures} attempts")
                     raise
-                wait_of(self.pace, 0)
+                wait_of(self.meter, 0)
                 await asyncio.sleep(wait)
 
     async def _bounded(self, once: Callable[[Any, Callable[[], None]], Awaitable[_T]], nbytes: int) -> _T:

@@ -1,0 +1,106 @@
+"""Storages around another storage: they pass on what they do not change, and what the other one can do."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Self
+
+from ckpt_engine.store.storage.base import Capabilities, Folder, ObjectInfo, Storage
+from ckpt_engine.store.storage.meter import Meter
+from ckpt_engine.store.storage.partial import Partial
+
+
+class WrapperStorage:
+    """Passes everything on to `inner`; a subclass changes what it is there for."""
+
+    def __init__(self, inner: Storage) -> None:
+        self.inner = inner
+        self.url = inner.url
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        own = self.inner.capabilities
+        folder = _WrappedFolder(self, own.folder) if own.folder is not None else None
+        return replace(own, folder=folder, metered=partial(self._around, own.metered) if own.metered else None)
+
+    def _around(self, make: Callable[[Callable[[Meter], Meter]], Storage], wrap: Callable[[Meter], Meter]) -> Self:
+        made = copy.copy(self)
+        made.inner = make(wrap)
+        return made
+
+    def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
+        self.inner.put(name, blocks, exclusive=exclusive)
+
+    def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        return self.inner.get(name, start, nbytes)
+
+    def get_into(self, name: str, start: int, out: memoryview) -> None:
+        self.inner.get_into(name, start, out)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return self.inner.list(prefix)
+
+    def delete(self, *names: str) -> None:
+        self.inner.delete(*names)
+
+    def sweep(self) -> int:
+        return self.inner.sweep()
+
+    def free_bytes(self) -> int | None:
+        return self.inner.free_bytes()
+
+
+class _WrappedFolder(WrapperStorage):
+    """A wrapper of a folder, which is asked for what only folders can do.
+
+    Args:
+        inner: the wrapper.
+        folder: what it wraps.
+    """
+
+    def __init__(self, inner: Storage, folder: Folder) -> None:
+        super().__init__(inner)
+        self._folder = folder
+        self.root = folder.root
+
+    def path(self, name: str) -> str:
+        return self._folder.path(name)
+
+    def make_folder(self, folder: str) -> None:
+        self._folder.make_folder(folder)
+
+    def settle(self, prefix: str) -> None:
+        self._folder.settle(prefix)
+
+    def receive(self, name: str, nbytes: int, token: str, fill: Callable[[Partial], None]) -> None:
+        self._folder.receive(name, nbytes, token, fill)
+
+
+class MeteredStorage(WrapperStorage):
+    """A storage that cannot be metered itself: the meter is asked before each object."""
+
+    def __init__(self, inner: Storage, meter: Meter) -> None:
+        super().__init__(inner)
+        self._meter = meter
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, metered=lambda wrap: MeteredStorage(self.inner, wrap(self._meter)))
+
+    def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
+        seconds = self._meter.wait(sum(block.nbytes for block in blocks))
+        if seconds > 0:
+            self._meter.pause(seconds)
+        self.inner.put(name, blocks, exclusive=exclusive)
+
+
+def metered(storage: Storage, wrap: Callable[[Meter], Meter]) -> Storage:
+    """`storage` with a meter that is made of the one it has: asked before each slice, or else before each object."""
+    own = storage.capabilities.metered
+    return own(wrap) if own is not None else MeteredStorage(storage, wrap(Meter()))

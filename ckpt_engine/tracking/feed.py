@@ -86,6 +86,9 @@ class Feed:
         """The consumer of the last pass was told that there are no more batches."""
         self.trained = False
         """Weights changed during the current or last pass."""
+        self.longest: int | None = 0
+        """Most batches of one pass that the consumer was given before a step; None: not known."""
+        self._stepped_at = 0
         self.interior = False
         """A snapshot could have been taken in the middle of it."""
         self.starts_only = False
@@ -171,6 +174,17 @@ class Feed:
         """Whether the position of the first batch that is to be asked for again was recorded."""
         return self._recorded >= (self.lead.ahead or 0)
 
+    @property
+    def without_step(self) -> int:
+        """Batches of the pass that the consumer was given since the last step, or since it resumed."""
+        return self.delivered - self._stepped_at
+
+    def stepped(self) -> None:
+        """Weights have changed."""
+        self.trained = True
+        self.longest = max(self.longest or 0, self.without_step)
+        self._stepped_at = self.delivered
+
     def say(self, problem: str) -> None:
         """Passes over this loader cannot be repeated."""
         if problem not in self.says:
@@ -229,6 +243,7 @@ class Feed:
         self._resumed = state
         self.delivered, self.epochs = int(state["delivered"]), int(state["epochs"])
         self.starts_only, self.finished = bool(state["starts_only"]), False
+        self.longest = state.get("longest")
         if (ahead := state.get("ahead")) is not None:
             self.lead.ahead, self._recorded = ahead, ahead
             self.position.lookahead = self._lookahead + ahead
@@ -301,7 +316,7 @@ class Feed:
         if resumed is None:
             self.delivered = 0
         self.trained = resumed is not None and bool(resumed.get("trained", self.delivered > 0))
-        self.starts, self.begun_at = True, next(_clock)
+        self.starts, self.begun_at, self._stepped_at = True, next(_clock), self.delivered
         unknown = self.lead.ahead is None
         self.lead.begin()
         if unknown and self.lead.ahead is not None:
@@ -343,6 +358,7 @@ class Feed:
             "epochs": self.epochs + (self._open and self.trained and not delivered),
             "starts_only": self.starts_only,
             "alone": self.alone,
+            "longest": self.longest,
         }
 
     def _count(self) -> int:

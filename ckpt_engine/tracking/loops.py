@@ -21,6 +21,7 @@ from ckpt_engine.tracking.shape import (
 )
 
 _MOST_LOOKS = 64
+_MANY_STEPS = 50
 
 
 class Loops:
@@ -37,6 +38,9 @@ class Loops:
         self._home = code_now()
         self._saved: Mapping[str, Any] = {}
         self._stepped_at = 0
+        self._resumed: Feed | None = None
+        self._done: tuple[int, ...] = (0,)
+        """Batches of the epoch, and steps, that the saved run had trained."""
         self._around: dict[str, tuple[list[Count], int, bool]] = {}
         self._logged: set[str] = set()
 
@@ -62,10 +66,11 @@ class Loops:
             around.advance(saved)
         counts = around.counts()
         self._around[feed.name] = (counts, feed.delivered, ask.keeps(feed.running))
-        return [] if saved is None else differences(feed.name, saved, counts, feed.delivered, ask.line())
+        return [] if saved is None else differences(feed.name, saved, counts, feed.delivered, ask)
 
     def stepped(self) -> None:
         """An optimizer has made a step."""
+        self._resumed = None
         self._stepped_at = max(feed.asked_at for feed in self._feeds) if self._feeds else 0
 
     def over(self, feed: Feed) -> None:
@@ -157,7 +162,7 @@ class Loops:
 
     def expect(self, own: Mapping[str, Any], training: Feed) -> None:
         """The loop goes on from this snapshot. Passes that were complete in its epoch are not repeated."""
-        self._saved = own.get("loop", {})
+        self._saved, self._done = own.get("loop", {}), (own["batch"], own["step"])
         if not self._saved:
             return
         for one in self._feeds:
@@ -170,7 +175,32 @@ class Loops:
             return False
         for one in self._feeds:
             one.skips = 0
+        self._resumed = feed
         return True
+
+    def skips_again(self, *, ended: bool = False) -> str | None:
+        """What is wrong where a loop leaves out batches after the resume, as one had to do before; once. Cheap.
+
+        A loop that accumulates gradients, or leaves out some batches for what they are, has taken as many before a
+        step in the saved run: more are left out by a count. After few steps they may still be the first of their kind,
+        and only as many as were trained on before show it.
+
+        Args:
+            ended: the resumed pass is over without a step; else the first one begins.
+        """
+        feed = self._resumed
+        if feed is None or feed.longest is None or (taken := feed.without_step) <= feed.longest:
+            return None
+        least, most = (taken, None) if ended else (taken - feed.longest, taken - 1)
+        as_before = any(least <= one <= (most or one) for one in self._done)
+        if not as_before and max(self._done) < _MANY_STEPS:
+            return None
+        self._resumed = None
+        return (
+            f"it takes {taken} batches of {feed.name!r} before its first step after the resume, and never took more "
+            f"than {feed.longest} before: the loader goes on where it was by itself, so leave out what skips batches, "
+            "as `if step < resume_step: continue` does"
+        )
 
     def problems(self) -> list[str]:
         """What differs from the saved loop, at the place of the snapshot; once."""

@@ -78,6 +78,13 @@ def publish(
         log.warning("%s", report.text())
     else:
         announce(log, report.text(), line=report.line(), aloud=aloud)
+    return write(report, folder, log)
+
+
+def write(report: ResumeReport, folder: Path, log: logging.Logger, rank: int = 0) -> Path | None:
+    """The file alone, of the first rank."""
+    if rank:
+        return None
     try:
         return _replace(folder / FILE_NAME, json.dumps(report.to_json(), indent=2) + "\n")
     except OSError as err:

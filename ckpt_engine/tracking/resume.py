@@ -15,7 +15,7 @@ from ckpt_engine.data.exactness import Level, OnChange
 from ckpt_engine.data.resplit import require_between_epochs
 from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
 from ckpt_engine.observe.aloud import announce
-from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.observe.resume_report import NotRestored, Restored, ResumeReport
 from ckpt_engine.restore.as_rank import as_rank
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.match import require_match
@@ -30,7 +30,7 @@ from ckpt_engine.tracking.gradients import put_back
 from ckpt_engine.tracking.packed import unpack
 from ckpt_engine.tracking.parts import OWN_KEY, Parts, saved_shapes
 from ckpt_engine.tracking.rank_values import merged
-from ckpt_engine.tracking.report import ReportDraft, publish
+from ckpt_engine.tracking.report import ReportDraft, publish, write
 from ckpt_engine.tracking.sharded import any_sharded, live_of, require_whole_gradients
 from ckpt_engine.tracking.surroundings import Surroundings
 from ckpt_engine.tracking.weights import with_tied
@@ -80,6 +80,7 @@ class Resume:
         self._own: Mapping[str, Any] = {}
         self._flags: dict[str, dict[str, list[str]]] = {}
         self._draft: ReportDraft | None = None
+        self._report: ResumeReport | None = None
         self._elastic = self._order_later = False
         self.waiting: dict[str, Any] = {}
         """Positions of loaders that this process has not made yet; they belong to its snapshots as they are."""
@@ -194,10 +195,14 @@ class Resume:
 
     def say(self, problem: str) -> None:
         """The loop does not go on as it would have."""
-        if self._draft is None:
-            self._log.warning("not restored: the loop: %s", problem)
-        else:
-            self._draft.not_restored.append(NotRestored("the loop", problem))
+        row = NotRestored("the loop", problem)
+        if self._draft is not None:
+            self._draft.not_restored.append(row)
+            return
+        self._log.warning("not restored: %s: %s", row.name, row.why)
+        if self._report is not None:
+            self._report = replace(self._report, not_restored=(*self._report.not_restored, row))
+            write(self._report, self._report_folder, self._log, self._rank)
 
     def late(self, feed: Feed) -> None:
         """`feed` is followed from now on only: what the snapshot has of it has not changed since."""
@@ -225,8 +230,13 @@ class Resume:
             return
         draft, self._draft = self._draft, None
         draft.not_restored += [problem for feed in self._feeds for problem in _problems(feed)]
+        self._report = draft.finish()
+        publish(self._report, self._report_folder, self._log, rank=self._rank)
+
+    @property
+    def _report_folder(self) -> Path:
         url = self._engine.root_url.removeprefix("file://")
-        publish(draft.finish(), Path(url) if "://" not in url else self._folder, self._log, rank=self._rank)
+        return Path(url) if "://" not in url else self._folder
 
     @property
     def _rank(self) -> int:
@@ -247,7 +257,9 @@ class Resume:
             if feed.dispatched:
                 require_between_epochs(positions)
             if len(positions) == elastic.saved_size:
-                feeds[feed.name] = {**feeds[feed.name], "position": elastic.position(feed.position, positions)}
+                position = elastic.position(feed.position, positions)
+                # Loops often accumulate gradients over other numbers of batches then.
+                feeds[feed.name] = {**feeds[feed.name], "position": position, "longest": None}
         if own["gradients"]:
             require_whole_gradients(self._parts.modules.values(), elastic.saved_size)
         gradients, missing = {}, []

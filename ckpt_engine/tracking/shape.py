@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ckpt_engine.audit.carried import counters_of, frames_around, instruction_at, is_of_user, local_values, loops_around
+from ckpt_engine.audit.shown import only_shows_its_count
 
 At = Sequence[tuple[CodeType, int]]
 """Functions on the stack and the instructions they are at, innermost first."""
@@ -76,6 +77,10 @@ class Ask:
         """Values of local variables that the loop may read again, and of those that it does not."""
         found = [local_values(frame) for frame in self.frames]
         return [value for live, _ in found for value in live], [value for _, dead in found for value in dead]
+
+    def only_shows_its_count(self) -> bool:
+        """Whether the counter of the `enumerate` that the loop is over is only printed or logged."""
+        return any(is_of_user(frame) and only_shows_its_count(frame) for frame in self.frames)
 
     def keeps(self, iterator: Any) -> bool:
         """Whether the loop itself has this iterator, in a variable or an attribute: others around it come and go."""
@@ -197,14 +202,17 @@ class Followed:
     __slots__ = ()
 
 
-def differences(name: str, saved: Sequence[Sequence[Any]], now: Sequence[Count], given: int, line: str) -> list[str]:
+def differences(name: str, saved: Sequence[Sequence[Any]], now: Sequence[Count], given: int, ask: Ask) -> list[str]:
     """Sentences about iterators around loader `name` that do not go on where they were after `given` batches."""
-    found = []
+    found, line = [], ask.line()
+    alone = sum(kind == "enumerate" for kind, _, _ in now) == 1
     for number, (kind, count, _) in enumerate(now):
         before = saved[number][1] if number < len(saved) and saved[number][0] == kind else None
         if count is not None and count == (given if before is None and kind != "zip" else before):
             continue
         where = f"{kind} around {name!r} ({line})"
+        if kind == "enumerate" and alone and ask.only_shows_its_count():
+            continue
         if kind == "enumerate":
             start = "" if before in (None, given) else f"{before - given} + "
             found.append(f"{where} counts again after {given} batches: enumerate(…, {start}run.resumed_batches)")

@@ -146,6 +146,7 @@ class Tracker(Progress):
             StateError: as `Checkpointer.before_update`.
         """
         self._failing.last.changes()
+        self._say_what_is_skipped()
         self._complete_copies()
 
     def finish(self, *, complete: bool | None = None) -> None:
@@ -256,6 +257,7 @@ class Tracker(Progress):
 
     def over(self, feed: Feed) -> None:
         """A pass over a followed loader is complete, or was left."""
+        self._say_what_is_skipped(ended=True)
         self._recent.discard(feed)
         began = self._asked_at.pop(feed, None)
         self._settle()
@@ -274,6 +276,10 @@ class Tracker(Progress):
         elif self._steps and began is not None:
             self.evaluated(time.monotonic() - began)
 
+    def _say_what_is_skipped(self, *, ended: bool = False) -> None:
+        if (problem := self._loops.skips_again(ended=ended)) is not None:
+            self._resume.say(problem)
+
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if id(optimizer) not in self._ids:
             return
@@ -285,7 +291,7 @@ class Tracker(Progress):
             self._steps += 1
         self._loops.stepped()
         for feed in self._recent:
-            feed.trained = True
+            feed.stepped()
             self._due.add(feed)
         if self._recent and self._training not in self._recent:
             self._training = next(one for one in self._feeds if one in self._recent)

@@ -245,6 +245,15 @@ def looks_at_a_batch_in_each_epoch(run: Watched) -> None:
             step(run, batch, epoch)
 
 
+def prints_a_count(run: Watched) -> None:
+    run.track()
+    for epoch in range(run.epoch, EPOCHS):
+        for i, batch in enumerate(run.loader):
+            step(run, batch, epoch)
+            if i % 2 == 0:
+                print(f"{epoch} {i}")
+
+
 def drops_the_first_batch_of_an_iterator(run: Watched) -> None:
     run.track()
     for epoch in range(run.epoch, EPOCHS):
@@ -356,6 +365,7 @@ EXACT: tuple[Loop, ...] = (
     alternates,
     samples_from_endless_ones,
     looks_at_a_batch_in_each_epoch,
+    prints_a_count,
     drops_the_first_batch_of_an_iterator,
     evaluates_on_a_part,
 )
@@ -449,9 +459,18 @@ def generations(
 QUICK = (breaks_before_it_trains, slices, pairs_with_a_shorter_one, nests, reads_one_ahead, counts_from_zero)
 
 
+def test_a_count_that_is_only_printed_is_no_fault(tmp_path: Path) -> None:
+    """The resumed loop prints other numbers and trains the same: the report has nothing to say."""
+    live(prints_a_count, every_boundary(tmp_path / "run"))
+    snapshot = [one for one in saved(tmp_path / "run") if one.reason != "end"][7]
+    life = live(prints_a_count, resume_only(only(tmp_path / "run", snapshot, tmp_path / "again")))
+    assert life.said_before_the_first_step == []
+
+
 def cases(loops: Iterable[Loop]) -> list[Any]:
     """Each loop with all of its boundaries; some with one of them."""
-    every = [pytest.param(loop, 1000, id=loop.__name__, marks=pytest.mark.slow) for loop in loops]
+    marks = (pytest.mark.slow, pytest.mark.timeout(1200))
+    every = [pytest.param(loop, 1000, id=loop.__name__, marks=marks) for loop in loops]
     return [*every, *(pytest.param(loop, 1, id=f"{loop.__name__}, once") for loop in loops if loop in QUICK)]
 
 

@@ -31,6 +31,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ckpt_engine.data import rng
+from ckpt_engine.snapshot.sharding import here
 
 MOST_HOLDERS = 5000
 """Objects that are looked at; the walk ends there."""
@@ -359,6 +360,7 @@ def _freeze_plain(value: Any) -> Frozen:
 
 
 def _freeze_tensor(tensor: torch.Tensor, saved: Collection[int]) -> Frozen:
+    tensor = here(tensor)
     head = ("tensor", str(tensor.dtype), tuple(tensor.shape))
     if saved and address(tensor) in saved:
         return (*head, "saved")
@@ -405,7 +407,8 @@ def type_of(value: Any) -> str:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where the tensor's memory begins; 0 where it has none of its own."""
+    """Where the memory of what this rank has of the tensor begins; 0 where it has none of its own."""
+    tensor = here(tensor)
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return 0
     return int(tensor.untyped_storage().data_ptr())

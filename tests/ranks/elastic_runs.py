@@ -31,8 +31,12 @@ class Lives:
         self.sizes: list[int] = []
         self.teams: list[int] = []
 
-    def run(self, size: int, *, kill_after: int | None = None, **changes: Any) -> list[int]:
-        """One life, killed with its writers once it has a snapshot of so many steps after its start; its statuses."""
+    def run(self, size: int, *, kill_after: int | None = None, victim: int | None = None, **changes: Any) -> list[int]:
+        """One life, killed with its writers once it has a snapshot of so many steps after its start; its statuses.
+
+        Args:
+            victim: the only rank that is killed; its launcher ends the others.
+        """
         life = len(self.sizes)
         self.sizes.append(size)
         job = {
@@ -49,7 +53,7 @@ class Lives:
             deadline = time.monotonic() + PATIENCE_SECONDS
             while not self._reached(life, kill_after) and time.monotonic() < deadline and psutil.pid_exists(pids[0]):
                 time.sleep(0.005)
-            for pid in pids + writers_of(pids):
+            for pid in pids + writers_of(pids) if victim is None else [pids[victim]]:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         return self._launcher.join()

@@ -1,0 +1,49 @@
+"""One kill of a loop of several ranks, and they go on. The slow suite plays every trainer, size and layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.elastic_runs import Lives
+from tests.ranks.launch import Launcher
+
+SAMPLES = 48
+STEPS = 2
+"""After which a life is killed."""
+
+
+@pytest.fixture(scope="module")
+def launcher() -> Iterator[Launcher]:
+    made = Launcher("tests.ranks.train_elastic")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def lives(launcher: Launcher, tmp_path: Path) -> Lives:
+    return Lives(launcher, tmp_path, "plain", epochs=1, samples=SAMPLES, options={"writer": "process"})
+
+
+def test_two_ranks_go_on_exactly_after_one_is_killed(launcher: Launcher, tmp_path: Path, lives: Lives) -> None:
+    """Batches, random draws, weights and optimizer state of both are those of a run that nothing interrupts."""
+    lives.run(2, kill_after=STEPS, victim=1, pace=0.03)
+    assert lives.run(2) == [0, 0], lives.logs()
+    whole = Lives(launcher, tmp_path / "whole", "plain", epochs=1, samples=SAMPLES)
+    whole.folder.mkdir()
+    assert whole.run(2) == [0, 0], whole.logs()
+    assert lives.start(1) >= STEPS
+    for rank in range(2):
+        assert lives.lines(1, rank) == whole.lines(0, rank)[lives.start(1) :]
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_another_number_of_ranks_goes_on_with_what_was_saved(layout: str, lives: Lives) -> None:
+    """Two ranks with a whole or a divided model are killed; one alone has their state, and each sample comes once."""
+    lives.run(2, layout=layout, kill_after=STEPS, pace=0.03)
+    assert lives.run(1) == [0], lives.logs()
+    assert lives.start(1) >= STEPS
+    lives.require_saved_state(1)
+    lives.require_whole_epochs()

@@ -17,8 +17,9 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(TIER),--tier $(TIER))
 
+# One process per core; the tests of a file share what they start.
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow or hypothesis' --timeout 3600 --hypothesis-profile explore

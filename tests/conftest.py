@@ -1,7 +1,11 @@
-"""How examples of laws are drawn: always the same ones by default, new ones in `make test-slow`."""
+"""How examples of laws are drawn, and what makes the whole suite quick."""
 
 from __future__ import annotations
 
+import gc
+import sys
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A busy machine is no failure: how long an example takes to draw or to run says nothing about a law.
@@ -9,3 +13,19 @@ _PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("same", derandomize=True, **_PATIENT)
 settings.register_profile("explore", derandomize=False, max_examples=400, print_blob=True, **_PATIENT)
 settings.load_profile("same")
+
+
+def pytest_collection_finish() -> None:
+    """What collecting has imported stays: neither the garbage collector nor a forked process has to look through it."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def loaders_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader that only the garbage collector ends waits so long for each of its workers before it terminates it.
+
+    Its queue may be collected before it: then no worker hears that it is to end, and torch waits 5 s for each.
+    """
+    if "torch" in sys.modules:
+        monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)

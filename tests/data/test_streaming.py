@@ -187,7 +187,16 @@ def exact_or_said(loader: Callable[[], DataLoader[Any]], *, exactly: bool = True
 def test_own_streams_begin_each_later_epoch_at_its_beginning(name: str, workers: str) -> None:
     """However a data set applies its state, a resume counts once."""
     said = name in ("needs arguments", "not before")
-    exact_or_said(make(OWN[name], **LOADERS[workers]), exactly=not said, every=7 if workers != "0" else 2)
+    exact_or_said(make(OWN[name], **LOADERS[workers]), exactly=not said, every=13 if workers != "0" else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [name for name in LOADERS if name != "0"])
+@pytest.mark.parametrize("name", OWN)
+def test_own_streams_in_workers_resume_from_more_boundaries(name: str, workers: str) -> None:
+    """The law above, densely: each resume of a loader with workers forks many processes."""
+    said = name in ("needs arguments", "not before")
+    exact_or_said(make(OWN[name], **LOADERS[workers]), exactly=not said)
 
 
 def _rows(shards: int = 4) -> Any:

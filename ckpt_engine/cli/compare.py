@@ -22,10 +22,7 @@ from ckpt_engine.store.tree import entries_in, require_written_out
 from ckpt_engine.tracking.packed import unpack
 
 PACKED = ("ckpt_engine", "packed")
-"""Where adapters keep what they need besides the state itself; compared by its content."""
-
-MEASURED = ("ckpt_engine/cadence/",)
-"""What adapters measure: times, which no two runs share."""
+"""The end of the path at which adapters, and each rank, keep what they need besides the state; compared by content."""
 
 Path = tuple[str, ...]
 
@@ -70,6 +67,11 @@ class Difference:
     inf: tuple[int, int] | None = None
     stored: tuple[int, int] | None = None
     nbytes: int | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether it is among what adapters measure: times, which no two runs share."""
+        return "/ckpt_engine/cadence/" in f"/{self.path}"
 
     def __str__(self) -> str:
         if self.kind is Kind.TENSOR:
@@ -124,8 +126,8 @@ class Comparison:
             self.compared += 1
             return
         one, other = (side.rebuilt(node) for side, node in zip(self._sides, (a, b), strict=True))
-        if path == PACKED and isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            yield from self._objects(unpack(one)[0], unpack(other)[0], path[:1])
+        if path[-2:] == PACKED and isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+            yield from self._objects(unpack(one)[0], unpack(other)[0], path[:-1])
         else:
             stored = self._sides[0].stored(a), self._sides[1].stored(b)
             for found in self._objects(one, other, path):

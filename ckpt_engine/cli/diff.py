@@ -28,11 +28,11 @@ def command(first: str, second: str, everything: bool, as_json: bool) -> None:
     are equal are not read. The times that a run measured, which no two runs share, are left out. Says, too, which
     snapshots' files each of them needs, and what they share. Ends with exit code 1 if there is a difference.
     """
-    from ckpt_engine.cli.compare import MEASURED, Comparison  # torch
+    from ckpt_engine.cli.compare import Comparison  # torch
 
     a, b = _snapshot(first), _snapshot(second)
     comparison = Comparison(a, b)
-    found = [one for one in comparison if not one.path.startswith(MEASURED)]
+    found = [one for one in comparison if not one.measured]
     origins = Origins.of(a.manifest), Origins.of(b.manifest)
     shared = shared_bytes(a.manifest, b.manifest)
     if as_json:

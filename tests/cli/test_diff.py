@@ -56,18 +56,20 @@ def test_equal_snapshots_have_no_difference_and_their_tensors_are_not_read(
     assert found["compared"] > 20
 
 
-def test_times_that_a_run_measured_are_no_difference(ckpt: Ckpt, tmp_path: Path) -> None:
-    """Else no two equal runs would ever be equal; whatever else adapters keep counts."""
+@pytest.mark.parametrize("rank", [None, "1"])
+def test_times_that_a_run_measured_are_no_difference(ckpt: Ckpt, tmp_path: Path, rank: str | None) -> None:
+    """Else no two equal runs would ever be equal; whatever else adapters, and each rank, keep counts."""
     for name, draws, stall in (("a", 1, 0.1), ("b", 1, 0.2), ("c", 2, 0.1)):
         packed = Packer("ckpt_engine").pack(
             {"draws": draws, "cadence": {"stall_seconds": stall, "interval_steps": 1 / stall}}
         )
-        _save(tmp_path / name, {"model": torch.ones(2), "ckpt_engine": {"packed": packed}})
+        ours = {"ckpt_engine": {"packed": packed}}
+        _save(tmp_path / name, {"model": torch.ones(2), **(ours if rank is None else {"ranks": {rank: ours}})})
     equal = ckpt("diff", tmp_path / "a", tmp_path / "b")
     assert (equal.code, "are equal, bit for bit" in equal.out) == (0, True), equal.out
     other = ckpt("diff", tmp_path / "a", tmp_path / "c", "--json")
     assert other.code == 1
-    assert [one["path"] for one in other.json["differences"]] == ["ckpt_engine/draws"]
+    assert [one["path"].removeprefix(f"ranks/{rank}/") for one in other.json["differences"]] == ["ckpt_engine/draws"]
 
 
 def test_each_difference_has_its_place_count_first_index_and_size(ckpt: Ckpt, tmp_path: Path) -> None:

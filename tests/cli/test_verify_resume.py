@@ -378,7 +378,7 @@ def test_a_suite_is_run_with_us_in_every_trainer(ckpt: Ckpt, tmp_path: Path) -> 
     """What fails only with us is named with its first line; what fails anyway, or now and then, is not blamed."""
     suite = tmp_path / "suite_of_a_user.py"
     suite.write_text((SCRIPTS / "suite" / suite.name).read_text())
-    words = ("-p", "no:cacheprovider", "-q", "--rootdir", tmp_path, suite)
+    words = ("-p", "no:cacheprovider", "-q", suite)
     result = ckpt("verify-resume", "--timeout", 300, "--pytest", "--json", "--", *words)
     assert result.code == 1, result.err
     report = result.json
@@ -391,10 +391,13 @@ def test_a_suite_is_run_with_us_in_every_trainer(ckpt: Ckpt, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_suite_that_does_not_change_ends_well(ckpt: Ckpt, tmp_path: Path) -> None:
-    """Exit code 0; its progress is on the error stream. Tests that do not exist are an error of pytest."""
+    """Exit code 0; its progress is on the error stream. Tests that do not exist are an error of pytest.
+
+    The suite has no configuration: pytest finds its root by the paths among its arguments, in each run the same one.
+    """
     suite = tmp_path / "suite_of_a_user.py"
     suite.write_text((SCRIPTS / "suite" / suite.name).read_text())
-    words = ("-p", "no:cacheprovider", "--rootdir", tmp_path, suite)
+    words = ("-p", "no:cacheprovider", suite)
     result = ckpt("verify-resume", "--pytest", *words, "-k", "trains and None")
     assert result.code == 0, result.err
     assert result.out == "0 new failures; 1 test passed with and without ckpt-engine, 0 skipped\n"

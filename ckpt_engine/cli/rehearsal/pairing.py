@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_engine.cli.compare import MEASURED, Comparison, Difference
+from ckpt_engine.cli.compare import Comparison, Difference
 from ckpt_engine.cli.rehearsal.spec import Trace
 from ckpt_engine.cli.root import open_run
 from ckpt_engine.restore.choose import Candidate, assemble
@@ -44,7 +44,7 @@ def compare(a: Path, b: Path, traces: tuple[Trace, Trace], first: int, last: int
     ones, others = _by_place(a, first, last), _by_place(b, first, last)
     for place in [place for place in ones if place in others]:
         comparison = Comparison(ones[place], others[place])
-        found = [one for one in comparison if not one.path.startswith(MEASURED)]
+        found = [one for one in comparison if not one.measured]
         yield Pair(place[0], tuple(found), comparison.compared, _batch(traces, place[0]))
 
 

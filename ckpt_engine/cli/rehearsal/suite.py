@@ -88,7 +88,7 @@ class Suite:
             raise ResumeError("no test passes without ckpt-engine", hint=f"see {self._log('run 1')}")
         trainers = self._scratch / "trainers"
         trainers.mkdir()
-        ours = ["--ckpt-trainers", str(trainers)]
+        ours = [f"--ckpt-trainers={trainers}"]
         found, code = self._run("run 2: with AdaptiveCheckpoint in every Trainer", ours, fine)
         ended = Outcome("failed", f"the tests ended before it, with exit code {code}")
         failed = {test: one for test in fine if (one := found.get(test, ended)).outcome == "failed"}
@@ -109,11 +109,11 @@ class Suite:
     ) -> tuple[dict[str, Outcome], int]:
         name = title.partition(":")[0]
         file = self._scratch / f"{name}.jsonl"
-        command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "--ckpt-outcomes", str(file), *more]
+        command = [sys.executable, "-m", "pytest", "-p", PLUGIN, f"--ckpt-outcomes={file}", *more]
         if only is not None:
             chosen = self._scratch / f"{name}.json"
             chosen.write_text(json.dumps(only))
-            command += ["--ckpt-only", str(chosen)]
+            command += [f"--ckpt-only={chosen}"]  # as a word of its own, its path would move pytest's rootdir
         with self._log(name).open("wb") as log:
             process = subprocess.Popen(
                 [*command, *self._arguments],

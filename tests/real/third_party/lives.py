@@ -1,0 +1,203 @@
+"""Lives of a program: killed at random instants, and compared with one that nothing interrupts."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing
+import os
+import random
+import re
+import runpy
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckpt_engine.cli.compare import Comparison
+from ckpt_engine.cli.root import open_run
+from ckpt_engine.restore.choose import assemble
+from tests.real.third_party.lines import edit
+from tests.real.third_party.table import Program
+
+LIFE_SECONDS = 900.0
+OFFLINE = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+PRELOADED = (
+    *("torch", "numpy", "lightning.pytorch", "transformers.trainer", "transformers.models.bert.modeling_bert"),
+    *("datasets", "sentence_transformers", "trl.trainer.sft_trainer", "pytorch_forecasting", "hydra"),
+    *("ckpt_engine.checkpointer", "accelerate_ckpt", "lightning_ckpt"),
+)
+"""Imported once, so that a life takes as long as the program; what is not installed is left out."""
+_NOTES = ("/ckpt_engine/audit/locals", "/ckpt_engine/loop/numbers/")
+"""What of a loop's variables a process has seen: no state, but what the report is made of."""
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(list(PRELOADED))
+
+
+class Ranks:
+    """The processes of one life."""
+
+    def __init__(self, processes: Sequence[Any]) -> None:
+        self._processes = processes
+
+    @property
+    def code(self) -> int | None:
+        """None while all run or have ended well, and not all have."""
+        codes = [process.exitcode for process in self._processes]
+        return next((code for code in codes if code), None if None in codes else 0)
+
+    def wait(self, seconds: float) -> None:
+        """Until they have ended, or one has failed."""
+        deadline = time.monotonic() + seconds
+        while self.code is None and (left := deadline - time.monotonic()) > 0:
+            wait([process.sentinel for process in self._processes if process.exitcode is None], min(left, 1.0))
+
+    def kill(self) -> None:
+        """SIGKILL for all, and the workers of their loaders."""
+        for process in self._processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.join(60.0)
+
+
+def live(folder: Path, words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """One process of a program, as `python FILE ARGUMENTS` would run it."""
+    os.setsid()
+    output = os.open(folder / "said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    os.environ.update(environment)
+    os.chdir(folder)
+    multiprocessing.set_start_method(None, force=True)  # that of a new process, for the workers of its loaders
+    warnings.simplefilter("ignore")
+    random.seed()  # as a new process does; else all lives would draw the same without a seed
+    np.random.seed()
+    sys.argv, sys.path[:] = list(words), [str(folder), *sys.path]
+    runpy.run_path(words[0], run_name="__main__")
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+
+
+class Lives:
+    """Lives of one program, in a folder of its own for each variant."""
+
+    def __init__(self, program: Program, source: Path) -> None:
+        self.program, self.source = program, source
+
+    def make(self, name: str) -> Path:
+        """A copy with our lines; "unchanged" is without."""
+        folder = self.source.with_name(name)
+        shutil.copytree(self.source, folder)
+        if name != "unchanged":
+            root = repr(str(folder / "run"))
+            for file, changes in self.program.changes.items():
+                edit(folder / file, [(old, new.replace("ROOT", root)) for old, new in changes])
+        return folder
+
+    def start(self, folder: Path) -> Ranks:
+        """All ranks of one life."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+        count, words = self.program.ranks, (self.program.file, *self.program.arguments)
+        ranks = []
+        for rank in range(count):
+            own = {"WORLD_SIZE": str(count), "RANK": str(rank), "LOCAL_RANK": str(rank), **meet} if count > 1 else {}
+            ranks.append(_context.Process(target=live, args=(folder, words, own)))
+            ranks[-1].start()
+        return Ranks(ranks)
+
+    def run(self, folder: Path) -> list[str]:
+        """One life to its end; what it said."""
+        ranks = self.start(folder)
+        ranks.wait(LIFE_SECONDS)
+        if ranks.code != 0:
+            ranks.kill()
+            raise SystemExit(f"{folder}: exit code {ranks.code}: {(folder / 'said.txt').read_text()[-600:]}")
+        return self.said(folder)
+
+    def said(self, folder: Path) -> list[str]:
+        return re.findall(self.program.spoken, (folder / "said.txt").read_text())
+
+    def kill_often(self, folder: Path, kills: int, seconds: float, draw: random.Random) -> int:
+        """Lives that are killed so often, or until one comes to its end; then one more. How many were killed.
+
+        Args:
+            seconds: that training takes without an interruption.
+        """
+        for number in range(kills):
+            ranks, before = self.start(folder), snapshots(folder)
+            deadline = time.monotonic() + LIFE_SECONDS
+            while ranks.code is None and snapshots(folder) <= before and time.monotonic() < deadline:
+                time.sleep(0.01)
+            ranks.wait(draw.uniform(0, 1.6 * seconds / kills))  # a random instant
+            if ranks.code is not None:
+                if ranks.code:
+                    ranks.kill()
+                    raise SystemExit(f"{folder}: life {number}: {(folder / 'said.txt').read_text()[-600:]}")
+                return number
+            ranks.kill()
+        self.run(folder)
+        return kills
+
+
+def snapshots(folder: Path) -> set[str]:
+    """The manifests of a run."""
+    return {path.name for path in (folder / "run" / "snapshots").glob("[!.]*.json")}
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """Of the last step that both runs have a snapshot of, bit for bit.
+
+    What is measured does not count, nor a random stream that nothing seeds: it differs in the first snapshots already.
+    """
+    runs = [open_run(str(folder / "run")).holders for folder in (one, other)]
+    both = {parsed.step for parsed in runs[0]} & {parsed.step for parsed in runs[1]}
+
+    def of_step(step: int) -> dict[str, str]:
+        candidates = []
+        for holders in runs:
+            last = max((parsed for parsed in holders if parsed.step == step), key=lambda parsed: parsed.seq)
+            candidates.append(assemble(last.id, holders[last]))
+        rows = (row for row in Comparison(*candidates) if not row.measured)
+        return {row.path: str(row) for row in rows if not any(one in f"/{row.path}" for one in _NOTES)}
+
+    unseeded = {path for path in of_step(min(both)) if "/rng/" in path}
+    return [f"step {max(both)}: {row}" for path, row in of_step(max(both)).items() if path not in unseeded]
+
+
+def verify(name: str, program: Program, source: Path, kills: int) -> dict[str, Any]:
+    """The verdict on one program."""
+    program.prepare(source)
+    lives = Lives(program, source)
+    unchanged = lives.run(lives.make("unchanged"))
+    whole = lives.make("whole")
+    first = lives.run(whole)
+    times = sorted(path.stat().st_mtime for path in (whole / "run" / "data").glob("[!.]*"))
+    began = min(path.stat().st_mtime for path in (whole / "run").rglob("*"))
+    killed = lives.make("killed")
+    count = lives.kill_often(killed, kills, times[-1] - began, random.Random(name))
+    found = differences(whole, killed)
+    report = killed / "run" / "resume-report.json"
+    declared = [row["name"] for row in json.loads(report.read_text())["not_restored"]] if report.exists() else []
+    same = not found and set(lives.said(killed)) == set(first)
+    return {
+        "verdict": "bitwise" if same else "declared" if declared else "silent",
+        "kills": count,
+        "unchanged by us": sorted(unchanged) == sorted(first),
+        "lines": len(first),
+        "differences": found[:5],
+        "declared": declared,
+    }

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, replace
 
 from ckpt_engine.frequency.account import Account
-from ckpt_engine.frequency.controller import AdaptivePolicy, Costs, Decision, FrequencyPolicy, settle
+from ckpt_engine.frequency.controller import AdaptivePolicy, Costs, Decision, settle
 from ckpt_engine.frequency.settings import FrequencySettings
 
 REVIEW_STEPS = 256
@@ -69,7 +69,6 @@ class AdaptiveTrigger:
 
     Args:
         settings: `overhead` is not None.
-        policy: None for the policy of `controller`.
     """
 
     __slots__ = (
@@ -77,17 +76,15 @@ class AdaptiveTrigger:
         "_budget",
         "_policy",
         "_rpo",
-        "_settings",
         "_windows_without_quiet",
         "calibrating",
         "decision",
         "review_step",
     )
 
-    def __init__(self, settings: FrequencySettings, policy: FrequencyPolicy | None = None) -> None:
+    def __init__(self, settings: FrequencySettings) -> None:
         assert settings.overhead is not None
-        self._settings = settings if policy is None else None
-        self._policy: FrequencyPolicy = policy or AdaptivePolicy(settings)
+        self._policy = AdaptivePolicy(settings)
         self._budget = settings.overhead
         self._rpo = settings.max_lost_work_seconds
         self._assumed_seconds = ASSUMED_STALL_SECONDS
@@ -101,10 +98,9 @@ class AdaptiveTrigger:
         self.review_step = step + REVIEW_STEPS
 
     def rebudget(self, budget: float) -> None:
-        """Decide and pay by another budget from now on; a policy of the caller's keeps its own."""
+        """Decide and pay by another budget from now on."""
         self._budget = budget
-        if self._settings is not None:
-            self._policy = AdaptivePolicy(replace(self._settings, overhead=budget))
+        self._policy = AdaptivePolicy(replace(self._policy.settings, overhead=budget))
 
     def announce(self, nbytes: int) -> None:
         """The size of the state, for an assumption about the stall of the first snapshot."""

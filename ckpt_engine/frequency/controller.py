@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from ckpt_engine.frequency.intervals import optimal
 from ckpt_engine.frequency.settings import DEFAULT_OVERHEAD, FrequencySettings
@@ -150,14 +149,6 @@ class Decision:
         return f"{every}: " + "; ".join(parts)
 
 
-class FrequencyPolicy(Protocol):
-    """Chooses an interval from what was measured. Pure: no clock, no I/O, no logging, no state."""
-
-    def decide(self, costs: Costs, failures_per_second: float) -> Decision:
-        """The interval these measurements call for, hysteresis not yet applied."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class AdaptivePolicy:
     """The policy of this module. `settings.overhead` of None counts as the default budget."""
@@ -165,6 +156,7 @@ class AdaptivePolicy:
     settings: FrequencySettings
 
     def decide(self, costs: Costs, failures_per_second: float) -> Decision:
+        """The interval that these measurements call for, hysteresis not yet applied."""
         settings, step = self.settings, costs.step_seconds
         latency, cost = _seconds(costs.latency_seconds), costs.cost_seconds
         busy = max(latency / settings.slots, _seconds(costs.busy_seconds))

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt_engine.frequency.account import Account
 from ckpt_engine.frequency.adaptive import AdaptiveTrigger, Moment
-from ckpt_engine.frequency.controller import Decision, FrequencyPolicy
+from ckpt_engine.frequency.controller import Decision
 from ckpt_engine.frequency.failure_rate import FailureRate
 from ckpt_engine.frequency.learned import InFlight, Learned, Settled, measured
 from ckpt_engine.frequency.measure import CLEAN_WINDOW, CostMeter, StepTimes
@@ -53,7 +53,6 @@ class Cadence:
         settings: what the user asked for.
         clock: the source of durations.
         sink: gets `IntervalChanged`, `SnapshotSkipped` (once per due snapshot) and `Notice`.
-        policy: replaces the adaptive policy; ignored where the settings have no adaptive trigger.
     """
 
     _account: Account
@@ -80,13 +79,11 @@ class Cadence:
     _wake_time: float
     _warm_up: int
 
-    def __init__(
-        self, settings: FrequencySettings, clock: Clock, sink: EventSink, *, policy: FrequencyPolicy | None = None
-    ) -> None:
+    def __init__(self, settings: FrequencySettings, clock: Clock, sink: EventSink) -> None:
         self._settings = settings
         self._now: Callable[[], float] = clock.monotonic
         self._sink = sink
-        self._adaptive = AdaptiveTrigger(settings, policy) if settings.overhead is not None else None
+        self._adaptive = AdaptiveTrigger(settings) if settings.overhead is not None else None
         self._memory = MemoryTrigger(settings.memory, settings.budget) if settings.memory is not None else None
         self._failures = FailureRate.prior()
         self._failures_since = self._now()

@@ -1,9 +1,9 @@
-"""Optimal checkpoint intervals and what they cost, for failures at a constant rate.
+"""The optimal checkpoint interval for failures at a constant rate.
 
-Symbols of the literature, all in seconds: `cost` (δ) blocks training at each checkpoint, `mtbf` (M) is the mean time
-between failures, `restart` (R) is detection, restart and load, `interval` (τ) is the work between two checkpoints.
+Symbols of the literature, in seconds: `cost` (δ) blocks training at each checkpoint, `mtbf` (M) is the mean time
+between failures, R is detection, restart and load.
 
-Sources: Young 1974; Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 2006.
+Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 2006.
 """
 
 from __future__ import annotations
@@ -11,24 +11,6 @@ from __future__ import annotations
 import math
 
 _BRANCH_POINT = -1.0 / math.e
-
-
-def young(cost: float, mtbf: float) -> float:
-    """Young's first order optimum, sqrt(2 δ M)."""
-    return math.sqrt(2.0 * cost * mtbf)
-
-
-def daly_first_order(cost: float, mtbf: float, restart: float) -> float:
-    """Daly's first order optimum, sqrt(2 δ (M + R)) - δ."""
-    return math.sqrt(2.0 * cost * (mtbf + restart)) - cost
-
-
-def daly_higher_order(cost: float, mtbf: float) -> float:
-    """Daly's perturbation solution; M where checkpoints cost more than twice the time between failures."""
-    if cost >= 2.0 * mtbf:
-        return mtbf
-    ratio = cost / (2.0 * mtbf)
-    return math.sqrt(2.0 * cost * mtbf) * (1.0 + math.sqrt(ratio) / 3.0 + ratio / 9.0) - cost
 
 
 def optimal(cost: float, mtbf: float) -> float:
@@ -81,27 +63,3 @@ def lambert_w0(z: float) -> float:
         if abs(change) <= 1e-15 * (1.0 + abs(w)):
             break
     return w
-
-
-def expected_loss(segment: float, mtbf: float) -> float:
-    """Mean work lost given that a failure happened within a segment of τ + δ seconds: M - s / (e^(s/M) - 1)."""
-    ratio = segment / mtbf
-    if ratio < 1e-4:
-        return segment / 2.0 - segment * ratio / 12.0
-    return mtbf - (segment / math.expm1(ratio) if ratio < 700.0 else 0.0)
-
-
-def waste(interval: float, cost: float, mtbf: float, restart: float, latency: float = 0.0) -> float:
-    """First order share of time lost: δ/τ + (τ/2 + L + R)/M, with `latency` (L) from snapshot to durable.
-
-    L adds to the waste but does not move the optimal interval.
-    """
-    return cost / interval + (interval / 2.0 + latency + restart) / mtbf
-
-
-def goodput(interval: float, cost: float, mtbf: float, restart: float) -> float:
-    """Share of wall time that is useful work, exactly (Daly): τ / (M e^(R/M) (e^((τ+δ)/M) - 1))."""
-    exponent = (interval + cost) / mtbf
-    if exponent > 700.0:
-        return 0.0
-    return math.exp(-restart / mtbf) * interval / (mtbf * math.expm1(exponent))

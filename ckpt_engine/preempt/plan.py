@@ -113,11 +113,6 @@ class StopPlan:
     certain: bool
     why: str
 
-    @property
-    def nearest_only(self) -> bool:
-        """Whether further tiers are left without what the nearest one has."""
-        return any(tier.step != self.step for tier in self.tiers[1:])
-
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:

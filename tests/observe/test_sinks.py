@@ -1,10 +1,6 @@
-"""The sinks: log lines, the JSON-lines file through crashes, and fan-out past failing sinks."""
+"""The sinks: log lines, and fan-out past failing sinks."""
 
-import errno
-import json
 import logging
-import os
-from pathlib import Path
 
 import pytest
 
@@ -14,11 +10,8 @@ from ckpt_engine.observe.events import (
     Notice,
     SnapshotCommitted,
     SnapshotFailed,
-    SnapshotSkipped,
-    to_json,
 )
 from ckpt_engine.observe.fanout import FanOutSink
-from ckpt_engine.observe.lines import LinesSink, read_lines
 from ckpt_engine.observe.log import LogSink, level_of, line
 from tests.observe.test_events import SAMPLES
 
@@ -116,69 +109,6 @@ def test_unknown_levels_and_kinds_are_logged_all_the_same() -> None:
     assert line(Event()) == "Event()"
 
 
-# ------------------------------------------------------------------ lines
-
-
-def test_lines_are_written_at_once_and_read_back(tmp_path: Path) -> None:
-    """Events are in the file before the sink is closed."""
-    sink = LinesSink(tmp_path / "events.jsonl", StillClock())
-    for event in SAMPLES:
-        sink.emit(event)
-    records = list(read_lines(tmp_path / "events.jsonl"))
-    assert [record["event"] for record in records] == [event.name for event in SAMPLES]
-    for record, event in zip(records, SAMPLES, strict=True):
-        assert json.loads(json.dumps(to_json(event))).items() <= record.items()
-        assert record["time"] == 1.7e9
-        assert record["monotonic"] == 5.0
-    sink.close()
-    sink.close()
-    sink.emit(SAMPLES[0])
-    assert len(list(read_lines(tmp_path / "events.jsonl"))) == len(SAMPLES)
-
-
-@pytest.mark.parametrize("left", range(1, 40, 7))
-def test_a_torn_line_costs_only_itself(tmp_path: Path, left: int) -> None:
-    """A write cut short by a crash is closed off by the next run and skipped by the reader."""
-    path = tmp_path / "events.jsonl"
-    first = LinesSink(path)
-    first.emit(SnapshotSkipped(1, "busy"))
-    first.emit(SnapshotSkipped(2, "busy"))
-    first.close()
-    whole = path.read_bytes()
-    start_of_last = whole.rindex(b"\n", 0, -1) + 1
-    path.write_bytes(whole[: start_of_last + left])
-    assert [record["step"] for record in read_lines(path)] == [1]
-    second = LinesSink(path)
-    second.emit(SnapshotSkipped(3, "busy"))
-    second.close()
-    assert [record["step"] for record in read_lines(path)] == [1, 3]
-
-
-def test_two_sinks_on_one_file_append(tmp_path: Path) -> None:
-    """A resumed run continues the file of the first one."""
-    for step in (1, 2):
-        sink = LinesSink(tmp_path / "events.jsonl")
-        sink.emit(SnapshotSkipped(step, "busy"))
-        sink.close()
-    assert [record["step"] for record in read_lines(tmp_path / "events.jsonl")] == [1, 2]
-
-
-def test_a_short_write_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half an event on a full disk does not pass silently."""
-    sink = LinesSink(tmp_path / "events.jsonl")
-    monkeypatch.setattr(os, "write", lambda fd, data: len(data) - 1)
-    with pytest.raises(OSError, match=r"events\.jsonl: only"):
-        sink.emit(SAMPLES[0])
-    monkeypatch.undo()
-    sink.close()
-
-
-def test_a_missing_folder_is_an_error_at_once(tmp_path: Path) -> None:
-    """Not at the first event, in the middle of training."""
-    with pytest.raises(FileNotFoundError):
-        LinesSink(tmp_path / "missing" / "events.jsonl")
-
-
 # ------------------------------------------------------------------ fan-out
 
 
@@ -208,22 +138,6 @@ def test_a_failing_sink_is_disabled_with_one_warning(caplog: pytest.LogCaptureFi
     assert [record.getMessage() for record in warnings] == ["Failing failed on snapshot_staged and gets no more events"]
     assert warnings[0].exc_info is not None
     assert "this sink is broken" in str(warnings[0].exc_info[1])
-
-
-def test_a_full_disk_under_the_lines_sink_does_not_reach_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The two together: the file sink raises, fan-out goes on."""
-    lines, other = LinesSink(tmp_path / "events.jsonl"), Recorder()
-
-    def full(fd: int, data: bytes) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
-    FanOutSink(lines, other).emit(SAMPLES[0])
-    monkeypatch.undo()
-    lines.close()
-    assert other.events == SAMPLES[:1]
 
 
 def test_keyboard_interrupt_passes_through_fan_out() -> None:

@@ -93,18 +93,18 @@ def test_a_step_that_is_durable_already_is_not_taken_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("far", "step", "nearest_only"),
+    ("far", "step"),
     [
-        (TierFacts(FAR, 400 * MB, 80), 100, False),  # 5.2 s + 12.5 s
-        (TierFacts(FAR, 170 * MB, 80, copying_step=90), 90, True),  # 29.4 s: only the copy that is under way
-        (TierFacts(FAR, 50 * MB, 80, copying_step=90), 80, True),
-        (TierFacts(FAR, None, 80), 80, True),
+        (TierFacts(FAR, 400 * MB, 80), 100),  # 5.2 s + 12.5 s
+        (TierFacts(FAR, 170 * MB, 80, copying_step=90), 90),  # 29.4 s: only the copy that is under way
+        (TierFacts(FAR, 50 * MB, 80, copying_step=90), 80),
+        (TierFacts(FAR, None, 80), 80),
     ],
 )
-def test_each_further_tier_is_told_apart(far: TierFacts, step: int, nearest_only: bool) -> None:
+def test_each_further_tier_is_told_apart(far: TierFacts, step: int) -> None:
     """The upload that fits, the one that is under way, or the nearest tier only."""
     plan = plan_stop(facts(tiers=(TierFacts(NEAR, 1 * GB, 90), far)))
-    assert (plan.step, plan.tiers[1].step, plan.nearest_only) == (100, step, nearest_only)
+    assert (plan.step, plan.tiers[1].step) == (100, step)
     assert (f"on {FAR} in" if step == 100 else f"{FAR} ends with step {step}") in plan.why
 
 

@@ -57,15 +57,20 @@ def _python(code: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, **kwargs)
 
 
-@pytest.mark.parametrize("verb", ["ls", "show", "verify", "schema", "--help"])
-def test_looking_does_not_import_torch(run_folder: Any, arrays: Any, verb: str) -> None:
-    """`ckpt` answers at once on a login node; importing torch takes seconds."""
+def test_only_what_reads_values_imports_torch(run_folder: Any, arrays: Any, tmp_path: Path) -> None:
+    """`ckpt` answers at once on a login node; importing torch takes seconds. `diff` and some exports need it."""
     run_folder.add(1, arrays)
-    arguments = [verb] if verb in ("schema", "--help") else [verb, str(run_folder.path)]
+    run_folder.add(2, arrays)
+    root, copy = str(run_folder.path), str(tmp_path / "copy")
+    calls = [["--help"], ["schema"], *([verb, root] for verb in ("ls", "show", "status", "verify", "compact"))]
+    calls += [["pin", root, "2"], ["unpin", root, "2"], ["cp", root, copy], ["prune", root, "--keep", "last=1"]]
+    calls += [["doctor", copy, "--size", "1 kB"], *([verb, "--help"] for verb in VERBS)]
     code = (
         "import sys\nfrom ckpt_engine.cli.main import main\n"
-        f"try: main({arguments!r})\nexcept SystemExit as end: assert not end.code, end.code\n"
-        "assert 'torch' not in sys.modules and 'lightning' not in sys.modules"
+        f"for arguments in {calls!r}:\n"
+        "    try: main(arguments)\n"
+        "    except SystemExit as end: assert not end.code, (arguments, end.code)\n"
+        "    assert not {'torch', 'lightning'} & set(sys.modules), arguments"
     )
     result = _python(code)
     assert result.returncode == 0, result.stderr

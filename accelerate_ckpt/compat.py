@@ -7,7 +7,6 @@ an Accelerate object. When an upstream release renames something, `Internals.pro
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -18,7 +17,9 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ckpt_engine.data import fingerprint
 from ckpt_engine.errors import CkptError
+from ckpt_engine.tracking import undocumented
 from ckpt_engine.tracking.feed import Source
+from ckpt_engine.tracking.undocumented import PrivateName
 
 VERSION: str = version("accelerate")
 _FILLED = (
@@ -27,21 +28,6 @@ _FILLED = (
 )
 LOOKAHEAD = 1
 """Batches that a prepared loader has fetched when it gives one, beyond that one: it must know which is the last."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrivateName:
-    """One name of Accelerate that this package depends on and that is not documented.
-
-    Args:
-        owner: the object it belongs to, a key of `Internals.owners`.
-        name: the attribute.
-        used_for: what stops working without it.
-    """
-
-    owner: str
-    name: str
-    used_for: str
 
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
@@ -90,22 +76,11 @@ class Internals:
 
     def missing(self) -> list[PrivateName]:
         """The names that this version of Accelerate does not have."""
-        owners = self.owners()
-        return [entry for entry in PRIVATE_NAMES if not hasattr(owners[entry.owner], entry.name)]
+        return undocumented.missing(PRIVATE_NAMES, self.owners())
 
     def probe(self) -> None:
-        """Raises where this Accelerate lacks a name.
-
-        Raises:
-            CkptError: lists every missing name with the feature that needs it.
-        """
-        missing = self.missing()
-        if missing:
-            lines = "; ".join(f"{entry.owner}.{entry.name} (for {entry.used_for})" for entry in missing)
-            raise CkptError(
-                f"Accelerate {VERSION} lacks names that accelerate_ckpt uses: {lines}",
-                hint="use an Accelerate version that accelerate_ckpt was tested with, or update ckpt-engine",
-            )
+        """Raises `CkptError` where this Accelerate lacks a name."""
+        undocumented.require(PRIVATE_NAMES, self.owners(), "Accelerate", VERSION, "accelerate_ckpt")
 
     # ---- what was prepared
 

@@ -13,8 +13,8 @@ import transformers.trainer
 from transformers import Trainer
 from transformers.trainer_utils import has_length
 
-from accelerate_ckpt.compat import PrivateName
-from ckpt_engine.errors import CkptError
+from ckpt_engine.tracking import undocumented
+from ckpt_engine.tracking.undocumented import PrivateName
 
 VERSION: str = version("transformers")
 
@@ -66,26 +66,19 @@ class TrainerInternals:
         self._shown: torch.Tensor | None = None
         self._carried: torch.Tensor | None = None
 
-    def missing(self) -> list[PrivateName]:
-        """The names that this version of transformers does not have."""
+    def owners(self) -> dict[str, Any]:
+        """The objects that `PrivateName.owner` refers to."""
         methods = filter(inspect.isfunction, vars(Trainer).values())
         receivers = SimpleNamespace(**{one.__code__.co_varnames[0]: one for one in methods if one.__code__.co_argcount})
-        owners = {"module": _MODULE, "Trainer": Trainer, "trainer": self._trainer, "method": receivers}
-        return [entry for entry in PRIVATE_NAMES if not hasattr(owners[entry.owner], entry.name)]
+        return {"module": _MODULE, "Trainer": Trainer, "trainer": self._trainer, "method": receivers}
+
+    def missing(self) -> list[PrivateName]:
+        """The names that this version of transformers does not have."""
+        return undocumented.missing(PRIVATE_NAMES, self.owners())
 
     def probe(self) -> None:
-        """Raises where this version lacks a name.
-
-        Raises:
-            CkptError: lists every missing name with the feature that needs it.
-        """
-        missing = self.missing()
-        if missing:
-            lines = "; ".join(f"{entry.owner}.{entry.name} (for {entry.used_for})" for entry in missing)
-            raise CkptError(
-                f"transformers {VERSION} lacks names that accelerate_ckpt uses: {lines}",
-                hint="use a version of transformers that accelerate_ckpt was tested with, or update ckpt-engine",
-            )
+        """Raises `CkptError` where this version lacks a name."""
+        undocumented.require(PRIVATE_NAMES, self.owners(), "transformers", VERSION, "accelerate_ckpt")
 
     # ---- what the trainer does when it resumes, and we do instead
 

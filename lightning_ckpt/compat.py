@@ -21,8 +21,10 @@ from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 from torchmetrics import Metric, SumMetric
 
 from ckpt_engine.errors import CkptError
+from ckpt_engine.tracking import undocumented
+from ckpt_engine.tracking.undocumented import PrivateName
 from lightning_ckpt.compat_data import DataInternals
-from lightning_ckpt.private_names import PRIVATE_NAMES, PrivateName
+from lightning_ckpt.private_names import PRIVATE_NAMES
 from lightning_ckpt.sigterm import defer_sigterm, relayed
 
 VERSION: str = version("lightning")
@@ -96,27 +98,20 @@ class Internals(DataInternals):
 
     def missing(self) -> list[PrivateName]:
         """The private names that this version of Lightning does not have."""
-        owners = self.owners()
-        return [entry for entry in PRIVATE_NAMES if not _has(owners[entry.owner], entry.name)]
+        return undocumented.missing(PRIVATE_NAMES, self.owners())
 
     def probe(self) -> None:
         """Raises where this Lightning is too old or lacks a name.
 
         Raises:
-            CkptError: lists every missing name with the feature that needs it.
+            CkptError
         """
         if installed_version() < MINIMUM_VERSION:
             raise CkptError(
                 f"Lightning {VERSION} is too old for lightning_ckpt, which needs 2.5 or later",
                 hint="pip install 'lightning>=2.5'",
             )
-        missing = self.missing()
-        if missing:
-            lines = "; ".join(f"{entry.owner}.{entry.name} (for {entry.used_for})" for entry in missing)
-            raise CkptError(
-                f"Lightning {VERSION} lacks names that lightning_ckpt uses: {lines}",
-                hint="use a Lightning version that lightning_ckpt was tested with, or update ckpt-engine",
-            )
+        undocumented.require(PRIVATE_NAMES, self.owners(), "Lightning", VERSION, "lightning_ckpt")
 
     # ---- wrapping
 
@@ -398,8 +393,3 @@ class Internals(DataInternals):
         """The classes `_ResultMetric`, `_Metadata`, `_Sync`."""
         module = importlib.import_module(_RESULT_MODULE)
         return module._ResultMetric, module._Metadata, module._Sync
-
-
-def _has(owner: Any, name: str) -> bool:
-    """True where the attribute exists; properties that fail to compute still exist."""
-    return owner is not None and (name in vars(owner) or hasattr(type(owner), name) or hasattr(owner, name))

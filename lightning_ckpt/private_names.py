@@ -2,23 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class PrivateName:
-    """One private name of Lightning that this package depends on.
-
-    Args:
-        owner: the object it belongs to, a key of `Internals.owners`.
-        name: the attribute.
-        used_for: what stops working without it.
-    """
-
-    owner: str
-    name: str
-    used_for: str
-
+from ckpt_engine.tracking.undocumented import PrivateName
 
 PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("trainer", "_checkpoint_connector", "ckpt_path='auto'"),

@@ -18,13 +18,12 @@ from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store.manifest import Entry
-from ckpt_engine.store.tree import entries_in, require_written_out
+from ckpt_engine.store.tree import TreePath, entries_in, require_written_out
 from ckpt_engine.tracking.packed import unpack
 
 PACKED = ("ckpt_engine", "packed")
 """The end of the path at which adapters, and each rank, keep what they need besides the state; compared by content."""
 
-Path = tuple[str, ...]
 
 _ABSENT = "absent"
 
@@ -114,14 +113,14 @@ class Comparison:
         """
         yield from self._nodes(self._sides[0].tree, self._sides[1].tree, ())
 
-    def _nodes(self, a: Any, b: Any, path: Path) -> Iterator[Difference]:
+    def _nodes(self, a: Any, b: Any, path: TreePath) -> Iterator[Difference]:
         below_a, below_b = children(a), children(b)
         if below_a is None or below_b is None or _kind(a) != _kind(b):
             yield from self._leaves(a, b, path)
             return
         yield from self._keyed(dict(below_a), dict(below_b), path, self._nodes)
 
-    def _leaves(self, a: Any, b: Any, path: Path) -> Iterator[Difference]:
+    def _leaves(self, a: Any, b: Any, path: TreePath) -> Iterator[Difference]:
         if self._same(a, b):
             self.compared += 1
             return
@@ -142,7 +141,7 @@ class Comparison:
         entries = (self._sides[0].entries(names_a), self._sides[1].entries(names_b))
         return bool(forms[0] == forms[1]) and [_stored(e) for e in entries[0]] == [_stored(e) for e in entries[1]]
 
-    def _objects(self, a: Any, b: Any, path: Path) -> Iterator[Difference]:
+    def _objects(self, a: Any, b: Any, path: TreePath) -> Iterator[Difference]:
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             one, other = ({str(key): child for key, child in node.items()} for node in (a, b))
             yield from self._keyed(one, other, path, self._objects)
@@ -155,7 +154,7 @@ class Comparison:
             if found is not None:
                 yield found
 
-    def _keyed(self, a: Mapping[str, Any], b: Mapping[str, Any], path: Path, go_on: Any) -> Iterator[Difference]:
+    def _keyed(self, a: Mapping[str, Any], b: Mapping[str, Any], path: TreePath, go_on: Any) -> Iterator[Difference]:
         for key in dict.fromkeys((*a, *b)):
             if key in a and key in b:
                 yield from go_on(a[key], b[key], (*path, key))

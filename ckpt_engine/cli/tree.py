@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_engine.store.manifest import Entry, Manifest
+from ckpt_engine.store.tree import TreePath
 
 MAX_DEPTH = 2
 MAX_CHILDREN = 8
-
-Path = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class Branch:
 class ArrayLeaf:
     """An array in the state: its path and its node, which names the entry."""
 
-    path: Path
+    path: TreePath
     node: dict[str, Any]
 
     @property
@@ -73,7 +72,7 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
     return [(str(index), child) for index, child in enumerate(items)]
 
 
-def array_leaves(node: Any, path: Path = ()) -> Iterator[ArrayLeaf]:
+def array_leaves(node: Any, path: TreePath = ()) -> Iterator[ArrayLeaf]:
     """Every array at or below `node`, also inside nodes of kinds unknown here."""
     if isinstance(node, dict) and "$" in node and "entry" in node:
         yield ArrayLeaf(path, node)

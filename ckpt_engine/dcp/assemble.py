@@ -14,8 +14,7 @@ from ckpt_engine.persist.skeleton import Skeleton
 from ckpt_engine.snapshot.software import software
 from ckpt_engine.store import layout
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
-
-Path = tuple[Any, ...]
+from ckpt_engine.store.tree import TreePath
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +25,14 @@ class Stored:
     item: Item
 
 
-def entry_name(path: Path) -> str:
+def entry_name(path: TreePath) -> str:
     """The name of the array at a path of the state."""
     return "/".join(str(part).replace("~", "~0").replace("/", "~1") for part in path)
 
 
-def manifest_of(snapshot: str, run: str, size: int, stored: Sequence[Stored], paths: Mapping[str, Path]) -> Manifest:
+def manifest_of(
+    snapshot: str, run: str, size: int, stored: Sequence[Stored], paths: Mapping[str, TreePath]
+) -> Manifest:
     """The manifest.
 
     Args:
@@ -115,7 +116,7 @@ def _is_run(whole: tuple[int, ...], block: Block, at: int) -> bool:
     return start == at
 
 
-def _put(root: dict[Any, Any], path: Path, node: Any) -> None:
+def _put(root: dict[Any, Any], path: TreePath, node: Any) -> None:
     for key in path[:-1]:
         root = root.setdefault(key, _Inner())
     root[path[-1]] = node

@@ -23,8 +23,8 @@ from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.rebuild import Rebuilder
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.tree import TreePath
 
-Path = tuple[Any, ...]
 _OPEN = frozenset({"dict", "odict", "mapping", "defaultdict", "counter"})
 """Kinds that DCP looks into; all others are values to it."""
 
@@ -97,7 +97,7 @@ class _Drawer(Rebuilder):
         self._kept: list[torch.Tensor] = []
         self.drawn: dict[int, Stored] = {}
 
-    def node(self, node: Any, path: Path) -> Any:
+    def node(self, node: Any, path: TreePath) -> Any:
         kind = node.get("$") if isinstance(node, dict) else None
         if kind is None or kind in _OPEN:
             return super().node(node, path)
@@ -109,7 +109,7 @@ class _Drawer(Rebuilder):
         finally:
             self._closed -= 1
 
-    def entry(self, node: Mapping[str, Any], path: Path) -> torch.Tensor:
+    def entry(self, node: Mapping[str, Any], path: TreePath) -> torch.Tensor:
         """Of a value: read now."""
         name = node["entry"]
         if name not in self._read:
@@ -117,7 +117,7 @@ class _Drawer(Rebuilder):
             self._read[name] = read_entries(self._sources, self._manifest, [name])[name]
         return self._read[name]
 
-    def _draw(self, node: Mapping[str, Any], path: Path) -> torch.Tensor:
+    def _draw(self, node: Mapping[str, Any], path: TreePath) -> torch.Tensor:
         self._require(node["entry"], path)
         entry = self._manifest.entries[node["entry"]]
         dtype = dtype_of(entry.dtype)
@@ -127,6 +127,6 @@ class _Drawer(Rebuilder):
         self.drawn[id(outline)] = Stored(node["entry"], dtype, entry.shape, boxes)
         return outline
 
-    def _require(self, name: str, path: Path) -> None:
+    def _require(self, name: str, path: TreePath) -> None:
         if name not in self._manifest.entries:
             raise FormatError(f"{'/'.join(map(str, path))} refers to entry {name!r}, which the manifest lacks")

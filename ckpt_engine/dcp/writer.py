@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt_engine.dcp.assemble import Path, Stored, entry_name, manifest_of
+from ckpt_engine.dcp.assemble import Stored, entry_name, manifest_of
 from ckpt_engine.dcp.container import Array, Block, Container, Item, host
 from ckpt_engine.dcp.naming import Root, config_of, names_step, step_of
 from ckpt_engine.dcp.saves import Save
@@ -27,6 +27,7 @@ from ckpt_engine.store.manifest import DataFile
 from ckpt_engine.store.retention import KeepAll, RetentionPolicy, policy_from
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.tree import TreePath
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class CkptWriter(StorageWriter):
         return names_step(checkpoint_id)
 
     def _write(
-        self, task: _Task, plan: SavePlan, paths: dict[str, Path], arrays: list[Array], values: dict[str, Any]
+        self, task: _Task, plan: SavePlan, paths: dict[str, TreePath], arrays: list[Array], values: dict[str, Any]
     ) -> list[WriteResult]:
         file: DataFile | None = None
         blocks: dict[str, list[Block]] = {}
@@ -203,7 +204,7 @@ def _fresh(task: object) -> _Task:
     return task
 
 
-def _array(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Path) -> Array:
+def _array(item: WriteItem, data: torch.Tensor | io.BytesIO, path: TreePath) -> Array:
     assert isinstance(data, torch.Tensor)
     assert item.tensor_data is not None
     name, described = entry_name(path), item.tensor_data
@@ -212,7 +213,7 @@ def _array(item: WriteItem, data: torch.Tensor | io.BytesIO, path: Path) -> Arra
     return Array(name, host(data, name), tuple(described.size), tuple(described.chunk.offsets))
 
 
-def _value(data: torch.Tensor | io.BytesIO, path: Path, flattener: Flattener) -> tuple[Any, list[Array]]:
+def _value(data: torch.Tensor | io.BytesIO, path: TreePath, flattener: Flattener) -> tuple[Any, list[Array]]:
     """The node of a value that is no tensor, and the arrays in it."""
     assert isinstance(data, io.BytesIO)
     data.seek(0)

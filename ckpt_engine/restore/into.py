@@ -10,13 +10,14 @@ import torch
 
 from ckpt_engine.errors import MismatchError, StateError
 from ckpt_engine.ranks.boxes import Box, boxes_of, runs
-from ckpt_engine.restore.match import Path, require_match, tensor_shapes
+from ckpt_engine.restore.match import require_match, tensor_shapes
 from ckpt_engine.restore.regions import Region
 from ckpt_engine.snapshot.flat import FlatPart
 from ckpt_engine.snapshot.flatten import MAX_DEPTH, show_path
 from ckpt_engine.snapshot.sharding import is_sharded, local, shard_of
 from ckpt_engine.snapshot.sharding import problem as sharding_problem
 from ckpt_engine.store.manifest import Entry, Manifest
+from ckpt_engine.store.tree import TreePath
 
 
 def require_fit(into: Any, manifest: Manifest) -> None:
@@ -33,7 +34,7 @@ def require_fit(into: Any, manifest: Manifest) -> None:
     require_match(_shapes(into), found, what="state", snapshot=manifest.info.id, hint=hint)
 
 
-def _shapes(node: Any, path: Path = ()) -> dict[str, tuple[int, ...]]:
+def _shapes(node: Any, path: TreePath = ()) -> dict[str, tuple[int, ...]]:
     """Shapes of the live tensors of a state, by "/"-joined path."""
     if len(path) > MAX_DEPTH:
         raise StateError(f"`into` is nested too deeply at {show_path(path[:8])}/… (does it contain itself?)")
@@ -167,7 +168,7 @@ def _takes_bytes(live: Any, entry: Entry) -> bool:
     )
 
 
-def copy_into(loaded: Any, into: Any, path: Path = ()) -> Any:
+def copy_into(loaded: Any, into: Any, path: TreePath = ()) -> Any:
     """`loaded`, with every tensor replaced by the live tensor of `into` at the same place, which now has its values.
 
     Raises:

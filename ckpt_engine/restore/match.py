@@ -8,15 +8,15 @@ from typing import Any
 
 from ckpt_engine.errors import MismatchError
 from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.tree import TreePath
 
-Path = tuple[Any, ...]
 Shapes = Mapping[str, tuple[int, ...]]
 
 _SHOWN = 8
 _SAME = "use the model this run was started with, or another folder for the new model"
 
 
-def tensor_shapes(manifest: Manifest, root: Path = ()) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(manifest: Manifest, root: TreePath = ()) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensor leaves below `root`, by their "/"-joined path relative to it."""
     return {
         "/".join(map(str, path[len(root) :])): tuple(shape)
@@ -60,14 +60,14 @@ def _section(title: str, keys: list[str]) -> list[str]:
     return [f"  {title} ({len(keys)}):", *(f"    {k}" for k in keys[:_SHOWN]), *more]
 
 
-def _leaves(manifest: Manifest) -> Iterator[tuple[Path, tuple[int, ...]]]:
+def _leaves(manifest: Manifest) -> Iterator[tuple[TreePath, tuple[int, ...]]]:
     tree = manifest.tree
     roots = [((), tree[""])] if list(tree) == [""] else [((key,), node) for key, node in tree.items()]
     for path, node in roots:
         yield from _walk(node, path, manifest)
 
 
-def _walk(node: Any, path: Path, manifest: Manifest) -> Iterator[tuple[Path, tuple[int, ...]]]:
+def _walk(node: Any, path: TreePath, manifest: Manifest) -> Iterator[tuple[TreePath, tuple[int, ...]]]:
     if isinstance(node, list):
         for i, child in enumerate(node):
             yield from _walk(child, (*path, i), manifest)

@@ -32,8 +32,7 @@ from ckpt_engine.ranks.boxes import boxes_of
 from ckpt_engine.restore import named
 from ckpt_engine.restore.blocks import put_together
 from ckpt_engine.snapshot.kinds import FACTORIES
-
-Path = tuple[Any, ...]
+from ckpt_engine.store.tree import TreePath
 
 _NONSENSE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 """What the constructors of Python, numpy and torch raise for values that they cannot take, endless nesting included."""
@@ -77,7 +76,7 @@ class Rebuilder:
             return self.node(tree[""], ())
         return {key: self.node(node, (key,)) for key, node in tree.items()}
 
-    def node(self, node: Any, path: Path) -> Any:
+    def node(self, node: Any, path: TreePath) -> Any:
         """One node with everything below it.
 
         Raises:
@@ -103,17 +102,17 @@ class Rebuilder:
         except _NONSENSE as err:  # the one place where values of a snapshot meet constructors of others
             raise FormatError(f"malformed {kind!r} node at {_show(path)}: {type(err).__name__}: {err}") from err
 
-    def items(self, node: Mapping[str, Any], path: Path) -> list[Any]:
+    def items(self, node: Mapping[str, Any], path: TreePath) -> list[Any]:
         return [self.node(child, (*path, i)) for i, child in enumerate(node["items"])]
 
-    def pairs(self, node: Mapping[str, Any], path: Path) -> list[tuple[Any, Any]]:
+    def pairs(self, node: Mapping[str, Any], path: TreePath) -> list[tuple[Any, Any]]:
         out = []
         for raw_key, raw_value in node["items"]:
             key = self.node(raw_key, path)
             out.append((key, self.node(raw_value, (*path, key))))
         return out
 
-    def find_class(self, name: Any, fits: Callable[[type], bool], path: Path) -> type | None:
+    def find_class(self, name: Any, fits: Callable[[type], bool], path: TreePath) -> type | None:
         """The class if it is there, runs no code, and is of the right kind; else None, with a note."""
         found = None if self._plain or not isinstance(name, str) else named.find_class(name)
         if found is not None and fits(found):
@@ -121,20 +120,20 @@ class Rebuilder:
         self.note_plain(name, path)
         return None
 
-    def note_plain(self, name: Any, path: Path) -> None:
+    def note_plain(self, name: Any, path: TreePath) -> None:
         """Say that a class is not used."""
         self.notes.append(
             f"{_show(path)}: class {name} is not imported here, or runs code of its own when an object is made; "
             "restored as a plain equivalent"
         )
 
-    def entry(self, node: Mapping[str, Any], path: Path) -> torch.Tensor:
+    def entry(self, node: Mapping[str, Any], path: TreePath) -> torch.Tensor:
         try:
             return self._entries[node["entry"]]
         except KeyError as err:
             raise FormatError(f"{_show(path)} refers to entry {node['entry']!r}, which the manifest lacks") from err
 
-    def tensor(self, node: Mapping[str, Any], path: Path) -> torch.Tensor:
+    def tensor(self, node: Mapping[str, Any], path: TreePath) -> torch.Tensor:
         """Leaves that shared memory when saved share it again."""
         if node["entry"] in self._finished:
             return self.entry(node, path)
@@ -158,7 +157,7 @@ class Rebuilder:
             self._tied[key] = torch.nn.Parameter(self._tied[memory], requires_grad=parameter["requires_grad"] is True)
         return self._tied[key]
 
-    def raw_bytes(self, node: Mapping[str, Any], path: Path) -> bytes | bytearray:
+    def raw_bytes(self, node: Mapping[str, Any], path: TreePath) -> bytes | bytearray:
         """What is in an entry as bytes, once for all leaves that refer to it."""
         key = (node["$"], node["entry"])
         if key not in self._raw_bytes:
@@ -166,7 +165,7 @@ class Rebuilder:
             self._raw_bytes[key] = bytes(data) if node["$"] == "bytes" else bytearray(data)
         return self._raw_bytes[key]
 
-    def unpickle(self, node: Mapping[str, Any], path: Path) -> Any:
+    def unpickle(self, node: Mapping[str, Any], path: TreePath) -> Any:
         joined = "/".join(map(str, path))
         if not any(fnmatch.fnmatchcase(joined, pattern) for pattern in self._pickle_paths):
             raise FormatError(
@@ -176,7 +175,7 @@ class Rebuilder:
         return pickle.loads(base64.b64decode(node["b64"]))  # noqa: S301 - explicit opt-in for this path
 
 
-def _show(path: Path) -> str:
+def _show(path: TreePath) -> str:
     return "/".join(map(str, path)) or "(root)"
 
 
@@ -198,26 +197,26 @@ def _flat(raw: torch.Tensor) -> np.ndarray[Any, Any]:
     return raw.contiguous().view(-1).view(torch.uint8).numpy() if raw.numel() else np.empty(0, dtype=np.uint8)
 
 
-def _ndarray(r: Rebuilder, node: Mapping[str, Any], path: Path) -> np.ndarray[Any, Any]:
+def _ndarray(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> np.ndarray[Any, Any]:
     flat = _flat(r.entry(node, path))
     array: np.ndarray[Any, Any] = flat.view(named.numpy_dtype(node["dtype"])).reshape(node["shape"])
     return array
 
 
-def _bytes(r: Rebuilder, node: Mapping[str, Any], path: Path) -> bytes | bytearray:
+def _bytes(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> bytes | bytearray:
     if "b64" not in node:
         return r.raw_bytes(node, path)
     return (bytes if node["$"] == "bytes" else bytearray)(base64.b64decode(node["b64"]))
 
 
-def _odict(r: Rebuilder, node: Mapping[str, Any], path: Path) -> collections.OrderedDict[Any, Any]:
+def _odict(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> collections.OrderedDict[Any, Any]:
     out = collections.OrderedDict(r.pairs(node, path))
     if "metadata" in node:
         out._metadata = r.node(node["metadata"], (*path, "_metadata"))  # type: ignore[attr-defined]
     return out
 
 
-def _mapping(r: Rebuilder, node: Mapping[str, Any], path: Path) -> dict[Any, Any]:
+def _mapping(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> dict[Any, Any]:
     pairs = r.pairs(node, path)
     cls = r.find_class(node["type"], named.is_mapping, path)
     if cls is None:
@@ -229,12 +228,12 @@ def _mapping(r: Rebuilder, node: Mapping[str, Any], path: Path) -> dict[Any, Any
     return out
 
 
-def _defaultdict(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
+def _defaultdict(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     factory = None if node["factory"] is None else FACTORIES[node["factory"]]
     return collections.defaultdict(factory, r.pairs(node, path))
 
 
-def _namedtuple(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
+def _namedtuple(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     fields = tuple(node["fields"])
     if not all(isinstance(one, str) for one in fields):
         raise ValueError("names of fields are text")
@@ -242,17 +241,17 @@ def _namedtuple(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
     return tuple.__new__(cls or named.plain_namedtuple(str(node["type"]), fields), r.items(node, path))
 
 
-def _fields(r: Rebuilder, node: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def _fields(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> dict[str, Any]:
     return {name: r.node(child, (*path, name)) for name, child in node["fields"].items()}
 
 
-def _namespace(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
+def _namespace(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     out = types.SimpleNamespace() if node["$"] == "simplenamespace" else argparse.Namespace()
     vars(out).update(_fields(r, node, path))  # not as arguments: one may be called self
     return out
 
 
-def _dataclass(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
+def _dataclass(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     values = _fields(r, node, path)
     cls = r.find_class(node["type"], named.is_dataclass, path)
     out = None if cls is None else named.dataclass(cls, values)
@@ -264,23 +263,23 @@ def _dataclass(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
     return out
 
 
-def _enum(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
+def _enum(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     name = node["name"]
     cls = r.find_class(node["type"], lambda cls: named.member(cls, name) is not None, path)
     return name if cls is None else named.member(cls, name)
 
 
-def _npscalar(_: Rebuilder, node: Mapping[str, Any], __: Path) -> Any:
+def _npscalar(_: Rebuilder, node: Mapping[str, Any], __: TreePath) -> Any:
     return np.frombuffer(bytes.fromhex(node["hex"]), dtype=named.numpy_dtype(node["dtype"]))[0]
 
 
-def _fraction(_: Rebuilder, node: Mapping[str, Any], __: Path) -> fractions.Fraction:
+def _fraction(_: Rebuilder, node: Mapping[str, Any], __: TreePath) -> fractions.Fraction:
     if _FRACTION.fullmatch(node["v"]) is None:  # Python takes exponents, and computes their powers of ten
         raise ValueError("not a fraction of two whole numbers")
     return fractions.Fraction(node["v"])
 
 
-def _torch_generator(r: Rebuilder, node: Mapping[str, Any], path: Path) -> torch.Generator:
+def _torch_generator(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> torch.Generator:
     if _GENERATORS.fullmatch(node["device"]) is None:
         raise ValueError(f"no random generator is on {str(node['device'])[:40]!r}")
     out = torch.Generator(node["device"])
@@ -288,7 +287,7 @@ def _torch_generator(r: Rebuilder, node: Mapping[str, Any], path: Path) -> torch
     return out
 
 
-def _np_generator(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
+def _np_generator(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     state = r.node(node["state"], (*path, "state"))
     name = state["bit_generator"]
     if name not in _BIT_GENERATORS:
@@ -306,13 +305,13 @@ def _np_generator(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
     return np.random.Generator(bits)
 
 
-def _python_random(r: Rebuilder, node: Mapping[str, Any], path: Path) -> random.Random:
+def _python_random(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> random.Random:
     out = random.Random()
     out.setstate(r.node(node["state"], (*path, "state")))
     return out
 
 
-def _omegaconf(r: Rebuilder, node: Mapping[str, Any], path: Path) -> Any:
+def _omegaconf(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
     plain = r.node(node["container"], path)
     omegaconf = sys.modules.get("omegaconf")  # what is not imported is not imported for a snapshot
     if omegaconf is None or not _is_configuration(plain):
@@ -345,7 +344,7 @@ def _is_configuration(plain: Any) -> bool:
     return True
 
 
-def _torch_name(_: Rebuilder, node: Mapping[str, Any], __: Path) -> Any:
+def _torch_name(_: Rebuilder, node: Mapping[str, Any], __: TreePath) -> Any:
     return named.torch_value(node["v"], _TORCH_NAMES[node["$"]])
 
 
@@ -354,7 +353,7 @@ _BIT_GENERATORS: dict[str, Any] = {
     one.__name__: one
     for one in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
 }
-_KINDS: dict[str, Callable[[Rebuilder, Mapping[str, Any], Path], Any]] = {
+_KINDS: dict[str, Callable[[Rebuilder, Mapping[str, Any], TreePath], Any]] = {
     "tensor": Rebuilder.tensor,
     "sharded": Rebuilder.tensor,
     "ndarray": _ndarray,

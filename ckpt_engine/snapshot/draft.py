@@ -10,8 +10,9 @@ import torch
 
 from ckpt_engine.errors import StateError
 from ckpt_engine.ranks.boxes import Grid
-from ckpt_engine.snapshot.flatten import ArrayLeaf, LazyPredicate, Path, show_path, tensor_problem
+from ckpt_engine.snapshot.flatten import ArrayLeaf, LazyPredicate, show_path, tensor_problem
 from ckpt_engine.snapshot.sharding import Shard
+from ckpt_engine.store.tree import TreePath
 
 _LAZY_ON = ("cpu", "cuda")
 """Kinds of devices whose tensors may be copied behind training."""
@@ -191,7 +192,7 @@ class _Names:
     def __init__(self) -> None:
         self._taken = {"__metadata__"}
 
-    def unique(self, path: Path) -> str:
+    def unique(self, path: TreePath) -> str:
         base = "/".join(str(p).replace("~", "~0").replace("/", "~1") for p in path) or "value"
         name, n = base, 2
         while name in self._taken:

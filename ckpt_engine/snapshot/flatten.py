@@ -21,9 +21,9 @@ import torch
 from ckpt_engine.errors import StateError, UnstorableLeafError
 from ckpt_engine.snapshot import sharding
 from ckpt_engine.snapshot.kinds import encode_bytes, encode_float, encode_scalar, open_container, problem_of
+from ckpt_engine.store.tree import TreePath
 
 T = TypeVar("T")
-Path = tuple[Any, ...]
 
 INLINE_BYTES = 64
 """Bytes objects up to this size live in the manifest, longer ones in the container."""
@@ -61,7 +61,7 @@ class ArrayLeaf:
     `shard` tells of a DTensor how it is divided over the ranks.
     """
 
-    path: Path
+    path: TreePath
     node: dict[str, Any]
     shard: sharding.Shard | None = None
 
@@ -101,7 +101,7 @@ class Flattener:
     def __init__(self, pickle_paths: Sequence[str] = ()) -> None:
         self._pickle_paths = tuple(pickle_paths)
 
-    def scan(self, node: Any, root: Path) -> Scan:
+    def scan(self, node: Any, root: TreePath) -> Scan:
         """Flatten `node`.
 
         Raises:
@@ -185,7 +185,7 @@ class Flattener:
         out.signature.append(_VALUE)
         out.values.append(encoded)
 
-    def describe(self, node: Any, root: Path) -> Skeleton:
+    def describe(self, node: Any, root: TreePath) -> Skeleton:
         """The skeleton of `node`; leaves and values are numbered in the order of `scan`.
 
         Raises:
@@ -196,7 +196,7 @@ class Flattener:
         for key in root:
             _require_plain(key, root)
 
-        def visit(item: Any, path: Path) -> Any:
+        def visit(item: Any, path: TreePath) -> Any:
             if len(path) > MAX_DEPTH:
                 where = show_path(path[:8])
                 raise StateError(
@@ -241,7 +241,7 @@ class Flattener:
             )
         return Skeleton(tree, tuple(leaves))
 
-    def _require_storable(self, item: Any, path: Path) -> None:
+    def _require_storable(self, item: Any, path: TreePath) -> None:
         """Raises UnstorableLeafError unless the leaf has a JSON node."""
         encoded = _naming(path, encode_scalar, item)
         if encoded is not None:
@@ -251,7 +251,7 @@ class Flattener:
                 raise _unstorable(item, path)
             _naming(path, _pickled, item)
 
-    def _may_pickle(self, path: Path) -> bool:
+    def _may_pickle(self, path: TreePath) -> bool:
         joined = show_path(path)
         return any(fnmatch.fnmatchcase(joined, pattern) for pattern in self._pickle_paths)
 
@@ -264,7 +264,7 @@ def _pickled(item: Any) -> Any:
     return encode_bytes("pickle", pickle.dumps(item))
 
 
-def _naming(path: Path, encode: Callable[[Any], T], item: Any) -> T:
+def _naming(path: TreePath, encode: Callable[[Any], T], item: Any) -> T:
     """What `encode` makes of `item`; whatever a class of the user's raises there is told with the path."""
     try:
         return encode(item)
@@ -274,7 +274,7 @@ def _naming(path: Path, encode: Callable[[Any], T], item: Any) -> T:
         raise UnstorableLeafError(f"cannot store object of type {kind} at {show_path(path)}: {what}") from err
 
 
-def _require_plain(encoded: Any, path: Path) -> None:
+def _require_plain(encoded: Any, path: TreePath) -> None:
     """Raises UnstorableLeafError if the encoded leaf could not be written."""
     problem = problem_of(encoded)
     if problem is not None:
@@ -307,7 +307,7 @@ def _as_array(node: Any) -> torch.Tensor | None:
 
 
 def _tensor_leaf(
-    tensor: torch.Tensor, path: Path, leaves: list[ArrayLeaf], shard: sharding.Shard | None = None
+    tensor: torch.Tensor, path: TreePath, leaves: list[ArrayLeaf], shard: sharding.Shard | None = None
 ) -> dict[str, Any]:
     problem = tensor_problem(tensor)
     if problem:
@@ -324,7 +324,7 @@ def _tensor_leaf(
     return node
 
 
-def _sharded_leaf(tensor: Any, path: Path, leaves: list[ArrayLeaf]) -> dict[str, Any]:
+def _sharded_leaf(tensor: Any, path: TreePath, leaves: list[ArrayLeaf]) -> dict[str, Any]:
     problem = sharding.problem(tensor)
     if problem:
         raise UnstorableLeafError(
@@ -334,7 +334,7 @@ def _sharded_leaf(tensor: Any, path: Path, leaves: list[ArrayLeaf]) -> dict[str,
     return _tensor_leaf(live, path, leaves, sharding.shard_of(tensor))
 
 
-def _array_leaf(item: Any, path: Path, leaves: list[ArrayLeaf]) -> dict[str, Any]:
+def _array_leaf(item: Any, path: TreePath, leaves: list[ArrayLeaf]) -> dict[str, Any]:
     node: dict[str, Any]
     if isinstance(item, np.ndarray):
         node = {"$": "ndarray", "dtype": item.dtype.newbyteorder("=").str, "shape": list(item.shape)}
@@ -344,7 +344,7 @@ def _array_leaf(item: Any, path: Path, leaves: list[ArrayLeaf]) -> dict[str, Any
     return node
 
 
-def _key(key: Any, path: Path) -> Any:
+def _key(key: Any, path: TreePath) -> Any:
     if type(key) is tuple:
         return {"$": "tuple", "items": [_key(k, path) for k in key]}
     encoded = key if key is None or type(key) in (int, str, bool) else _naming(path, encode_scalar, key)
@@ -368,7 +368,7 @@ def tensor_problem(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _unstorable(item: Any, path: Path) -> UnstorableLeafError:
+def _unstorable(item: Any, path: TreePath) -> UnstorableLeafError:
     kind = f"{type(item).__module__}.{type(item).__qualname__}"
     if isinstance(item, torch.Tensor):
         what, hint = f"tensor subclass {kind}", "save its plain tensors (for example .to_local() or .dequantize())"
@@ -378,7 +378,7 @@ def _unstorable(item: Any, path: Path) -> UnstorableLeafError:
     return UnstorableLeafError(f"cannot store {what} at {show_path(path)} without pickle", hint=hint)
 
 
-def show_path(path: Path) -> str:
+def show_path(path: TreePath) -> str:
     """The path as people read it: keys joined by "/"."""
     return "/".join(map(_shown, path)) or "(root)"
 
@@ -391,7 +391,7 @@ def _shown(key: Any) -> str:
         return f"({type(key).__name__})"
 
 
-def problems(node: Any, root: Path, flattener: Flattener) -> str | None:
+def problems(node: Any, root: TreePath, flattener: Flattener) -> str | None:
     """Why `node` cannot be stored, or None. For adapters that may leave optional parts out."""
     try:
         flattener.scan(node, root)
@@ -400,5 +400,5 @@ def problems(node: Any, root: Path, flattener: Flattener) -> str | None:
     return None
 
 
-LazyPredicate = Callable[[Path], bool]
+LazyPredicate = Callable[[TreePath], bool]
 """True for array leaves that do not change before the next fence."""

@@ -14,8 +14,9 @@ from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot import draft as drafting
 from ckpt_engine.snapshot import shares
 from ckpt_engine.snapshot.draft import Draft
-from ckpt_engine.snapshot.flatten import ArrayLeaf, Flattener, LazyPredicate, Path, Scan
+from ckpt_engine.snapshot.flatten import ArrayLeaf, Flattener, LazyPredicate, Scan
 from ckpt_engine.store.container import container_form, data_header
+from ckpt_engine.store.tree import TreePath
 
 ROOT_KEY = ""
 """Component name of a state that is not a plain dict with string keys."""
@@ -41,7 +42,7 @@ class Source:
     array: int
     storage_bytes: tuple[int, int] | None
     lazy: bool
-    path: Path
+    path: TreePath
     rows: tuple[int, int, int] | None = None
 
     def tensor(self, arrays: Sequence[torch.Tensor]) -> torch.Tensor:

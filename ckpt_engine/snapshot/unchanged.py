@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ckpt_engine.snapshot.flatten import Path
 from ckpt_engine.snapshot.plan import Capture, Plan
+from ckpt_engine.store.tree import TreePath
 
 LEAST_BYTES = 1 << 20
 """Smaller tensors are copied: it takes no time."""
@@ -60,7 +60,7 @@ class Claim:
     """
 
     name: str
-    path: Path
+    path: TreePath
     version: int
     hinted: bool
     differs: bool = False

@@ -12,6 +12,9 @@ from ckpt_engine.store.container import item_bytes
 from ckpt_engine.store.fields import are_sizes, is_shape
 from ckpt_engine.store.manifest import Entry
 
+TreePath = tuple[Any, ...]
+"""The keys from the top of a state to one of its nodes."""
+
 MAX_DEPTH = 210
 """Nodes inside each other. Writers stop at 200, and the trees of ranks lie two deeper."""
 REPEATED, FREE_BYTES = 64, 64 << 20

@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 
 import accelerate_ckpt
 from accelerate_ckpt import compat
-from accelerate_ckpt.compat import PRIVATE_NAMES, Internals, PrivateName
+from accelerate_ckpt.compat import PRIVATE_NAMES, Internals
 from ckpt_engine.errors import CkptError
+from ckpt_engine.tracking.undocumented import PrivateName
 from tests.accelerate.runs import make_accelerator
 from tests.tracking.runs import Average, Case, Net
 

@@ -12,10 +12,10 @@ from transformers import Trainer, TrainingArguments
 
 import accelerate_ckpt
 from accelerate_ckpt import TransformersCallback, transformers_compat
-from accelerate_ckpt.compat import PrivateName
 from accelerate_ckpt.transformers_compat import PRIVATE_NAMES, TrainerInternals
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import CkptError, ConfigError, ResumeError
+from ckpt_engine.tracking.undocumented import PrivateName
 from tests.accelerate.hf import Text, train_hf
 from tests.tracking.runs import Case, every_boundary, train_plain
 

@@ -13,7 +13,7 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.observe.events import Notice
 from ckpt_engine.snapshot.cuda import Cuda
 from ckpt_engine.snapshot.cuda_layout import BUFFER_BYTES
-from ckpt_engine.snapshot.flatten import Path as TreePath
+from ckpt_engine.store.tree import TreePath
 
 pytestmark = pytest.mark.gpu
 

@@ -10,9 +10,10 @@ import pytest
 
 import lightning_ckpt
 from ckpt_engine.errors import CkptError
+from ckpt_engine.tracking.undocumented import PrivateName
 from lightning_ckpt import compat
 from lightning_ckpt.compat import Internals
-from lightning_ckpt.private_names import PRIVATE_NAMES, PrivateName
+from lightning_ckpt.private_names import PRIVATE_NAMES
 from tests.lightning.runs import Case, make_trainer
 
 PACKAGE = Path(lightning_ckpt.__file__).parent

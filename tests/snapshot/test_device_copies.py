@@ -19,10 +19,11 @@ from ckpt_engine.restore import into, landing
 from ckpt_engine.snapshot import cuda_layout, cuda_pin
 from ckpt_engine.snapshot.arena import Slot, slot_bytes
 from ckpt_engine.snapshot.cuda_copies import DeviceCopies
-from ckpt_engine.snapshot.flatten import Flattener, Path
+from ckpt_engine.snapshot.flatten import Flattener
 from ckpt_engine.snapshot.plan import Planner
 from ckpt_engine.snapshot.slots import Slots
 from ckpt_engine.snapshot.stage import Copier, Staging
+from ckpt_engine.store.tree import TreePath
 from tests.snapshot.streams import DEVICES, FakeDevices, Stream, on_devices, pumped
 
 BUFFER, DIRECT, PIECE = 4096, 1024, 4096
@@ -39,7 +40,7 @@ def _small() -> Iterator[None]:
         yield
 
 
-def lazily(path: Path) -> bool:
+def lazily(path: TreePath) -> bool:
     return path[0] == "lazy"
 
 

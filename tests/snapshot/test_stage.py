@@ -16,10 +16,11 @@ from ckpt_engine.errors import StateError
 from ckpt_engine.snapshot import pipeline
 from ckpt_engine.snapshot.arena import Slot, slot_bytes
 from ckpt_engine.snapshot.copying import Part
-from ckpt_engine.snapshot.flatten import Flattener, Path
+from ckpt_engine.snapshot.flatten import Flattener
 from ckpt_engine.snapshot.plan import Planner
 from ckpt_engine.snapshot.slots import Slots
 from ckpt_engine.snapshot.stage import Copier, Staging
+from ckpt_engine.store.tree import TreePath
 from tests.peers.writers import until
 from tests.persist.staged import WAIT_SECONDS
 
@@ -28,7 +29,7 @@ PATIENCE_SECONDS = 60.0
 PATIENCE_SECONDS = 60.0
 
 
-def everything(_: Path) -> bool:
+def everything(_: TreePath) -> bool:
     return True
 
 

@@ -18,11 +18,10 @@ from ckpt_engine.persist.stall import Progress
 from ckpt_engine.store import layout as names
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.retries import GrowingPauses
 
-FIRST_LOOK_SECONDS = 0.005
-LAST_LOOK_SECONDS = 0.5
-"""Bounds of the distance between two looks for the parts of other ranks; it grows in between."""
-_LOOKS_GROW = 1.5
+LOOKS = GrowingPauses(0.005, 0.5, 1.5)
+"""Between two looks for the parts of other ranks."""
 ALONE_SECONDS = 5.0
 """How long parts are waited for once the trainer is gone: the lease must be free before a restarted one gives up."""
 
@@ -123,7 +122,7 @@ class Gathering:
         wanted = set(self._ranks.members) - {self._ranks.rank}
         deadline = time.monotonic() + self._ranks.wait_seconds
         alone_until: float | None = None
-        pause = FIRST_LOOK_SECONDS
+        pause = LOOKS.first_seconds
         while wanted:
             self._progress.moved()
             new = parts.read_all(storage, snapshot, wanted & parts.there(storage, snapshot).get(snapshot, set()))
@@ -142,7 +141,7 @@ class Gathering:
                 )
             self._progress.check()
             (_never if self._alone.is_set() else self._alone).wait(min(pause, left))
-            pause = min(pause * _LOOKS_GROW, LAST_LOOK_SECONDS)
+            pause = LOOKS.after(pause)
         return list(found.values())
 
 

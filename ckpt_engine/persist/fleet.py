@@ -13,7 +13,7 @@ from ckpt_engine.observe.events import Event, Notice, TierDegraded, TierRecovere
 from ckpt_engine.persist.gather import Gather
 from ckpt_engine.persist.giving import Giving
 from ckpt_engine.persist.job import ErrorRecord, TierConfig, WriterConfig
-from ckpt_engine.persist.replicate import BACKOFF, Gate, Replicator
+from ckpt_engine.persist.replicate import PAUSES, Gate, Replicator
 from ckpt_engine.persist.stall import Lane, Progress, Signs
 from ckpt_engine.persist.status import AWAY, HANGS, WORKING, StatusWriter, TierStatus, Unfinished
 from ckpt_engine.persist.tier import Places, Tier
@@ -114,7 +114,7 @@ class Fleet:
             signs,
             gather,
         )
-        replicator = Replicator(tier, gate, self._emit, self._note, BACKOFF)
+        replicator = Replicator(tier, gate, self._emit, self._note, PAUSES)
         return replicator
 
     def _gather(self, config: TierConfig, gate: Gate, progress: Progress) -> Gather | None:

@@ -20,12 +20,11 @@ from ckpt_engine.store import layout as names
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.retries import GrowingPauses
 from ckpt_engine.store.transfer import Copied, SourceError, copy_data
 
-FIRST_LOOK_SECONDS = 0.05
-LAST_LOOK_SECONDS = 2.0
-"""Bounds of the distance between two looks at the tier for what others have left; it grows in between."""
-LOOKS_GROW = 1.5
+LOOKS = GrowingPauses(0.05, 2.0, 1.5)
+"""Between two looks at the tier for what others have left."""
 
 
 class Gather:
@@ -93,7 +92,7 @@ class Gather:
         deadline = time.monotonic() + patience_seconds
         found: dict[int, Part] = {}
         strange: set[int] = set()
-        pause = FIRST_LOOK_SECONDS
+        pause = LOOKS.first_seconds
         while True:
             new = parts.there(storage, snapshot).get(snapshot, set()) - {mine.rank} - found.keys() - strange
             for rank, part in parts.read_all(storage, snapshot, new).items():
@@ -113,7 +112,7 @@ class Gather:
                     hint="see whether these nodes live, and whether they reach it",
                 )
             self._pause(min(pause, left))
-            pause = min(pause * LOOKS_GROW, LAST_LOOK_SECONDS)
+            pause = LOOKS.after(pause)
 
     def _counts(self, part: Part) -> bool:
         """Whether a leader of this job says it: those of an earlier one may still be ending, and decline."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 from ckpt_engine.errors import CkptError, FormatError, StorageExistsError, StorageMissingError
 from ckpt_engine.persist import parts
-from ckpt_engine.persist.gather import LAST_LOOK_SECONDS, LOOKS_GROW, give, questions
+from ckpt_engine.persist.gather import LOOKS, give, questions
 from ckpt_engine.persist.job import RankConfig
 from ckpt_engine.persist.tier import Tier
 from ckpt_engine.store import layout as names
@@ -16,8 +17,8 @@ from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.transfer import SourceError
 
-FIRST_LOOK_SECONDS = 0.1
-IDLE_LOOK_SECONDS = 20.0
+_DUE_LOOKS = replace(LOOKS, first_seconds=0.1)
+_IDLE_LOOKS = replace(_DUE_LOOKS, most_seconds=20.0)
 """Between two looks for a question where none is expected. Rank 0 waits longer for an answer."""
 UNHELD_SECONDS = 30.0
 """How long rank 0's writer may take to begin. Nobody holds the lease before."""
@@ -26,7 +27,7 @@ UNHELD_SECONDS = 30.0
 class Giving(Tier):
     """Has no lease and no retention there: that is rank 0's. It looks more often while it has something that is due."""
 
-    _pause = FIRST_LOOK_SECONDS
+    _pause = _DUE_LOOKS.first_seconds
     _last_seq = -1
     _was_held = False
     _free_since = 0.0
@@ -37,7 +38,7 @@ class Giving(Tier):
         near = {one.id: one for one in self._nearest() if one.partial is not None and one.partial.size == size}
         newest = max(near.values(), key=lambda info: info.seq, default=None)
         if newest is not None and newest.seq != self._last_seq:
-            self._last_seq, self._pause = newest.seq, FIRST_LOOK_SECONDS
+            self._last_seq, self._pause = newest.seq, _DUE_LOOKS.first_seconds
         target = Repository(self._places.watched)
         record = target.record()
         if record is None or record.run != self.run.run:
@@ -47,7 +48,7 @@ class Giving(Tier):
         asked, answers = questions(target.storage)
         for one in asked:
             if self._answer(one, near, answers.get(one.id, set()), target, newest):
-                self._pause = FIRST_LOOK_SECONDS
+                self._pause = _DUE_LOOKS.first_seconds
                 return True
         there = target.list()
         self.newest = there[-1] if there else None
@@ -116,4 +117,4 @@ class Giving(Tier):
 
     def _look_later(self, *, due: bool) -> None:
         self.next_look_seconds = self._pause
-        self._pause = min(self._pause * LOOKS_GROW, LAST_LOOK_SECONDS if due else IDLE_LOOK_SECONDS)
+        self._pause = (_DUE_LOOKS if due else _IDLE_LOOKS).after(self._pause)

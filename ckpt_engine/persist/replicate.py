@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
 
 from ckpt_engine.errors import CkptError, ForeignError, LeaseHeldError, NewerFormatError, StorageStalledError
 from ckpt_engine.observe.events import Event, Notice, SnapshotReplicated, TierDegraded, TierRecovered
@@ -16,7 +15,7 @@ from ckpt_engine.persist.stall import AbandonedError
 from ckpt_engine.persist.status import AWAY, HANGS, WORKING, TierStatus, Unfinished
 from ckpt_engine.persist.tier import Tier
 from ckpt_engine.store.storage.meter import Meter
-from ckpt_engine.store.storage.retries import asking
+from ckpt_engine.store.storage.retries import GrowingPauses, asking
 from ckpt_engine.store.throttle import SLICE_BYTES, Throttle
 from ckpt_engine.store.transfer import SourceError
 
@@ -78,20 +77,8 @@ class Gate(Meter):
             self._shut.set()
 
 
-@dataclass(frozen=True, slots=True)
-class Backoff:
-    """Seconds between attempts at a tier that fails: twice as long each time, with a random part."""
-
-    first_seconds: float = 1.0
-    most_seconds: float = 60.0
-
-    def seconds(self, failures: int, share: float) -> float:
-        """Before the next attempt after `failures` in a row; `share` is random between 0 and 1."""
-        longest = min(self.most_seconds, self.first_seconds * 2.0 ** min(failures - 1, 30))
-        return longest * (0.5 + 0.5 * share)
-
-
-BACKOFF = Backoff()
+PAUSES = GrowingPauses(1.0, 60.0)
+"""Between attempts at a tier that fails; up to half of each is left out, at random."""
 SILENT_SECONDS = 3.0
 """A trainer that ends does not wait for a tier that has given no sign for so long; its writer goes on."""
 RECENT_SECONDS = 1.0
@@ -117,13 +104,13 @@ class Replicator:
         gate: Gate,
         emit: Callable[[Event], object],
         changed: Callable[[], object],
-        backoff: Backoff = BACKOFF,
+        pauses: GrowingPauses = PAUSES,
     ) -> None:
         self.tier = tier
         self._gate = gate
         self._emit = emit
         self._tell = changed
-        self._backoff = backoff
+        self._pauses = pauses
         # Never the program's own random stream: this may run in the trainer's process.
         self._random = random.SystemRandom()
         self._state = threading.Condition()
@@ -285,17 +272,17 @@ class Replicator:
             if self._left_a_source(err):
                 return 0.0  # other nearer tiers may do
             self.failed(err)
-            delay: float | None = self._backoff.seconds(self._failures, self._random.random())
+            delay: float | None = self._pause()
         except SourceError as err:
             self._source_failed(err)
-            delay = self._backoff.seconds(self._failures, self._random.random())
+            delay = self._pause()
         except Exception as err:  # noqa: BLE001 - whatever it is, it is this tier's alone, and it is told
             if self._gate.is_shut:
                 return 0.0  # libraries wrap what they were stopped with
             self.failed(err)
             if isinstance(err, LeaseHeldError):
                 self._release()
-            delay = self._backoff.seconds(self._failures, self._random.random())
+            delay = self._pause()
         else:
             self._worked()
             if more:
@@ -309,6 +296,10 @@ class Replicator:
             self.settled = self.settled or finishing
         self._tell()
         return delay
+
+    def _pause(self) -> float:
+        """Before the next attempt after those that have failed in a row."""
+        return self._pauses.seconds(self._failures - 1) * (0.5 + 0.5 * self._random.random())
 
     def _advance(self) -> bool:
         with asking():  # it is tried again anyway

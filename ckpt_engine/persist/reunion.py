@@ -19,7 +19,7 @@ from typing import Protocol
 from ckpt_engine.errors import CkptError, FormatError, SnapshotFailedError, SnapshotSkippedError
 from ckpt_engine.observe.events import SnapshotCommitted
 from ckpt_engine.persist import parts
-from ckpt_engine.persist.commit import FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS, Contributing, InFlight
+from ckpt_engine.persist.commit import LOOKS, Contributing, InFlight
 from ckpt_engine.persist.intake import Order
 from ckpt_engine.persist.job import RankConfig
 from ckpt_engine.persist.snapshots import Staged, share_of, write_snapshot
@@ -31,7 +31,6 @@ from ckpt_engine.store.repository import Repository
 PATIENCE_SECONDS = 5.0
 """How long the others are waited for. The coordinator holds the lease meanwhile, for which a restart waits."""
 _AGAIN_SECONDS = 2.0
-_LOOKS_GROW = 1.5
 
 There = Mapping[str, Collection[int]]
 """The ranks that have left their share, by snapshot."""
@@ -130,7 +129,7 @@ class Reunion:
         fresh = {snapshot: order for snapshot, order in mine.items() if snapshot == newest or snapshot not in left}
         if rank not in there.get(newest, ()):
             self._leave(mine[newest])
-        deadline, pause = time.monotonic() + self._patience_seconds, FIRST_LOOK_SECONDS
+        deadline, pause = time.monotonic() + self._patience_seconds, LOOKS.first_seconds
         while True:
             there = self._place.look()
             if self._complete(fresh, there):
@@ -142,13 +141,13 @@ class Reunion:
             if wanted is not None:
                 self._leave(mine[wanted])
                 left.add(wanted)
-                deadline, pause = time.monotonic() + self._patience_seconds, FIRST_LOOK_SECONDS
+                deadline, pause = time.monotonic() + self._patience_seconds, LOOKS.first_seconds
                 continue
             remaining = deadline - time.monotonic()
             if remaining <= 0.0:
                 break
             self._pause.wait(min(pause, remaining))
-            pause = min(pause * _LOOKS_GROW, LAST_LOOK_SECONDS)
+            pause = LOOKS.after(pause)
         for snapshot in [one for one in mine if one not in left]:
             self._leave(mine[snapshot])
         self._collect(mine)
@@ -175,13 +174,13 @@ class Reunion:
 
     def _collect(self, mine: Mapping[str, Order]) -> None:
         """Everybody leaves everything now: the coordinator waits once more for what becomes complete."""
-        deadline, pause = time.monotonic() + self._patience_seconds, FIRST_LOOK_SECONDS
+        deadline, pause = time.monotonic() + self._patience_seconds, LOOKS.first_seconds
         while not self._ranks.rank and not self._complete(mine, self._place.look()):
             remaining = deadline - time.monotonic()
             if remaining <= 0.0:
                 return
             self._pause.wait(min(pause, remaining))
-            pause = min(pause * _LOOKS_GROW, LAST_LOOK_SECONDS)
+            pause = LOOKS.after(pause)
 
     def _complete(self, mine: Mapping[str, Order], there: There) -> bool:
         """Whether this is the coordinator, and all shares of a snapshot are there: it is committed then.

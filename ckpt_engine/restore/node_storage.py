@@ -14,13 +14,13 @@ from ckpt_engine.restore.node_file import BLOCK_BYTES, Found, Region, room_bytes
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.storage.base import Capabilities, Storage
+from ckpt_engine.store.storage.retries import GrowingPauses
 from ckpt_engine.store.storage.wrappers import WrapperStorage
 
 WAIT_SECONDS = 30.0
 """How long a block that a neighbour fetches is waited for; from then on this rank reads alone."""
-FIRST_LOOK_SECONDS = 0.001
-LAST_LOOK_SECONDS = 0.05
-"""Bounds of the distance between two looks for it; it grows in between."""
+LOOKS = GrowingPauses(0.001, 0.05)
+"""Between two looks for it."""
 AHEAD_THREADS = 8
 """Requests under way for this rank's share, besides those for what it needs at once."""
 END_SECONDS = 60.0
@@ -148,7 +148,7 @@ class NodeStorage(WrapperStorage):
 
     def _take(self, blocks: Blocks, region: Region, number: int, start: int, out: memoryview) -> None:
         """Fill `out` from byte `start` of a block: from shared memory, or by fetching it for all."""
-        pause, deadline = FIRST_LOOK_SECONDS, time.monotonic() + WAIT_SECONDS
+        pause, deadline = LOOKS.first_seconds, time.monotonic() + WAIT_SECONDS
         while True:
             found = region.claim(number)
             if found is Found.PRESENT:
@@ -163,7 +163,7 @@ class NodeStorage(WrapperStorage):
                 self.inner.get_into(name, first + start, out)
                 return
             region.wait(pause)
-            pause = min(2 * pause, LAST_LOOK_SECONDS)
+            pause = LOOKS.after(pause)
 
     def _fetch(self, blocks: Blocks, region: Region, number: int) -> memoryview:
         """Read a block that was claimed, and share it."""

@@ -8,9 +8,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ckpt_engine.persist import fleet
 from ckpt_engine.persist.process import main
-from ckpt_engine.persist.replicate import Backoff
+from ckpt_engine.store.storage.retries import GrowingPauses
 from tests.faults.disk import install
 
 install(Path(os.environ["TEST_FAULTS"]), victims=[os.getppid()])
-fleet.BACKOFF = Backoff(0.05, 0.4)
+fleet.PAUSES = GrowingPauses(0.05, 0.4)
 os._exit(main(sys.argv[1:]))

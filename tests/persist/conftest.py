@@ -12,9 +12,9 @@ import pytest
 from ckpt_engine.persist import fleet, writer
 from ckpt_engine.persist.client import WriterClient, completed
 from ckpt_engine.persist.job import WriterConfig
-from ckpt_engine.persist.replicate import Backoff
 from ckpt_engine.persist.spawn import ProcessWriter
 from ckpt_engine.persist.thread import ThreadWriter
+from ckpt_engine.store.storage.retries import GrowingPauses
 from tests.persist.staged import WAIT_SECONDS, Stage
 from tests.persist.tiered import Run
 
@@ -68,7 +68,7 @@ def run(tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterat
     made = Run(tmp_path, stage)
     monkeypatch.setattr(fleet, "open_storage", made.open_storage)
     monkeypatch.setattr(writer, "open_storage", made.open_storage)
-    monkeypatch.setattr(fleet, "BACKOFF", Backoff(0.01, 0.02))
+    monkeypatch.setattr(fleet, "PAUSES", GrowingPauses(0.01, 0.02))
     yield made
     for weather in made.weather.values():
         weather.up()

@@ -7,18 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.persist.replicate import Backoff, CopyStoppedError, Gate
+from ckpt_engine.persist.replicate import PAUSES, CopyStoppedError, Gate
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.wrappers import metered
 from ckpt_engine.store.throttle import Throttle
 
 
 def test_attempts_become_rarer_up_to_a_limit() -> None:
-    """Twice as long each time, between half and all of it, and no overflow after weeks."""
-    backoff = Backoff(1.0, 60.0)
-    assert [backoff.seconds(n, 1.0) for n in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert [backoff.seconds(n, 0.0) for n in range(1, 4)] == [0.5, 1, 2]
-    assert backoff.seconds(10**9, 1.0) == 60.0
+    """Twice as long each time, and no overflow after weeks."""
+    assert [PAUSES.seconds(n) for n in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert PAUSES.seconds(10**9) == 60.0
+    assert [PAUSES.after(seconds) for seconds in (1.0, 32.0, 60.0)] == [2.0, 60.0, 60.0]
 
 
 def test_an_open_gate_asks_its_limit() -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 BASE_SECONDS = 0.1
 CAP_SECONDS = 8.0
@@ -51,6 +52,26 @@ def is_hopeless(error: BaseException) -> bool:
     return False
 
 
+@dataclass(frozen=True, slots=True)
+class GrowingPauses:
+    """Pauses between attempts or looks: each one is `factor` times as long as the one before, up to the longest."""
+
+    first_seconds: float
+    most_seconds: float
+    factor: float = 2.0
+
+    def seconds(self, number: int) -> float:
+        """The pause with this number; the first one has 0."""
+        return min(self.most_seconds, self.first_seconds * self.factor ** max(0, min(number, 30)))
+
+    def after(self, seconds: float) -> float:
+        """The pause that follows one of so many seconds."""
+        return min(self.most_seconds, seconds * self.factor)
+
+
+_PAUSES = GrowingPauses(BASE_SECONDS, CAP_SECONDS)
+
+
 class Backoff:
     """The waits of one operation, until it has failed for `retry_seconds`.
 
@@ -88,5 +109,5 @@ class Backoff:
         if self._failed_since is None:
             self._failed_since = now
         self.failures += 1
-        wait = max(told_seconds, self._uniform(0.0, min(CAP_SECONDS, BASE_SECONDS * 2.0**self.failures)))
+        wait = max(told_seconds, self._uniform(0.0, _PAUSES.seconds(self.failures)))
         return wait if now + wait - self._failed_since <= self._retry_seconds else None

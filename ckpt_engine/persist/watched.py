@@ -28,14 +28,9 @@ class WatchedStorage(WrapperStorage):
         own = super().capabilities
         return replace(own, versions=own.versions and _WatchedVersions(own.versions, self))
 
-    @contextmanager
-    def asking(self, rest_seconds: float = 0.0) -> Iterator[None]:
+    def asking(self, rest_seconds: float = 0.0) -> _Request:
         """A request, which may take so long without a sign."""
-        self._progress.asked(rest_seconds)
-        try:
-            yield
-        finally:
-            self._progress.answered()
+        return _Request(self._progress, rest_seconds)
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         self._progress.check()
@@ -71,6 +66,22 @@ class WatchedStorage(WrapperStorage):
     def free_bytes(self) -> int | None:
         with self.asking():
             return self.inner.free_bytes()
+
+
+class _Request:
+    """Tells of a request, as a context manager. There is one for each row of a listing."""
+
+    __slots__ = ("_progress", "_rest_seconds")
+
+    def __init__(self, progress: Progress, rest_seconds: float) -> None:
+        self._progress = progress
+        self._rest_seconds = rest_seconds
+
+    def __enter__(self) -> None:
+        self._progress.asked(self._rest_seconds)
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.answered()
 
 
 class _WatchedVersions:

@@ -17,9 +17,9 @@ $(STAMP): pyproject.toml requirements/constraints.txt
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(TIER),--tier $(TIER))
 
-# One process per core; the tests of a file share what they start.
+# One process per core; the tests of a file share what they start. Threads of torch that wait leave the cores to the others.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n logical --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow or hypothesis' --timeout 3600 --hypothesis-profile explore

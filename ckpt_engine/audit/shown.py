@@ -24,6 +24,10 @@ _PURE_METHODS = frozenset(
 )
 _SEES_ALL = frozenset({"locals", "globals", "vars", "eval", "exec"})
 _Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
+_WITH_THEIR_OWN = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
 _VALUES = (
     *(ast.Name, ast.Attribute, ast.Constant, ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Dict, ast.Starred),
     *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.JoinedStr, ast.FormattedValue, ast.keyword, ast.IfExp),
@@ -78,12 +82,12 @@ def _counter(loop: ast.For) -> str | None:
 
 
 def _own(scope: _Scope) -> Iterator[ast.AST]:
-    """What is in a scope, without the functions in it."""
+    """What is in a scope, without the functions and the like in it, which have variables of their own."""
     waiting = list(ast.iter_child_nodes(scope))
     while waiting:
         node = waiting.pop()
         yield node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if not isinstance(node, _WITH_THEIR_OWN):
             waiting.extend(ast.iter_child_nodes(node))
 
 
@@ -105,7 +109,7 @@ def _has_its_own(node: ast.AST, name: str) -> bool:
     """Whether this is a function with another variable of that name."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or name in _declared(node):
         return False
-    inside = list(ast.walk(node))
+    inside = list(_own(node))
     bound = {one.id for one in inside if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
     return name in bound | {one.arg for one in inside if isinstance(one, ast.arg)}
 

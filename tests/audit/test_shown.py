@@ -119,6 +119,14 @@ def gives_it_to_a_function_inside(batches: Batches) -> None:
         shift()
 
 
+def has_another_one_in_a_list_only(batches: Batches) -> None:
+    def shift() -> Any:
+        return [i for i in range(2)], i  # noqa: C416
+
+    for i, _ in enumerate(batches):  # noqa: B007
+        shift()
+
+
 def shows_all_it_has(batches: Batches) -> None:
     for i, _ in enumerate(batches):  # noqa: B007
         print(locals())
@@ -140,7 +148,7 @@ def test_a_counter_that_is_only_shown(loop: Callable[[Any], Any]) -> None:
     "loop",
     [
         *(breaks, trains_at_some, prints_what_draws, hands_it_on, keeps_it, returns_it, loops_by_it),
-        *(gives_it_to_a_function_inside, shows_all_it_has),
+        *(gives_it_to_a_function_inside, has_another_one_in_a_list_only, shows_all_it_has),
     ],
     ids=lambda loop: loop.__name__,
 )

@@ -158,6 +158,17 @@ class FarStorage:
             self._signs.answered()
 
 
+class ListedOnce(Repository):
+    """A place for one who chooses a snapshot and then loads it: its listing is as it was when it was first asked."""
+
+    _listed: Sequence[tuple[ParsedId, ObjectInfo]] | None = None
+
+    def _manifests(self) -> Sequence[tuple[ParsedId, ObjectInfo]]:
+        if self._listed is None:
+            self._listed = super()._manifests()
+        return self._listed
+
+
 def place_of(tier: Tier) -> Repository:
     """What a tier has, to read from; an object store is opened by whoever asks it first."""
     options = tier.for_storage()

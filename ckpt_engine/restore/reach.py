@@ -16,7 +16,7 @@ from ckpt_engine.restore import shares, together
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.line import before_of
 from ckpt_engine.restore.memory import MemoryPlace, answers, attach, is_held
-from ckpt_engine.restore.places import FarStorage, place_of
+from ckpt_engine.restore.places import FarStorage, ListedOnce, place_of
 from ckpt_engine.snapshot.owners import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.store.lines import continued
@@ -48,25 +48,28 @@ class Reach:
         self._attached: MemoryPlace | None = None
         self._mute = False
         self._far: dict[str, FarStorage] = {}
+        self._listed: dict[str, ListedOnce] = {}
+        """The further tiers since a snapshot was chosen, by URL: what loads it goes by the same listings."""
         self.away: set[str] = set()
         """Places that the last load has gone without, which it says."""
 
     def choose(self, step: int | None, check: Check | None) -> Candidate | None:
         """See `Checkpointer.choose`."""
+        self._listed.clear()
         if self._session is not None:
             self.attach()
-            return together.choose(self._session, self.places, step, check)
-        return restore.choose(self.places(), step, check)
+            return together.choose(self._session, self._listed_once, step, check)
+        return restore.choose(self._listed_once(), step, check)
 
     def load(self, step: int | None, *, back: bool, **how: Any) -> restore.Loaded | None:
         """See `Checkpointer.load`; `how`: as of `restore.load`. What is saved from here on comes after it."""
         try:
             if self._session is not None:
                 self.attach()
-                found = together.load(self._session, self.places, step, **how)
+                found = together.load(self._session, self._listed_once, step, **how)
             else:
                 self._let_finish()
-                found = restore.load(self.places(), step, **how)
+                found = restore.load(self._listed_once(), step, **how)
             self._pipeline.lineage.looked(0 if found is None else found.newest_seq)
             if found is not None:
                 self.away = {one.url for one in found.away}
@@ -88,7 +91,7 @@ class Reach:
         self._agree(info, lambda: continued(info, (), ()))
 
     def _go_on(self, found: restore.Loaded, *, newest: bool, back: bool) -> None:
-        self._agree(found.info, lambda: before_of(found, self.places(), newest=newest, back=back))
+        self._agree(found.info, lambda: before_of(found, self._listed_once(), newest=newest, back=back))
 
     def _agree(self, info: SnapshotInfo, look: Callable[[], tuple[tuple[str, int], ...]]) -> None:
         """All ranks go on from a snapshot in the line that rank 0 sees."""
@@ -127,6 +130,13 @@ class Reach:
         memory = [self._attached.repository] if self._attached is not None else []
         return memory + [self._place(tier) for tier in self._config.tiers]
 
+    def _listed_once(self) -> list[Repository]:
+        """The same. The nearest tier is listed each time: a writer that ends may still leave a snapshot there."""
+        found = self.places()
+        further = len(self._config.tiers) - 1
+        near, far = found[: len(found) - further], found[len(found) - further :]
+        return near + [self._listed.setdefault(one.storage.url, ListedOnce(one.storage)) for one in far]
+
     def attach(self) -> None:
         """Reach for the snapshot that the writer of a dead trainer offers, before a new writer takes its place."""
         url = self._config.root_url
@@ -156,6 +166,7 @@ class Reach:
 
     def detach(self) -> None:
         """Give the memory back. The writer that offered it ends when a new one starts, or when it has lingered."""
+        self._listed.clear()
         if self._attached is not None:
             self._attached.release(bye=False)
             self._attached = None

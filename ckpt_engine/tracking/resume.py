@@ -103,14 +103,13 @@ class Resume:
         self._flags = self._flags_now()
         self._audit.begin("start")
         url = self._engine.root_url
-        if self._engine.choose(check=self._fits) is None:
+        state = self._engine.load(live=live_of(self._parts), check=self._fits)
+        loaded = self._engine.loaded
+        if loaded is None:
             if self._rank == 0:
                 announce(self._log, f"no snapshot in {url} yet, starting fresh")
             return None
-        state = self._engine.load(live=live_of(self._parts), check=self._fits)
-        loaded = self._engine.loaded
         assert state is not None
-        assert loaded is not None
         own = state.pop(OWN_KEY, None)
         if own is None:
             return self._load_imported(state, loaded)

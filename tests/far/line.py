@@ -110,10 +110,11 @@ class Line:
             server = socket.create_connection(self._target, 10.0)
             with self._lock:
                 self._open |= {client, server}
-            threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
-            self._pump(client, server, answers=False)
+            asked = threading.Event()
+            threading.Thread(target=self._pump, args=(server, client, asked, True), daemon=True).start()
+            self._pump(client, server, asked, answers=False)
 
-    def _pump(self, source: socket.socket, sink: socket.socket, answers: bool) -> None:
+    def _pump(self, source: socket.socket, sink: socket.socket, asked: threading.Event, answers: bool) -> None:
         with suppress(OSError, ValueError):
             while data := source.recv(_PIECE_BYTES):
                 state = self.state
@@ -127,8 +128,12 @@ class Line:
                     head = f"HTTP/1.1 403 Forbidden\r\nContent-Type: application/xml\r\nContent-Length: {len(_DENIED)}"
                     source.sendall(f"{head}\r\nConnection: close\r\n\r\n".encode() + _DENIED)
                     break
-                if state == SLOW and answers:
-                    time.sleep(SLOW_SECONDS)
+                if not answers:
+                    asked.set()
+                elif asked.is_set():  # the first piece of an answer
+                    asked.clear()
+                    if state == SLOW:
+                        time.sleep(SLOW_SECONDS)
                 sink.sendall(data)
         for one in (source, sink):
             with suppress(OSError):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,11 +22,13 @@ from accelerate_ckpt import AdaptiveCheckpoint as AccelerateCheckpoint
 from ckpt_engine import Checkpointer
 from ckpt_engine.persist import fleet
 from ckpt_engine.restore import places
+from ckpt_engine.store import layout
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
 from lightning_ckpt import AdaptiveCheckpoint as LightningCheckpoint
-from tests.far.line import DEAD, DENIES, HANGS, REFUSES, WORKS, Line
+from tests.far.line import DEAD, DENIES, HANGS, REFUSES, SLOW, WORKS, Line
 from tests.servers.s3 import free_port
 
 WAIT_SECONDS = 60.0
@@ -56,17 +60,35 @@ class Silent(LocalStorage):
         assert self.speaks.wait(WAIT_SECONDS)
 
 
+def opened(instead: Mapping[str, LocalStorage], url: str, options: Mapping[str, object] | None = None) -> Storage:
+    """As `open_storage`, with others instead of what would be there."""
+    return instead.get(url) or open_storage(url, options or {})
+
+
+class Counting(LocalStorage):
+    """A far tier that counts what it is asked."""
+
+    def __init__(self, path: Path, asked: list[str]) -> None:
+        super().__init__(path)
+        self._asked = asked
+
+    def get(self, name: str, *args: Any, **options: Any) -> bytes:
+        self._asked.append(name)
+        return super().get(name, *args, **options)
+
+    def list(self, prefix: str) -> Any:
+        self._asked.append(prefix)
+        return super().list(prefix)
+
+
 @pytest.fixture
 def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Nobody who waits for it would wait for less than the time of a test."""
     path = tmp_path / "far"
     Silent.speaks, Silent.asked = threading.Event(), threading.Event()
 
-    def opened(url: Any, options: Any = None) -> Any:
-        return Silent(path) if str(url).endswith("/far") else open_storage(url, options or {})
-
     for module in (fleet, places):
-        monkeypatch.setattr(module, "open_storage", opened)
+        monkeypatch.setattr(module, "open_storage", partial(opened, {str(path): Silent(path)}))
     monkeypatch.setattr(fleet, "SURVEY_SECONDS", FOR_EVER)
     monkeypatch.setattr(places, "ANSWER_SECONDS", FOR_EVER)
     monkeypatch.setattr(places, "LONGER_SECONDS", FOR_EVER)
@@ -157,6 +179,44 @@ def test_the_first_step_comes_before_the_far_tier_has_said_anything(
     assert silent == [True, False, False, False]
     assert Repository(LocalStorage(near)).list()[-1].step == before + 4
     assert Repository(LocalStorage(far)).list()[-1].step == before + 4
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("train", [lightning, accelerate, plain])
+def test_a_resume_asks_a_far_tier_once_what_it_has(
+    train: Callable[[dict[str, Any], Step], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who chooses a snapshot and then loads it goes by the same answers: each one of a slow tier takes its time."""
+    near, far, url = tmp_path / "near", LocalStorage(tmp_path / "far"), "s3://bucket/far"
+    options = {"writer": "thread", "keep": {"last": 9}, "resume": "auto", "tiers": [str(near), url]}
+    asked: list[str] = []
+    for module, storage in ((fleet, far), (places, Counting(far.root, asked))):
+        monkeypatch.setattr(module, "open_storage", partial(opened, {url: storage}))
+    train(options, lambda: None)
+    asked.clear()
+    train(options, lambda: None)
+    assert sorted(asked) == [layout.RECORD, layout.MANIFESTS]
+
+
+def test_a_slow_line_delays_each_answer_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not each of the pieces that it comes in, of which a server may send the second one much later."""
+    late: list[float] = []
+    monkeypatch.setattr("tests.far.line.SLOW_SECONDS", 0.0)
+    monkeypatch.setattr("tests.far.line.time", SimpleNamespace(sleep=late.append))
+    server = socket.create_server(("127.0.0.1", 0))
+    with Line(("127.0.0.1", server.getsockname()[1]), free_port()) as line:
+        line.become(SLOW)
+        with socket.create_connection(("127.0.0.1", line.port), WAIT_SECONDS) as one:
+            there, _ = server.accept()
+            with there:
+                for _ in range(ROUNDS):
+                    one.sendall(b"?")
+                    assert there.recv(1) == b"?"
+                    for piece in (b"1", b"2"):
+                        there.sendall(piece)
+                        assert one.recv(1) == piece
+    server.close()
+    assert late == [0.0] * ROUNDS
 
 
 def test_a_line_is_as_it_says() -> None:

@@ -223,8 +223,8 @@ class Client(abc.ABC):
         self._said_copies = True
         wait = duration(max(0.0, min(body["seconds"], self._close_by - time.monotonic())))
         line = (
-            f"waiting for the last copies to {' and '.join(body['lack'])}, up to {wait} (wait_at_end); "
-            f"Ctrl-C ends the wait: {self._goes_on_with_copies}"
+            f"waiting for the last copies to {' and '.join(body['lack'])}, up to {wait} (wait_at_end) or until Ctrl-C; "
+            f"what is missing then: {self._goes_on_with_copies}"
         )
         announce(logging.getLogger(LOGGER_NAME), line)
 

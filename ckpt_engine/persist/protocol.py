@@ -25,7 +25,8 @@ its slot is held by a call that hangs: then a `freed` with the `slot` follows, p
 Else nothing but answers to jobs is sent after `started` with one tier that does not hang. Otherwise events come at any
 time, and after `close` perhaps `copying`, as soon as only further tiers want something, and again, with the tiers that
 `lack` something as texts and how many `seconds` they are waited for, if that takes long; then one `closed` with the
-`unfinished` tiers, each a text, as soon as nothing is left to wait for: the writer then goes on by itself.
+`unfinished` tiers, each a text, as soon as nothing is left to wait for: the writer then goes on by itself. It is `said`
+where they are no others than those of `copying`, and nothing is wrong with them.
 
 With replication or parity `started` has a `port`, and rank 0 is told by `mirrored` which `snapshot` all keepers have.
 

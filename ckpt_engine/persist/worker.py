@@ -401,4 +401,4 @@ def unfinished(body: Body, who: str) -> Notice:
         who: takes care of it.
     """
     tiers = "; nor on ".join(body["unfinished"])
-    return Notice("WARNING", f"not everything is on {tiers}; {who}")
+    return Notice("INFO" if body["said"] else "WARNING", f"not everything is on {tiers}; {who}")

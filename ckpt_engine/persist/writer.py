@@ -85,6 +85,8 @@ class Writer:
         self._fleet: Fleet | None = None
         self._held_back: str | None = None
         """The newest snapshot when retention had to spare one that was being copied."""
+        self._waited_for: set[str] = set()
+        """Further tiers that the trainer says it waits for at its end."""
         self._opened = self._joins_later = self._finishing = self._stopped = False
         self._make_near: Callable[[Repository], Near]
         self._make_fleet: Callable[[], Fleet]
@@ -468,10 +470,12 @@ class Writer:
         self._emit({"kind": protocol.FREED, "slot": slot})
 
     def _emit_closed(self, unfinished: Sequence[Unfinished]) -> None:
-        self._emit({"kind": protocol.CLOSED, "unfinished": [one.text() for one in unfinished]})
+        said = all(one.url in self._waited_for and one.why is None for one in unfinished)
+        self._emit({"kind": protocol.CLOSED, "unfinished": [one.text() for one in unfinished], "said": said})
 
     def _emit_copying(self, late: Sequence[Unfinished]) -> None:
         lack, seconds = [one.amount() for one in late], self._config.end_wait_seconds
+        self._waited_for |= {one.url for one in late}
         self._emit({"kind": protocol.COPYING, "lack": lack, "seconds": seconds})
 
     def _notice(self, message: str) -> None:

@@ -6,7 +6,9 @@ import logging
 import re
 import signal
 import threading
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,14 +133,20 @@ class Waits:
         told: called once something was said.
     """
 
-    def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch, told: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        monkeypatch: pytest.MonkeyPatch,
+        told: Callable[[], object],
+        end_wait_seconds: float = WAIT_SECONDS,
+    ) -> None:
         self.lines: list[str] = []
         self._told = told
         monkeypatch.setattr(client, "announce", self._announce)
         monkeypatch.setattr(fleet, "TELL_SECONDS", 0.0)
         monkeypatch.setattr(replicate, "RECENT_SECONDS", 10 * WAIT_SECONDS)
         monkeypatch.setattr(replicate, "SILENT_SECONDS", 10 * WAIT_SECONDS)
-        run.start(drain_seconds=WAIT_SECONDS)
+        run.start(drain_seconds=WAIT_SECONDS, end_wait_seconds=end_wait_seconds)
         run.weather[run.far].gate.clear()
         run.save(1)
         assert run.weather[run.far].reached.wait(WAIT_SECONDS)
@@ -162,11 +170,26 @@ def test_a_long_wait_for_copies_is_said(run: Run, monkeypatch: pytest.MonkeyPatc
     assert closed(run)
     (line,) = waits.lines
     left = r"waiting for the last copies to file://\S+/far \(1 snapshot left, [\d.]+ kB\), up to (60|59) s "
-    assert re.match(left + r"\(wait_at_end\); Ctrl-C ends the wait: .* and then the next run does$", line)
+    assert re.match(
+        left + r"\(wait_at_end\) or until Ctrl-C; what is missing then: .* and then the next run does$", line
+    )
     assert not [one for one in run.all(Notice) if "not everything" in one.message]
     assert run.client is not None and run.client._worker.join(WAIT_SECONDS)
     run.client = None
     assert steps(run.far) == [1]
+
+
+def test_what_a_long_wait_leaves_was_said_when_it_began(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one line names what is waited for, for how long, and who goes on then; the rest is for those who ask."""
+    now = [0.0]
+    monkeypatch.setattr(fleet, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    waits = Waits(run, monkeypatch, lambda: now.append(now.pop() + 0.6 * WAIT_SECONDS), WAIT_SECONDS / 2)
+    assert closed(run)
+    assert len(waits.lines) == 1
+    (left,) = run.all(Notice)
+    assert left.message.startswith(f"not everything is on file://{run.far} (lacks ")
+    assert log.level_of(left) == logging.INFO
+    is_copied_at_last(run)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.01])

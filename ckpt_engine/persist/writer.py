@@ -109,13 +109,7 @@ class Writer:
         storage = WatchedStorage(open_storage(config.url, config.storage_options), lane.progress)
         ranks = config.ranks
         if ranks is not None and not ranks.leads:
-            repository = Repository(storage)
-            self._near = Share(config.url, repository, ranks, lane.progress, self._emit_event)
-            if config.memory:
-                self.run = RunText.of(repository)
-                self._reunion = self._meet(ranks, repository, lambda: None, None)
-            self._keeps_all = self._opened = True
-            self._ids.begin(0)
+            self._open_share(Repository(storage), ranks)
             return
         fleet = None
         if config.tiers:
@@ -130,13 +124,7 @@ class Writer:
             repository = Repository(storage)
             if ranks is not None and ranks.record:
                 repository = adopt_run(RunText.parse(ranks.record), storage)
-            if fleet is None:
-                # The trainer does not wait for other tiers to say which run this is.
-                self._joins_later = bool(config.tiers) and not repository.ids()
-                repository.create_if_absent()
-            else:
-                repository = fleet.join_run(repository, aloud=True)
-                fleet.start()
+            repository = self._join_run(repository, fleet)
             self._fleet = fleet
             self._seq = repository.next_seq()
             self.history = history_of(repository)
@@ -172,6 +160,26 @@ class Writer:
                 self._emit_event(Notice("INFO", _alone(len(ranks.places), config.url)))
             self._opened = True
             undo.pop_all()
+
+    def _open_share(self, repository: Repository, ranks: RankConfig) -> None:
+        """Another rank's writer has the lease."""
+        self._near = Share(self._config.url, repository, ranks, self._lane.progress, self._emit_event)
+        if self._config.memory:
+            self.run = RunText.of(repository)
+            self._reunion = self._meet(ranks, repository, lambda: None, None)
+        self._keeps_all = self._opened = True
+        self._ids.begin(0)
+
+    def _join_run(self, repository: Repository, fleet: Fleet | None) -> Repository:
+        """Make the nearest tier a place of the run."""
+        if fleet is None:
+            # The trainer does not wait for other tiers to say which run this is.
+            self._joins_later = bool(self._config.tiers) and not repository.ids()
+            repository.create_if_absent()
+            return repository
+        repository = fleet.join_run(repository, aloud=True)
+        fleet.start()
+        return repository
 
     @property
     def first_seq(self) -> int:

@@ -6,6 +6,7 @@ import math
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -45,6 +46,13 @@ class Gathered:
         self._nearest: Repository | None = None
         self._sizes: dict[str, dict[int, dict[str, int]]] = {}
         """Where this rank chooses, of snapshots that were looked at: the data files that each place has."""
+        self._roots: RanksByRoot = ()
+        self._offers: dict[str, list[int]] = defaultdict(list)
+        """There, too: the places that have each snapshot, by their numbers; so are the next two."""
+        self._silent: dict[str, str] = {}
+        """Why places do not answer, by URL."""
+        self._since: dict[int, float] = {}
+        """When the places began to have a run."""
 
     def __enter__(self) -> Self:
         roots, own = self._session.places(), self._session.root
@@ -96,44 +104,12 @@ class Gathered:
 
     def _meet(self, roots: RanksByRoot, own: Folder) -> None:
         session, ranks = self._session, self._session.ranks
+        self._roots = roots
         place = next(number for number, members in enumerate(roots) if ranks.rank in members)
         address = session.locate()
         secret = session.agree(lambda: secrets.token_hex(16), LOAD_SECONDS)
-        offers: dict[str, list[int]] = defaultdict(list)
-        silent: dict[str, str] = {}
-        since: dict[int, float] = {}
-
-        def look() -> dict[str, Any]:
-            if roots[place][0] != ranks.rank:
-                return {}
-            try:
-                repository = Repository(own)
-                ids = [parsed.id for parsed in repository.ids()]
-                found = repository.record()
-                record = encode_record(found).decode() if found is not None else ""
-                self._lender = Lender(own, address, secret, ranks.size)
-                since = Path(own.path(layout.RECORD)).stat().st_mtime if record else None
-                lends = {"host": address, "port": self._lender.port}
-                return {**lends, "ids": ids, "record": record, "since": since}
-            except (CkptError, OSError) as err:
-                return {"why": f"it cannot be used: {err}"}
-
-        def combine(said: list[dict[str, Any] | None]) -> dict[str, Any]:
-            leaders = [said[members[0]] or {} for members in roots]
-            for number, one in enumerate(leaders):
-                if "port" not in one:
-                    url = _folder(roots[number][0])
-                    silent[url] = f"{url}: {one.get('why', 'the rank does not answer')}"
-                for snapshot in one.get("ids", ()):
-                    offers[snapshot].append(number)
-                if one.get("since") is not None:
-                    since[number] = one["since"]
-            return {
-                "lenders": [[one["host"], one["port"]] if "port" in one else None for one in leaders],
-                "record": next((str(one["record"]) for one in leaders if one.get("record")), ""),
-            }
-
-        met = session.meet(look, combine)
+        leads = roots[place][0] == ranks.rank
+        met = session.meet(lambda: self._lend(own, address, secret) if leads else {}, self._combined)
         self._borrowers = [
             None
             if where is None or number == place
@@ -141,37 +117,71 @@ class Gathered:
             for number, where in enumerate(met["lenders"])
         ]
 
-        def ask(number: int, snapshot: str) -> tuple[bytes, dict[str, int]]:
-            borrower = self._borrowers[number]
-            try:
-                found = manifest_at(own, snapshot) if borrower is None else borrower.manifest(snapshot)
-            except CkptError:
-                if borrower is not None and borrower.gone is not None:
-                    silent[_folder(roots[number][0])] = borrower.gone
-                raise
-            self._sizes.setdefault(snapshot, {})[number] = found[1]
-            return found
-
-        def began(info: SnapshotInfo, lacking: Sequence[int]) -> bool:
-            # A later one says that there was more, and what is not there now may have been removed: nobody remembers
-            # that. Of the first one it is certain enough where the nodes that lack it have a folder that is older.
-            first = info.seq == 1 and info.parent is None and offers.keys() == {info.id}
-            held = [number for number, members in enumerate(roots) if not set(members) & set(lacking)]
-            if not first or info.partial is None or info.partial.size != ranks.size or held != offers[info.id]:
-                return False
-            rest = [number for number in range(len(roots)) if number not in held]
-            if not all(since.get(number, math.inf) < info.created for number in rest):
-                return False
-            assert self._spread is not None
-            self._spread.unfinished.add(info.id)
-            return True
-
         def gathered(snapshot: str) -> Known:
-            return spread.gather(snapshot, offers[snapshot], ask, silent, began)
+            ask, offers = partial(self._ask, own), self._offers[snapshot]
+            return spread.gather(snapshot, offers, ask, self._silent, self._began)
 
-        chooses = (offers.keys(), gathered) if session.coordinates else None
-        self._spread = Spread(own, place, self._borrowers, met["record"], chooses, silent)
+        chooses = (self._offers.keys(), gathered) if session.coordinates else None
+        self._spread = Spread(own, place, self._borrowers, met["record"], chooses, self._silent)
         self._nearest = Repository(self._spread)
+
+    def _lend(self, own: LocalStorage, address: str, secret: str) -> dict[str, Any]:
+        """What a leader says: what is in its root, and where it lends that."""
+        try:
+            repository = Repository(own)
+            ids = [parsed.id for parsed in repository.ids()]
+            found = repository.record()
+            record = encode_record(found).decode() if found is not None else ""
+            self._lender = Lender(own, address, secret, self._session.ranks.size)
+            since = Path(own.path(layout.RECORD)).stat().st_mtime if record else None
+            lends = {"host": address, "port": self._lender.port}
+            return {**lends, "ids": ids, "record": record, "since": since}
+        except (CkptError, OSError) as err:
+            return {"why": f"it cannot be used: {err}"}
+
+    def _combined(self, said: list[dict[str, Any] | None]) -> dict[str, Any]:
+        """Of what the leaders say, on rank 0, what all have to know."""
+        leaders = [said[members[0]] or {} for members in self._roots]
+        for number, one in enumerate(leaders):
+            if "port" not in one:
+                url = _folder(self._roots[number][0])
+                self._silent[url] = f"{url}: {one.get('why', 'the rank does not answer')}"
+            for snapshot in one.get("ids", ()):
+                self._offers[snapshot].append(number)
+            if one.get("since") is not None:
+                self._since[number] = one["since"]
+        return {
+            "lenders": [[one["host"], one["port"]] if "port" in one else None for one in leaders],
+            "record": next((str(one["record"]) for one in leaders if one.get("record")), ""),
+        }
+
+    def _ask(self, own: LocalStorage, number: int, snapshot: str) -> tuple[bytes, dict[str, int]]:
+        """See `spread.Ask`."""
+        borrower = self._borrowers[number]
+        try:
+            found = manifest_at(own, snapshot) if borrower is None else borrower.manifest(snapshot)
+        except CkptError:
+            if borrower is not None and borrower.gone is not None:
+                self._silent[_folder(self._roots[number][0])] = borrower.gone
+            raise
+        self._sizes.setdefault(snapshot, {})[number] = found[1]
+        return found
+
+    def _began(self, info: SnapshotInfo, lacking: Sequence[int]) -> bool:
+        """See `spread.Began`."""
+        # A later one says that there was more, and what is not there now may have been removed: nobody remembers
+        # that. Of the first one it is certain enough where the nodes that lack it have a folder that is older.
+        first = info.seq == 1 and info.parent is None and self._offers.keys() == {info.id}
+        held = [number for number, members in enumerate(self._roots) if not set(members) & set(lacking)]
+        size = self._session.ranks.size
+        if not first or info.partial is None or info.partial.size != size or held != self._offers[info.id]:
+            return False
+        rest = [number for number in range(len(self._roots)) if number not in held]
+        if not all(self._since.get(number, math.inf) < info.created for number in rest):
+            return False
+        assert self._spread is not None
+        self._spread.unfinished.add(info.id)
+        return True
 
     def _close(self) -> None:
         for borrower in self._borrowers:

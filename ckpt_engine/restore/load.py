@@ -157,28 +157,17 @@ def load(
         sources = Sources([place.storage for place in candidate.sources])
         try:
             takes = into if live is None else live(manifest)
-            targets = live_targets(manifest.tree, takes, manifest.entries)
-            fill(sources, manifest, targets.plain)
-            read = read_regions(sources, manifest, targets.regions, targets.stored)
-            trees = [manifest.tree, *others.values()]
-            wanted = set(entries_in(trees)) if size_of(manifest) > 1 else set(manifest.entries)
-            rest = [name for name in manifest.entries if name in wanted and name not in targets.live]
-            entries = {**targets.live, **read_entries(sources, manifest, rest)}
-            rebuilder = Rebuilder(entries, pickle_paths, finished=targets.filled)
-            state = rebuilder.state(manifest.tree)
-            own = {number: rebuilder.state(tree) for number, tree in others.items()}
+            found = _read(sources, manifest, takes, others, pickle_paths)
         except (FormatError, StorageError) as err:
             if len(where) == 1 and not isinstance(err, FormatError | StorageMissingError):
                 raise
             search.reject(candidate.info.id, err)
             continue
-        if takes is not None:
-            state = copy_into(state, takes)
         return Loaded(
-            state=state,
+            state=found.state if takes is None else copy_into(found.state, takes),
             info=candidate.info,
             manifest=manifest,
-            notes=(*rebuilder.notes, *_unverified(read), *_told(where, candidate, sources.repairs, search)),
+            notes=(*found.notes, *_told(where, candidate, sources.repairs, search)),
             rejected=tuple(one for one in search.rejected if one.snapshot != candidate.info.id),
             read_bytes=sum(piece.nbytes for _, piece in stored_pieces(manifest)),
             seconds=time.perf_counter() - began,
@@ -186,14 +175,45 @@ def load(
             repairs=tuple(sources.repairs),
             away=tuple(search.away),
             lost_steps=_lost_steps(where, candidate.info.step),
-            own=own,
-            unverified_bytes=read.unverified_bytes,
+            own=found.own,
+            unverified_bytes=found.unverified_bytes,
             newest_seq=search.newest_seq,
         )
     error = none_usable(where, search, step)
     if error is not None:
         raise error
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """What was read of a snapshot; as in `Loaded`."""
+
+    state: Any
+    own: Mapping[int, Any]
+    notes: tuple[str, ...]
+    unverified_bytes: int
+
+
+def _read(
+    sources: Sources, manifest: Manifest, takes: Any, others: Mapping[int, Any], pickle_paths: Sequence[str]
+) -> _Contents:
+    """Read a snapshot, as far as possible into the tensors of `takes`.
+
+    Args:
+        others: the trees of all ranks that saved it, where their number differs.
+    """
+    targets = live_targets(manifest.tree, takes, manifest.entries)
+    fill(sources, manifest, targets.plain)
+    read = read_regions(sources, manifest, targets.regions, targets.stored)
+    trees = [manifest.tree, *others.values()]
+    wanted = set(entries_in(trees)) if size_of(manifest) > 1 else set(manifest.entries)
+    rest = [name for name in manifest.entries if name in wanted and name not in targets.live]
+    entries = {**targets.live, **read_entries(sources, manifest, rest)}
+    rebuilder = Rebuilder(entries, pickle_paths, finished=targets.filled)
+    state = rebuilder.state(manifest.tree)
+    own = {number: rebuilder.state(tree) for number, tree in others.items()}
+    return _Contents(state, own, (*rebuilder.notes, *_unverified(read)), read.unverified_bytes)
 
 
 def _unverified(read: Read) -> Iterator[str]:

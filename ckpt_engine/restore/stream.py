@@ -43,6 +43,33 @@ def stream_into(
         NewerFormatError: an encoding this version does not know.
         StorageError: the storages failed.
     """
+    moves = _moves(manifest, targets)
+    plain = [move for move in moves if move.piece.base is None]
+    filler, memory = _Filler(sources, manifest, fresh), Memory()
+    # Threads inherit the mode in which arithmetic drops subnormal numbers; predictions are made without it.
+    pool = ThreadPoolExecutor(
+        sources.threads, thread_name_prefix="ckpt-read", initializer=torch.set_flush_denormal, initargs=(False,)
+    )
+    try:
+        begun = [pool.submit(filler.fill_raw, move) for move in plain if filler.is_direct(move)]
+        begun += [
+            pool.submit(filler.fill_span, span)
+            for span in _spans([move for move in plain if not filler.is_direct(move)])
+        ]
+        for batch in batches(manifest, [move for move in moves if move.piece.base is not None]):
+            # Work begins in this order, so that nobody waits for what no thread has begun with.
+            for one in batch.ranges:
+                one.data = pool.submit(one.read, sources, manifest, memory)
+            ready = batch.decoder(sources, manifest, filler.read_base)
+            begun += [pool.submit(filler.fill_together, move, batch, ready, memory) for move in batch.moves]
+        for done in begun:
+            done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _moves(manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> list[Move]:
+    """Where each piece of each entry goes."""
     moves = []
     for name, target in targets.items():
         pieces = manifest.entries[name].pieces
@@ -53,87 +80,85 @@ def stream_into(
         for piece in pieces:
             moves.append(Move(name, piece, start, target.data_ptr() + start))
             start += piece.raw_nbytes
-    buffers = threading.local()
+    return moves
 
-    def buffer(nbytes: int, use: str = "span") -> memoryview:
-        kept: mmap.mmap | None = getattr(buffers, use, None)
-        if kept is None or len(kept) < nbytes:
-            kept = mmap.mmap(-1, max(nbytes, READ_BYTES + 2 * mmap.PAGESIZE))
-            setattr(buffers, use, kept)
-        # Views are never released by hand: frames of an error that was caught may still hold parts of them.
-        return memoryview(kept)[:nbytes]
 
-    def base(_: str, piece: Piece, out: memoryview) -> None:
-        """Around the page cache, which takes whole pages of the file and of memory."""
-        name, skew = manifest.files[piece.file].name, piece.offset % mmap.PAGESIZE
-        if (address_of(out) - piece.offset) % mmap.PAGESIZE == 0:
-            head = min(-skew % mmap.PAGESIZE, piece.nbytes)
-            if head:
-                sources.read(name, piece.offset, out[:head])
-            sources.read(name, piece.offset + head, out[head:])
-            return
-        data = buffer(skew + piece.nbytes, "base")
-        sources.read(name, piece.offset - skew, data)
-        ctypes.memmove(address_of(out), address_of(data[skew:]), piece.nbytes)
+class _Filler:
+    """Reads pieces of one snapshot into where they belong, verified. Several threads at once.
 
-    decoder = sources.decoder(manifest)
+    Args:
+        fresh: the memory has never been touched.
+    """
 
-    def run(span: Sequence[Move]) -> None:
+    def __init__(self, sources: Sources, manifest: Manifest, fresh: bool) -> None:
+        self._sources = sources
+        self._manifest = manifest
+        self._fresh = fresh
+        self._decoder = sources.decoder(manifest)
+        self._buffers = threading.local()
+
+    def is_direct(self, move: Move) -> bool:
+        """Whether it is read to where it belongs without a buffer."""
+        return self._fresh and move.piece.codec == RAW and move.piece.nbytes >= DIRECT_MIN_BYTES
+
+    def fill_raw(self, move: Move) -> None:
+        """One that `is_direct`."""
+        piece, out = move.piece, _memory_of(move)
+        pages.populate(move.address, piece.nbytes)
+        self.read_base(move.entry, piece, out)
+        if digest(out) != piece.digest:
+            self._sources.repair(move.entry, self._manifest.files[piece.file].name, piece, out)
+
+    def fill_span(self, span: Sequence[Move]) -> None:
+        """Neighbours in a file, in one request."""
         first, last = span[0].piece, span[-1].piece
         start = first.offset // mmap.PAGESIZE * mmap.PAGESIZE  # whole pages may go around the page cache
         stop = last.offset + last.nbytes
-        file = manifest.files[first.file]
-        data = sources.view(file.name, start, stop - start)
+        file = self._manifest.files[first.file]
+        data = self._sources.view(file.name, start, stop - start)
         if data is None:
-            data = buffer(stop - start)
-            sources.read(file.name, start, data)
+            data = self._buffer(stop - start)
+            self._sources.read(file.name, start, data)
         for move in span:
             piece = move.piece
             stored = data[piece.offset - start :][: piece.nbytes]
             if digest(stored) != piece.digest:
                 if stored.readonly:
-                    stored = buffer(piece.nbytes)
-                sources.repair(move.entry, file.name, piece, stored)
-            if fresh:
+                    stored = self._buffer(piece.nbytes)
+                self._sources.repair(move.entry, file.name, piece, stored)
+            if self._fresh:
                 pages.populate(move.address, piece.raw_nbytes)
-            _place(decoder, move, stored)
+            _place(self._decoder, move, stored)
 
-    def is_direct(move: Move) -> bool:
-        return fresh and move.piece.codec == RAW and move.piece.nbytes >= DIRECT_MIN_BYTES
-
-    def put_raw(move: Move) -> None:
-        piece, out = move.piece, _memory_of(move)
-        pages.populate(move.address, piece.nbytes)
-        base(move.entry, piece, out)
-        if digest(out) != piece.digest:
-            sources.repair(move.entry, manifest.files[piece.file].name, piece, out)
-
-    def put_together(move: Move, batch: Batch, decoder: Decoder) -> None:
+    def fill_together(self, move: Move, batch: Batch, decoder: Decoder, memory: Memory) -> None:
+        """One that is made of a chain, once all of its batch is read."""
         batch.wait()
-        if fresh:
+        if self._fresh:
             pages.populate(move.address, move.piece.raw_nbytes)
         decoder.read(move.entry, move.start, move.piece, _memory_of(move))
         batch.done(memory)
 
-    memory = Memory()
-    # Threads inherit the mode in which arithmetic drops subnormal numbers; predictions are made without it.
-    pool = ThreadPoolExecutor(
-        sources.threads, thread_name_prefix="ckpt-read", initializer=torch.set_flush_denormal, initargs=(False,)
-    )
-    try:
-        plain = [move for move in moves if move.piece.base is None]
-        begun = [pool.submit(put_raw, move) for move in plain if is_direct(move)]
-        begun += [pool.submit(run, span) for span in _spans([move for move in plain if not is_direct(move)])]
-        for batch in batches(manifest, [move for move in moves if move.piece.base is not None]):
-            # Work begins in this order, so that nobody waits for what no thread has begun with.
-            for one in batch.ranges:
-                one.data = pool.submit(one.read, sources, manifest, memory)
-            ready = batch.decoder(sources, manifest, base)
-            begun += [pool.submit(put_together, move, batch, ready) for move in batch.moves]
-        for done in begun:
-            done.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    def read_base(self, _: str, piece: Piece, out: memoryview) -> None:
+        """Unverified, around the page cache, which takes whole pages of the file and of memory."""
+        name, skew = self._manifest.files[piece.file].name, piece.offset % mmap.PAGESIZE
+        if (address_of(out) - piece.offset) % mmap.PAGESIZE == 0:
+            head = min(-skew % mmap.PAGESIZE, piece.nbytes)
+            if head:
+                self._sources.read(name, piece.offset, out[:head])
+            self._sources.read(name, piece.offset + head, out[head:])
+            return
+        data = self._buffer(skew + piece.nbytes, "base")
+        self._sources.read(name, piece.offset - skew, data)
+        ctypes.memmove(address_of(out), address_of(data[skew:]), piece.nbytes)
+
+    def _buffer(self, nbytes: int, use: str = "span") -> memoryview:
+        """Of this thread."""
+        kept: mmap.mmap | None = getattr(self._buffers, use, None)
+        if kept is None or len(kept) < nbytes:
+            kept = mmap.mmap(-1, max(nbytes, READ_BYTES + 2 * mmap.PAGESIZE))
+            setattr(self._buffers, use, kept)
+        # Views are never released by hand: frames of an error that was caught may still hold parts of them.
+        return memoryview(kept)[:nbytes]
 
 
 def _place(decoder: Decoder, move: Move, stored: memoryview) -> None:

@@ -15,10 +15,6 @@ MOST_IN_FILE = 400
 MOST_IN_FUNCTION = 60
 LONG_FUNCTIONS = frozenset(
     {
-        "ckpt_engine/persist/writer.py:open",
-        "ckpt_engine/restore/gather.py:_meet",
-        "ckpt_engine/restore/load.py:load",
-        "ckpt_engine/restore/stream.py:stream_into",
         "ckpt_engine/snapshot/pipeline.py:_save",
     }
 )

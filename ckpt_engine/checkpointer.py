@@ -296,6 +296,8 @@ class Checkpointer:
     def choose(self, step: int | None = None, *, check: Check | None = None) -> Candidate | None:
         """The snapshot that `load` would try first, or None if there are none at all; reads its manifest only.
 
+        A `load` after it goes by what further tiers have listed for it.
+
         Raises:
             NoUsableSnapshotError: there are snapshots, and none is usable; says why for each. Or there are none, and a
                 tier does not answer.

@@ -86,9 +86,8 @@ class Cell:
     def misses(self) -> list[str]:
         """The bars that are missed."""
         ours = self.ours
-        # A wait is one event, what comes of it another one.
-        waits = [[line for line in lines if "waiting for " in line] for lines in (ours.said, ours.said_at_the_end)]
-        words = [len(ours.said) - len(waits[0]), len(ours.said_at_the_end) - len(waits[1]), *map(len, waits)]
+        waits = [line for line in ours.said if "waiting for " in line]  # for another reason than what comes later
+        words = [len(waits), len(ours.said) - len(waits), len(ours.said_at_the_end)]
         late = ours.leaving > self.without.leaving + EXIT_BAR_SECONDS
         heard = ours.said or ours.said_at_the_end or self.copied
         found = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -196,6 +197,27 @@ def test_a_resume_asks_a_far_tier_once_what_it_has(
     asked.clear()
     train(options, lambda: None)
     assert sorted(asked) == [layout.RECORD, layout.MANIFESTS]
+
+
+def test_what_vanishes_after_the_choice_is_passed_over_and_the_next_load_looks_again(tmp_path: Path) -> None:
+    """Listings of further tiers are those of the choice for one load only."""
+    near, far = tmp_path / "near", tmp_path / "far"
+    options = {"tiers": [str(near), str(far)], "writer": "thread", "keep": {"last": 9}}
+    with Checkpointer(options) as ckpt:
+        for step in (1, 2):
+            assert ckpt.save({"x": torch.tensor([step])}, step=step).wait(WAIT_SECONDS)
+    shutil.rmtree(near)
+    with Checkpointer(options) as ckpt:
+        chosen = ckpt.choose()
+        assert chosen is not None and chosen.info.step == 2
+        manifest = far / layout.manifest_name(chosen.info.id)
+        text = manifest.read_bytes()
+        manifest.unlink()
+        assert ckpt.load() == {"x": torch.tensor([1])}
+        assert ckpt.loaded is not None
+        assert [one.snapshot for one in ckpt.loaded.rejected] == [chosen.info.id]
+        manifest.write_bytes(text)
+        assert ckpt.load() == {"x": torch.tensor([2])}
 
 
 def test_a_slow_line_delays_each_answer_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ class Gathered:
         self._spread = Spread(own, place, self._borrowers, met["record"], chooses, self._silent)
         self._nearest = Repository(self._spread)
 
-    def _lend(self, own: LocalStorage, address: str, secret: str) -> dict[str, Any]:
+    def _lend(self, own: Folder, address: str, secret: str) -> dict[str, Any]:
         """What a leader says: what is in its root, and where it lends that."""
         try:
             repository = Repository(own)
@@ -155,7 +155,7 @@ class Gathered:
             "record": next((str(one["record"]) for one in leaders if one.get("record")), ""),
         }
 
-    def _ask(self, own: LocalStorage, number: int, snapshot: str) -> tuple[bytes, dict[str, int]]:
+    def _ask(self, own: Folder, number: int, snapshot: str) -> tuple[bytes, dict[str, int]]:
         """See `spread.Ask`."""
         borrower = self._borrowers[number]
         try:

@@ -321,7 +321,7 @@ class Feed:
         self.lead.begin()
         if unknown and self.lead.ahead is not None:
             self.lead_known()
-        self.finished = self.interior = False
+        self.finished, self.interior = False, self.delivered > 0  # what resumes within a pass had a boundary there
         self._count_at_begin = self._count()
         self._open = True
         running = _Pass(self, iterator)

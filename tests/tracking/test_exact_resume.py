@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.tracking.runs import LOADERS, Case, assert_continues, shuffled, taken, train_plain
+from ckpt_engine.cli.compare import Comparison
+from ckpt_engine.cli.root import LATEST, open_run
+from ckpt_engine.restore.choose import assemble
+from tests.tracking.runs import LOADERS, Case, assert_continues, every_boundary, only, shuffled, taken, train_plain
 
 LOOPS = {
     "evaluation within epochs": Case(evaluate_every=2),
@@ -29,6 +32,15 @@ def test_a_few_configurations_resume_exactly(name: str, tmp_path: Path) -> None:
     assert len(snapshots) >= 3
     chosen = snapshots[len(snapshots) // 2]
     assert_continues(train_plain, case, reference, chosen, tmp_path / "run", tmp_path / "resumed")
+
+
+def test_the_last_snapshot_of_a_resumed_run_is_that_of_the_uninterrupted_one(tmp_path: Path) -> None:
+    """Where a pass is resumed so late that no boundary within it is left, too."""
+    case = Case(evaluation=None, epochs=1)
+    _, snapshots = taken(train_plain, case, tmp_path / "run")
+    train_plain(case, every_boundary(only(tmp_path / "run", snapshots[-1], tmp_path / "resumed")), seed=1)
+    whole, resumed = (assemble(*open_run(str(tmp_path / name)).find(LATEST)) for name in ("run", "resumed"))
+    assert [str(one) for one in Comparison(whole, resumed) if not one.measured] == []
 
 
 @pytest.mark.slow

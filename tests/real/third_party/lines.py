@@ -150,7 +150,12 @@ FORECASTING: Changes = (
         """    callbacks=[
         lr_logger,
         early_stop_callback,
-        __import__("lightning_ckpt").AdaptiveCheckpoint(ROOT, every_n_steps=1, keep={"last": 1000}),
+        __import__("lightning_ckpt").AdaptiveCheckpoint(
+            ROOT,
+            every_n_steps=1,
+            keep={"last": 1000},
+            pickle=["dataset_parameters*", "hyper_parameters*", "__special*"],
+        ),
     ],""",
     ),
     ("    val_dataloaders=val_dataloader,\n)", '    val_dataloaders=val_dataloader,\n    ckpt_path="auto",\n)'),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -26,10 +27,13 @@ from ckpt_engine.data import native
 from ckpt_engine.data.exactness import OnChange
 from ckpt_engine.data.fingerprint import length_of
 from ckpt_engine.data.position import attach
-from ckpt_engine.errors import ConfigError, ResumeError
+from ckpt_engine.errors import CkptError, ConfigError, ResumeError
 from ckpt_engine.snapshot.arguments import numbers_among
 from ckpt_engine.tracking.resume import IMPORTED
+from ckpt_engine.tracking.stopping import EXCEPTION_WAIT_SECONDS
 from ckpt_engine.tracking.tracker import Tracker
+
+_log = logging.getLogger("ckpt_engine.transformers")
 
 _FILE = "trainer_state.json"
 _RESUME = "trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer))"
@@ -303,8 +307,13 @@ class TransformersCallback(TrainerCallback):
         )
 
     def _failed(self, error: BaseException) -> None:
+        """`train` ends by this: leave the process as it was found. Never raises."""
         if self._tracker is not None:
             self._tracker.failed_with(error)
+        try:
+            self._release(EXCEPTION_WAIT_SECONDS, failed=True)
+        except CkptError as err:
+            _log.error("while handling %s: %s", type(error).__name__, err)
 
     def _follow_evaluation(self, name: str, loader: Any) -> None:
         """A loader that the trainer keeps for the next evaluation, because its workers stay, has a position."""
@@ -364,7 +373,7 @@ class TransformersCallback(TrainerCallback):
                 hint=_SAME,
             )
 
-    def _release(self) -> None:
+    def _release(self, timeout: float | None = None, *, failed: bool = False) -> None:
         tracker, self._tracker = self._tracker, None
         self._evaluations.clear()
         engine, self._engine = self._engine, None
@@ -375,7 +384,7 @@ class TransformersCallback(TrainerCallback):
         if tracker is not None:
             tracker.release()
         if engine is not None:
-            engine.close()
+            engine.close(timeout, failed=failed)
 
     def _remove_folder(self) -> None:
         folder, self._folder = self._folder, None

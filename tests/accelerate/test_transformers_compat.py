@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -88,9 +90,13 @@ def test_snapshots_of_another_kind_of_loop_are_refused(tmp_path: Path) -> None:
 def test_other_arguments_than_those_of_the_saved_run_are_refused(steps: int, counted: int, tmp_path: Path) -> None:
     """Transformers would count other batches than the snapshot did."""
     train_hf({"max_steps": steps}, every_boundary(tmp_path / "run", at_end=False), tmp_path / "out")
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = set(threading.enumerate())
     why = f"transformers resumes after {counted * 2} batches of the epoch, the snapshot is after {steps - 1}"
     with pytest.raises(ResumeError, match=why):
         train_hf({"gradient_accumulation_steps": 2}, every_boundary(tmp_path / "run"), tmp_path / "out")
+    assert {number: signal.getsignal(number) for number in before} == before
+    assert [thread.name for thread in set(threading.enumerate()) - threads] == []
 
 
 def test_a_finished_run_has_nothing_to_do_and_a_longer_one_goes_on(tmp_path: Path) -> None:

@@ -1,25 +1,47 @@
-"""`AdaptiveCheckpoint` for Accelerate: one line after `accelerator.prepare(...)`."""
+"""`AdaptiveCheckpoint` for Accelerate: one line after `accelerator.prepare(...)`, and what it takes from there.
+
+What was prepared or registered with an accelerator, as components named like the files of `save_state`.
+
+Which processes train together under an accelerator, and what of their states is the same.
+
+What Accelerate counts around a loop: the position in gradient accumulation.
+"""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from accelerate_ckpt.compat import Internals
-from accelerate_ckpt.parts import AcceleratedParts
-from accelerate_ckpt.ranks import ranks_of
-from accelerate_ckpt.surroundings import Accumulation
+from accelerate_ckpt.private import AcceleratorInternals
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config
 from ckpt_engine.data import native
 from ckpt_engine.errors import ConfigError, ResumeError
-from ckpt_engine.tracking.tracker import Tracker
+from ckpt_engine.loop.components import (
+    OWN_KEY,
+    Counted,
+    Counters,
+    NamedParts,
+    Shapes,
+    put_back,
+    state_of,
+    weight_shapes,
+)
+from ckpt_engine.loop.distributed_models import clean_name, flat_models, is_flat
+from ckpt_engine.loop.tracker import Tracker
+from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.ranks.process_group import ProcessGroupRanks
+from ckpt_engine.ranks.world import Ranks
 
 
 class AdaptiveCheckpoint(Tracker):
@@ -59,8 +81,8 @@ class AdaptiveCheckpoint(Tracker):
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        engine = Checkpointer(config, ranks=ranks_of(accelerator, Internals(accelerator)), **options)
-        self._internals = internals = Internals(accelerator)
+        engine = Checkpointer(config, ranks=ranks_of(accelerator, AcceleratorInternals(accelerator)), **options)
+        self._internals = internals = AcceleratorInternals(accelerator)
         internals.probe()
         parts = AcceleratedParts(accelerator, internals)
         if not parts.optimizers:
@@ -147,3 +169,190 @@ class UnstartedCheckpoint:
     def close(self) -> None: ...
 
     def abandon_resume(self) -> None: ...
+
+
+FILES = "hook_files"
+"""The component that holds what hooks of `register_save_state_pre_hook` wrote into their folder."""
+
+
+class AcceleratedParts:
+    """The components of a snapshot, with the same hooks as `save_state` and `load_state`.
+
+    Args:
+        accelerator: after `prepare`.
+        internals: of the accelerator.
+        more: objects that are not known to the accelerator, by component.
+        grows: the accelerator may prepare loaders later, which belong to no snapshot.
+
+    Raises:
+        ConfigError: an object has no state to save.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        internals: AcceleratorInternals,
+        more: Mapping[str, Any] | None = None,
+        *,
+        grows: bool = False,
+    ) -> None:
+        self._internals = internals
+        self._count = None if grows else internals.count()
+        self._models = internals.models()
+        # What FSDP1 wraps is part of the model: `unwrap_model` would take off its root.
+        plain = [
+            model if is_flat(model) else accelerator.unwrap_model(model, keep_torch_compile=False)
+            for model in self._models
+        ]
+        self.modules: Mapping[str, nn.Module] = {_name(index): model for index, model in enumerate(plain)}
+        self.flat = flat_models(plain)
+        self._others = NamedParts({**internals.named_objects(), **(more or {})}, self.flat)
+        self.optimizers: Mapping[str, torch.optim.Optimizer] = self._others.optimizers
+        self.objects: Mapping[str, Any] = {**self.modules, **self._others.objects}
+
+    def state(self) -> dict[str, Any]:
+        """The components, with references to live tensors.
+
+        Raises:
+            ConfigError: an object was prepared after the snapshots began.
+        """
+        if self._count is not None and self._internals.count() > self._count:
+            raise ConfigError(
+                "objects were prepared or registered after AdaptiveCheckpoint was made: they would not be resumed",
+                hint="make AdaptiveCheckpoint after the last prepare() and register_for_checkpointing()",
+            )
+        weights = [state_of(module, self.flat) for module in self.modules.values()]
+        files: dict[str, torch.Tensor] = {}
+        if hooks := self._internals.save_hooks():
+            with tempfile.TemporaryDirectory(prefix="ckpt-hooks-") as folder:
+                for hook in hooks:
+                    hook(list(self._models), weights, folder)
+                files = _read(Path(folder))
+        state = {_name(index): value for index, value in enumerate(weights)} | self._others.state()
+        return state | ({FILES: files} if files else {})
+
+    def shapes(self) -> dict[str, Shapes]:
+        """Shapes of the weights; none where hooks decide what is saved."""
+        if self._internals.save_hooks() or self._internals.load_hooks():
+            return {}
+        return {name: weight_shapes(module, self.flat) for name, module in self.modules.items()}
+
+    def load(self, saved: Mapping[str, Any]) -> tuple[list[Restored], list[NotRestored]]:
+        """Put the components back.
+
+        Raises:
+            MismatchError: a component is of another model or optimizer.
+        """
+        models, missing = list(self._models), []
+        if hooks := self._internals.load_hooks():
+            with tempfile.TemporaryDirectory(prefix="ckpt-hooks-") as folder:
+                _write(Path(folder), saved.get(FILES, {}))
+                for hook in hooks:
+                    hook(models, folder)
+        elif FILES in saved:
+            missing.append(NotRestored(FILES, "no hook of register_load_state_pre_hook reads them now"))
+        modules = list(self.modules.values())
+        left = [modules[next(i for i, mine in enumerate(self._models) if mine is model)] for model in models]
+        restored = []
+        for index, module in enumerate(left):
+            if _name(index) in saved:
+                put_back(_name(index), module, saved[_name(index)], self.flat)
+                restored.append(Restored(_name(index), type(module).__name__))
+            else:
+                missing.append(NotRestored(_name(index), "neither the snapshot nor a hook has its weights"))
+        if len(left) < len(modules):
+            restored.append(Restored("models", f"{len(modules) - len(left)} by hooks of register_load_state_pre_hook"))
+        own = [_name(index) for index in range(len(modules))]
+        others = {name: value for name, value in saved.items() if name not in (*own, FILES)}
+        more, absent = self._others.load(others)
+        return restored + more, missing + absent
+
+
+def _name(index: int) -> str:
+    return f"model_{index}" if index else "model"
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    """Every file below `folder` as bytes, by relative path; empty files hold nothing that a tensor could."""
+    return {
+        str(path.relative_to(folder)): torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.stat().st_size
+    }
+
+
+def _write(folder: Path, files: Mapping[str, torch.Tensor]) -> None:
+    for name, content in files.items():
+        path = (folder / name).resolve()
+        path.relative_to(folder.resolve())  # a name of the snapshot must not lead out of the folder
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.numpy().tobytes())
+
+
+_DDP = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_HINTS = {
+    "DEEPSPEED": "it keeps its state to itself: use accelerator.save_state, or FSDP2",
+}
+
+
+def ranks_of(accelerator: Accelerator, internals: AcceleratorInternals) -> Ranks | None:
+    """All ranks of `accelerator`; None: it is one process. What was prepared is looked at when a snapshot is.
+
+    Parameters and what optimizers know of them are the same on all ranks of DDP; DTensors and FSDP1 tell who has what.
+    Everything else is that of rank 0, and streams and positions are each rank's own.
+
+    Raises:
+        ConfigError: the processes divide the state in ways that are not supported.
+    """
+    if accelerator.num_processes == 1:
+        return None
+    if accelerator.distributed_type not in (*_DDP, DistributedType.FSDP):
+        kind = accelerator.distributed_type.value
+        raise ConfigError(
+            f"several processes are supported with DDP and FSDP, and this run has {kind}",
+            hint=_HINTS.get(kind, "use accelerator.save_state for this run"),
+        )
+
+    @cache
+    def names() -> frozenset[str]:
+        models = (accelerator.unwrap_model(model, keep_torch_compile=False) for model in internals.models())
+        return frozenset(
+            clean_name(name) for model in models for name, _ in model.named_parameters(remove_duplicate=False)
+        )
+
+    def alike(path: tuple[Any, ...]) -> bool:
+        component = str(path[0])
+        if component.startswith("model"):
+            return len(path) == 2 and path[1] in names()
+        return component.startswith("optimizer") and len(path) > 1 and path[1] == "state"
+
+    return ProcessGroupRanks(own={OWN_KEY}, divides=alike)
+
+
+class Accumulation:
+    """The accelerator's counter of `accumulate()`.
+
+    Args:
+        accelerator: whose it is.
+        internals: of the accelerator.
+    """
+
+    def __init__(self, accelerator: Accelerator, internals: AcceleratorInternals) -> None:
+        self._accelerator = accelerator
+        self._internals = internals
+
+    def accumulating(self) -> bool:
+        return not self._accelerator.sync_gradients
+
+    def now(self) -> Counters:
+        return Counted({"step": self._internals.step})
+
+    def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
+        self._internals.step = int(saved["step"])
+        return []
+
+    def adopt(self, state: dict[str, Any]) -> tuple[list[Restored], list[NotRestored]]:  # noqa: ARG002
+        return [], []
+
+    def audited(self) -> Mapping[str, Any]:
+        return {}

@@ -1,4 +1,7 @@
-"""`TransformersCallback`: snapshots of a transformers `Trainer`, which event leads where."""
+"""`TransformersCallback`: snapshots of a transformers `Trainer`, which event leads where.
+
+The ranks of one `Trainer` begin together: none is missing, and all have their snapshots in one place.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +17,20 @@ from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
-from accelerate_ckpt.compat import Internals, source_of
-from accelerate_ckpt.parts import AcceleratedParts
-from accelerate_ckpt.ranks import ranks_of
-from accelerate_ckpt.transformers_compat import TrainerInternals, trainer_above
-from accelerate_ckpt.transformers_ranks import meet
+from accelerate_ckpt.adaptive import AcceleratedParts, ranks_of
+from accelerate_ckpt.private import AcceleratorInternals, TrainerInternals, source_of, trainer_above
 from accelerate_ckpt.transformers_state import NOTE, PACE, SHIFT, TrainerSurroundings, as_file, steps_before
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config, load_config
-from ckpt_engine.convert import transformers_folder
 from ckpt_engine.data import native
-from ckpt_engine.data.exactness import OnChange
-from ckpt_engine.data.fingerprint import length_of
+from ckpt_engine.data.exactness import OnChange, length_of
 from ckpt_engine.data.position import attach
-from ckpt_engine.errors import CkptError, ConfigError, ResumeError
+from ckpt_engine.errors import CkptError, ConfigError, ResumeError, WaitTimeoutError
+from ckpt_engine.interop import transformers_folder
+from ckpt_engine.loop.resume import IMPORTED
+from ckpt_engine.loop.stopping import EXCEPTION_WAIT_SECONDS
+from ckpt_engine.loop.tracker import Tracker
 from ckpt_engine.snapshot.arguments import numbers_among
-from ckpt_engine.tracking.resume import IMPORTED
-from ckpt_engine.tracking.stopping import EXCEPTION_WAIT_SECONDS
-from ckpt_engine.tracking.tracker import Tracker
 
 _log = logging.getLogger("ckpt_engine.transformers")
 
@@ -159,7 +158,9 @@ class TransformersCallback(TrainerCallback):
             _require(self, trainer)
             internals.probe()
 
-        engine = Checkpointer(self.config, ranks=ranks_of(trainer.accelerator, Internals(trainer.accelerator)))
+        engine = Checkpointer(
+            self.config, ranks=ranks_of(trainer.accelerator, AcceleratorInternals(trainer.accelerator))
+        )
         meet(engine, check)
         self._trainer, self._internals, self._engine = trainer, internals, engine
         engine.start()
@@ -216,7 +217,7 @@ class TransformersCallback(TrainerCallback):
             self._remove_folder()
         internals.unwrap()
         internals.follow_running_loss()
-        private = Internals(trainer.accelerator)
+        private = AcceleratorInternals(trainer.accelerator)
         private.probe()
         source = source_of(objects["train_dataloader"])
         native.reset(source.base)
@@ -439,3 +440,54 @@ def _require_same_step(
         f"transformers resumes at step {state.global_step}, the snapshot that could be read is another one",
         hint="trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer)), once more if a snapshot was damaged",
     )
+
+
+_CALLS = (
+    "on every rank: trainer.train(resume_from_checkpoint=ckpt.resume_from(trainer)), with the callback in the trainer"
+)
+_Place = tuple[str, str]
+"""The machine of a folder, or "" for a place that all machines see; and its URL."""
+
+
+def meet(engine: Checkpointer, check: Callable[[], None]) -> None:
+    """All ranks are here and want the same, or each of them raises. Nothing is started or written before that.
+
+    `train` has collectives from its beginning on: a rank that went there alone would wait until the group gives up.
+
+    Args:
+        engine: of this rank.
+        check: raises what is wrong with this rank.
+
+    Raises:
+        ConfigError: a rank has not come within minutes, or ranks have their snapshots in different places.
+        CkptError: what `check` has raised on some rank.
+    """
+
+    def say() -> list[_Place]:
+        check()
+        node = engine.ranks.node if engine.ranks is not None else ""
+        return [(node if tier.is_folder else "", tier.url) for tier in engine.config.tiers]
+
+    try:
+        engine.meet(say, _require_one_run)
+    except WaitTimeoutError as err:
+        raise ConfigError("rank 0 has not called resume_from()", hint=_CALLS) from err
+
+
+def _require_one_run(said: list[list[_Place] | None]) -> None:
+    missing = [rank for rank, one in enumerate(said) if one is None]
+    if missing:
+        raise ConfigError(
+            f"{len(missing)} of {len(said)} ranks have not called resume_from(): {', '.join(map(str, missing))}",
+            hint=_CALLS,
+        )
+    # Machines may have disks of their own at different paths; the ranks of one machine share what it has.
+    first: dict[tuple[int, str], tuple[int, Any]] = {}
+    for rank, places in enumerate(said):
+        for number, (machine, url) in enumerate(places or ()):
+            other, known = first.setdefault((number, machine), (rank, url))
+            if url != known:
+                raise ConfigError(
+                    f"rank {rank} has its snapshots in {url}, and rank {other} in {known}",
+                    hint="give all ranks the same folder: a name with a time or a process number in it differs",
+                )

@@ -11,13 +11,12 @@ from typing import Any
 from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer_callback import ExportableState, TrainerControl
 
-from accelerate_ckpt.transformers_compat import TrainerInternals
-from ckpt_engine.convert.parts import FILES, STREAMS, TRAINER_STATE
-from ckpt_engine.data.exactness import OnChange
-from ckpt_engine.data.fingerprint import length_of
+from accelerate_ckpt.private import TrainerInternals
+from ckpt_engine.data.exactness import OnChange, length_of
 from ckpt_engine.errors import ResumeError
+from ckpt_engine.interop.state_parts import FILES, STREAMS, TRAINER_STATE
+from ckpt_engine.loop.components import Counters
 from ckpt_engine.observe.resume_report import NotRestored, Restored
-from ckpt_engine.tracking.surroundings import Counters
 
 NOTE = TRAINER_STATE
 """The key in a manifest's notes under which `resume_from` finds the trainer's state."""

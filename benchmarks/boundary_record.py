@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.tracking import last_boundary
-from ckpt_engine.tracking.last_boundary import LastBoundary
+from ckpt_engine.loop import failing_loop
+from ckpt_engine.loop.failing_loop import LastBoundary
 from lightning_ckpt import AdaptiveCheckpoint
 
 BATCH = 8
@@ -88,13 +88,13 @@ def measured(train: Callable[[str, int], None], records: int) -> list[float]:
         reached(self)
         times.append(time.thread_time() - began)
 
-    affordable = last_boundary.affordable
-    LastBoundary.reached, last_boundary.affordable = timed, lambda *_: True  # type: ignore[method-assign]
+    affordable = failing_loop.affordable
+    LastBoundary.reached, failing_loop.affordable = timed, lambda *_: True  # type: ignore[method-assign]
     try:
         with tempfile.TemporaryDirectory() as folder:
             train(folder, records)
     finally:
-        LastBoundary.reached, last_boundary.affordable = reached, affordable  # type: ignore[method-assign]
+        LastBoundary.reached, failing_loop.affordable = reached, affordable  # type: ignore[method-assign]
     return times
 
 

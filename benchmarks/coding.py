@@ -13,7 +13,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from ckpt_engine.store.codecs.adam import AdamCodec
-from ckpt_engine.store.codecs.base import Chunk, get_codec
+from ckpt_engine.store.codecs.codec import Chunk, get_codec
 
 PIECE_BYTES = 16 << 20
 

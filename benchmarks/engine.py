@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from benchmarks.workloads import State
 from ckpt_engine import Checkpointer
-from ckpt_engine.snapshot.flatten import LazyPredicate
-from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.snapshot.save_request import SaveHandle
+from ckpt_engine.state.flatten import LazyPredicate
 
 READY_SECONDS = 120.0
 

@@ -14,7 +14,7 @@ from benchmarks.measure import timed
 from benchmarks.peers import Peer
 from benchmarks.workloads import SEED, State, everything_lazy, perceptron, state_bytes
 from ckpt_engine import Checkpointer
-from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.snapshot.save_request import SaveHandle
 
 INPUTS = 256
 MIN_BATCH, MAX_BATCH = 16, 4096

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ckpt_engine.checkpointer import Checkpointer as Checkpointer
     from ckpt_engine.config import Config as Config
     from ckpt_engine.errors import CkptError as CkptError
-    from ckpt_engine.snapshot.handle import SaveHandle as SaveHandle
+    from ckpt_engine.snapshot.save_request import SaveHandle as SaveHandle
     from ckpt_engine.store.manifest import SnapshotInfo as SnapshotInfo
 
 _HOMES = {
@@ -21,7 +21,7 @@ _HOMES = {
     "Checkpointer": "ckpt_engine.checkpointer",
     "CkptError": "ckpt_engine.errors",
     "Config": "ckpt_engine.config",
-    "SaveHandle": "ckpt_engine.snapshot.handle",
+    "SaveHandle": "ckpt_engine.snapshot.save_request",
     "SnapshotInfo": "ckpt_engine.store.manifest",
 }
 

@@ -1,4 +1,7 @@
-"""The façade for plain PyTorch loops and for the adapters: wires config, pipeline and restore, and decides nothing."""
+"""The façade for plain PyTorch loops and for the adapters: wires config, pipeline and restore, and decides nothing.
+
+Tracks the objects of a loop that no framework runs, or Lightning Fabric: sorts them and finds what is inside.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,24 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import torch
+from torch.utils.data import DataLoader
+
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
+from ckpt_engine.copy.job import WriterConfig, writer_config
 from ckpt_engine.errors import ArgumentError, CkptError, ConfigError, SnapshotFailedError, WaitTimeoutError
+from ckpt_engine.loop.components import NamedParts, Nothing
+from ckpt_engine.loop.engine import Ending, Engine, NobodyStops
+from ckpt_engine.loop.feed import LoaderSource
+from ckpt_engine.loop.tracker import Tracker
 from ckpt_engine.observe.events import Event, EventSink, Notice, TierDegraded
 from ckpt_engine.observe.log import LOGGER_NAME, LogSink
 from ckpt_engine.observe.resume_report import resumed_from_memory
-from ckpt_engine.persist.client import WriterClient, open_client
-from ckpt_engine.persist.job import WriterConfig
-from ckpt_engine.persist.settings import writer_config
 from ckpt_engine.ranks.session import session_of
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import load as restore
@@ -26,15 +35,12 @@ from ckpt_engine.restore import places
 from ckpt_engine.restore.choose import Candidate, Check
 from ckpt_engine.restore.reach import Reach
 from ckpt_engine.snapshot import arguments
-from ckpt_engine.snapshot.flatten import LazyPredicate
-from ckpt_engine.snapshot.handle import SaveHandle, wait_seconds
-from ckpt_engine.snapshot.owners import Tenure
+from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
-from ckpt_engine.snapshot.request import Request
+from ckpt_engine.snapshot.save_request import Request, SaveHandle, wait_seconds
+from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.tracking.engine import Ending, NobodyStops
-from ckpt_engine.tracking.plain import track_objects
-from ckpt_engine.tracking.tracker import Tracker
+from ckpt_engine.writer.client import WriterClient, open_client
 
 CLOSE_TIMEOUT_SECONDS = 600.0
 AGREE_SECONDS = 300.0
@@ -465,3 +471,49 @@ class Checkpointer:
         if failure is not None and self.config.on_error == "raise":
             text = f"a snapshot failed in the background: {failure.message}"
             raise SnapshotFailedError(text, hint=failure.hint) from failure
+
+
+_FABRIC_LOADER = "_dataloader"
+_FABRIC_COUNTER = "_num_iter_calls"
+
+
+def track_objects(engine: Engine, objects: Mapping[str, Any]) -> Tracker:
+    """See `Checkpointer.track`.
+
+    Raises:
+        ConfigError: as there.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        processes = torch.distributed.get_world_size()
+        if processes > 1 and engine.ranks is None:
+            raise ConfigError(
+                f"this is one of {processes} processes, and this Checkpointer does not know of the others",
+                hint="pass ranks=ProcessGroupRanks(own={'ckpt_engine'}), see docs/many-ranks.md",
+            )
+    sources = {name: source for name, value in objects.items() if (source := source_of(value)) is not None}
+    parts = NamedParts({name: value for name, value in objects.items() if name not in sources})
+    if not parts.optimizers:
+        raise ConfigError(
+            "track() needs the optimizer: its steps are the steps of the run",
+            hint="track(model=model, optimizer=optimizer, loader=loader)",
+        )
+    return Tracker(engine, parts, sources, Nothing(), trainer="loop", folder=Path.cwd())
+
+
+def source_of(value: Any) -> LoaderSource | None:
+    """The loader in `value`, a `DataLoader` or what Fabric's `setup_dataloaders` makes of one; None if it is none.
+
+    Raises:
+        ConfigError: the loader was prepared by Accelerate.
+    """
+    if issubclass(type(value), DataLoader):
+        return LoaderSource(value, value)
+    if isinstance(value, DataLoader):  # Accelerate's wrappers say that they are one
+        raise ConfigError(
+            f"a {type(value).__name__} belongs to Accelerate",
+            hint="use accelerate_ckpt.AdaptiveCheckpoint(accelerator)",
+        )
+    inner = getattr(value, "__dict__", {}).get(_FABRIC_LOADER)
+    if isinstance(inner, DataLoader) and hasattr(value, _FABRIC_COUNTER):
+        return LoaderSource(value, inner, counter=_FABRIC_COUNTER)
+    return None

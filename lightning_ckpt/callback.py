@@ -14,12 +14,11 @@ from typing_extensions import override
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
-from lightning_ckpt.cli_restart import allow_restart
-from lightning_ckpt.compat import Internals
-from lightning_ckpt.fresh import AUTO, Fitted
-from lightning_ckpt.redone import MARK, mark_of
-from lightning_ckpt.resume import Resume
+from lightning_ckpt.compat import LightningInternals
+from lightning_ckpt.fit_resume import FitResume
+from lightning_ckpt.restart import AUTO, EarlierFit, allow_restart
 from lightning_ckpt.run import FitRun
+from lightning_ckpt.run_state import MARK, mark_of
 
 _log = logging.getLogger("lightning_ckpt")
 
@@ -97,8 +96,8 @@ class AdaptiveCheckpoint(Callback):
         self.config: Config = load_config(config, **options)
         self._source, self._options = config, options
         self._run: FitRun | None = None
-        self._idle: Internals | None = None
-        self._fitted: Fitted | None = None
+        self._idle: LightningInternals | None = None
+        self._fitted: EarlierFit | None = None
 
     @property
     @override
@@ -116,12 +115,14 @@ class AdaptiveCheckpoint(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._release()
         if stage != "fit":
-            internals = Internals(trainer)
+            internals = LightningInternals(trainer)
             internals.probe()
             self._idle = internals
-            internals.wrap_resume_start(Resume(internals, trainer, pl_module, Checkpointer(self.config), None).resolve)
+            internals.wrap_resume_start(
+                FitResume(internals, trainer, pl_module, Checkpointer(self.config), None).resolve
+            )
         elif _is_fast_dev_run(trainer):
-            self._idle = Internals(trainer)
+            self._idle = LightningInternals(trainer)
             self._idle.probe()
             self._idle.wrap_resume_start(_start_fresh)
         else:
@@ -136,7 +137,7 @@ class AdaptiveCheckpoint(Callback):
         run, self._run = self._run, None
         self._release()
         if run is not None:
-            self._fitted = Fitted(trainer, pl_module, run.checkpointer.attempt)
+            self._fitted = EarlierFit(trainer, pl_module, run.checkpointer.attempt)
             run.close()
 
     @override

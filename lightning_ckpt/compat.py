@@ -1,12 +1,20 @@
-"""All access to private names of Lightning: each use is named in `private_names` and probed when a run is set up.
+"""All access to private names of Lightning: each use is named in `compat` and probed when a run is set up.
 
 Nothing else in this package touches an attribute of Lightning that starts with an underscore, or replaces a method of
-a Lightning object. When an upstream release renames something, `Internals.probe` says which feature needs it.
+a Lightning object. When an upstream release renames something, `LightningInternals.probe` says which feature needs it.
+
+The list of private names of Lightning, and of torchmetrics below it, that `compat` uses, each with its purpose.
+
+A SIGTERM that takes effect at the next boundary: until then Lightning's loops do not see it, all other code does.
+
+By themselves the loops would end training in the middle of a validation, or on one of several ranks by a broadcast that
+the others do not expect.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,11 +29,9 @@ from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 from torchmetrics import Metric, SumMetric
 
 from ckpt_engine.errors import CkptError
-from ckpt_engine.tracking import undocumented
-from ckpt_engine.tracking.undocumented import PrivateName
+from ckpt_engine.loop import undocumented
+from ckpt_engine.loop.undocumented import PrivateName
 from lightning_ckpt.compat_data import DataInternals
-from lightning_ckpt.private_names import PRIVATE_NAMES
-from lightning_ckpt.sigterm import defer_sigterm, relayed
 
 VERSION: str = version("lightning")
 MINIMUM_VERSION = (2, 5)
@@ -56,7 +62,7 @@ def callbacks_of(trainer: Any) -> list[Callback]:
     return found
 
 
-class Internals(DataInternals):
+class LightningInternals(DataInternals):
     """Typed, narrow access to the insides of one trainer.
 
     Args:
@@ -194,7 +200,7 @@ class Internals(DataInternals):
         self.wrap(strategy, "process_dataloader", process_dataloader)
 
     def defer_sigterm(self, deferred: Callable[[], bool], *, relays: bool) -> None:
-        """See `sigterm.defer_sigterm`; `relays`: and `sigterm.relayed`, of several ranks."""
+        """See `compat.defer_sigterm`; `relays`: and `compat.relayed`, of several ranks."""
         connector, launcher = self._trainer._signal_connector, self._trainer.strategy.launcher
         self._undo_sigterm = defer_sigterm(connector, deferred)
         if relays:
@@ -393,3 +399,94 @@ class Internals(DataInternals):
         """The classes `_ResultMetric`, `_Metadata`, `_Sync`."""
         module = importlib.import_module(_RESULT_MODULE)
         return module._ResultMetric, module._Metadata, module._Sync
+
+
+PRIVATE_NAMES: tuple[PrivateName, ...] = (
+    PrivateName("trainer", "_checkpoint_connector", "ckpt_path='auto'"),
+    PrivateName("trainer", "_logger_connector", "running means of self.log"),
+    PrivateName("trainer", "_signal_connector", "finishing the step after a SIGTERM"),
+    PrivateName("signal_connector", "received_sigterm", "finishing the step after a SIGTERM"),
+    PrivateName("signal_connector", "_sigterm_notifier_fn", "the same for several ranks (wrapped)"),
+    PrivateName("connector", "resume_start", "ckpt_path='auto' (wrapped)"),
+    PrivateName("connector", "dump_checkpoint", "the content of a snapshot"),
+    PrivateName("connector", "_ckpt_path", "the path Lightning reports after a resume"),
+    PrivateName("connector", "_loaded_checkpoint", "handing the restored state to Lightning"),
+    PrivateName("connector", "_hpc_resume_path", "preferring a newer Slurm hpc_ckpt file"),
+    PrivateName("fit_loop", "on_advance_start", "restoring what a new epoch needs (wrapped)"),
+    PrivateName("fit_loop", "epoch_progress", "telling a finished epoch from an unfinished one"),
+    PrivateName("fit_loop", "_restarting", "plateau schedulers in the resumed epoch"),
+    PrivateName("fit_loop", "_data_fetcher", "batches fetched ahead of training"),
+    PrivateName("fit_loop", "_combined_loader", "which of several loaders has ended"),
+    PrivateName("fit_loop", "_skip_backward", "gradients in the last epoch of StochasticWeightAveraging"),
+    PrivateName("fit_loop", "_last_train_dl_reload_epoch", "reload_dataloaders_every_n_epochs after a resume"),
+    PrivateName("epoch_loop", "advance", "the snapshot instant (wrapped)"),
+    PrivateName("epoch_loop", "reset", "no false warning about loaders at an exact resume (wrapped)"),
+    PrivateName("epoch_loop", "batch_progress", "the position in the epoch"),
+    PrivateName("epoch_loop", "_restarting", "validation and plateau schedulers after a resume"),
+    PrivateName("epoch_loop", "_should_accumulate", "waiting for the end of gradient accumulation"),
+    PrivateName("epoch_loop", "_num_ready_batches_reached", "telling a finished epoch from an unfinished one"),
+    PrivateName("epoch_loop", "_results", "running means of self.log"),
+    PrivateName("epoch_loop", "_batches_that_stepped", "the step axis of loggers"),
+    PrivateName("module", "_current_fx_name", "logging in on_train_epoch_start of a resumed epoch"),
+    PrivateName("epoch_loop", "val_loop", "the loaders of validation"),
+    PrivateName("val_loop", "_combined_loader", "the loaders of validation"),
+    PrivateName("val_loop", "_last_val_dl_reload_epoch", "reload_dataloaders_every_n_epochs after a resume"),
+    PrivateName("val_loop", "setup_data", "making the loaders of validation before the streams are put back"),
+    PrivateName("logger_connector", "_callback_metrics", "metrics that callbacks and schedulers see"),
+    PrivateName("logger_connector", "_logged_metrics", "trainer.logged_metrics after a resume"),
+    PrivateName("logger_connector", "_progress_bar_metrics", "the progress bar"),
+    PrivateName("logger_connector", "_first_loop_iter", "running means of self.log"),
+    PrivateName("logger_connector", "_current_fx", "running means of self.log"),
+    PrivateName("logger_connector", "should_update_logs", "logging as often as the trainer does"),
+    PrivateName("combined_loader", "_iterator", "resuming with several loaders"),
+    PrivateName("combined_iterator", "_idx", "batch_idx of dataloader_iter"),
+    PrivateName("combined_iterator", "_consumed", "resuming with several loaders"),
+    PrivateName("metric", "_update_count", "state of torchmetrics objects"),
+    PrivateName("metric", "_forward_cache", "state of torchmetrics objects"),
+    PrivateName("metric", "_computed", "state of torchmetrics objects"),
+    PrivateName("results", "_ResultMetric", "running means of self.log"),
+    PrivateName("results", "_Metadata", "running means of self.log"),
+    PrivateName("results", "_Sync", "running means of self.log"),
+)
+"""Every private name in use; `tests/lightning/test_compat.py` has one test for each."""
+
+
+_LOOPS = "lightning.pytorch.loops."
+
+
+def defer_sigterm(connector: Any, deferred: Callable[[], bool]) -> Callable[[], None]:
+    """Hide `connector.received_sigterm` from Lightning's loops as long as `deferred()`; returns what undoes it."""
+    kind = type(connector)
+
+    class Deferring(kind):  # type: ignore[misc, valid-type]
+        @property
+        def received_sigterm(self) -> bool:
+            received = bool(self.__dict__["received_sigterm"])
+            return received and not (deferred() and _a_loop_asks())
+
+        @received_sigterm.setter
+        def received_sigterm(self, received: bool) -> None:
+            self.__dict__["received_sigterm"] = received
+
+    def undo() -> None:
+        if type(connector) is Deferring:
+            connector.__class__ = kind
+
+    connector.__class__ = Deferring
+    return undo
+
+
+def relayed(connector: Any, launcher: Any) -> Callable[[int, object], None]:
+    """A handler that hands a SIGTERM on by the launcher, without Lightning's broadcast amid whatever runs (2.6)."""
+
+    def notify(number: int, _: object) -> None:
+        if launcher is not None:
+            launcher.kill(number)
+        connector.received_sigterm = True
+
+    return notify
+
+
+def _a_loop_asks() -> bool:
+    """A loop reads `trainer.received_sigterm`, which reads the connector's."""
+    return str(sys._getframe(3).f_globals.get("__name__", "")).startswith(_LOOPS)

@@ -9,13 +9,13 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
-from ckpt_engine.data.dealing import Dealing
 from ckpt_engine.data.exactness import Level, OnChange
 from ckpt_engine.data.position import LoaderPosition, attach
+from ckpt_engine.data.sample_assignment import Dealing
 from ckpt_engine.errors import ResumeError, StateError
+from ckpt_engine.loop.capture import Elastic
 from ckpt_engine.observe.resume_report import NotRestored
-from ckpt_engine.tracking.elastic import Elastic
-from lightning_ckpt.compat import Internals
+from lightning_ckpt.compat import LightningInternals
 
 
 class FitLoaders:
@@ -27,7 +27,9 @@ class FitLoaders:
         on_change: what becomes of an epoch that is resumed in its middle with changed loaders.
     """
 
-    def __init__(self, internals: Internals, trainer: pl.Trainer, on_change: OnChange = OnChange.REFUSE) -> None:
+    def __init__(
+        self, internals: LightningInternals, trainer: pl.Trainer, on_change: OnChange = OnChange.REFUSE
+    ) -> None:
         self._internals = internals
         self._trainer = trainer
         self._on_change = on_change

@@ -15,37 +15,37 @@ from ckpt_engine.audit.audit import Audit
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config
 from ckpt_engine.config.live import LiveFile
-from ckpt_engine.config.status import Status
+from ckpt_engine.config.sections import Status
 from ckpt_engine.data.exactness import OnChange
 from ckpt_engine.errors import CkptError, DivergedError, LeaseHeldError, StorageError, UnstorableLeafError, WriterError
 from ckpt_engine.frequency.triggers import MEMORY
-from ckpt_engine.observe.clock import SystemClock
-from ckpt_engine.observe.fanout import FanOutSink
-from ckpt_engine.observe.log import LogSink
-from ckpt_engine.snapshot.handle import SaveHandle
-from ckpt_engine.snapshot.laziness import copies_lazily
-from ckpt_engine.tracking import flags
-from ckpt_engine.tracking.diverging import Diverging, require_alike
-from ckpt_engine.tracking.fence import StepFence
-from ckpt_engine.tracking.halt import Halt
-from ckpt_engine.tracking.last_boundary import ImpossibleError
-from ckpt_engine.tracking.rollback import Rollbacks
-from ckpt_engine.tracking.settings import cadence_settings, prepare_share
-from ckpt_engine.tracking.shared import cadence_of
-from lightning_ckpt import loop_state, sharded
-from lightning_ckpt.audited import OF_LIGHTNING, audited
-from lightning_ckpt.boundary import Kind, Position, kind_of, postponed
-from lightning_ckpt.capture import Capture, Instant
-from lightning_ckpt.compat import Internals, callbacks_of
-from lightning_ckpt.endings import Endings
-from lightning_ckpt.failing import Before, Failing
-from lightning_ckpt.guard import FenceGuard
+from ckpt_engine.loop import components
+from ckpt_engine.loop.diverging import Diverging, Rollbacks, require_alike
+from ckpt_engine.loop.failing_loop import ImpossibleError
+from ckpt_engine.loop.rank_decisions import cadence_of, cadence_settings, prepare_share
+from ckpt_engine.loop.stopping import Halt
+from ckpt_engine.observe.events import SystemClock
+from ckpt_engine.observe.log import FanOutSink, LogSink
+from ckpt_engine.snapshot.save_request import SaveHandle
+from ckpt_engine.snapshot.stage import StepFence, copies_lazily
+from lightning_ckpt import run_state, sharded
+from lightning_ckpt.compat import LightningInternals, callbacks_of
+from lightning_ckpt.failing_fit import FailingFit, FitStepStart
+from lightning_ckpt.fit_resume import FitResume
 from lightning_ckpt.loaders import FitLoaders
-from lightning_ckpt.ranks import ranks_of, replicas_of
-from lightning_ckpt.resume import Resume
-from lightning_ckpt.stopping import StopWatch, finish_again
-from lightning_ckpt.telemetry import BAR_NAMES, Telemetry
-from lightning_ckpt.watches import Watches
+from lightning_ckpt.run_state import (
+    OF_LIGHTNING,
+    BoundaryKind,
+    FitCapture,
+    FitInstant,
+    Position,
+    audited,
+    kind_of,
+    postponed,
+)
+from lightning_ckpt.strategy_ranks import ranks_of, replicas_of
+from lightning_ckpt.watches import BAR_NAMES, Endings, StopWatch, Telemetry, Watches, finish_again
+from lightning_ckpt.weight_guard import FenceGuard
 
 _log = logging.getLogger("lightning_ckpt")
 
@@ -76,7 +76,7 @@ class FitRun:
         self._module = module
         self._config = config
         self._owner = owner
-        self._internals = Internals(trainer)
+        self._internals = LightningInternals(trainer)
         self._internals.probe()
         sinks, clock = FanOutSink(LogSink()), SystemClock()
         ranks = ranks_of(trainer, module)
@@ -94,10 +94,12 @@ class FitRun:
         if config.rollback is not None:
             rollbacks = Rollbacks(self.checkpointer, _log, replicas_of(trainer), self._internals.in_whole_steps)
         self._audit = Audit(config.hidden, lambda: audited(trainer, module, (owner, self.guard)), _log, OF_LIGHTNING)
-        self.resume = Resume(self._internals, trainer, module, self.checkpointer, self._loaders, rollbacks, self._audit)
+        self.resume = FitResume(
+            self._internals, trainer, module, self.checkpointer, self._loaders, rollbacks, self._audit
+        )
         self._begun = False
         self._skip_batches = 0
-        self._capture = Capture(self._internals, trainer, module, ranks)
+        self._capture = FitCapture(self._internals, trainer, module, ranks)
         self._lazy = self._capture.lazy() if copies_lazily(config.lazy, trainer.strategy.root_device) else None
         self._prepare_share = prepare_share(config, trainer.strategy.root_device)
         self.guard = FenceGuard(self.fence, self)
@@ -117,7 +119,7 @@ class FitRun:
         self._announced_optimizers = False
         self._end_taken = False
         self._report_due = False
-        self._failing = Failing(
+        self._failing = FailingFit(
             trainer, module, self._internals, self._loaders, config.overhead, BAR_NAMES, self._audit
         )
         self._saved_step: int | None = None
@@ -169,7 +171,7 @@ class FitRun:
 
     def optimizers_made(self) -> None:
         """Nothing of the run has changed them yet."""
-        self._capture.groups_at_start = loop_state.group_sizes(self._trainer)
+        self._capture.groups_at_start = run_state.group_sizes(self._trainer)
 
     def train_started(self) -> None:
         """Lightning has restored its part; loaders exist."""
@@ -177,7 +179,7 @@ class FitRun:
         self.checkpointer.start()
         self.checkpointer.tenure.release = self.disconnect
         self.resume.fresh.go_on_beside()
-        self._flags_at_start = flags.dump_flags(self._module)
+        self._flags_at_start = components.dump_flags(self._module)
         self._audit.begin("start")
         if self.resume.pending:
             self._stop.by_early_stopping = self.resume.stopped_early
@@ -347,7 +349,7 @@ class FitRun:
             self._endings.training_over(self.step)
             if self._config.at_end:
                 # A longer run would go on in this epoch, so this must be captured before anything sees its end.
-                self._take_at_end(Kind.STOPPED)
+                self._take_at_end(BoundaryKind.STOPPED)
 
     def training_over(self) -> None:
         self._stop.after()
@@ -356,7 +358,7 @@ class FitRun:
         self._endings.training_over(self.step)
         if self._config.at_end and not self._end_taken:
             # Weight averaging has not replaced the weights yet; a longer run would go on with these.
-            self._take_at_end(Kind.FINISHED)
+            self._take_at_end(BoundaryKind.FINISHED)
 
     def fit_over(self) -> None:
         if self.resume.pending:
@@ -390,7 +392,7 @@ class FitRun:
         taken = self._take(before.kind, "exception", before.step, before=before)
         return "that is the last step" if taken is not None else f"step {before.step} is not saved"
 
-    def _take_at_end(self, kind: Kind) -> None:
+    def _take_at_end(self, kind: BoundaryKind) -> None:
         self._end_taken = True
         reason = self.cadence.ended(self.step) or "end"
         if not self.checkpointer.ready() and not self.checkpointer.wait(self._halt.seconds_left(END_WAIT_SECONDS)):
@@ -406,7 +408,7 @@ class FitRun:
             return
         if not self.checkpointer.ready() and not self.checkpointer.wait(0.0):
             return
-        kind = kind_of(self._position()) if self._internals.in_epoch else Kind.FINISHED
+        kind = kind_of(self._position()) if self._internals.in_epoch else BoundaryKind.FINISHED
         self._take(kind, "signal", self.step)
         self.fence()
 
@@ -419,7 +421,7 @@ class FitRun:
         return self._take(kind_of(self._position()), reason, self.step)
 
     def _take(
-        self, kind: Kind, reason: str, step: int, *, durable: bool = True, before: Before | None = None
+        self, kind: BoundaryKind, reason: str, step: int, *, durable: bool = True, before: FitStepStart | None = None
     ) -> SaveHandle | None:
         if self._endings.vetoed(due=True):
             if durable:
@@ -434,7 +436,7 @@ class FitRun:
                 step=step,
                 epoch=self._trainer.current_epoch,
                 reason=reason,
-                metrics=loop_state.numbers(self._internals),
+                metrics=run_state.numbers(self._internals),
                 lazy=self._lazy,
                 notes={
                     "trainer": "lightning",
@@ -466,7 +468,7 @@ class FitRun:
         self.telemetry.took(stall)
         return handle
 
-    def _state(self, kind: Kind, before: Before | None = None) -> dict[str, Any]:
+    def _state(self, kind: BoundaryKind, before: FitStepStart | None = None) -> dict[str, Any]:
         trainer, internals = self._trainer, self._internals
         accumulating = internals.accumulating if before is None else before.position.accumulating
         # In manual optimisation only the user knows when gradients are used up, and if no backward runs they are not.
@@ -478,17 +480,17 @@ class FitRun:
             "stopped_early": self._stop.by_early_stopping,
         }
         if before is None:
-            loaders = self._loaders.states(epoch_is_over=kind is Kind.FINISHED)
+            loaders = self._loaders.states(epoch_is_over=kind is BoundaryKind.FINISHED)
         else:
             extras |= {**before.packed, **before.moved}
             loaders = extras.pop("loaders")
         return self._capture.state(
-            Instant(
+            FitInstant(
                 kind=kind,
                 loaders=loaders,
                 validation=self._loaders.validation_states(),
                 accumulating=accumulating,
-                gradients=gradients and kind is not Kind.FINISHED,
+                gradients=gradients and kind is not BoundaryKind.FINISHED,
                 undo=None if before is None else before.undo,
                 extras=extras,
                 hidden=BAR_NAMES,
@@ -503,7 +505,7 @@ class FitRun:
             return
         if self._optimizers_have_state or self._internals.batches_in_total == 1 or self.resume.pending:
             self._announced_optimizers = self._optimizers_have_state
-            state = self._state(Kind.PLAIN)
+            state = self._state(BoundaryKind.PLAIN)
             self.checkpointer.prepare(state, lazy=self._lazy, share=self._prepare_share)
             self.cadence.announce(self.checkpointer.snapshot_bytes)
 

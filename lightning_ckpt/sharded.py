@@ -14,14 +14,13 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
-from ckpt_engine.data.derived import Teams
+from ckpt_engine.data.rng import Teams
 from ckpt_engine.errors import ResumeError
-from ckpt_engine.restore.as_rank import size_of
-from ckpt_engine.restore.shells import optimizer_shell
+from ckpt_engine.loop.components import Shapes, weight_shapes
+from ckpt_engine.loop.distributed_models import FlatModels, GradientOrder, flat_models
+from ckpt_engine.state.compatibility import size_of
+from ckpt_engine.state.sharding import optimizer_shell
 from ckpt_engine.store.manifest import Manifest
-from ckpt_engine.tracking.ddp_order import GradientOrder
-from ckpt_engine.tracking.fsdp1 import FlatModels, flat_models
-from ckpt_engine.tracking.parts import Shapes, weight_shapes
 
 _LAYOUT = "tensor_parallel_size"
 

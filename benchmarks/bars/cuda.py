@@ -18,7 +18,7 @@ from benchmarks.run import Bench, Scale
 from benchmarks.values import BarResult, Check, Series, ratios
 from benchmarks.workloads import State, everything_lazy, gpt2_state, many_tensors_state, state_bytes, tensors
 from ckpt_engine import Checkpointer
-from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.snapshot.save_request import SaveHandle
 
 TITLE = "GPU: what a snapshot of CUDA tensors costs"
 NEEDS_GPU = True

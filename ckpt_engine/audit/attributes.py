@@ -31,7 +31,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from ckpt_engine.data import rng
-from ckpt_engine.snapshot.sharding import here
+from ckpt_engine.state.sharding import here
 
 MOST_HOLDERS = 5000
 """Objects that are looked at; the walk ends there."""
@@ -91,7 +91,7 @@ Frozen = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class AttributeHolder:
     """One object whose attributes are looked at.
 
     Args:
@@ -135,7 +135,7 @@ class Walk:
     """
 
     def __init__(self, roots: Mapping[str, Any], skipped: Iterable[str] = ()) -> None:
-        self.found: list[Holder] = []
+        self.found: list[AttributeHolder] = []
         self.saved: set[int] = set()
         """Addresses of parameters and persistent buffers, which a `state_dict` has."""
         self._seen: set[int] = set()
@@ -183,7 +183,7 @@ class Walk:
             skipped |= _OF_MODULES | self._skipped
             persistent = frozenset(value._buffers) - value._non_persistent_buffers_set
             if len(persistent) < len(value._buffers):
-                self.found.append(Holder(path, value, value._buffers, persistent, public_only=False))
+                self.found.append(AttributeHolder(path, value, value._buffers, persistent, public_only=False))
             tensors = [*value._parameters.values(), *(value._buffers[name] for name in persistent)]
             self.saved.update(address(one) for one in tensors if one is not None)
         elif kind.__module__.partition(".")[0] in _FRAMEWORKS or self._skipped & values.keys():
@@ -194,7 +194,7 @@ class Walk:
             skipped |= _IN_METRICS
             skipped |= {name for name, one in values.items() if saved and isinstance(one, torch.Tensor | list)}
             public_only = saved
-        holder = Holder(path, value, values, skipped, public_only=public_only, shares=metric)
+        holder = AttributeHolder(path, value, values, skipped, public_only=public_only, shares=metric)
         self.found.append(holder)
         if isinstance(value, nn.Module):
             for name, child in value._modules.items():
@@ -209,7 +209,7 @@ class Walk:
             except ValueError:
                 continue  # not assigned yet
             if isinstance(content, PLAIN):
-                self.found.append(Holder(path, cell, _Cell(name, cell), frozenset(), public_only=False))
+                self.found.append(AttributeHolder(path, cell, _Cell(name, cell), frozenset(), public_only=False))
             else:
                 self.visit(content, f"{path}.{name}", depth - 1)
 

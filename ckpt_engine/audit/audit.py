@@ -1,17 +1,37 @@
-"""The audit of one run: what its snapshots have beside the declared state, and what they cannot have."""
+"""The audit of one run: what its snapshots have beside the declared state, and what they cannot have.
+
+Hidden state: attributes that training changes and no `state_dict` names. Saved, and put back where that is safe.
+"""
 
 from __future__ import annotations
 
+import collections
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, Literal
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ckpt_engine.audit.attributes import Frozen
+from ckpt_engine.audit.attributes import (
+    GENERATORS,
+    PLAIN,
+    REFERENCES,
+    AttributeHolder,
+    Frozen,
+    Looked,
+    Walk,
+    copy_stream,
+    digest,
+    freeze,
+    is_iterator,
+    type_of,
+)
 from ckpt_engine.audit.carried import CarriedLocals, Carry, sentence
-from ckpt_engine.audit.hidden import HiddenState, Mode, put_together, taken_apart
 from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.state.flatten import Flattener, problems
 
 Roots = Callable[[], Mapping[str, Any]]
 _FIRST_LOOKS = 3
@@ -103,3 +123,318 @@ def roots_of_loader(name: str, loader: Any) -> dict[str, Any]:
     if not isinstance(loader.dataset, IterableDataset):
         found[f"{name}.dataset"] = loader.dataset
     return {path: value for path, value in found.items() if value is not None}
+
+
+Mode = Literal["auto", "report", "off"]
+MOST_BYTES = 256 << 20
+"""Bytes of hidden tensors and arrays that one snapshot takes."""
+_LARGE_BYTES = 1 << 20
+_SHOWN_CHARACTERS = 40
+_MISSING: Any = object()
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+_AHEAD = "its loader reads batches before the step that they are for begins, without workers"
+_ONCE = "it is set in the first step of each process"
+
+
+class HiddenState:
+    """What training changes beside the state that is saved anyway.
+
+    A process begins at two moments: `begin("start", …)` before its first epoch, and `begin("batch", …)` right before
+    its first batch. A resumed process compares itself with the first one at either.
+
+    Args:
+        mode: auto: save and restore; report: only name; off: nothing.
+        skipped: attributes of the trainer's own classes.
+    """
+
+    def __init__(self, mode: Mode, skipped: Iterable[str] = ()) -> None:
+        self._mode = mode
+        self._skipped = frozenset(skipped)
+        self._moments: dict[str, _Beginning] = {}
+        self._saved: Mapping[str, Any] = {}
+        self._first: dict[str, Mapping[str, str]] = {}
+        """Of attributes that an earlier process has changed: what they were when the run's first process began."""
+        self._flattener = Flattener()
+        self._named: set[str] = set()
+        self._once: frozenset[str] | None = None
+        """Flags of objects that are no modules, which the first step of a process sets: most say that something, such
+        as an open file, is ready in this process."""
+
+    @property
+    def on(self) -> bool:
+        """Whether anything is looked at."""
+        return self._mode != "off"
+
+    def begin(self, moment: str, roots: Mapping[str, Any]) -> None:
+        """Note what all attributes are now.
+
+        Args:
+            roots: the objects that take part in training, by the names that users know them by.
+        """
+        if self.on:
+            self._moments[moment] = _Beginning(roots, self._skipped)
+
+    def stepped(self) -> None:
+        """The process has made its first step. Cheap from the second call on."""
+        if self._once is None and (latest := self._latest) is not None:
+            self._once = frozenset(
+                path for path, value in latest.moved() if isinstance(value, bool) and not latest.is_of_module(path)
+            )
+
+    @property
+    def _latest(self) -> _Beginning | None:
+        return self._moments.get("batch") or self._moments.get("start")
+
+    def state(self, ahead: Iterable[str] = ()) -> dict[str, Any]:
+        """What has moved, for a snapshot: by path the class, what it was at the beginning, and the live value.
+
+        Args:
+            ahead: the first names of paths to what is further than training: no value of theirs fits the snapshot.
+        """
+        prefixes = tuple(f"{name}." for name in ahead)
+        rows: dict[str, Any] = {}
+        nbytes = 0
+        latest = self._latest
+        for path, value in latest.moved() if latest is not None else ():
+            why = _AHEAD if prefixes and path.startswith(prefixes) else self._why_not(path, value)
+            if not why and (size := _nbytes(value)):
+                nbytes += size
+                why = f"it is larger than the {MOST_BYTES >> 20} MiB of hidden state" if nbytes > MOST_BYTES else ""
+            begin = self._first.get(path) or self._begin_of(path)
+            rows[path] = {"type": type_of(value), "begin": begin} | ({"why": why} if why else {"value": value})
+        return rows
+
+    def frozen(self, *, quick: bool = False) -> dict[str, Frozen]:
+        """What has moved, as values that compare.
+
+        Args:
+            quick: a tensor or array that is the same object, of the same version, is taken for what it was when it was
+                looked at last. Compared with a look that is not quick, what was written unseen shows.
+        """
+        return {} if self._latest is None else {path: one for path, _, one in self._latest.changes(quick=quick)}
+
+    def unsaved(self, rows: Mapping[str, Any]) -> list[str]:
+        """Sentences about those of `state` that no snapshot has, each once in the life of this object."""
+        new = [path for path, row in rows.items() if row.get("why", _ONCE) != _ONCE and path not in self._named]
+        self._named.update(new)
+        return [f"{path} ({rows[path]['type']}): {rows[path]['why']}" for path in new]
+
+    def expect(self, rows: Mapping[str, Any]) -> None:
+        """A snapshot's hidden state, which `restore` puts back later."""
+        self._saved = rows if self.on else {}
+        self._first = {path: row["begin"] for path, row in self._saved.items()}
+
+    def restore(self, moment: str) -> tuple[list[Restored], list[NotRestored]]:
+        """Put back what was expected, where this process began as the run's first one did.
+
+        Args:
+            moment: of `begin`, the one that the process is at.
+        """
+        saved, self._saved = self._saved, {}
+        begun = self._moments.get(moment)
+        if begun is None:
+            return [], []
+        done, missing = [], []
+        for path, row in saved.items():
+            why = _put_back(path, row, begun, row["begin"].get(moment))
+            if why is None:
+                done.append(path)
+            elif why:
+                missing.append(NotRestored(f"hidden state {path}", f"{why}; {remedy(path, row['type'])}"))
+        return [Restored("hidden state", ", ".join(done))] if done else [], missing
+
+    def _why_not(self, path: str, value: Any) -> str:
+        if path in (self._once or ()):
+            return _ONCE
+        if self._mode == "report":
+            return "hidden: report only names it"
+        if is_iterator(value):
+            return "it is a running iterator, whose position cannot be seen"
+        return problems(value, (path,), self._flattener) or ""
+
+    def _begin_of(self, path: str) -> Mapping[str, str]:
+        found = {moment: begun.frozen.get(path) for moment, begun in self._moments.items()}
+        return {moment: digest(frozen) for moment, frozen in found.items() if frozen is not None}
+
+
+def all_attributes(roots: Mapping[str, Any], skipped: Iterable[str] = ()) -> dict[str, tuple[str, str]]:
+    """Class and digest of every attribute that is looked at, by path, moved or not.
+
+    Args:
+        roots, skipped: as for `HiddenState`.
+    """
+    return _Beginning(roots, skipped).described()
+
+
+def taken_apart(rows: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rows of `HiddenState.state` with small values, and the large values alone, by path."""
+    large = {path for path, row in rows.items() if _nbytes(row.get("value")) > _LARGE_BYTES}
+    small = {path: {k: v for k, v in row.items() if k != "value" or path not in large} for path, row in rows.items()}
+    return small, {path: rows[path]["value"] for path in large}
+
+
+def put_together(small: Mapping[str, Any], large: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `taken_apart`."""
+    return {path: {**row, "value": large[path]} if path in large else row for path, row in small.items()}
+
+
+class _Beginning:
+    """What all attributes are at one moment."""
+
+    def __init__(self, roots: Mapping[str, Any], skipped: Iterable[str]) -> None:
+        walk = Walk(roots, skipped)
+        self._address_of_saved = frozenset(walk.saved)
+        self._watched = [_Watched(holder) for holder in walk.found]
+        self.frozen: dict[str, Frozen] = {
+            f"{one.holder.path}.{name}": freeze(value, self._address_of_saved)
+            for one in self._watched
+            for name, value in one.before.items()
+        }
+        self._holders = {f"{one.holder.path}.{name}": one.holder for one in self._watched for name in one.before}
+        self._by_path = {one.holder.path: one.holder for one in self._watched}
+        self._looked = Looked()
+
+    def holder_of(self, path: str) -> AttributeHolder | None:
+        """Whose attribute it is, one that is not there yet included."""
+        return self._holders.get(path) or self._by_path.get(path.rpartition(".")[0])
+
+    def described(self) -> dict[str, tuple[str, str]]:
+        """Class and digest of all attributes."""
+        return {
+            path: (type_of(value), digest(self.frozen[path]))
+            for one in self._watched
+            for name, value in one.before.items()
+            for path in (f"{one.holder.path}.{name}",)
+        }
+
+    def is_of_module(self, path: str) -> bool:
+        """Whether it is an attribute of an nn.Module: a flag there says something of the model."""
+        holder = self.holder_of(path)
+        return holder is not None and isinstance(holder.owner, torch.nn.Module)
+
+    def moved(self) -> Iterator[tuple[str, Any]]:
+        """The attributes that are not what they were at that moment."""
+        return ((path, value) for path, value, _ in self.changes())
+
+    def changes(self, *, quick: bool = False) -> Iterator[tuple[str, Any, Frozen]]:
+        """The same with their frozen values; `quick` as in `HiddenState.frozen`."""
+        self._looked.again()
+        for one in self._watched:
+            if not one.untouched():
+                one.look()
+            for name, path, value in one.rows:
+                frozen = self._moved_to(path, value, one.before.get(name, _MISSING), quick=quick)
+                if frozen is not None:
+                    yield path, value, frozen
+
+    def _moved_to(self, path: str, value: Any, before: Any, *, quick: bool) -> Frozen | None:
+        """What it is now; None: what it was."""
+        same = value is before
+        if (same and type(value) in PLAIN) or isinstance(value, REFERENCES):
+            return None
+        if is_iterator(value):
+            return ("iterator",)
+        saved = self._address_of_saved
+        frozen = freeze(value, saved, arrays=lambda one: self._looked.freeze(one, saved, quick=quick))
+        return frozen if frozen != self.frozen.get(path) or (frozen[0] == "object" and not same) else None
+
+
+class _Watched:
+    """One holder, with its attributes as they were at the beginning, and as they were looked at last.
+
+    Attributes:
+        before: those of the beginning.
+        rows: name, path and value of those that may have moved: what is another object, or may change within.
+    """
+
+    __slots__ = ("_all_names", "_all_values", "before", "holder", "rows")
+
+    def __init__(self, holder: AttributeHolder) -> None:
+        self.holder = holder
+        self.before = {name: holder.values[name] for name in holder.names()}
+        self.look()
+
+    def look(self) -> None:
+        """Look at every attribute."""
+        path, values, before = self.holder.path, self.holder.values, self.before
+        self._all_names, self._all_values = list(values), list(values.values())
+        rows = ((name, f"{path}.{name}", values[name]) for name in self.holder.names())
+        self.rows = [row for row in rows if _changes_within(type(row[2])) or row[2] is not before.get(row[0], _MISSING)]
+
+    def untouched(self) -> bool:
+        """Whether every attribute is the object that was looked at last. Cheap."""
+        values = self.holder.values
+        return list(values) == self._all_names and all(map(operator.is_, values.values(), self._all_values))
+
+
+def _changes_within(kind: type) -> bool:
+    """Whether a value of this type may compare as another one while it stays the same object."""
+    iterates = issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools")
+    return iterates or issubclass(kind, (torch.Tensor, np.ndarray, np.generic, *GENERATORS, *_CONTAINERS))
+
+
+def _put_back(path: str, row: Mapping[str, Any], begun: _Beginning, first: str | None) -> str | None:
+    """None: it was put back. Else why not, or "" where it is already what it was.
+
+    Args:
+        first: the digest of what the attribute was when the run's first process began; None: it was not there.
+    """
+    changes = f"training changes it (its type is {row['type']})"
+    holder = begun.holder_of(path)
+    if holder is None:
+        return f"{changes}, and there is no such attribute now"
+    if "value" not in row:
+        return f"{changes}, and a snapshot does not have it: {row['why']}"
+    name = path.rpartition(".")[2]
+    now, saved = holder.values.get(name, _MISSING), row["value"]
+    if now is not _MISSING and freeze(now) == freeze(saved) and freeze(now)[0] != "object":
+        return ""
+    begin = begun.frozen.get(path)
+    if (None if begin is None else digest(begin)) != first:
+        return f"{changes}, and this process begins with another value ({_shown(now)}) than the first one did"
+    _assign(holder, name, now, saved)
+    return None
+
+
+def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any) -> None:
+    """In place where others may refer to the object, else as a new value."""
+    if holder.shares:
+        holder.assign(name, saved)
+    elif isinstance(now, GENERATORS) and type(now) is type(saved):
+        copy_stream(now, saved)
+    elif isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
+        if now.shape == saved.shape and now.dtype == saved.dtype and not now.requires_grad:
+            now.copy_(saved)
+        else:
+            holder.assign(name, saved.to(now.device))
+    elif isinstance(now, list | collections.deque) and type(now) is type(saved):
+        now.clear()
+        now.extend(saved)
+    elif isinstance(now, dict | set) and type(now) is type(saved):
+        now.clear()
+        now.update(saved)
+    else:
+        holder.assign(name, saved)
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return int(value.nbytes)
+    if isinstance(value, dict):
+        return sum(map(_nbytes, value.values()))
+    return sum(map(_nbytes, value)) if isinstance(value, list | tuple | collections.deque) else 0
+
+
+def _shown(value: Any) -> str:
+    if value is _MISSING:
+        return "none"
+    text = repr(value) if isinstance(value, PLAIN) else type_of(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
+
+
+def remedy(path: str, kind: str) -> str:
+    """The one line of code that makes it exact."""
+    owner, _, name = path.rpartition(".")
+    if kind.endswith("Tensor"):
+        return f"to make it exact: {owner}.register_buffer({name!r}, …)"
+    return f"to make it exact, give {owner} a state_dict() and load_state_dict() with {name!r}, or set it at each start"

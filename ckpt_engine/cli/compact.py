@@ -8,10 +8,10 @@ import click
 
 from ckpt_engine.cli.output import json_option, print_json
 from ckpt_engine.cli.root import LATEST, open_run
+from ckpt_engine.copy.drop_components import is_compact
+from ckpt_engine.copy.make_room import compact
 from ckpt_engine.observe import units
-from ckpt_engine.store.collect import compact
 from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.slim import is_compact
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt_engine.cli.tree import children
+from ckpt_engine.cli.outline import children
+from ckpt_engine.loop.capture import unpack
 from ckpt_engine.observe import units
 from ckpt_engine.restore.choose import Candidate
 from ckpt_engine.restore.read import read_entries
-from ckpt_engine.restore.rebuild import Rebuilder
 from ckpt_engine.restore.sources import Sources
+from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store.manifest import Entry
 from ckpt_engine.store.tree import TreePath, entries_in, require_written_out
-from ckpt_engine.tracking.packed import unpack
 
 PACKED = ("ckpt_engine", "packed")
 """The end of the path at which adapters, and each rank, keep what they need besides the state; compared by content."""
@@ -28,7 +28,7 @@ PACKED = ("ckpt_engine", "packed")
 _ABSENT = "absent"
 
 
-class Kind(StrEnum):
+class DifferenceKind(StrEnum):
     """What differs."""
 
     TENSOR = "tensor"
@@ -38,7 +38,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class LeafDifference:
     """One leaf that differs.
 
     Args:
@@ -54,7 +54,7 @@ class Difference:
     """
 
     path: str
-    kind: Kind
+    kind: DifferenceKind
     a: str
     b: str
     differing: int | None = None
@@ -73,7 +73,7 @@ class Difference:
         return "/ckpt_engine/cadence/" in f"/{self.path}"
 
     def __str__(self) -> str:
-        if self.kind is Kind.TENSOR:
+        if self.kind is DifferenceKind.TENSOR:
             most = "" if self.max_abs is None else f", largest difference {self.max_abs:.4g}"
             most += "" if self.relative is None else f" ({self.relative:.2g} of its norm)"
             return (
@@ -81,7 +81,7 @@ class Difference:
                 f"the first at {list(self.index or ())}: {self.a} and {self.b}{most}"
                 f"{_not_finite('NaN', self.nan)}{_not_finite('Inf', self.inf)}{self._told_stored()}"
             )
-        if self.kind is Kind.MISSING:
+        if self.kind is DifferenceKind.MISSING:
             return f"{self.path}: {self.b if self.a == _ABSENT else self.a}"
         return f"{self.path}: {self.a} and {self.b}"
 
@@ -105,7 +105,7 @@ class Comparison:
         self._sides = (_Side(a), _Side(b))
         self.compared = 0
 
-    def __iter__(self) -> Iterator[Difference]:
+    def __iter__(self) -> Iterator[LeafDifference]:
         """The differences in the order of the state.
 
         Raises:
@@ -113,14 +113,14 @@ class Comparison:
         """
         yield from self._nodes(self._sides[0].tree, self._sides[1].tree, ())
 
-    def _nodes(self, a: Any, b: Any, path: TreePath) -> Iterator[Difference]:
+    def _nodes(self, a: Any, b: Any, path: TreePath) -> Iterator[LeafDifference]:
         below_a, below_b = children(a), children(b)
         if below_a is None or below_b is None or _kind(a) != _kind(b):
             yield from self._leaves(a, b, path)
             return
         yield from self._keyed(dict(below_a), dict(below_b), path, self._nodes)
 
-    def _leaves(self, a: Any, b: Any, path: TreePath) -> Iterator[Difference]:
+    def _leaves(self, a: Any, b: Any, path: TreePath) -> Iterator[LeafDifference]:
         if self._same(a, b):
             self.compared += 1
             return
@@ -130,7 +130,7 @@ class Comparison:
         else:
             stored = self._sides[0].stored(a), self._sides[1].stored(b)
             for found in self._objects(one, other, path):
-                yield replace(found, stored=stored) if found.kind is Kind.TENSOR else found
+                yield replace(found, stored=stored) if found.kind is DifferenceKind.TENSOR else found
 
     def _same(self, a: Any, b: Any) -> bool:
         """Whether two leaf nodes are equal for sure, as far as manifests tell."""
@@ -141,7 +141,7 @@ class Comparison:
         entries = (self._sides[0].entries(names_a), self._sides[1].entries(names_b))
         return bool(forms[0] == forms[1]) and [_stored(e) for e in entries[0]] == [_stored(e) for e in entries[1]]
 
-    def _objects(self, a: Any, b: Any, path: TreePath) -> Iterator[Difference]:
+    def _objects(self, a: Any, b: Any, path: TreePath) -> Iterator[LeafDifference]:
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             one, other = ({str(key): child for key, child in node.items()} for node in (a, b))
             yield from self._keyed(one, other, path, self._objects)
@@ -154,14 +154,18 @@ class Comparison:
             if found is not None:
                 yield found
 
-    def _keyed(self, a: Mapping[str, Any], b: Mapping[str, Any], path: TreePath, go_on: Any) -> Iterator[Difference]:
+    def _keyed(
+        self, a: Mapping[str, Any], b: Mapping[str, Any], path: TreePath, go_on: Any
+    ) -> Iterator[LeafDifference]:
         for key in dict.fromkeys((*a, *b)):
             if key in a and key in b:
                 yield from go_on(a[key], b[key], (*path, key))
             else:
                 there, where = (a, "the first") if key in a else (b, "the second")
                 text = f"only in {where}", _ABSENT
-                yield Difference("/".join((*path, key)), Kind.MISSING, *(text if there is a else text[::-1]))
+                yield LeafDifference(
+                    "/".join((*path, key)), DifferenceKind.MISSING, *(text if there is a else text[::-1])
+                )
 
 
 class _Side:
@@ -206,18 +210,18 @@ def _nested(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return any(isinstance(child, Mapping | list | tuple | torch.Tensor | np.ndarray) for child in (*a[:3], *b[:3]))
 
 
-def _difference(path: str, a: Any, b: Any) -> Difference | None:
+def _difference(path: str, a: Any, b: Any) -> LeafDifference | None:
     one, other = _as_tensor(a), _as_tensor(b)
     if one is not None and other is not None and type(a) is type(b):
         return _arrays(path, one, other)
     if type(a) is type(b) and (a == b or repr(a) == repr(b)):
         return None
-    return Difference(path, Kind.VALUE, _shown(a), _shown(b))
+    return LeafDifference(path, DifferenceKind.VALUE, _shown(a), _shown(b))
 
 
-def _arrays(path: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
+def _arrays(path: str, a: torch.Tensor, b: torch.Tensor) -> LeafDifference | None:
     if (a.dtype, a.shape) != (b.dtype, b.shape):
-        return Difference(path, Kind.FORM, _form(a), _form(b))
+        return LeafDifference(path, DifferenceKind.FORM, _form(a), _form(b))
     flat_a, flat_b = a.detach().contiguous().view(-1), b.detach().contiguous().view(-1)
     if not flat_a.numel():
         return None
@@ -229,9 +233,9 @@ def _arrays(path: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
     first = int(unequal.nonzero()[0])
     index = tuple(int(i) for i in np.unravel_index(first, a.shape)) if a.dim() else ()
     numbers = _Numbers.of(flat_a, flat_b, unequal)
-    return Difference(
+    return LeafDifference(
         path,
-        Kind.TENSOR,
+        DifferenceKind.TENSOR,
         _element(flat_a[first]),
         _element(flat_b[first]),
         count,
@@ -247,7 +251,7 @@ def _arrays(path: str, a: torch.Tensor, b: torch.Tensor) -> Difference | None:
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """What the numbers of two tensors of one form say, as in `Difference`."""
+    """What the numbers of two tensors of one form say, as in `LeafDifference`."""
 
     max_abs: float | None = None
     relative: float | None = None

@@ -13,23 +13,22 @@ import click
 from ckpt_engine.cli.output import count, json_option, print_away, print_json, progress, say_waiting
 from ckpt_engine.cli.root import Run, open_run
 from ckpt_engine.config import load_config
+from ckpt_engine.copy.make_room import catalogue
+from ckpt_engine.copy.transfer import Copied, CopySourceError, RunText, adopt_run, copy_snapshot, scratch_of
 from ckpt_engine.errors import CkptError, FormatError, PartialError, StorageMissingError
 from ckpt_engine.observe import units
-from ckpt_engine.persist import parts
-from ckpt_engine.persist.gather import give
-from ckpt_engine.persist.leftovers import complete
 from ckpt_engine.restore import places
-from ckpt_engine.store import layout, pins
-from ckpt_engine.store.collect import catalogue
+from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Partial
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.meter import Meter
+from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.open import open_storage
-from ckpt_engine.store.storage.wrappers import metered
-from ckpt_engine.store.throttle import SLICE_BYTES
-from ckpt_engine.store.transfer import Copied, RunText, SourceError, adopt_run, copy_snapshot, scratch_of
+from ckpt_engine.store.storage.wrappers import SLICE_BYTES, metered
+from ckpt_engine.writer import part_records
+from ckpt_engine.writer.commit import give
+from ckpt_engine.writer.part_records import complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ def _copy(
         scratch = scratch_of(near.storage) or scratch_of(far.storage)
         try:
             copied = _send(near, far, snapshot, sink, scratch, done)
-        except SourceError as err:
+        except CopySourceError as err:
             gone = isinstance(err.error, StorageMissingError) and snapshot not in {one.id for one in near.ids()}
             if not gone:  # by retention, meanwhile
                 error = error or err.error
@@ -153,7 +152,7 @@ def _copy(
 def _send(near: Repository, far: Repository, snapshot: str, sink: Storage, scratch: str | None, done: _Done) -> Copied:
     try:
         return copy_snapshot(near, far, snapshot, sink=sink, scratch=scratch)
-    except SourceError as err:
+    except CopySourceError as err:
         if not isinstance(err.error, PartialError):
             raise
     manifest, copied = give(near, far, snapshot, sink, scratch)
@@ -163,16 +162,16 @@ def _send(near: Repository, far: Repository, snapshot: str, sink: Storage, scrat
 
 def _complete(far: Repository, done: _Done) -> None:
     """Commit what is whole at the target by now, and note whose shares it has of all else."""
-    left = {snapshot: ranks for snapshot, ranks in parts.there(far.storage).items() if snapshot in done.partial}
+    left = {snapshot: ranks for snapshot, ranks in part_records.there(far.storage).items() if snapshot in done.partial}
     for snapshot, outcome in complete(far, left):
-        found = parts.read_all(far.storage, snapshot, left[snapshot]).values()
+        found = part_records.read_all(far.storage, snapshot, left[snapshot]).values()
         if outcome is False:
             ranks = tuple(sorted(rank for part in found for rank in part.ranks))
             done.partial[snapshot] = str(Partial(ranks, next(iter(found)).size))
             continue
         del done.partial[snapshot]
         done.copied.append(snapshot)
-        parts.remove(far.storage, snapshot, left[snapshot])
+        part_records.remove(far.storage, snapshot, left[snapshot])
 
 
 class _Counting(Meter):
@@ -196,7 +195,7 @@ def _data_bytes(run: Run, ids: Sequence[str]) -> int:
         if parsed.id in wanted:
             with suppress(CkptError):
                 needed.update(holders[0].files_of(parsed.id))
-    sizes = {item.name: item.nbytes for place in run.places for item in place.storage.list(layout.DATA)}
+    sizes = {item.name: item.nbytes for place in run.places for item in place.storage.list(names.DATA)}
     return sum(nbytes for name, nbytes in sizes.items() if name in needed)
 
 

@@ -1,17 +1,24 @@
-"""`ckpt diff`: where two snapshots differ."""
+"""`ckpt diff`: where two snapshots differ.
+
+Which snapshots' files the bytes of a snapshot lie in, and what two snapshots have in common, by their manifests.
+"""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 
 import click
 
-from ckpt_engine.cli.origins import Origins, shared_bytes
 from ckpt_engine.cli.output import count, json_option, print_json
 from ckpt_engine.cli.root import LATEST, open_run
 from ckpt_engine.observe import units
 from ckpt_engine.restore.choose import Candidate, assemble
+from ckpt_engine.store import names
+from ckpt_engine.store.decode import stored_pieces
+from ckpt_engine.store.manifest import Manifest
 
 SHOWN = 20
 
@@ -57,3 +64,47 @@ def command(first: str, second: str, everything: bool, as_json: bool) -> None:
 def _snapshot(name: str) -> Candidate:
     root, _, wanted = name.partition("#")
     return assemble(*open_run(root).find(wanted or LATEST))
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """Where the stored bytes of a snapshot come from.
+
+    Args:
+        id: the snapshot.
+        nbytes: of its state.
+        stored_bytes: what is needed to read it, bases of deltas included.
+        written_by: the same by the snapshot that wrote them, the oldest first.
+    """
+
+    id: str
+    nbytes: int
+    stored_bytes: int
+    written_by: Mapping[str, int]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Origins:
+        """Those of a snapshot."""
+        counted: Counter[str] = Counter()
+        for name, _, nbytes in _ranges(manifest):
+            owner = names.data_owner(name)
+            assert owner is not None  # the manifest was verified
+            counted[owner.id] += nbytes
+        info = manifest.info
+        return cls(info.id, info.nbytes, sum(counted.values()), dict(sorted(counted.items())))
+
+    def __str__(self) -> str:
+        share = f", {units.share(self.stored_bytes / self.nbytes)} of its size" if self.nbytes else ""
+        by = ", ".join(
+            f"{units.size(nbytes)} by {'itself' if one == self.id else one}" for one, nbytes in self.written_by.items()
+        )
+        return f"{self.id} needs {units.size(self.stored_bytes)}{share}: {by or 'nothing was written'}"
+
+
+def shared_bytes(a: Manifest, b: Manifest) -> int:
+    """Stored bytes that both need: they lie there once."""
+    return sum(nbytes for _, _, nbytes in _ranges(a) & _ranges(b))
+
+
+def _ranges(manifest: Manifest) -> set[tuple[str, int, int]]:
+    return {(manifest.files[piece.file].name, piece.offset, piece.nbytes) for _, piece in stored_pieces(manifest)}

@@ -19,10 +19,10 @@ import click
 
 from ckpt_engine.cli.output import json_option, print_json, print_table
 from ckpt_engine.config import load_config
-from ckpt_engine.config.quantities import parse_bytes
+from ckpt_engine.config.sections import parse_bytes
 from ckpt_engine.errors import CkptError, ConfigError, StorageExistsError
 from ckpt_engine.observe import units
-from ckpt_engine.store.mounts import lockable
+from ckpt_engine.store.lease import lockable
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
 

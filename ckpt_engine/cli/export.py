@@ -1,28 +1,105 @@
-"""`ckpt export`: a snapshot as files that other programs read."""
+"""`ckpt export`: a snapshot as files that other programs read.
+
+Copies arrays of a snapshot into one safetensors file, verified on the way. No torch.
+
+Tied tensors are stored once, as `safetensors.torch.save_model` does: the metadata maps each other name to the stored
+one, and `safetensors.torch.load_model` ties them again.
+
+Numbers in a smaller floating-point format, for exported files only: what is lost is counted and told. No torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
+import numpy as np
 
-from ckpt_engine.cli import downcast, weights
-from ckpt_engine.cli.outfile import check_free, check_free_folder, new_file, new_folder
-from ckpt_engine.cli.output import count, json_option, print_away, print_json, progress
+from ckpt_engine.cli.outline import OutlineLeaf, array_leaves, children, entry_nbytes
+from ckpt_engine.cli.output import (
+    check_free,
+    check_free_folder,
+    count,
+    json_option,
+    new_file,
+    new_folder,
+    print_away,
+    print_json,
+    progress,
+)
 from ckpt_engine.cli.root import LATEST, Run, open_run
-from ckpt_engine.cli.tree import array_leaves, entry_nbytes
-from ckpt_engine.errors import FormatError, StorageMissingError
+from ckpt_engine.errors import CorruptError, FormatError, MismatchError, StorageMissingError
 from ckpt_engine.observe import units
-from ckpt_engine.restore.as_rank import as_rank, size_of
+from ckpt_engine.ranks.boxes import Box, boxes_of
 from ckpt_engine.restore.choose import Candidate, assemble
 from ckpt_engine.restore.sources import Sources
+from ckpt_engine.state.compatibility import as_rank, size_of
+from ckpt_engine.store import container
+from ckpt_engine.store.manifest import Entry, Manifest, require_whole
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.some_ranks import require_whole
 from ckpt_engine.store.tree import require_written_out
+
+FLOAT_FORMATS = ("float32", "bfloat16", "float16")
+_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_WIDE: dict[str, np.dtype[Any]] = {"float64": np.dtype("<f8"), "float32": np.dtype("<f4")}
+
+
+def is_wider(dtype: str, target: str) -> bool:
+    """Whether numbers of `dtype` lose something in `target`: only those are converted."""
+    return dtype in _WIDE and _BYTES[dtype] > _BYTES[target]
+
+
+@dataclass(slots=True)
+class Loss:
+    """What was lost until now.
+
+    Args:
+        largest_error: the largest absolute difference of a number that stays finite.
+        overflowed: finite numbers that became infinite.
+    """
+
+    largest_error: float = 0.0
+    overflowed: int = 0
+
+    def text(self, target: str) -> str:
+        """For people."""
+        more = f"; {self.overflowed:,} numbers are too large for it and became infinite" * (self.overflowed > 0)
+        return f"converted to {target}: numbers differ by at most {self.largest_error:.3g}{more}"
+
+
+def narrow(data: bytes | bytearray, dtype: str, target: str, loss: Loss) -> bytes:
+    """The same numbers in `target`, rounded to nearest, ties to even, as torch does.
+
+    Args:
+        data: numbers of `dtype`, little endian, for which `is_wider` holds.
+        loss: takes in what is lost.
+    """
+    wide = np.frombuffer(data, _WIDE[dtype])
+    with np.errstate(over="ignore", invalid="ignore"):
+        if target == "bfloat16":
+            bits = _bfloat16(wide.astype("<f4"))
+            found, back = bits.tobytes(), (bits.astype("<u4") << 16).view("<f4")
+        else:
+            small = wide.astype("<f2" if target == "float16" else "<f4")
+            found, back = small.tobytes(), small
+        finite = np.isfinite(wide)
+        stays = finite & np.isfinite(back)
+        error = np.abs(back[stays].astype("<f8") - wide[stays].astype("<f8"))
+    loss.largest_error = max(loss.largest_error, float(error.max(initial=0.0)))
+    loss.overflowed += int(finite.sum() - stays.sum())
+    return found
+
+
+def _bfloat16(numbers: np.ndarray[tuple[int], np.dtype[np.float32]]) -> np.ndarray[tuple[int], np.dtype[np.uint16]]:
+    bits = numbers.view("<u4")
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")  # never overflows but for NaN
+    return np.where(np.isnan(numbers), np.uint16(0x7FC0), rounded).astype("<u2")
+
 
 MODEL = "state_dict"
 FORMATS = ("safetensors", "lightning", "torch", "dcp", "accelerate", "transformers")
@@ -49,7 +126,7 @@ class Exported:
 @click.option("--to", "form", type=click.Choice(FORMATS), required=True, help="What OUT becomes.")
 @click.option("--component", help=f"Top-level key of the state whose tensors are exported (default: {MODEL}).")
 @click.option("--all", "everything", is_flag=True, help="Export the tensors of all components.")
-@click.option("--dtype", type=click.Choice(downcast.FORMATS), help="Convert wider floating-point numbers to this.")
+@click.option("--dtype", type=click.Choice(FLOAT_FORMATS), help="Convert wider floating-point numbers to this.")
 @click.option("--rank", type=click.IntRange(0), default=0, help="Of several ranks: whose own components go along.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
@@ -150,9 +227,9 @@ class _Job:
 
 def _safetensors(snapshot: Candidate, out: Path, component: str | None, *, everything: bool, dtype: str | None) -> _Job:
     manifest = snapshot.manifest
-    chosen = weights.select_all(manifest) if everything else weights.select_component(manifest, component or MODEL)
+    chosen = select_all(manifest) if everything else select_component(manifest, component or MODEL)
     if dtype is not None:
-        chosen = weights.as_dtype(chosen, dtype)
+        chosen = as_dtype(chosen, dtype)
     notes = []
     if chosen.tied:
         notes.append(f"{count(len(chosen.tied), 'tied tensor')} stored once; the file's metadata has the other names")
@@ -163,7 +240,7 @@ def _safetensors(snapshot: Candidate, out: Path, component: str | None, *, every
 
     def write(sources: Sources, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
         with new_file(out, replace=force) as file:
-            loss = weights.write(sources, manifest, chosen, file, advance)
+            loss = write_arrays(sources, manifest, chosen, file, advance)
         return (loss.text(dtype),) if dtype is not None else ()
 
     planned = _planned(snapshot, out, "safetensors", len(chosen.arrays), chosen.nbytes)
@@ -175,40 +252,40 @@ def _planned(snapshot: Candidate, out: Path, form: str, arrays: int, nbytes: int
 
 
 def _file(snapshot: Candidate, out: Path, form: str) -> _Job:
-    from ckpt_engine.convert import folders, lightning_file, rebuilt, torch_file  # torch
+    from ckpt_engine.interop import formats, safe_load, state_parts  # torch
 
     manifest = snapshot.manifest
     if form == "lightning":
-        lightning_file.require_lightning(manifest)
-    tree = rebuilt.foreign_tree(manifest)
+        safe_load.require_lightning(manifest)
+    tree = state_parts.foreign_tree(manifest)
     planned = _planned_tree(snapshot, out, form, tree)
 
     def write(sources: Sources, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
-        state, notes = rebuilt.rebuild(sources, manifest, tree)
-        with new_file(out, replace=force) as file, folders.fitting(form, snapshot.info.id):
-            torch_file.write(state, file)
+        state, notes = state_parts.rebuild(sources, manifest, tree)
+        with new_file(out, replace=force) as file, formats.fitting(form, snapshot.info.id):
+            safe_load.write_torch_file(state, file)
         advance(planned.nbytes)
-        refused = torch_file.why_not_weights_only(out)
+        refused = safe_load.why_not_weights_only(out)
         return (*notes, f"torch.load needs weights_only=False: {refused}") if refused else notes
 
     return _Job(planned, write)
 
 
 def _folder(snapshot: Candidate, out: Path, form: str) -> _Job:
-    from ckpt_engine.convert import folders, rebuilt  # torch
+    from ckpt_engine.interop import formats, state_parts  # torch
 
     manifest, info = snapshot.manifest, snapshot.info
-    tree = rebuilt.foreign_tree(manifest) if form == "dcp" else dict(manifest.tree)
+    tree = state_parts.foreign_tree(manifest) if form == "dcp" else dict(manifest.tree)
     planned = _planned_tree(snapshot, out, form, tree)
     places = Sources([place.storage for place in snapshot.sources])
     require_written_out(tree, manifest.entries)
-    with folders.fitting(form, info.id):
-        folders.CHECKS[form](rebuilt.outline(places, manifest, tree), info)
+    with formats.fitting(form, info.id):
+        formats.CHECKS[form](state_parts.outline(places, manifest, tree), info)
 
     def write(sources: Sources, force: bool, advance: Callable[[int], object]) -> tuple[str, ...]:
-        state, notes = rebuilt.rebuild(sources, manifest, tree)
-        with new_folder(out, replace=force) as folder, folders.fitting(form, info.id):
-            notes += folders.WRITERS[form](state, info, folder)
+        state, notes = state_parts.rebuild(sources, manifest, tree)
+        with new_folder(out, replace=force) as folder, formats.fitting(form, info.id):
+            notes += formats.WRITERS[form](state, info, folder)
         advance(planned.nbytes)
         return notes
 
@@ -226,3 +303,224 @@ def _print(done: Exported) -> None:
     click.echo(f"{verb} {done.out}: {count(done.arrays, 'tensor')}, {units.size(done.nbytes)} of {done.snapshot}")
     for note in done.notes:
         click.echo(f"  {note}")
+
+
+_BLOCK_BYTES = 4 << 20
+_ARRAY_KINDS = ("tensor", "sharded", "ndarray")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A part of an entry's bytes: strides in elements, like torch."""
+
+    byte_offset: int
+    stride: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedArray:
+    """One array to write: its name in the file and where its bytes come from; `boxes`: where it is not in C order.
+
+    Args:
+        dtype: in the file.
+        stored: in the snapshot, if that is another one.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    entry: Entry
+    entry_name: str
+    view: View | None
+    boxes: tuple[Box, ...] = ()
+    stored: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return prod(self.shape) * item_bytes(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What goes into the file.
+
+    Args:
+        tied: other names → the stored name of the same array.
+        left_out: values of the selected part that are no arrays.
+    """
+
+    arrays: tuple[ExportedArray, ...]
+    tied: Mapping[str, str]
+    left_out: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        """Arrays whose dtype safetensors lacks; they are stored as bytes."""
+        return tuple(array.name for array in self.arrays if array.dtype not in container.DTYPES)
+
+
+def as_dtype(selection: Selection, target: str) -> Selection:
+    """The selection with its wider floating-point numbers in the format `target`."""
+    arrays = [
+        replace(array, dtype=target, stored=array.dtype) if is_wider(array.dtype, target) else array
+        for array in selection.arrays
+    ]
+    return replace(selection, arrays=_aligned(arrays))
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes per element of a torch dtype."""
+    return container.item_bytes(dtype) or 1
+
+
+def select_component(manifest: Manifest, component: str) -> Selection:
+    """The arrays of one component, named by their keys below it, joined by ".".
+
+    Raises:
+        MismatchError: there is no such component, it has no arrays, or two arrays would get the same name.
+    """
+    if component not in manifest.tree:
+        names = ", ".join(name or "(the whole state)" for name in manifest.tree)
+        raise MismatchError(
+            f"{manifest.info.id} has no component {component!r}; it has: {names}",
+            hint="name one with --component, or take everything with --all",
+        )
+    return _select(manifest, manifest.tree[component], lambda leaf: ".".join(leaf.path))
+
+
+def select_all(manifest: Manifest) -> Selection:
+    """Every array of the state, named by its path, joined by "/".
+
+    Raises:
+        MismatchError: as `select_component`.
+    """
+    return _select(manifest, dict(manifest.tree), lambda leaf: "/".join(leaf.path))
+
+
+def write_arrays(
+    sources: Sources, manifest: Manifest, selection: Selection, out: BinaryIO, advance: Callable[[int], object]
+) -> Loss:
+    """Write the file; `advance` is told the bytes written. What conversion has lost.
+
+    Raises:
+        CorruptError: the snapshot is damaged in all sources; names the entry.
+        NewerFormatError: it is encoded in a way this version does not know.
+    """
+    rows = [(a.name, *container.container_form(a.dtype, a.shape, a.nbytes), a.nbytes) for a in selection.arrays]
+    metadata = {"format": "pt", **selection.tied}
+    metadata |= {
+        f"ckpt-engine.{a.name}": f"{a.dtype} {list(a.shape)}" for a in selection.arrays if a.name in selection.opaque
+    }
+    out.write(container.build_header(rows, metadata))
+    loss = Loss()
+    for array in selection.arrays:
+        blocks = _blocks(sources, manifest, array)
+        for stored in _in_order(array, blocks):
+            block = stored if array.stored is None else narrow(stored, array.stored, array.dtype, loss)
+            out.write(block)
+            advance(len(block))
+    return loss
+
+
+def _select(manifest: Manifest, node: Any, name_of: Callable[[OutlineLeaf], str]) -> Selection:
+    require_written_out(node, manifest.entries)
+    stored: dict[tuple[str, str], ExportedArray] = {}
+    tied: dict[str, str] = {}
+    taken: set[str] = set()
+    for leaf in array_leaves(node):
+        if leaf.node["$"] not in _ARRAY_KINDS:
+            continue
+        array = _array(manifest, leaf, name_of(leaf))
+        if array.name in taken or array.name == "__metadata__":
+            raise MismatchError(f"two arrays of {manifest.info.id} would be called {array.name!r} in the file")
+        taken.add(array.name)
+        same = stored.setdefault((array.entry_name, repr(leaf.node.get("view"))), array)
+        if same is not array:
+            tied[array.name] = same.name
+    if not stored:
+        raise MismatchError(f"there are no tensors in this part of {manifest.info.id}")
+    return Selection(_aligned(stored.values()), tied, _others(node))
+
+
+def _aligned(arrays: Iterable[ExportedArray]) -> tuple[ExportedArray, ...]:
+    """Large items first: every array is then aligned without holes, which the format forbids."""
+    return tuple(sorted(arrays, key=lambda array: -item_bytes(array.dtype)))
+
+
+def _array(manifest: Manifest, leaf: OutlineLeaf, name: str) -> ExportedArray:
+    entry = manifest.entries[leaf.entry]
+    view = leaf.node.get("view")
+    if view is None:
+        boxes = boxes_of(leaf.node, entry.shape)
+        return ExportedArray(name, entry.dtype, entry.shape, entry, leaf.entry, None, boxes if len(boxes) > 1 else ())
+    part = View(view["byte_offset"], tuple(view["stride"]))
+    return ExportedArray(name, view["dtype"], tuple(view["shape"]), entry, leaf.entry, part)
+
+
+def _others(node: Any) -> int:
+    """Leaves that are no arrays."""
+    below = children(node)
+    if below is not None:
+        return sum(_others(child) for _, child in below)
+    return 0 if isinstance(node, dict) and node.get("$") in _ARRAY_KINDS else 1
+
+
+def _blocks(sources: Sources, manifest: Manifest, array: ExportedArray) -> Iterator[bytearray]:
+    """The entry's bytes, piece by piece, each verified."""
+    decoder = sources.decoder(manifest)
+    start = 0
+    for piece in array.entry.pieces:
+        block = bytearray(piece.raw_nbytes)
+        try:
+            decoder.read(array.entry_name, start, piece, memoryview(block))
+        except CorruptError as err:
+            file = manifest.files[piece.file].name
+            hint = "`ckpt verify` shows which snapshots are whole"
+            raise CorruptError(f"{array.entry_name!r} in {file} is not what was written", hint=hint) from err
+        yield block
+        start += piece.raw_nbytes
+
+
+def _in_order(array: ExportedArray, blocks: Iterator[bytearray]) -> Iterator[bytes | bytearray]:
+    """The bytes of an array in C order."""
+    if array.view is not None:
+        yield from _cut_view(array, array.view, b"".join(blocks))
+    elif array.boxes:
+        yield _put_together(array, b"".join(blocks))
+    else:
+        yield from blocks
+
+
+def _put_together(array: ExportedArray, stored: bytes) -> bytes:
+    """The bytes of an array whose boxes lie one behind another."""
+    size = item_bytes(array.stored or array.dtype)
+    out = np.empty((*array.shape, size), np.uint8)
+    whole, at = Box.whole(array.shape), 0
+    for box in array.boxes:
+        end = at + box.count * size
+        out[box.slices(whole)] = np.frombuffer(stored[at:end], np.uint8).reshape(*box.shape, size)
+        at = end
+    return out.tobytes()
+
+
+def _cut_view(array: ExportedArray, view: View, whole: bytes) -> Iterator[bytes]:
+    """The bytes of a view in C order; a few at a time, as it may repeat what it has."""
+    size = item_bytes(array.stored or array.dtype)
+    strides = (*(step * size for step in view.stride), 1)
+    raw = np.frombuffer(whole, np.uint8, offset=view.byte_offset)
+    yield from _in_blocks(np.lib.stride_tricks.as_strided(raw, (*array.shape, size), strides, writeable=False))
+
+
+def _in_blocks(rows: Any) -> Iterator[bytes]:
+    if rows.nbytes <= _BLOCK_BYTES:
+        yield rows.tobytes()
+        return
+    step = _BLOCK_BYTES // rows[0].nbytes
+    for start in range(0, len(rows), step or 1):
+        yield from (rows[start : start + step].tobytes(),) if step else _in_blocks(rows[start])

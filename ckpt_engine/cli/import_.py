@@ -18,14 +18,14 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 
 if TYPE_CHECKING:
-    from ckpt_engine.convert.imported import Imported
+    from ckpt_engine.interop.safe_load import Imported
 
 FORMATS = ("auto", "lightning", "torch", "dcp", "accelerate", "transformers")
 SAVE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class ImportResult:
     """What was, or would be, imported. `snapshot` is None if nothing was written."""
 
     source: str
@@ -54,7 +54,7 @@ def command(given: str, root: str, step: int | None, form: str, dry_run: bool, a
     name. The snapshot appears whole or not at all, as the newest of the run; nothing else in DST changes.
     """
     source = _local(given)
-    from ckpt_engine.convert import source as sources  # torch
+    from ckpt_engine.interop import formats as sources  # torch
 
     tier = load_config(root).tiers[0]
     there = Repository(open_storage(tier.url, tier.for_storage())).list()
@@ -95,14 +95,14 @@ def _config(tier: Tier, there: int) -> Config:
     return load_config({"tiers": [nearest], "keep": keep, "writer": "thread", "slots": 1, "on_error": "raise"})
 
 
-def _plan(found: Imported, source: Path, root: str, step: int | None, there: Sequence[SnapshotInfo]) -> Done:
+def _plan(found: Imported, source: Path, root: str, step: int | None, there: Sequence[SnapshotInfo]) -> ImportResult:
     """What will be written.
 
     Raises:
         UnstorableLeafError: a leaf cannot be stored; names it.
         MismatchError: the step is not known.
     """
-    from ckpt_engine.snapshot.flatten import Flattener  # torch
+    from ckpt_engine.state.flatten import Flattener  # torch
 
     chosen = found.step if step is None else step
     if chosen is None:
@@ -111,7 +111,7 @@ def _plan(found: Imported, source: Path, root: str, step: int | None, there: Seq
     for key, node in found.state.items():
         arrays += Flattener().scan(node, (key,)).arrays
         Flattener().describe(node, (key,))
-    return Done(
+    return ImportResult(
         source=str(source.absolute()),
         form=found.form,
         root=root,
@@ -130,7 +130,7 @@ def _about_run(there: Sequence[SnapshotInfo], step: int) -> list[str]:
     return [f"{found}: it resumes from step {step} now"]
 
 
-def _save(found: Imported, planned: Done, config: Config) -> str:
+def _save(found: Imported, planned: ImportResult, config: Config) -> str:
     from ckpt_engine.checkpointer import Checkpointer  # torch
 
     notes: Mapping[str, Any] = {
@@ -147,7 +147,7 @@ def _save(found: Imported, planned: Done, config: Config) -> str:
             raise err.__cause__ if isinstance(err.__cause__, CkptError) else err from None
 
 
-def _print(done: Done) -> None:
+def _print(done: ImportResult) -> None:
     what = f"{count(done.arrays, 'tensor')}, {units.size(done.nbytes)}, step {done.step}"
     if done.snapshot is None:
         click.echo(f"would import {done.source} ({done.form}) into {done.root}: {what}")

@@ -13,10 +13,10 @@ from ckpt_engine.cli.root import away_of, open_run
 from ckpt_engine.observe import units
 from ckpt_engine.restore import places
 from ckpt_engine.restore.choose import Away
-from ckpt_engine.store import layout, manifest_codec, pins
-from ckpt_engine.store.lines import Branch, branches
+from ckpt_engine.store import manifest_codec, names, pins
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Listing, Repository
+from ckpt_engine.store.retention_rules import Branch, branches
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def command(root: str, as_json: bool) -> None:
 
 def _look(place: Repository) -> tuple[Listing, int, Mapping[str, pins.Pin]]:
     pinned = {pin.id: pin for pin in pins.pins(place.storage)}
-    return place.scan(), sum(item.nbytes for item in place.storage.list(layout.DATA)), pinned
+    return place.scan(), sum(item.nbytes for item in place.storage.list(names.DATA)), pinned
 
 
 def _pin(snapshot: str, holders: Sequence[_Tier]) -> pins.Pin | None:

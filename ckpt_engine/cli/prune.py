@@ -13,16 +13,15 @@ import click
 from ckpt_engine.cli.output import age, count, json_option, print_json, print_table
 from ckpt_engine.cli.root import open_places
 from ckpt_engine.config import load_config
+from ckpt_engine.copy.make_room import Pruned, catalogue, execute, measure, plan_prune
 from ckpt_engine.errors import ConfigError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.store import pins
-from ckpt_engine.store.collect import Pruned, catalogue, execute, plan_prune
 from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.lines import OTHER_LINE, branches
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepAll, Plan, Retention, RetentionPolicy, policy_from
-from ckpt_engine.store.retention_usage import measure
+from ckpt_engine.store.retention import Retention, RetentionPlan, policy_from
+from ckpt_engine.store.retention_rules import OTHER_LINE, KeepAll, RetentionPolicy, branches
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +32,7 @@ class _Place:
     policy: RetentionPolicy
     removing: frozenset[str] | None = None
 
-    def plan(self) -> Plan:
+    def plan(self) -> RetentionPlan:
         """What is to be forgotten. Reads only."""
         if self.removing is None:
             return plan_prune(self.repository, self.policy)
@@ -41,7 +40,7 @@ class _Place:
         ids = [info.id for info in self.repository.list()]
         going = tuple(one for one in ids if one in self.removing and one not in pinned)
         keep = {one: pinned.get(one, OTHER_LINE) for one in ids if one not in going}
-        return Plan(keep, going, dict.fromkeys(going, "of the branch that is removed"))
+        return RetentionPlan(keep, going, dict.fromkeys(going, "of the branch that is removed"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class _Outcome:
 
     url: str
     infos: Sequence[SnapshotInfo]
-    plan: Plan
+    plan: RetentionPlan
     removed_bytes: int
     done: Pruned | None
 

@@ -11,7 +11,7 @@ from ckpt_engine.config import Config, Tier, load_config
 from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.restore import places
 from ckpt_engine.restore.choose import Away
-from ckpt_engine.store.layout import ParsedId
+from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 
@@ -82,7 +82,7 @@ def open_run(root: str) -> Run:
     return Run(tuple(place for place, _ in there), in_order, away, urls)
 
 
-def away_of(answers: Sequence[places.Answer[places.T]]) -> tuple[Away, ...]:
+def away_of(answers: Sequence[places.PlaceAnswer[places.T]]) -> tuple[Away, ...]:
     """Those that did not answer, and why."""
     return tuple(Away(a.place.storage.url, a.error.code, a.error.message) for a in answers if a.error is not None)
 

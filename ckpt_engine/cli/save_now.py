@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import click
 
-from ckpt_engine.cli.asking import ask_trainer, seconds_of, wait_for
 from ckpt_engine.cli.output import json_option, print_json
+from ckpt_engine.cli.stop import ask_trainer, seconds_of, wait_for
 from ckpt_engine.config import load_config
-from ckpt_engine.persist import control
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.writer import control
 
 
 @click.command("save-now", short_help="Take a snapshot of a run that is being trained.")

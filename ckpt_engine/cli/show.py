@@ -9,13 +9,13 @@ from typing import Any
 
 import click
 
+from ckpt_engine.cli.outline import OutlineBranch, entry_nbytes, outline
 from ckpt_engine.cli.output import age, count, json_option, metrics, print_away, print_json, print_table
 from ckpt_engine.cli.root import LATEST, Run, open_run
-from ckpt_engine.cli.tree import Branch, entry_nbytes, outline
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
-from ckpt_engine.restore.as_rank import size_of
-from ckpt_engine.store import layout
+from ckpt_engine.state.compatibility import size_of
+from ckpt_engine.store import names
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import RANKS, DataFile, Manifest
 from ckpt_engine.store.repository import Repository
@@ -73,7 +73,7 @@ class _Stored:
 
 def _owner(name: str) -> str:
     """The snapshot that wrote a data file."""
-    parsed = layout.data_owner(name)
+    parsed = names.data_owner(name)
     assert parsed is not None  # the manifest was verified
     return parsed.id
 
@@ -180,7 +180,7 @@ def _files(files: Sequence[DataFile]) -> list[tuple[str, str]]:
     return [*rows[:SHOWN_IDS], ("", f"{len(rest):,} more of {units.size(smallest)} to {units.size(largest)}")]
 
 
-def _line(branch: Branch) -> str:
+def _line(branch: OutlineBranch) -> str:
     indent = "  " * branch.depth
     if branch.hidden:
         return f"{indent}... {branch.hidden:,} more"

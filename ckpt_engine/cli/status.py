@@ -12,13 +12,13 @@ from ckpt_engine.cli.output import age, count, json_option, print_json, print_ta
 from ckpt_engine.config import load_config
 from ckpt_engine.errors import CkptError, StorageMissingError
 from ckpt_engine.observe import units
-from ckpt_engine.persist import control
-from ckpt_engine.persist.status import WORKING, TierStatus, WriterStatus, read_status
 from ckpt_engine.restore import places
-from ckpt_engine.store.lease import Holder, read_holder
+from ckpt_engine.store.lease import LeaseHolder, read_holder
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.writer import control
+from ckpt_engine.writer.tier_status import WORKING, TierStatus, WriterStatus, read_status
 
 LIVE_SECONDS = 5.0
 
@@ -130,7 +130,7 @@ def _status(repository: Repository) -> tuple[WriterStatus | None, str | None]:
         return None, str(err)
 
 
-def _print(holder: Holder | None, status: WriterStatus | None, rows: list[_Row], why: str | None) -> None:
+def _print(holder: LeaseHolder | None, status: WriterStatus | None, rows: list[_Row], why: str | None) -> None:
     titles = ("tier", "state", "snapshots", "newest", "taken", "waiting")
     print_table(titles, [_cells(row) for row in rows], numbers=("snapshots",))
     for row in rows:
@@ -171,7 +171,7 @@ def _cells(row: _Row) -> tuple[str, ...]:
 
 
 def _print_json(
-    url: str, holder: Holder | None, status: WriterStatus | None, rows: list[_Row], live: _Live | None
+    url: str, holder: LeaseHolder | None, status: WriterStatus | None, rows: list[_Row], live: _Live | None
 ) -> None:
     print_json(
         {

@@ -1,12 +1,23 @@
-"""`ckpt stop`: let a run that is being trained save its state and end."""
+"""`ckpt stop`: let a run that is being trained save its state and end.
+
+Asking a training run on this machine for something, through the writer that serves it.
+"""
 
 from __future__ import annotations
 
+import getpass
+import os
+import threading
+import time
+from collections.abc import Callable
+
 import click
 
-from ckpt_engine.cli.asking import ask_trainer, is_served, seconds_of, wait_for
 from ckpt_engine.cli.output import json_option, print_json
-from ckpt_engine.persist import control
+from ckpt_engine.config import load_config
+from ckpt_engine.config.sections import parse_duration_seconds
+from ckpt_engine.errors import ConfigError, WaitTimeoutError, WriterError
+from ckpt_engine.writer import control
 
 
 @click.command("stop", short_help="Save and end a run that is being trained.")
@@ -28,3 +39,72 @@ def command(root: str, wait: str | None, as_json: bool) -> None:
         click.echo(f"the run at {url} has ended")
     else:
         click.echo(f"asked: the run at {url} takes a snapshot at the end of its step, and ends")
+
+
+ANSWER_SECONDS = 10.0
+LOOK_SECONDS = 0.2
+
+
+def ask_trainer(root: str, what: str) -> str:
+    """Tell the trainer of the run at `root` (a folder, URL or ckpt.yaml) to `save` or to `stop`.
+
+    Returns:
+        The root's URL.
+
+    Raises:
+        ConfigError: a YAML file that is wrong or missing.
+        WriterError: nobody trains that run on this machine as this user.
+    """
+    url = load_config(root).root_url
+    reply = control.ask(url, {"what": what, "who": _who()}, ANSWER_SECONDS)
+    if reply is None:
+        raise WriterError(
+            f"no run at {url} is being trained on this machine by this user",
+            hint=f"`ckpt status {root}` says who writes it; ask on that machine, with the root that the run was given",
+        )
+    if not reply.body.get("trainer"):
+        why = reply.body.get("error", "its trainer is gone, and its writer ends by itself")
+        raise WriterError(f"the run at {url} cannot be asked: {why}")
+    return url
+
+
+def is_served(url: str) -> bool:
+    """Whether the run still has a writer with a trainer."""
+    reply = control.ask(url, {"what": control.STATUS}, ANSWER_SECONDS)
+    return reply is not None and bool(reply.body.get("trainer"))
+
+
+def wait_for(found: Callable[[], bool], seconds: float, what: str) -> None:
+    """Look again and again.
+
+    Raises:
+        WaitTimeoutError: `what` did not happen within `seconds`.
+    """
+    deadline = time.monotonic() + seconds
+    pause = threading.Event()
+    while not found():
+        if time.monotonic() > deadline:
+            raise WaitTimeoutError(f"{what} within {seconds:g} s; the run was asked and goes on with it")
+        pause.wait(LOOK_SECONDS)
+
+
+def seconds_of(text: str | None) -> float | None:
+    """The value of `--wait`.
+
+    Raises:
+        ConfigError: not a duration.
+    """
+    if text is None:
+        return None
+    try:
+        return parse_duration_seconds(text)
+    except ValueError as err:
+        raise ConfigError(f"--wait: {err}, got {text!r}") from err
+
+
+def _who() -> str:
+    try:
+        name = getpass.getuser()
+    except (KeyError, OSError):  # a user without a name, as in containers
+        name = f"user {os.geteuid()}"
+    return f"{name} (pid {os.getpid()})"

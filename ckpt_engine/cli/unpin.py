@@ -9,7 +9,7 @@ from ckpt_engine.cli.root import find_snapshot, open_places
 from ckpt_engine.config import load_config
 from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.store import pins
-from ckpt_engine.store.layout import parse_id
+from ckpt_engine.store.names import parse_id
 from ckpt_engine.store.repository import Repository
 
 

@@ -12,15 +12,11 @@ from typing import TYPE_CHECKING
 import click
 
 from ckpt_engine.cli.output import changing_line, count, json_option, print_json
-from ckpt_engine.cli.rehearsal.command_line import PythonCommand
-from ckpt_engine.cli.rehearsal.runs import Runs
-from ckpt_engine.cli.rehearsal.spec import Trace
-from ckpt_engine.cli.rehearsal.suite import Suite, SuiteReport
+from ckpt_engine.cli.rehearsal.runs import PythonCommand, Runs, Suite, SuiteReport, Trace
 from ckpt_engine.errors import ResumeError
 
 if TYPE_CHECKING:
-    from ckpt_engine.cli.rehearsal.pairing import Pair
-    from ckpt_engine.cli.rehearsal.verdict import Divergence
+    from ckpt_engine.cli.rehearsal.verdict import FirstDifference, Pair
     from ckpt_engine.observe.resume_report import NotRestored
 
 
@@ -49,8 +45,8 @@ class Report:
     killed_after: int
     snapshots: int
     values: int
-    resumed: Divergence | None
-    fresh: Divergence | None
+    resumed: FirstDifference | None
+    fresh: FirstDifference | None
     notes: tuple[str, ...]
     scratch: str | None
 
@@ -207,8 +203,9 @@ def _rehearse(runs: Runs, steps: int, at: int, *, quiet: bool) -> Report:
 
 def _compare(
     runs: Runs, names: tuple[str, str], traces: tuple[Trace, Trace], steps: tuple[int, int], *, fresh: bool
-) -> tuple[Divergence | None, list[Pair]]:
-    from ckpt_engine.cli.rehearsal import pairing, verdict  # torch
+) -> tuple[FirstDifference | None, list[Pair]]:
+    from ckpt_engine.cli.rehearsal import verdict
+    from ckpt_engine.cli.rehearsal import verdict as pairing  # torch
 
     pairs: list[Pair] = []
     for a, b in zip(runs.folders(names[0]), runs.folders(names[1]), strict=False):
@@ -221,20 +218,22 @@ def _compare(
     return verdict.judge(pairs, fresh=fresh), pairs
 
 
-def _judge_end(whole: Trace, again: Trace) -> Divergence | None:
+def _judge_end(whole: Trace, again: Trace) -> FirstDifference | None:
     from ckpt_engine.cli.rehearsal import verdict  # torch
 
     return verdict.judge_end(max(whole.steps), max(again.steps, default=0))
 
 
-def _explain(resumed: Divergence, whole: Trace, killed: Trace, again: Trace, missing: list[NotRestored]) -> Divergence:
+def _explain(
+    resumed: FirstDifference, whole: Trace, killed: Trace, again: Trace, missing: list[NotRestored]
+) -> FirstDifference:
     from ckpt_engine.cli.rehearsal import verdict  # torch
 
     return verdict.explain(resumed, whole, killed, again, missing)
 
 
 def _lonely(runs: Runs, second: str, span: tuple[int, int]) -> int:
-    from ckpt_engine.cli.rehearsal import pairing  # torch
+    from ckpt_engine.cli.rehearsal import verdict as pairing  # torch
 
     folders = zip(runs.folders("uninterrupted"), runs.folders(second), strict=False)
     return sum(pairing.without_counterpart(a, b, *span) for a, b in folders)
@@ -281,7 +280,7 @@ def _print(report: Report) -> None:
         click.echo(f"snapshots and output are in {report.scratch}")
 
 
-def _print_divergence(divergence: Divergence) -> None:
+def _print_divergence(divergence: FirstDifference) -> None:
     click.echo(f"  first: {divergence.first}")
     for moved in divergence.moved:
         click.echo(f"  hidden state that the resume did not put back: {moved}")

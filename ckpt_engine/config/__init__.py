@@ -5,11 +5,9 @@ load_config("/data/run1", overhead="1%")           # a folder or storage URL, pl
 load_config({"tiers": "/data/run1"}, slots=1)      # a mapping; keywords win
 """
 
-from ckpt_engine.config.keep import Best, Keep
-from ckpt_engine.config.load import load_config
+from ckpt_engine.config.load_config import load_config
 from ckpt_engine.config.models import OPTION_NAMES, Config, Tier
-from ckpt_engine.config.preemption import Preemption
-from ckpt_engine.config.quantities import parse_duration_seconds, parse_fraction
+from ckpt_engine.config.sections import Best, Keep, Preemption, parse_duration_seconds, parse_fraction
 
 __all__ = [
     "OPTION_NAMES",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.config.load import load_config
+from ckpt_engine.config.load_config import load_config
 from ckpt_engine.config.models import Config
 from ckpt_engine.errors import ConfigError
 

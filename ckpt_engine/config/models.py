@@ -24,24 +24,26 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
-from ckpt_engine.config.fields import (
+from ckpt_engine.config.sections import (
     DURATION_SCHEMA,
     Count,
     Duration,
     Flag,
+    Keep,
+    Preemption,
+    Rollback,
     Section,
     Share,
+    Status,
     checked,
     nonempty_text,
     one_of,
     option_error,
+    parse_bytes_per_second,
+    parse_duration_seconds,
+    parse_wait_seconds,
 )
-from ckpt_engine.config.keep import Keep
-from ckpt_engine.config.preemption import Preemption
-from ckpt_engine.config.quantities import parse_bytes_per_second, parse_duration_seconds, parse_wait_seconds
-from ckpt_engine.config.rollback import Rollback
-from ckpt_engine.config.status import Status
-from ckpt_engine.observe.secrets import LOGIN
+from ckpt_engine.observe.units import LOGIN
 
 MEMORY = "memory"
 MEMORY_SLOTS = 3

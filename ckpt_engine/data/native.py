@@ -231,7 +231,7 @@ def set_epochs(dataset: Any, values: Mapping[str, Any]) -> None:
 
 
 def orders(dataset: Any) -> dict[str, dict[str, int]]:
-    """The streams from which parts of the package `datasets` take their order, as `identity.Samples`.
+    """The streams from which parts of the package `datasets` take their order, as `exactness.Samples`.
 
     They do not move: each pass works on copies.
     """

@@ -1,27 +1,92 @@
-"""Where one DataLoader is: `attach` follows it, `state` says it, `load_state` puts a new process there."""
+"""Where one DataLoader is: `attach` follows it, `state` says it, `load_state` puts a new process there.
+
+Makes an existing DataLoader report its iterations without changing the object, its type's name or its methods.
+
+The loader's class becomes a subclass that overrides `__iter__` only. Pickles and copies of the loader are of the
+original class, so spawned workers, launchers and `copy.deepcopy` never see the subclass.
+
+A loaded state that no batch was fetched under yet: trainers may ask for an iterator several times before they do.
+"""
 
 from __future__ import annotations
 
+import copyreg
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ckpt_engine.data import fingerprint, streams, swap
-from ckpt_engine.data.changed import fit_to, require_same_split
-from ckpt_engine.data.dealing import Dealing
+from ckpt_engine.data import exactness as fingerprint
+from ckpt_engine.data import sampling, streams
+from ckpt_engine.data.changed_loader import fit_to, require_same_split, resplit
+from ckpt_engine.data.epoch_start import Starter
 from ckpt_engine.data.exactness import Difference, Effect, Exactness, Level, OnChange, Restoration
 from ckpt_engine.data.iteration import Epoch, Fetch, FollowedIterator, Mode, no_order, nothing_recorded
-from ckpt_engine.data.pending import Pending
-from ckpt_engine.data.resplit import resplit
 from ckpt_engine.data.rng import RngState
+from ckpt_engine.data.sample_assignment import Dealing
 from ckpt_engine.data.sampling import deref
-from ckpt_engine.data.start import Starter
 from ckpt_engine.errors import NewerFormatError, StateError
 
-__all__ = ["LoaderPosition", "attach", "positions"]
+
+class Pending:
+    """What the next iterators of a loader start from until one of them is asked for a batch.
+
+    Args:
+        state: the loaded state.
+        phase: "within" or "fresh": what it resumes into.
+        rng: global streams to install at the last moment, or None.
+    """
+
+    def __init__(self, state: Mapping[str, Any], phase: str, rng: Mapping[str, Any] | None) -> None:
+        self.state, self.phase = dict(state), phase
+        self.rng = None if rng is None else dict(rng)
+        self.begun = False
+        self._before: streams.Counters = {}
+        self._after: streams.Counters = {}
+        self._generators: dict[str, Any] = {}
+        self._samplers: dict[str, Any] = {}
+
+    @property
+    def batches(self) -> int:
+        """Batches of the running epoch that are behind us."""
+        return 0 if self.phase == "fresh" else int(self.state["batches"])
+
+    @property
+    def dealt(self) -> tuple[Dealing, int] | None:
+        """See `LoaderPosition.dealt`."""
+        found = self.state.get("order", {}).get("dealt") if self.phase == "within" else None
+        return None if found is None else (Dealing.of_state(found["dealing"]), int(found["total"]))
+
+    def install(self, loader: DataLoader[Any]) -> Exactness:
+        """At load time: samplers of a fresh epoch get their counters now, so that a later `set_epoch` still counts.
+
+        Returns:
+            How exactly samplers that change with training are as they were.
+        """
+        if self.phase != "fresh":
+            return Exactness()
+        streams.restore_holders(loader, self.state)
+        return sampling.compared(loader, self.state, between_epochs=True)
+
+    def before_iterator(self, loader: DataLoader[Any]) -> None:
+        """Take back what building an earlier iterator moved in the samplers, but nothing that the user set since."""
+        if self.begun and self.phase == "fresh":
+            now = streams.counters(loader)
+            moved = {path: value for path, value in self._before.items() if now.get(path) == self._after.get(path)}
+            streams.restore_holders(
+                loader, {"counters": moved, "generators": self._generators, "samplers": self._samplers}
+            )
+        self._before = streams.counters(loader)
+        self._generators = streams.capture_generators(loader)
+        self._samplers = streams.capture_samplers(loader)
+
+    def after_iterator(self, loader: DataLoader[Any]) -> None:
+        """Remember what building the iterator made of the samplers."""
+        self._after = streams.counters(loader)
+        self.begun = True
+
 
 _VERSION = 2
 _ALONE = 1
@@ -41,7 +106,7 @@ def attach(loader: DataLoader[Any], *, lookahead: int = 0) -> LoaderPosition:
             0 for a plain loop and Lightning with known length, 1 for Accelerate and Lightning with unknown length.
             Attaching again keeps the larger value.
     """
-    followed = swap.followed_by(loader)
+    followed = followed_by(loader)
     if isinstance(followed, LoaderPosition):
         followed.lookahead = max(followed.lookahead, lookahead)
         return followed
@@ -79,7 +144,7 @@ class LoaderPosition:
         self._epoch: Epoch | None = None
         self._pending: Pending | None = None
         self._restoration: Restoration | None = None
-        swap.swap_in(loader, self)
+        swap_in(loader, self)
 
     def __repr__(self) -> str:
         return f"LoaderPosition({self.mode}, fetched={self.fetched}, lookahead={self.lookahead})"
@@ -267,7 +332,7 @@ class LoaderPosition:
     def for_another_number(
         self, states: Sequence[Mapping[str, Any]], rank: int, size: int, rng: RngState, common: RngState
     ) -> State:
-        """The state for `load_state` with which `size` ranks go on where others were; see `resplit.resplit`.
+        """The state for `load_state` with which `size` ranks go on where others were; see `changed_loader.resplit`.
 
         Args:
             states: of this loader on each of the saved ranks, in order.
@@ -288,8 +353,8 @@ class LoaderPosition:
 
     def detach(self) -> None:
         """Give the loader its original class back; iterators already running go on."""
-        if swap.followed_by(self.loader) is self:
-            swap.swap_back(self.loader)
+        if followed_by(self.loader) is self:
+            swap_back(self.loader)
 
     # -- swap.Iterations
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
@@ -375,3 +440,81 @@ def _saved_exactness(state: Mapping[str, Any], differences: tuple[Difference, ..
         if difference.effect is Effect.AUGMENTATION:
             found = found.lowered(Level.ORDER_ONLY, str(difference))
     return found
+
+
+_ATTRIBUTE = "_ckpt_engine_position"
+_subclasses: dict[type, type] = {}
+_set_class = object.__dict__["__class__"].__set__  # works where a class hides `__class__` behind a read-only property
+
+
+class Iterations(Protocol):
+    """Who is told about iterations: gets the loader's own `__iter__` and returns the iterator to use."""
+
+    def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]: ...
+
+
+def swap_in(loader: DataLoader[Any], iterations: Iterations) -> None:
+    """From now on `iter(loader)` returns `iterations.begin(the original iter)`."""
+    original = type(loader)
+    loader.__dict__[_ATTRIBUTE] = iterations
+    _set_class(loader, _subclass_of(original))
+
+
+def swap_back(loader: DataLoader[Any]) -> None:
+    """Undo `swap_in`; does nothing to a loader that is not swapped."""
+    if loader.__dict__.pop(_ATTRIBUTE, None) is not None:
+        _set_class(loader, original_class(loader))
+
+
+def followed_by(loader: DataLoader[Any]) -> Iterations | None:
+    """Who follows this loader, or None."""
+    return loader.__dict__.get(_ATTRIBUTE)
+
+
+def original_class(loader: DataLoader[Any]) -> type:
+    """The loader's class as the user knows it."""
+    cls: type = type(loader)
+    return cls.__mro__[1] if cls in _subclasses.values() else cls
+
+
+def _subclass_of(original: type) -> type:
+    known = _subclasses.get(original)
+    if known is not None:
+        return known
+    base: Any = original
+
+    def __iter__(self: Any) -> Iterator[Any]:  # noqa: N807
+        iterations: Iterations | None = self.__dict__.get(_ATTRIBUTE)
+        if iterations is None:
+            return base.__iter__(self)  # type: ignore[no-any-return]
+        return iterations.begin(lambda: base.__iter__(self))
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:  # noqa: N807
+        return _without_position(base.__reduce_ex__(self, protocol), original)
+
+    subclass: type = type(original)(
+        original.__name__,
+        (original,),
+        {
+            "__iter__": __iter__,
+            "__reduce_ex__": __reduce_ex__,
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+        },
+    )
+    _subclasses[original] = subclass
+    return subclass
+
+
+def _without_position(reduced: Any, original: type) -> Any:
+    """The result of `__reduce_ex__` as the original class would have given it."""
+    if not isinstance(reduced, tuple):
+        return reduced
+    function, arguments, *rest = reduced
+    arguments = tuple(original if a is _subclasses.get(original) else a for a in arguments)
+    if function is copyreg.__newobj__:  # type: ignore[attr-defined]
+        function = original.__new__  # pickle insists that `__newobj__` is given the class of the very object
+    if rest and isinstance(rest[0], dict):
+        rest[0] = {k: v for k, v in rest[0].items() if k != _ATTRIBUTE}
+    return (function, arguments, *rest)

@@ -3,6 +3,11 @@
 `RecordingSampler` stands in for the loader's index sampler (`batch_sampler`, or `sampler` without batching) while an
 iterator is built; the iterator keeps it. Nothing is loaded to get past samples that were already trained: their indices
 are drawn and dropped.
+
+Samplers that change with training (curricula, losses, weights) and cannot save themselves: found out and named.
+
+A sampler without `state_dict` is put back by its generators and plain counters. Whether that was all shows in its other
+attributes: what they hold now is compared with what they held when the snapshot was taken.
 """
 
 from __future__ import annotations
@@ -18,14 +23,61 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from ckpt_engine.data import adapting, fingerprint, rng, streams
+from ckpt_engine.data import exactness, rng, streams
+from ckpt_engine.data.exactness import Exactness, Level, checksum
+from ckpt_engine.data.native import is_stateful
 from ckpt_engine.errors import MismatchError, StateError
 
-__all__ = ["Order", "RecordingSampler", "ResumePlan"]
+Attributes = dict[str, int]
+"""Checksums of containers, tensors and arrays by path."""
+
+
+def attributes(loader: DataLoader[Any]) -> Attributes:
+    """Of all samplers that may change by themselves and have no state of their own."""
+    if streams.draws_at_start_only(loader):
+        return {}  # torch's own: nothing of them changes
+    found: Attributes = {}
+    for path, holder in streams.holders(loader):
+        if holder is loader or is_stateful(holder):
+            continue
+        for name, value in list(getattr(holder, "__dict__", {}).items()):
+            if value is not getattr(loader, "dataset", None) and (one := checksum(value)) is not None:
+                found[f"{path}.{name}"] = one
+    return found
+
+
+def changed(loader: DataLoader[Any], baseline: Attributes) -> Attributes:
+    """Those that are not as they were before training."""
+    return {path: value for path, value in attributes(loader).items() if baseline.get(path) != value}
+
+
+def compared(loader: DataLoader[Any], state: Mapping[str, Any], *, between_epochs: bool) -> Exactness:
+    """How exactly the samplers are as they were: named are attributes that were changed and are others now.
+
+    Args:
+        state: of the position, with what `changed` has found, and which of these the samplers make at each start.
+        between_epochs: those will be made again.
+    """
+    saved = {
+        path: value
+        for path, value in state.get("attributes", {}).items()
+        if not (between_epochs and path in state.get("made_at_start", ()))
+    }
+    now = attributes(loader) if saved else {}
+    others = [path.rpartition(".") for path, value in saved.items() if now.get(path) != value]
+    if not others:
+        return Exactness()
+    live = dict(streams.holders(loader))
+    names = ", ".join(f"{type(live.get(owner)).__name__}.{name}" for owner, _, name in others)
+    why = (
+        f"training has changed {names}, which the sampler cannot save: what it gives from here on may differ; give it "
+        "state_dict() and load_state_dict()"
+    )
+    return Exactness().lowered(Level.NOT_RESTORED, why)
 
 
 @dataclass(slots=True)
-class Order:
+class SamplerOrder:
     """What the sampler did in the running epoch."""
 
     at_iter: streams.Streams | None = None
@@ -108,10 +160,10 @@ class RecordingSampler(streams.StandIn):
         self._baseline = baseline
         self._calls = 0
         self._current: _RecordingIterator | None = None
-        self.order = Order()
+        self.order = SamplerOrder()
         self.plan: ResumePlan | None = None
 
-    def begin(self, order: Order, plan: ResumePlan | None) -> None:
+    def begin(self, order: SamplerOrder, plan: ResumePlan | None) -> None:
         """Call right before an iterator is built or reset: what follows is recorded in `order`."""
         self.order, self.plan = order, plan
         self._calls = 0
@@ -162,13 +214,13 @@ class _RecordingIterator:
         reference: weakref.ref[DataLoader[Any]],
         start: Callable[[], Iterator[Any]],
         baseline: streams.Counters,
-        order: Order,
+        order: SamplerOrder,
         plan: ResumePlan | None,
     ) -> None:
         loader = deref(reference)
         self._reference, self._start, self._baseline, self._order = reference, start, baseline, order
         self._plan = plan
-        self._attributes = adapting.attributes(loader)
+        self._attributes = attributes(loader)
         self._states = _STATES if streams.capture_samplers(loader) else 0
         self._keeps_streams = self._states > 0 and loader.num_workers == 0
         self.inner = start()
@@ -229,7 +281,7 @@ class _RecordingIterator:
     def _started(self) -> None:
         """The first entry was given: what that has changed in the sampler is made anew at each start."""
         if self._attributes:
-            made = adapting.changed(deref(self._reference), self._attributes)
+            made = changed(deref(self._reference), self._attributes)
             self._order.made_at_start.update(made)
             self._attributes = {}
 
@@ -241,7 +293,7 @@ class _RecordingIterator:
         order.recent.append((order.given - 1, (), plan.digest))
         streams.restore_holders(loader, plan.holders)
         self.inner = self._start()
-        length = fingerprint.length_of(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
+        length = exactness.length_of(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
         if length is not None:
             self.inner = itertools.islice(self.inner, max(0, length - plan.skip - len(plan.outstanding)))
 

@@ -2,11 +2,14 @@
 
 Events cross the process boundary as JSON (`to_json`, `from_json`), so their fields are JSON values only.
 Times are wall-clock seconds since the epoch for display; durations come from monotonic clocks.
+
+The clock everything that measures time is given, so that tests can own time.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -238,3 +241,22 @@ def from_json(data: Mapping[str, Any]) -> Event:
     """
     fields = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items() if k != "event"}
     return KINDS[data["event"]](**fields)
+
+
+class Clock(Protocol):
+    """Two readings: one for durations, one for people. Both in seconds."""
+
+    def monotonic(self) -> float:
+        """Seconds from an arbitrary origin; never goes back; the only source of durations."""
+        ...
+
+    def wall(self) -> float:
+        """Seconds since the epoch; for display and ordering by people only: it may jump."""
+        ...
+
+
+class SystemClock:
+    """The machine's clocks. `monotonic` is comparable between processes of one boot."""
+
+    monotonic = staticmethod(time.monotonic)
+    wall = staticmethod(time.time)

@@ -1,11 +1,18 @@
-"""The sink that writes events to the `ckpt_engine` logger, one line each."""
+"""The sink that writes events to the `ckpt_engine` logger, one line each.
+
+The sink that passes events on to several others and survives each of them.
+
+Says the one line that nobody may miss, also where logging was never configured, and never twice.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from ckpt_engine.observe.events import (
     Event,
+    EventSink,
     IntervalChanged,
     MemoryFlushed,
     Notice,
@@ -125,3 +132,73 @@ def line(event: Event, *, again: bool = False) -> str:
 
 def _hint(event: SnapshotFailed) -> str:
     return f" → {event.hint}" if event.hint else ""
+
+
+class FanOutSink:
+    """Passes every event to every sink, in the order they were added.
+
+    A sink that raises is disabled with one warning; training and the other sinks go on.
+    """
+
+    def __init__(self, *sinks: EventSink) -> None:
+        self._sinks = list(sinks)
+
+    def add(self, sink: EventSink) -> None:
+        """Passes later events to `sink` too."""
+        self._sinks.append(sink)
+
+    def remove(self, sink: EventSink) -> None:
+        """Stops passing events to `sink`; nothing happens if it is not there (any more)."""
+        self._sinks = [one for one in self._sinks if one is not sink]
+
+    def emit(self, event: Event) -> None:
+        for sink in tuple(self._sinks):
+            try:
+                sink.emit(event)
+            except Exception:
+                # Whatever a sink of a user raises must not reach the training loop.
+                self.remove(sink)
+                logging.getLogger(LOGGER_NAME).warning(
+                    "%s failed on %s and gets no more events", type(sink).__name__, event.name, exc_info=True
+                )
+
+
+Aloud = Callable[[str], object]
+"""How a trainer shows its own lines."""
+
+
+def is_heard(logger: logging.Logger, level: int = logging.INFO) -> bool:
+    """Whether a record of that level reaches some handler."""
+    one: logging.Logger | None = logger
+    while one is not None and logger.isEnabledFor(level):
+        if any(handler.level <= level for handler in one.handlers):
+            return True
+        one = one.parent if one.propagate else None
+    return False
+
+
+def on_stderr(logger: logging.Logger) -> Aloud:
+    """To standard error, where Python itself shows the warnings of a logger without handlers.
+
+    A logger that somebody has given handlers, which do not want the line, stays silent.
+    """
+
+    def say(line: str) -> None:
+        last = logging.lastResort
+        if last is not None and not logger.hasHandlers():
+            last.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, line, (), None))
+
+    return say
+
+
+def announce(logger: logging.Logger, text: str, *, line: str | None = None, aloud: Aloud | None = None) -> None:
+    """Log `text` at INFO; where nobody would hear it, say it another way.
+
+    Args:
+        line: what is said then, if `text` is longer than a line.
+        aloud: how; None: see `on_stderr`.
+    """
+    if is_heard(logger):
+        logger.info("%s", text)
+    else:
+        (aloud or on_stderr(logger))(text if line is None else line)

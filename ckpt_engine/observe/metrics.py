@@ -1,23 +1,34 @@
-"""The numbers adapters log: what snapshots cost this run and how much work is at risk."""
+"""The numbers adapters log: what snapshots cost this run and how much work is at risk.
+
+What is durable where, what is on its way, and how fast it goes: kept by events, read by plans and status.
+"""
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
+from urllib.parse import unquote
 
 from ckpt_engine.observe.events import (
+    Clock,
     Event,
     SnapshotCommitted,
     SnapshotFailed,
+    SnapshotFound,
     SnapshotReplicated,
     SnapshotSkipped,
     SnapshotStaged,
     TierDegraded,
     TierRecovered,
+    WriterLost,
 )
 
 
 class CadenceReading(Protocol):
-    """What is read from the cadence of the run (`ckpt_engine.frequency.driver.Cadence` is one)."""
+    """What is read from the cadence of the run (`ckpt_engine.frequency.cadence.Cadence` is one)."""
 
     @property
     def interval_steps(self) -> int | None: ...
@@ -96,3 +107,186 @@ class RunMetrics:
             numbers["overhead_percent"] = 100.0 * self._cadence.overhead_fraction
             numbers["age_of_last_durable_seconds"] = self._cadence.age_of_last_durable()
         return numbers
+
+
+_SAMPLES = 5
+_LEAST_LEFT = 0.1
+"""Of a snapshot in flight, as long as it is not committed: sync and commit come last."""
+
+
+@dataclass(frozen=True, slots=True)
+class TierStanding:
+    """One tier.
+
+    Args:
+        bytes_per_second: median of the newest writes there, committing included; None before the first.
+        newest_step: of the newest snapshot that became durable there during this run.
+        newest_instant: monotonic seconds at which that snapshot was taken.
+        away: it failed, and did not recover yet.
+    """
+
+    url: str
+    bytes_per_second: float | None = None
+    newest_step: int | None = None
+    newest_instant: float | None = None
+    away: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Flying:
+    """A snapshot that was taken and is not durable on the nearest tier. `since`: monotonic seconds of its instant."""
+
+    step: int
+    nbytes: int
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Everything at one moment.
+
+    Args:
+        tiers: nearest first.
+        in_flight: oldest first.
+        state_bytes, stall_seconds: of the newest snapshot; 0 before the first.
+        busy_since: monotonic seconds from which the writer has had the oldest of those in flight.
+        held_step: of the newest snapshot, if it stays in memory and is durable nowhere.
+    """
+
+    tiers: tuple[TierStanding, ...]
+    in_flight: tuple[Flying, ...] = ()
+    state_bytes: int = 0
+    stall_seconds: float = 0.0
+    busy_since: float = 0.0
+    held_step: int | None = None
+
+    def left_bytes(self, now: float) -> tuple[float, ...]:
+        """For each in flight what is left to write, as the measured speed of the nearest tier lets expect."""
+        speed = self.tiers[0].bytes_per_second or 0.0
+        left = [float(one.nbytes) for one in self.in_flight]
+        if left:
+            left[0] = max(left[0] - speed * max(0.0, now - self.busy_since), _LEAST_LEFT * left[0])
+        return tuple(left)
+
+
+@dataclass(slots=True)
+class _Tier:
+    standing: TierStanding
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+
+
+class Ledger:
+    """An event sink. Events are taken on the training thread; `standing` may be read on any.
+
+    Args:
+        urls: of the tiers, nearest first; a folder may be a path here and a file URL in events.
+        clock: the source of moments.
+    """
+
+    def __init__(self, urls: Sequence[str], clock: Clock) -> None:
+        self._now = clock.monotonic
+        self._tiers = {place: _Tier(TierStanding(place)) for place in map(_place, urls)}
+        self._busy_since = 0.0
+        self._held_step: int | None = None
+        self._resumed: Flying | None = None
+        self._found: SnapshotFound | None = None
+        self.standing = Standing(tuple(one.standing for one in self._tiers.values()))
+
+    def resumed(self, step: int, url: str) -> None:
+        """Training goes on from the snapshot of `step` that came from `url`.
+
+        If that was memory, the nearest tier counts as soon as its writer tells what it has.
+        """
+        self._resumed = Flying(step, 0, self._now())
+        tier = self._tiers.get(_place(url))
+        if tier is not None:
+            tier.standing = TierStanding(tier.standing.url, newest_step=step, newest_instant=self._now())
+        self._take_up()
+        self._publish(self.standing.in_flight, self.standing.state_bytes, self.standing.stall_seconds)
+
+    def emit(self, event: Event) -> None:
+        before = self.standing
+        flying, nbytes, stall = before.in_flight, before.state_bytes, before.stall_seconds
+        match event:
+            case SnapshotStaged():
+                nbytes, stall = event.nbytes, event.stall_seconds
+                self._held_step = None if event.durable else event.step
+                if event.durable:
+                    if not flying:
+                        self._busy_since = self._now()
+                    flying = (*flying, Flying(event.step, event.nbytes, self._now() - event.stall_seconds))
+            case SnapshotCommitted():
+                instant = next((one.since for one in flying if one.step == event.step), None)
+                instant = self._now() - event.latency_seconds if instant is None else instant
+                self._durable(event.tier, event.step, instant, event.written_bytes, event.write_seconds)
+                flying = self._settled(flying, event.step)
+                if event.step == self._held_step:
+                    self._held_step = None
+            case SnapshotFound():
+                self._found = event
+                self._take_up()
+            case SnapshotFailed():
+                flying = self._settled(flying, event.step)
+            case SnapshotReplicated():
+                instant = self._now() - event.latency_seconds
+                self._durable(event.tier, event.step, instant, event.sent_bytes, event.copy_seconds)
+            case WriterLost():
+                flying, self._held_step = (), None
+            case TierDegraded():
+                self._away(event.tier, True)
+            case TierRecovered():
+                self._away(event.tier, False)
+            case _:
+                return
+        self._publish(flying, nbytes, stall)
+
+    def _take_up(self) -> None:
+        """What the rescue has made durable of what training goes on from; the instant of an older one is not known."""
+        resumed, found = self._resumed, self._found
+        if resumed is None or found is None:
+            return
+        tier = self._tier(found.tier)
+        if tier.standing.newest_step is None:
+            instant = resumed.since if found.step >= resumed.step else None
+            tier.standing = TierStanding(
+                tier.standing.url, newest_step=min(found.step, resumed.step), newest_instant=instant
+            )
+
+    def _settled(self, flying: tuple[Flying, ...], step: int) -> tuple[Flying, ...]:
+        found = next((one for one in flying if one.step == step), None)
+        if found is None:
+            return flying
+        self._busy_since = self._now()
+        return tuple(one for one in flying if one is not found)
+
+    def _tier(self, url: str) -> _Tier:
+        place = _place(url)
+        return self._tiers.setdefault(place, _Tier(TierStanding(place)))
+
+    def _durable(self, url: str, step: int, instant: float, nbytes: int, seconds: float) -> None:
+        tier = self._tier(url)
+        if nbytes > 0 and seconds > 0.0:
+            tier.rates.append(nbytes / seconds)
+        old = tier.standing
+        newer = old.newest_step is None or step >= old.newest_step
+        tier.standing = TierStanding(
+            old.url,
+            bytes_per_second=statistics.median_low(tier.rates) if tier.rates else None,
+            newest_step=step if newer else old.newest_step,
+            newest_instant=instant if newer else old.newest_instant,
+        )
+
+    def _away(self, url: str, away: bool) -> None:
+        tier = self._tier(url)
+        old = tier.standing
+        tier.standing = TierStanding(old.url, old.bytes_per_second, old.newest_step, old.newest_instant, away)
+
+    def _publish(self, flying: tuple[Flying, ...], nbytes: int, stall: float) -> None:
+        # One assignment: a reader on another thread sees the old value or the new one.
+        tiers = tuple(one.standing for one in self._tiers.values())
+        self.standing = Standing(tiers, flying, nbytes, stall, self._busy_since, self._held_step)
+
+
+def _place(url: str) -> str:
+    """One name for what events, options and storages call by several: folders as paths, URLs without a last slash."""
+    return unquote(url.removeprefix("file://")) if url.startswith("file://") else url.rstrip("/")

@@ -1,8 +1,12 @@
-"""Durations, sizes and shares as short text for one-line messages."""
+"""Durations, sizes and shares as short text for one-line messages.
+
+What must not be shown: credentials inside of URLs.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 
 _DURATIONS = ((172_800.0, 86_400.0, "d"), (5_400.0, 3_600.0, "h"), (99.5, 60.0, "min"), (0.00995, 1.0, "s"))
 _SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -37,3 +41,7 @@ def _digits(value: float) -> str:
     if value >= 9.95:
         return f"{value:.0f}"
     return "0" if abs(value) < 0.0005 else f"{float(f'{value:.2g}'):g}"
+
+
+LOGIN = re.compile(r"[^/@:]*:(?!\d+/)[^@]*@")
+"""After `scheme://`: a name and a password before a host, also where the password has slashes; no port of a host."""

@@ -1,13 +1,31 @@
-"""Whether training has left the road, judged by its losses alone: a pure rule, and the history that it needs."""
+"""Whether training has left the road, judged by its losses alone: a pure rule, and the history that it needs.
+
+Where a run that has diverged goes on: a pure choice, and the object in the run's root that remembers it.
+
+The object is never removed: it counts, and it is over as soon as there is a newer snapshot than the newest it knows.
+
+Tells when snapshots go on while the weights do not: none of what trains has changed since the one before.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
+import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
+
+from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
+from ckpt_engine.observe.events import Event, SnapshotCommitted, StaleSnapshot
+from ckpt_engine.store import names
+from ckpt_engine.store.container import seal, unseal
+from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.storage.base import Storage
 
 WINDOW = 128
 """Losses that say what is usual."""
@@ -105,3 +123,256 @@ class LossGuard:
         if finite and self._in_a_row < PATIENCE:
             return None
         return Divergence(step, self._first, loss, statistics.median(self._usual) if self._usual else None)
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackRecord:
+    """A run goes back.
+
+    Args:
+        snapshot, step: where it goes on.
+        newest: id of the newest snapshot when that was decided.
+        diverged_step: of the first loss in question.
+        skip_batches: that each rank leaves out from there on; whole optimizer steps.
+        count: how many rollbacks the run has had, this one included.
+        why: what the loss was, for people.
+        ranks: with samples of their own, that were there when it was decided.
+    """
+
+    snapshot: str
+    step: int
+    newest: str
+    diverged_step: int
+    skip_batches: int
+    count: int
+    why: str
+    ranks: int = 1
+
+    def batches_of(self, ranks: int) -> int:
+        """Batches that each of `ranks` ranks leaves out: together as many as `skip_batches` of each were, or more.
+
+        All ranks together go through an epoch in one order, whatever their number is. So these are the same samples.
+        """
+        return -(-self.skip_batches * self.ranks // ranks)
+
+    def on(self, ranks: int, in_whole_steps: Callable[[int], int]) -> RollbackRecord:
+        """As a start with so many ranks does it; see `batches_of`.
+
+        Args:
+            in_whole_steps: so many batches, or a few more, that no optimizer step is cut in two.
+        """
+        return replace(self, skip_batches=in_whole_steps(self.batches_of(ranks)), ranks=ranks)
+
+    def text(self) -> str:
+        """For the resume report."""
+        return f"rollback {self.count}: {self.why}; {self.skipped()} are skipped"
+
+    def skipped(self) -> str:
+        """What is left out, for people."""
+        return f"{self.skip_batches} batches" + (f" of each of {self.ranks} ranks" if self.ranks > 1 else "")
+
+
+def plan_rollback(
+    snapshots: Sequence[tuple[str, int]],
+    found: Divergence,
+    before: RollbackRecord | None,
+    *,
+    skip_batches: int,
+    at_most: int,
+    ranks: int = 1,
+) -> RollbackRecord | str:
+    """Go back to the newest snapshot; to an older one than last time if that did not get beyond the last divergence.
+
+    Args:
+        snapshots: id and step of those that are durable, oldest first; none was taken after the divergence began.
+        before: the last rollback.
+        ranks: see `RollbackRecord`.
+
+    Returns:
+        The rollback, or why there is none.
+    """
+    count = 1 if before is None else before.count + 1
+    if count > at_most:
+        return f"it was rolled back {at_most} times already, as often as rollback.at_most allows"
+    below = before.step if before is not None and found.first_step <= before.diverged_step else None
+    fitting = [one for one in snapshots if one[1] < found.first_step and (below is None or one[1] < below)]
+    if not fitting:
+        older = "" if below is None else f"; the rollback to step {below} did not get beyond step {found.first_step}"
+        return f"there is no snapshot to go back to{older}"
+    snapshot, step = fitting[-1]
+    return RollbackRecord(snapshot, step, snapshots[-1][0], found.first_step, skip_batches, count, found.text(), ranks)
+
+
+def is_pending(rollback: RollbackRecord | None, newest: str) -> bool:
+    """Whether a start whose newest snapshot is `newest` has to go back: nothing was saved since that was decided."""
+    return rollback is not None and rollback.newest == newest
+
+
+def write_rollback(storage: Storage, rollback: RollbackRecord) -> None:
+    """Remember it at the run's root.
+
+    Raises:
+        StorageError
+    """
+    text = seal(to_json(rollback)) + b"\n"
+    storage.put(names.ROLLBACK, [memoryview(text)], exclusive=False)
+
+
+def read_rollback(storage: Storage) -> RollbackRecord | None:
+    """The last one of the run, over or not.
+
+    Raises:
+        CorruptError: what is there is none.
+        StorageError
+    """
+    try:
+        text = storage.get(names.ROLLBACK)
+    except StorageMissingError:
+        return None
+    return parse_rollback(text, f"{storage.url}/{names.ROLLBACK}")
+
+
+def parse_rollback(text: bytes, where: str) -> RollbackRecord:
+    """The rollback that a file with this text has.
+
+    Raises:
+        CorruptError: it has none.
+    """
+    hint = "remove it to go on at the newest snapshot"
+    try:
+        return of_json(unseal(text, where))
+    except FormatError as err:
+        raise CorruptError(err.message, hint=hint) from err
+    except (LookupError, TypeError, ValueError, OverflowError) as err:  # the last is that of an infinite number
+        raise CorruptError(f"{where} is damaged: {err}", hint=hint) from err
+
+
+def to_json(rollback: RollbackRecord) -> dict[str, Any]:
+    """The inverse of `of_json`."""
+    return dataclasses.asdict(rollback)
+
+
+def of_json(row: dict[str, Any]) -> RollbackRecord:
+    """What a JSON object says.
+
+    Raises:
+        LookupError, TypeError, ValueError, OverflowError: it is none.
+    """
+    return RollbackRecord(
+        str(row["snapshot"]),
+        int(row["step"]),
+        str(row["newest"]),
+        int(row["diverged_step"]),
+        int(row["skip_batches"]),
+        int(row["count"]),
+        str(row["why"]),
+        max(1, int(row.get("ranks", 1))),
+    )
+
+
+EVERY_SECONDS = 60.0
+MOST_SECONDS = 3600.0
+"""Time between comparisons: while all is well it doubles, because a large manifest takes processor time to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What the trainable entries of a snapshot hold: of each piece the digest, and its bytes.
+
+    It is made while the snapshot is the newest one: retention may remove it, or take components out of it, as soon as
+    the next one is there.
+    """
+
+    step: int
+    pieces: Mapping[str, tuple[tuple[str | None, int], ...]]
+
+    @classmethod
+    def of(cls, manifest: Manifest, trainable: Collection[str]) -> Content:
+        """That of a snapshot's entries among `trainable`."""
+        entries = {name: manifest.entries[name] for name in trainable if name in manifest.entries}
+        pieces = {
+            name: tuple((piece.content_digest, piece.raw_nbytes) for piece in entry.pieces)
+            for name, entry in entries.items()
+        }
+        return cls(manifest.info.step, pieces)
+
+
+def unchanged(before: Content, after: Content) -> bool:
+    """Whether all entries that both snapshots have are the same, digest by digest.
+
+    False where nothing can be said: none in common, of unknown content, cut into other pieces, or no step in between.
+    """
+    common = before.pieces.keys() & after.pieces.keys()
+    if not common or after.step <= before.step:
+        return False
+    return all(
+        before.pieces[name] == after.pieces[name] and all(digest is not None for digest, _ in after.pieces[name])
+        for name in common
+    )
+
+
+class StaleWatch:
+    """An event sink that compares committed snapshots with one before, on a thread that lives that long.
+
+    Reading a manifest may take as long as the storage likes; what was found is handed out by `take`. A comparison is of
+    two snapshots that follow each other, unless reading the older one takes longer.
+
+    Args:
+        trainable: entries of what an optimizer changes.
+        read: the manifest of a snapshot; called on the thread.
+    """
+
+    def __init__(self, trainable: Collection[str], read: Callable[[str], Manifest]) -> None:
+        self._trainable = frozenset(trainable)
+        self._read = read
+        self._before: Content | None = None
+        self._again = 0.0
+        self._pause = EVERY_SECONDS
+        self._thread: threading.Thread | None = None
+        self._newest: str | None = None
+        self._lock = threading.Lock()
+        self._found: StaleSnapshot | None = None
+
+    def emit(self, event: Event) -> None:
+        if not isinstance(event, SnapshotCommitted) or time.monotonic() < self._again:
+            return
+        with self._lock:
+            self._newest = event.snapshot
+            if self._thread is not None:
+                return  # it looks at the newest one next
+            self._thread = threading.Thread(target=self._look, name="ckpt-stale", daemon=True)
+            self._thread.start()
+
+    def take(self) -> StaleSnapshot | None:
+        """What was found since the last call. Training thread; an attribute is read."""
+        found = self._found
+        if found is not None:
+            self._found = None
+        return found
+
+    def _look(self) -> None:
+        while (snapshot := self._next()) is not None:
+            try:
+                content = Content.of(self._read(snapshot), self._trainable)
+            except CkptError:
+                continue  # a newer one has taken its place already, and is looked at in its place
+            before, self._before = self._before, content
+            if before is not None:
+                self._compare(before, content)
+
+    def _next(self) -> str | None:
+        with self._lock:
+            snapshot, self._newest = self._newest, None
+            if snapshot is None or time.monotonic() < self._again:
+                self._thread = None
+                return None
+            return snapshot
+
+    def _compare(self, before: Content, after: Content) -> None:
+        """Then nothing is read for a while; the older one of the next comparison comes after that."""
+        self._before = None
+        if unchanged(before, after):
+            self._found = StaleSnapshot(after.step, before.step, len(after.pieces))
+        else:
+            self._pause = min(2.0 * self._pause, MOST_SECONDS)
+        self._again = time.monotonic() + self._pause

@@ -10,22 +10,35 @@ from collections.abc import Callable
 
 from ckpt_engine.config import Config, Preemption
 from ckpt_engine.errors import CkptError
-from ckpt_engine.observe.clock import Clock
-from ckpt_engine.observe.events import Event, MemoryFlushed, Requested, SnapshotFailed
-from ckpt_engine.observe.ledger import Flying, Ledger, Standing
+from ckpt_engine.observe.events import Clock, Event, MemoryFlushed, Requested, SnapshotFailed
 from ckpt_engine.observe.log import LOGGER_NAME
+from ckpt_engine.observe.metrics import Flying, Ledger, Standing
 from ckpt_engine.observe.units import duration
-from ckpt_engine.persist import control
-from ckpt_engine.persist.parts import share_place
-from ckpt_engine.preempt.notice import PreemptionSource, SourceError, Stop, StopNotice
-from ckpt_engine.preempt.outlook import Outlook, outlook
-from ckpt_engine.preempt.plan import Choice, InFlight, StopFacts, StopPlan, TierFacts, new_snapshot_seconds, plan_stop
-from ckpt_engine.preempt.signals import SignalWatch
-from ckpt_engine.preempt.sources import open_source
-from ckpt_engine.preempt.wake import Wake
+from ckpt_engine.preempt.stop_plan import (
+    Outlook,
+    PendingSnapshot,
+    StopChoice,
+    StopFacts,
+    StopPlan,
+    TierFacts,
+    new_snapshot_seconds,
+    outlook,
+    plan_stop,
+)
+from ckpt_engine.preempt.stop_requests import (
+    PreemptionSource,
+    PreemptionSourceError,
+    SignalWatch,
+    Stop,
+    StopNotice,
+    Wake,
+    open_source,
+)
 from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.writer import control
+from ckpt_engine.writer.part_records import share_place
 
 _log = logging.getLogger(LOGGER_NAME)
 
@@ -222,11 +235,13 @@ class PreemptionWatch:
 
     def _facts(self, stop: Stop, boundary_seconds: float) -> StopFacts:
         now, standing = self._now(), self._ledger.standing
-        in_flight = [InFlight(one.step, n) for one, n in zip(standing.in_flight, standing.left_bytes(now), strict=True)]
+        in_flight = [
+            PendingSnapshot(one.step, n) for one, n in zip(standing.in_flight, standing.left_bytes(now), strict=True)
+        ]
         flushed = self._flushed
         if flushed is not None and self.flushing:
             left = Standing(standing.tiers, (flushed,), busy_since=flushed.since).left_bytes(now)[0]
-            in_flight.append(InFlight(flushed.step, left))
+            in_flight.append(PendingSnapshot(flushed.step, left))
         return StopFacts(
             step=self._step,
             grace_seconds=stop.deadline - now,
@@ -276,7 +291,7 @@ class PreemptionWatch:
     def _answer(self, number: int, source: PreemptionSource, broken: set[int]) -> StopNotice | None:
         try:
             found = source.poll()
-        except SourceError as err:
+        except PreemptionSourceError as err:
             if number not in broken:
                 broken.add(number)
                 _log.warning("%s; it is asked again every %s", err, duration(source.every_seconds))
@@ -335,7 +350,7 @@ class PreemptionWatch:
         """What is worth waiting for. What waits in memory is tried too where it does not fit: that costs nothing."""
         held = self._ledger.standing.held_step
         if held is None or (plan.step is not None and plan.step > held):
-            return plan.step if plan.choice is Choice.FINISH else None
+            return plan.step if plan.choice is StopChoice.FINISH else None
         step = self.flush()
         if step is None:
             _log.error("%s: what is in memory cannot be made durable before training ends", stop.notice.who)

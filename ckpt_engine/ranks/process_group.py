@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]
 
 from ckpt_engine.errors import ConfigError, RanksError, WaitTimeoutError
-from ckpt_engine.ranks.addresses import towards
+from ckpt_engine.ranks.world import towards
 
 WAIT_SECONDS = 120.0
 _SHORT_SECONDS = 30.0

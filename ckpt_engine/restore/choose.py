@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from types import MappingProxyType
 
+from ckpt_engine.copy import drop_components
 from ckpt_engine.errors import (
     CkptError,
     FormatError,
@@ -20,18 +21,17 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.restore import places
 from ckpt_engine.restore.memory import URL
-from ckpt_engine.store import layout, slim
-from ckpt_engine.store.layout import ParsedId
-from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo
+from ckpt_engine.store import names
+from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo, require_whole
+from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.some_ranks import require_whole
 
 Check = Callable[[Manifest], None]
 """Raises if a snapshot does not fit its user (for example a model with other keys); asked before data is read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
+class RejectedCandidate:
     """A snapshot that was not used, and why."""
 
     snapshot: str
@@ -52,7 +52,7 @@ class Away:
 class Search:
     """What was passed over on the way to a snapshot: filled while `candidates` is used."""
 
-    rejected: list[Rejected] = field(default_factory=list)
+    rejected: list[RejectedCandidate] = field(default_factory=list)
     unfinished: set[str] = field(default_factory=set)
     """Those among the rejected that never were snapshots of all nodes: they do not keep a run from starting anew."""
     away: list[Away] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Search:
 
     def reject(self, snapshot: str, error: CkptError) -> None:
         """Note why a snapshot is not used."""
-        self.rejected.append(Rejected(snapshot, error.code, error.message))
+        self.rejected.append(RejectedCandidate(snapshot, error.code, error.message))
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ def candidates(
             if all(_is_unfinished(parsed.id, one) for one in holders[parsed]):
                 search.unfinished.add(parsed.id)
             continue
-        if lost := slim.lacks(first.manifest):
+        if lost := drop_components.lacks(first.manifest):
             if step is None:
                 why = f"retention took {', '.join(lost)} from it; it is only loaded if its step is asked for"
                 search.reject(parsed.id, MismatchError(why))
@@ -224,7 +224,7 @@ class _Sizes:
         if nodes is not None:
             return nodes.sizes
         if id(place) not in self._known:
-            self._known[id(place)] = {item.name: item.nbytes for item in place.storage.list(layout.DATA)}
+            self._known[id(place)] = {item.name: item.nbytes for item in place.storage.list(names.DATA)}
         return self._known[id(place)]
 
 

@@ -1,25 +1,40 @@
-"""Load the newest valid snapshot, falling back to older ones and remembering why each one was rejected."""
+"""Load the newest valid snapshot, falling back to older ones and remembering why each one was rejected.
+
+Several ranks load the same snapshot: rank 0 chooses it, and all take it if each of them can read what it needs.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ckpt_engine.errors import ForeignError, FormatError, StorageError, StorageMissingError
+from ckpt_engine.copy.job import ErrorRecord
+from ckpt_engine.errors import (
+    CkptError,
+    CorruptError,
+    ForeignError,
+    FormatError,
+    NoUsableSnapshotError,
+    RanksError,
+    StorageError,
+    StorageMissingError,
+    WaitTimeoutError,
+)
 from ckpt_engine.observe import units
-from ckpt_engine.observe.aloud import announce
+from ckpt_engine.observe.log import announce
+from ckpt_engine.ranks.session import LOAD_SECONDS, Session
+from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.restore import memory
-from ckpt_engine.restore.as_rank import as_rank, own_trees, size_of
-from ckpt_engine.restore.choose import Away, Candidate, Check, Rejected, Search, candidates, none_usable
-from ckpt_engine.restore.into import copy_into, live_targets, require_fit
-from ckpt_engine.restore.landing import fill
+from ckpt_engine.restore.choose import Away, Candidate, Check, RejectedCandidate, Search, candidates, none_usable
+from ckpt_engine.restore.load_in_place import Read, copy_into, fill, live_targets, read_regions, require_fit
+from ckpt_engine.restore.meet import Gathered, Sharing
 from ckpt_engine.restore.read import read_entries
-from ckpt_engine.restore.rebuild import Rebuilder
-from ckpt_engine.restore.regions import Read, read_regions
 from ckpt_engine.restore.sources import Repair, Sources
+from ckpt_engine.state.compatibility import as_rank, own_trees, size_of
+from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from ckpt_engine.store.repository import Repository
@@ -55,7 +70,7 @@ class Loaded:
     info: SnapshotInfo
     manifest: Manifest
     notes: tuple[str, ...]
-    rejected: tuple[Rejected, ...]
+    rejected: tuple[RejectedCandidate, ...]
     read_bytes: int
     seconds: float
     place: str = ""
@@ -261,3 +276,119 @@ def _told_repairs(repairs: Sequence[Repair]) -> Iterator[str]:
             before = sums.get(key)
             sums[key] = repair if before is None else replace(before, nbytes=before.nbytes + repair.nbytes)
     yield from map(str, sums.values())
+
+
+Places = Callable[[], Sequence[Repository]]
+RankRead = Callable[..., Loaded | None]
+"""`restore.load` with all that does not depend on the snapshot."""
+_Choice = tuple[str, str | None]
+"""The id of a snapshot, and what other ranks have to know of it."""
+
+
+def choose_together(session: Session, where: Places, step: int | None, check: Check | None) -> Candidate | None:
+    """As `load_together.choose`, on all ranks."""
+    seen = None if check is None else lambda manifest: check(as_rank(manifest, session.ranks.rank))
+    found: list[Candidate | None] = []
+    with Gathered(session, where) as gathered:
+
+        def look() -> _Choice | None:
+            found.append(choose(gathered.places(), step, seen))
+            return _chosen(found[0], gathered)
+
+        agreed = session.agree(look, LOAD_SECONDS)
+        if agreed is None or session.coordinates:
+            return found[0] if found else None
+        gathered.learn(*agreed)
+        return choose(gathered.places(), None, seen, only=agreed[0])
+
+
+def load_together(
+    session: Session,
+    where: Places,
+    step: int | None,
+    *,
+    into: Any,
+    live: Live | None,
+    check: Check | None,
+    pickle_paths: Sequence[str],
+) -> Loaded | None:
+    """As `load_together.load`, on all ranks at once: what one of them cannot read none of them takes.
+
+    Raises:
+        RanksError: a rank does not find what rank 0 has chosen.
+    """
+    # What is filled in place by `live` is divided, too.
+    with (
+        Gathered(session, where) as gathered,
+        Sharing(session, gathered.places, into, alike=live is None) as sharing,
+    ):
+
+        def read(**which: Any) -> Loaded | None:
+            return load(sharing.places(), into=into, live=live, check=check, pickle_paths=pickle_paths, **which)
+
+        return _load(session, sharing.places, gathered, step, check, read)
+
+
+def _load(
+    session: Session, where: Places, gathered: Gathered, step: int | None, check: Check | None, read: RankRead
+) -> Loaded | None:
+    ranks = session.ranks
+    seen = None if check is None else lambda manifest: check(as_rank(manifest, 0))
+    refused: dict[str, CkptError] = {}
+    while True:
+        search = Search()
+
+        def look() -> _Choice | None:
+            found = candidates(where(), search, step=step, check=seen, refused=refused)  # noqa: B023
+            one = next(found, None)
+            if one is None and (error := none_usable(where(), search, step)) is not None:  # noqa: B023
+                raise error
+            return _chosen(one, gathered)
+
+        agreed = session.agree(look, LOAD_SECONDS)
+        if agreed is None:
+            return None
+        chosen = agreed[0]
+        gathered.learn(*agreed)
+        found, failure = _attempt(ranks, read, chosen)
+        mine = {"error": None if failure is None else asdict(ErrorRecord.of(failure))}
+        verdict = session.meet(lambda: mine, _verdict, LOAD_SECONDS)  # noqa: B023
+        if verdict is None:
+            assert found is not None
+            rejected = (*search.rejected, *found.rejected)
+            return replace(found, rejected=rejected, newest_seq=search.newest_seq)
+        error = ErrorRecord(**verdict).exception()
+        if not isinstance(error, NoUsableSnapshotError):
+            raise failure or error
+        refused[chosen] = CorruptError(error.message)
+
+
+def _chosen(candidate: Candidate | None, gathered: Gathered) -> _Choice | None:
+    return None if candidate is None else (candidate.info.id, gathered.told(candidate.manifest))
+
+
+def _attempt(ranks: Ranks, read: RankRead, snapshot: str) -> tuple[Loaded | None, CkptError | None]:
+    try:
+        found = read(only=snapshot, rank=ranks.rank, size=ranks.size)
+    except CkptError as err:
+        return None, err
+    if found is None:
+        return None, RanksError(
+            f"rank 0 has chosen snapshot {snapshot}, and rank {ranks.rank} does not find it",
+            hint="all ranks need the same folder: a shared file system, or an object store",
+        )
+    return found, None
+
+
+def _verdict(said: list[dict[str, Any] | None]) -> Any:
+    """What went wrong on the first rank that has something to say; first of all what another snapshot does not mend."""
+    wrong: list[tuple[int, dict[str, Any]]] = []
+    for rank, one in enumerate(said):
+        if one is None:
+            raise WaitTimeoutError(f"rank {rank} has not said in time whether it has loaded the snapshot")
+        if one["error"] is not None:
+            wrong.append((rank, one["error"]))
+    if not wrong:
+        return None
+    rank, first = min(wrong, key=lambda item: item[1]["code"] == NoUsableSnapshotError.code)
+    return {**first, "message": f"on rank {rank}: {first['message']}"}

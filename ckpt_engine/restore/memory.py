@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt_engine.copy.staged import map_shared
 from ckpt_engine.errors import (
     CorruptError,
     StorageError,
@@ -19,15 +20,13 @@ from ckpt_engine.errors import (
     WaitTimeoutError,
     WriterError,
 )
-from ckpt_engine.persist import control
-from ckpt_engine.persist.mapping import map_shared
-from ckpt_engine.persist.peer import memory_file
-from ckpt_engine.persist.pulse import Beat
-from ckpt_engine.persist.wire import Received
-from ckpt_engine.snapshot import headroom
-from ckpt_engine.store import layout
+from ckpt_engine.snapshot import host_memory
+from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
+from ckpt_engine.writer import control
+from ckpt_engine.writer.channel import Beat, Received
+from ckpt_engine.writer.peer_service import memory_file
 
 URL = "memory"
 """How the place is called."""
@@ -238,8 +237,8 @@ def attach(root_url: str, timeout: float) -> MemoryPlace | None:
         return None
     try:
         body, file = reply.body, shared_file(reply)
-        manifest = {layout.manifest_name(str(body["snapshot"])): str(body["manifest"]).encode()}
-        storage = MemoryStorage({layout.RECORD: str(body["record"]).encode(), **manifest}, [file], beat_of(reply))
+        manifest = {names.manifest_name(str(body["snapshot"])): str(body["manifest"]).encode()}
+        storage = MemoryStorage({names.RECORD: str(body["record"]).encode(), **manifest}, [file], beat_of(reply))
         return MemoryPlace(root_url, str(body["snapshot"]), int(body["step"]), storage)
     except (LookupError, TypeError, ValueError, AttributeError, OSError, CorruptError):
         for fd in reply.fds:
@@ -290,7 +289,7 @@ def own_memory(nbytes: int, beside: int) -> tuple[int, memoryview]:
         WriterError: the machine has too little.
         OSError: the system refuses.
     """
-    room = headroom.look()
+    room = host_memory.look()
     if room is not None and nbytes * beside > room.nbytes // 2:
         raise WriterError(f"too little memory for a share of another machine: {nbytes} bytes for each rank here")
     fd = memory_file(nbytes)

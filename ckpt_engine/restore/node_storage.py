@@ -1,20 +1,32 @@
-"""A remote storage whose data files the ranks of one node read together: each byte is requested by one of them."""
+"""A remote storage whose data files the ranks of one node read together: each byte is requested by one of them.
+
+Blocks of bytes that processes of one node share: who fetches which, without anybody who could leave them hanging.
+
+The blocks are in a file in shared memory that has no name any more: they are gone with the last process that has it
+open. Whoever fetches a block holds a lock on it, which the kernel frees if that process dies.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import struct
 import threading
 import time
+import zlib
 from collections.abc import Container, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from enum import Enum
 
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.log import LOGGER_NAME
-from ckpt_engine.restore.node_file import BLOCK_BYTES, Found, Region, room_bytes
+from ckpt_engine.snapshot import host_memory
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.storage.base import Capabilities, Storage
-from ckpt_engine.store.storage.retries import GrowingPauses
+from ckpt_engine.store.storage.object_requests import GrowingPauses
 from ckpt_engine.store.storage.wrappers import WrapperStorage
 
 WAIT_SECONDS = 30.0
@@ -27,7 +39,7 @@ END_SECONDS = 60.0
 """How long requests ahead may still take when everything needed is there."""
 
 
-class Blocks:
+class NodeBlocks:
     """The blocks of a snapshot's data files that are needed, numbered alike on all ranks.
 
     Args:
@@ -88,8 +100,8 @@ class NodeStorage(WrapperStorage):
         self._index = index
         self._count = count
         self._snapshot = ""
-        self._blocks: Blocks | None = None
-        self._region: Region | None = None
+        self._blocks: NodeBlocks | None = None
+        self._region: SharedBlocks | None = None
         self._threads: list[threading.Thread] = []
         self._stopped = threading.Event()
         self._alone = False
@@ -104,13 +116,13 @@ class NodeStorage(WrapperStorage):
             return
         self.stop()
         self._snapshot = manifest.info.id
-        blocks = Blocks(manifest, files)
+        blocks = NodeBlocks(manifest, files)
         self._blocks = self._region = None
         if len(blocks) == 0 or blocks.nbytes > room_bytes(self._fd):
             return  # the room is not there: everybody reads for himself
         # Ranks that need other files number their blocks otherwise.
         region = manifest.info.id if files is None else f"{manifest.info.id}/{'/'.join(blocks.names)}"
-        self._region, self._blocks, self._alone = Region(self._fd, region), blocks, False
+        self._region, self._blocks, self._alone = SharedBlocks(self._fd, region), blocks, False
         self._stopped = threading.Event()
         todo = iter(self._order(len(blocks)))
         lock = threading.Lock()
@@ -146,18 +158,18 @@ class NodeStorage(WrapperStorage):
                 self._take(blocks, region, number, at - n * BLOCK_BYTES, part)
             at = end
 
-    def _take(self, blocks: Blocks, region: Region, number: int, start: int, out: memoryview) -> None:
+    def _take(self, blocks: NodeBlocks, region: SharedBlocks, number: int, start: int, out: memoryview) -> None:
         """Fill `out` from byte `start` of a block: from shared memory, or by fetching it for all."""
         pause, deadline = LOOKS.first_seconds, time.monotonic() + WAIT_SECONDS
         while True:
             found = region.claim(number)
-            if found is Found.PRESENT:
+            if found is BlockClaim.PRESENT:
                 region.read(number, start, out)
                 return
-            if found is Found.MINE:
+            if found is BlockClaim.MINE:
                 out[:] = self._fetch(blocks, region, number)[start : start + len(out)]
                 return
-            if found is Found.TAKEN and (self._alone or time.monotonic() > deadline):
+            if found is BlockClaim.TAKEN and (self._alone or time.monotonic() > deadline):
                 self._give_up_waiting()
                 name, first, _ = blocks.place(number)
                 self.inner.get_into(name, first + start, out)
@@ -165,7 +177,7 @@ class NodeStorage(WrapperStorage):
             region.wait(pause)
             pause = LOOKS.after(pause)
 
-    def _fetch(self, blocks: Blocks, region: Region, number: int) -> memoryview:
+    def _fetch(self, blocks: NodeBlocks, region: SharedBlocks, number: int) -> memoryview:
         """Read a block that was claimed, and share it."""
         name, start, nbytes = blocks.place(number)
         data = memoryview(bytearray(nbytes))
@@ -189,7 +201,7 @@ class NodeStorage(WrapperStorage):
                 number = next(todo, None)
             if number is None:
                 return
-            if region.claim(number) is Found.MINE:
+            if region.claim(number) is BlockClaim.MINE:
                 try:
                     self._fetch(blocks, region, number)
                 except CkptError:
@@ -204,3 +216,129 @@ class NodeStorage(WrapperStorage):
         if not self._alone:
             self._alone = True
             logging.getLogger(LOGGER_NAME).warning("%s: this rank reads the rest from %s by itself", why, self.url)
+
+
+SHARED_MEMORY = "/dev/shm"
+"""The name of a file in it is random, and removed before anything is written."""
+BLOCK_BYTES = 8 << 20
+_REGION = 44
+"""Each snapshot has 2**44 bytes of the file for itself, most of them never touched; in the second half its table."""
+_REGIONS = 1 << 18
+_TABLE = 1 << (_REGION - 1)
+_PRESENT = b"\x01"
+
+
+class BlockClaim(Enum):
+    """What `SharedBlocks.claim` says of a block."""
+
+    PRESENT = 1
+    MINE = 2
+    COMING = 3
+    TAKEN = 4
+
+
+def open_shared(name: str) -> tuple[int, bool]:
+    """The shared file of this name, made if there is none; whether it was made here.
+
+    Raises:
+        OSError: there is no shared memory, or it is full.
+    """
+    path = f"{SHARED_MEMORY}/{name}"
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600), True
+    except FileExistsError:
+        return os.open(path, flags), False
+
+
+def remove_shared(name: str) -> None:
+    """Take the name away. Whoever has the file open keeps it."""
+    with suppress(FileNotFoundError):
+        os.unlink(f"{SHARED_MEMORY}/{name}")  # noqa: PTH108
+
+
+def room_bytes(fd: int) -> int:
+    """How much a shared file may hold without taking what others need: what it has, and half of what is free."""
+    there = os.statvfs(SHARED_MEMORY)
+    free_bytes = there.f_bavail * there.f_frsize
+    room = host_memory.look()  # of a control group, too: shared memory counts there
+    if room is not None:
+        free_bytes = min(free_bytes, room.nbytes)
+    return os.fstat(fd).st_blocks * 512 + free_bytes // 2
+
+
+class SharedBlocks:
+    """The blocks of one snapshot in a shared file. Thread safe.
+
+    Args:
+        fd: of the file; every process has opened it for itself.
+        snapshot: the same in all processes.
+    """
+
+    def __init__(self, fd: int, snapshot: str) -> None:
+        self._fd = fd
+        # Two snapshots in one region would be noticed by their digests.
+        self._base = (zlib.crc32(snapshot.encode()) % _REGIONS) << _REGION
+        self._mine: set[int] = set()
+        self._changed = threading.Condition()
+
+    def claim(self, block: int) -> BlockClaim:
+        """PRESENT: read it. MINE: fetch it, `put` it or `give_up`. COMING: another thread does. TAKEN: a neighbour."""
+        with self._changed:
+            if self._is_present(block):
+                return BlockClaim.PRESENT
+            if block in self._mine:
+                return BlockClaim.COMING
+            if not self._lock(block, fcntl.F_WRLCK):
+                return BlockClaim.TAKEN
+            if self._is_present(block):  # it has come just before the lock
+                self._lock(block, fcntl.F_UNLCK)
+                return BlockClaim.PRESENT
+            self._mine.add(block)
+            return BlockClaim.MINE
+
+    def put(self, block: int, data: memoryview) -> None:
+        """Share a block that was claimed.
+
+        Raises:
+            OSError: shared memory is full; the block is given up.
+        """
+        try:
+            at = self._base + block * BLOCK_BYTES
+            done = 0
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], at + done)
+            os.pwrite(self._fd, _PRESENT, self._base + _TABLE + block)
+        finally:
+            self.give_up(block)
+
+    def give_up(self, block: int) -> None:
+        """Let others fetch a block that was claimed."""
+        with self._changed:
+            self._mine.discard(block)
+            self._lock(block, fcntl.F_UNLCK)
+            self._changed.notify_all()
+
+    def read(self, block: int, start: int, out: memoryview) -> None:
+        """Fill `out` from byte `start` of a block that is present."""
+        at = self._base + block * BLOCK_BYTES + start
+        done = 0
+        while done < len(out):
+            done += os.preadv(self._fd, [out[done:]], at + done)
+
+    def wait(self, seconds: float) -> None:
+        """Return when this process has fetched a block, or given one up, or after `seconds`."""
+        with self._changed:
+            self._changed.wait(seconds)
+
+    def _is_present(self, block: int) -> bool:
+        return os.pread(self._fd, 1, self._base + _TABLE + block) == _PRESENT
+
+    def _lock(self, block: int, kind: int) -> bool:
+        """Locks belong to the open file, so that those of other processes, and only those, are in the way."""
+        wanted = struct.pack("hhqqi", kind, os.SEEK_SET, self._base + _TABLE + block, 1, 0)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, wanted)
+        except BlockingIOError:
+            return False
+        return True

@@ -14,16 +14,14 @@ from typing import Generic, TypeVar
 
 from ckpt_engine.config import Tier
 from ckpt_engine.errors import CkptError, ForeignError, StorageError
-from ckpt_engine.observe.aloud import announce
-from ckpt_engine.observe.log import LOGGER_NAME
-from ckpt_engine.persist.stall import Signs
-from ckpt_engine.store.layout import ParsedId
+from ckpt_engine.observe.log import LOGGER_NAME, announce
 from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, Storage
-from ckpt_engine.store.storage.objectnames import split_url
+from ckpt_engine.store.storage.object_requests import asking, split_url
 from ckpt_engine.store.storage.open import open_storage
-from ckpt_engine.store.storage.retries import asking
+from ckpt_engine.store.storage.watchdog import Signs
 
 ANSWER_SECONDS = 20.0
 """How long a place may take to answer, if another one has what is needed."""
@@ -42,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Answer(Generic[T]):
+class PlaceAnswer(Generic[T]):
     """What one place answered: `value`, or `error`. Neither: nothing yet."""
 
     place: Repository
@@ -50,21 +48,21 @@ class Answer(Generic[T]):
     error: CkptError | None = None
 
 
-Patience = Callable[[Sequence[Answer[T]]], float]
+Patience = Callable[[Sequence[PlaceAnswer[T]]], float]
 """How many seconds are waited for those that have not answered yet, given all answers so far."""
 
 
-def until_one_answers(answers: Sequence[Answer[T]]) -> float:
+def until_one_answers(answers: Sequence[PlaceAnswer[T]]) -> float:
     """Longer until one place has answered."""
     return ANSWER_SECONDS if any(answer.value is not None for answer in answers) else LONGER_SECONDS
 
 
-def until_one_has_some(answers: Sequence[Answer[T]]) -> float:
+def until_one_has_some(answers: Sequence[PlaceAnswer[T]]) -> float:
     """Longer until one place has snapshots: a run must not begin anew because of a place that is slow."""
     return ANSWER_SECONDS if any(answer.value for answer in answers) else LONGER_SECONDS
 
 
-def at_most(_: Sequence[Answer[T]]) -> float:
+def at_most(_: Sequence[PlaceAnswer[T]]) -> float:
     """Not longer, whoever has answered."""
     return ANSWER_SECONDS
 
@@ -187,7 +185,7 @@ def ask(
     say: Callable[[str], object] = _say,
     *,
     silence: float = math.inf,
-) -> list[Answer[T]]:
+) -> list[PlaceAnswer[T]]:
     """The answers of all places, in their order, asked side by side. A place where nobody listens is away at once.
 
     Args:
@@ -197,7 +195,7 @@ def ask(
     Raises:
         CkptError: no place answered; the error of the nearest.
     """
-    answers: list[Answer[T]] = [Answer(place) for place in places]
+    answers: list[PlaceAnswer[T]] = [PlaceAnswer(place) for place in places]
     _Round(answers, question, patience, say, silence).wait()
     if all(answer.error is not None for answer in answers):
         assert answers[0].error is not None
@@ -210,7 +208,7 @@ class _Round(Generic[T]):
 
     def __init__(
         self,
-        answers: Sequence[Answer[T]],
+        answers: Sequence[PlaceAnswer[T]],
         question: Callable[[Repository], T],
         patience: Patience[T],
         say: Callable[[str], object],
@@ -306,7 +304,7 @@ class _Round(Generic[T]):
             self._changed.notify_all()
 
 
-def of_one_run(answers: Sequence[Answer[T]]) -> Sequence[Answer[T]]:
+def of_one_run(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
     """The same answers, in which a place with snapshots of another run than the nearest one's counts as an error.
 
     A snapshot in memory is left out, as if it was not there, if it is of a run that no other place knows and all of
@@ -331,7 +329,7 @@ def of_one_run(answers: Sequence[Answer[T]]) -> Sequence[Answer[T]]:
     return answers
 
 
-def _without_memory_of_other_runs(answers: Sequence[Answer[T]]) -> Sequence[Answer[T]]:
+def _without_memory_of_other_runs(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
     others = [answer for answer in answers if not _in_memory(answer)]
     known = {_run_of(answer.place) for answer in others if answer.error is None}
     if known <= {None} and any(answer.error is not None for answer in others):
@@ -339,7 +337,7 @@ def _without_memory_of_other_runs(answers: Sequence[Answer[T]]) -> Sequence[Answ
     return [answer for answer in answers if not _in_memory(answer) or not others or _run_of(answer.place) in known]
 
 
-def _in_memory(answer: Answer[T]) -> bool:
+def _in_memory(answer: PlaceAnswer[T]) -> bool:
     return answer.place.storage.capabilities.view is not None
 
 

@@ -1,28 +1,31 @@
-"""Reaches the places of a run for its trainer: the memory of the writer of one that died, and all tiers."""
+"""Reaches the places of a run for its trainer: the memory of the writer of one that died, and all tiers.
+
+The line of history that a load goes on with: all of its snapshot's, or none where others went on from there.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckpt_engine.config import Config, Tier
-from ckpt_engine.errors import WaitTimeoutError
+from ckpt_engine.errors import CkptError, FormatError, StorageMissingError, WaitTimeoutError
 from ckpt_engine.observe.events import Event, Notice
-from ckpt_engine.persist.taking import let_finish
 from ckpt_engine.ranks.session import START_SECONDS, Session
+from ckpt_engine.restore import load, memory_shares, places
 from ckpt_engine.restore import load as restore
-from ckpt_engine.restore import shares, together
 from ckpt_engine.restore.choose import Candidate, Check
-from ckpt_engine.restore.line import before_of
+from ckpt_engine.restore.load import Loaded
 from ckpt_engine.restore.memory import MemoryPlace, answers, attach, is_held
 from ckpt_engine.restore.places import FarStorage, ListedOnce, place_of
-from ckpt_engine.snapshot.owners import Tenure
+from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
-from ckpt_engine.store.lines import continued
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.retention_rules import continued
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.writer.primary_tier import let_finish
 
 ATTACH_SECONDS = FINISH_SECONDS = 60.0
 
@@ -58,7 +61,7 @@ class Reach:
         self._listed.clear()
         if self._session is not None:
             self.attach()
-            return together.choose(self._session, self._listed_once, step, check)
+            return load.choose_together(self._session, self._listed_once, step, check)
         return restore.choose(self._listed_once(), step, check)
 
     def load(self, step: int | None, *, back: bool, **how: Any) -> restore.Loaded | None:
@@ -66,7 +69,7 @@ class Reach:
         try:
             if self._session is not None:
                 self.attach()
-                found = together.load(self._session, self._listed_once, step, **how)
+                found = load.load_together(self._session, self._listed_once, step, **how)
             else:
                 self._let_finish()
                 found = restore.load(self._listed_once(), step, **how)
@@ -143,7 +146,7 @@ class Reach:
         if self._attached is not None or self._config.memory is None or self._pipeline.started or self._owner.closed:
             return
         if self._session is not None:
-            self._attached, held = shares.attach(self._session, url, ATTACH_SECONDS, self._emit)
+            self._attached, held = memory_shares.attach(self._session, url, ATTACH_SECONDS, self._emit)
         elif not self._answers(url):
             return
         else:
@@ -170,3 +173,36 @@ class Reach:
         if self._attached is not None:
             self._attached.release(bye=False)
             self._attached = None
+
+
+TIDY_FROM = 16
+"""A line that names so many attempts is looked through for those that have left nothing."""
+
+
+def before_of(
+    found: Loaded, where: Sequence[Repository], *, newest: bool, back: bool = False
+) -> tuple[tuple[str, int], ...]:
+    """What is `before` in the line of a process that has loaded `found`; see `retention_rules.continued`.
+
+    Args:
+        newest: it was asked for the newest usable one: what is newer cannot be used.
+        back: what is newer is to be left: the run has diverged in it.
+    """
+    is_newest = found.newest_seq <= found.info.seq
+    if is_newest and len(found.info.line.before) < TIDY_FROM:
+        return continued(found.info, (), ())
+    try:
+        there = places.snapshots(where)
+    except CkptError:
+        return continued(found.info, (), ()) if is_newest else ()  # who knows what there is
+    newer = [info for info in there if info.seq > found.info.seq]
+    superseded = {info.id for info in newer} if back else _damaged(found) if newest else set()
+    before = continued(found.info, newer, superseded)
+    left = {info.line.attempt for info in there}
+    return before if found.away else tuple(one for one in before if one[0] in left)
+
+
+def _damaged(found: Loaded) -> set[str]:
+    """What a load has passed over for good. A place that is away may still have it whole."""
+    useless = FormatError.code[:-2], StorageMissingError.code
+    return set() if found.away else {one.snapshot for one in found.rejected if one.code.startswith(useless)}

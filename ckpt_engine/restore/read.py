@@ -1,27 +1,37 @@
 """Read the arrays of one snapshot: parallel ranges straight into their final memory, digests checked on the way.
 
-Arrays that lie in pieces, or are encoded, are put together by `stream`.
+Arrays that lie in pieces, or are encoded, are put together by `read`.
+
+Read entries into live memory through small buffers: no fresh memory, and nothing unverified is copied there.
+
+Encoded pieces are decoded where they belong, over their bases.
+
+Reads the deltas of many pieces in few requests: those of neighbouring pieces lie behind each other in each file.
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 import math
 import mmap
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ckpt_engine.errors import CorruptError, FormatError
 from ckpt_engine.observe import units
-from ckpt_engine.restore.named import dtype_of
+from ckpt_engine.restore.memory import address_of
 from ckpt_engine.restore.sources import Sources
-from ckpt_engine.restore.stream import READ_BYTES, stream_into
-from ckpt_engine.snapshot import headroom, pages
-from ckpt_engine.store.decode import chain_of, is_plain
-from ckpt_engine.store.digest import digest
-from ckpt_engine.store.manifest import Entry, Manifest, Piece
+from ckpt_engine.snapshot import host_memory
+from ckpt_engine.state.json_types import dtype_of
+from ckpt_engine.store.container import digest
+from ckpt_engine.store.decode import Decoder, Fetch, chain_of, is_plain
+from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
+from ckpt_engine.store.storage.disk import DIRECT_MIN_BYTES
 
 UNASKED_BYTES = 64 << 20
 """What any machine has room for: it is not asked."""
@@ -42,7 +52,7 @@ def require_room(manifest: Manifest, names: Iterable[str]) -> None:
         FormatError: says how much is needed, and how much there is.
     """
     needed = sum(piece.raw_nbytes for name in names for piece in manifest.entries[name].pieces)
-    room = headroom.look() if needed > UNASKED_BYTES else None
+    room = host_memory.look() if needed > UNASKED_BYTES else None
     if room is not None and needed > room.nbytes:
         raise FormatError(
             f"its tensors need {units.size(needed)} of memory, and {units.size(room.nbytes)} are left ({room.limit})",
@@ -111,7 +121,7 @@ class _Image:
         self._base = self._wanted[0].piece.offset // READ_BYTES * READ_BYTES
         # Untouched memory costs nothing, so gaps between wanted pieces are simply not read.
         self._memory = _memory(last - self._base)
-        pages.advise(self._memory)
+        host_memory.advise(self._memory)
         self._bytes = memoryview(self._memory)
         self._address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         first_page = self._wanted[0].piece.offset // mmap.PAGESIZE * mmap.PAGESIZE
@@ -122,7 +132,7 @@ class _Image:
             self._reads[number] = pool.submit(self._read, start, stop)
 
     def _read(self, start: int, stop: int) -> None:
-        pages.populate(self._address + start - self._base, stop - start)
+        host_memory.populate(self._address + start - self._base, stop - start)
         self._sources.read(self._name, start, self._range(start, stop))
 
     def verify(self) -> None:
@@ -156,7 +166,7 @@ def _fresh(manifest: Manifest, name: str, entry: Entry) -> torch.Tensor:
     skew = chain_of(manifest, name, 0, entry.pieces[0])[-1].offset % mmap.PAGESIZE
     skew -= skew % dtype.itemsize
     memory = _memory(skew + nbytes)
-    pages.advise(memory)
+    host_memory.advise(memory)
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=skew).view(entry.shape)
 
 
@@ -169,3 +179,307 @@ def _tensor(entry: Entry, images: Mapping[int, _Image]) -> torch.Tensor:
         return torch.empty(entry.shape, dtype=dtype)
     first = entry.pieces[0]
     return images[first.file].tensor(first.offset, dtype, count).view(entry.shape)
+
+
+READ_BYTES = 16 << 20
+"""Bytes per request; of whole files requests start at multiples of it, so that the page cache can be bypassed."""
+
+
+def stream_into(
+    sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tensor], *, fresh: bool = False
+) -> None:
+    """Fill `targets` (contiguous CPU tensors by entry name) with their entries.
+
+    Every piece is verified before its bytes are copied; encoded ones are decoded in place, and fresh memory is read
+    into. If an error is raised, other pieces may have been copied, and what damaged ones were read into is undefined.
+
+    Args:
+        fresh: the memory of the targets has never been touched.
+
+    Raises:
+        CorruptError: bytes are missing or differ from their digest, in all storages; names the entry.
+        NewerFormatError: an encoding this version does not know.
+        StorageError: the storages failed.
+    """
+    moves = _moves(manifest, targets)
+    plain = [move for move in moves if move.piece.base is None]
+    filler, memory = _Filler(sources, manifest, fresh), Memory()
+    # Threads inherit the mode in which arithmetic drops subnormal numbers; predictions are made without it.
+    pool = ThreadPoolExecutor(
+        sources.threads, thread_name_prefix="ckpt-read", initializer=torch.set_flush_denormal, initargs=(False,)
+    )
+    try:
+        begun = [pool.submit(filler.fill_raw, move) for move in plain if filler.is_direct(move)]
+        begun += [
+            pool.submit(filler.fill_span, span)
+            for span in _spans([move for move in plain if not filler.is_direct(move)])
+        ]
+        for batch in batches(manifest, [move for move in moves if move.piece.base is not None]):
+            # Work begins in this order, so that nobody waits for what no thread has begun with.
+            for one in batch.ranges:
+                one.data = pool.submit(one.read, sources, manifest, memory)
+            ready = batch.decoder(sources, manifest, filler.read_base)
+            begun += [pool.submit(filler.fill_together, move, batch, ready, memory) for move in batch.moves]
+        for done in begun:
+            done.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _moves(manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> list[Move]:
+    """Where each piece of each entry goes."""
+    moves = []
+    for name, target in targets.items():
+        pieces = manifest.entries[name].pieces
+        nbytes = sum(piece.raw_nbytes for piece in pieces)
+        if nbytes != target.nbytes:
+            raise CorruptError(f"{name!r} has {nbytes} bytes in the manifest, and needs {target.nbytes}")
+        start = 0
+        for piece in pieces:
+            moves.append(Move(name, piece, start, target.data_ptr() + start))
+            start += piece.raw_nbytes
+    return moves
+
+
+class _Filler:
+    """Reads pieces of one snapshot into where they belong, verified. Several threads at once.
+
+    Args:
+        fresh: the memory has never been touched.
+    """
+
+    def __init__(self, sources: Sources, manifest: Manifest, fresh: bool) -> None:
+        self._sources = sources
+        self._manifest = manifest
+        self._fresh = fresh
+        self._decoder = sources.decoder(manifest)
+        self._buffers = threading.local()
+
+    def is_direct(self, move: Move) -> bool:
+        """Whether it is read to where it belongs without a buffer."""
+        return self._fresh and move.piece.codec == RAW and move.piece.nbytes >= DIRECT_MIN_BYTES
+
+    def fill_raw(self, move: Move) -> None:
+        """One that `is_direct`."""
+        piece, out = move.piece, _memory_of(move)
+        host_memory.populate(move.address, piece.nbytes)
+        self.read_base(move.entry, piece, out)
+        if digest(out) != piece.digest:
+            self._sources.repair(move.entry, self._manifest.files[piece.file].name, piece, out)
+
+    def fill_span(self, span: Sequence[Move]) -> None:
+        """Neighbours in a file, in one request."""
+        first, last = span[0].piece, span[-1].piece
+        start = first.offset // mmap.PAGESIZE * mmap.PAGESIZE  # whole pages may go around the page cache
+        stop = last.offset + last.nbytes
+        file = self._manifest.files[first.file]
+        data = self._sources.view(file.name, start, stop - start)
+        if data is None:
+            data = self._buffer(stop - start)
+            self._sources.read(file.name, start, data)
+        for move in span:
+            piece = move.piece
+            stored = data[piece.offset - start :][: piece.nbytes]
+            if digest(stored) != piece.digest:
+                if stored.readonly:
+                    stored = self._buffer(piece.nbytes)
+                self._sources.repair(move.entry, file.name, piece, stored)
+            if self._fresh:
+                host_memory.populate(move.address, piece.raw_nbytes)
+            _place(self._decoder, move, stored)
+
+    def fill_together(self, move: Move, batch: Batch, decoder: Decoder, memory: Memory) -> None:
+        """One that is made of a chain, once all of its batch is read."""
+        batch.wait()
+        if self._fresh:
+            host_memory.populate(move.address, move.piece.raw_nbytes)
+        decoder.read(move.entry, move.start, move.piece, _memory_of(move))
+        batch.done(memory)
+
+    def read_base(self, _: str, piece: Piece, out: memoryview) -> None:
+        """Unverified, around the page cache, which takes whole pages of the file and of memory."""
+        name, skew = self._manifest.files[piece.file].name, piece.offset % mmap.PAGESIZE
+        if (address_of(out) - piece.offset) % mmap.PAGESIZE == 0:
+            head = min(-skew % mmap.PAGESIZE, piece.nbytes)
+            if head:
+                self._sources.read(name, piece.offset, out[:head])
+            self._sources.read(name, piece.offset + head, out[head:])
+            return
+        data = self._buffer(skew + piece.nbytes, "base")
+        self._sources.read(name, piece.offset - skew, data)
+        ctypes.memmove(address_of(out), address_of(data[skew:]), piece.nbytes)
+
+    def _buffer(self, nbytes: int, use: str = "span") -> memoryview:
+        """Of this thread."""
+        kept: mmap.mmap | None = getattr(self._buffers, use, None)
+        if kept is None or len(kept) < nbytes:
+            kept = mmap.mmap(-1, max(nbytes, READ_BYTES + 2 * mmap.PAGESIZE))
+            setattr(self._buffers, use, kept)
+        # Views are never released by hand: frames of an error that was caught may still hold parts of them.
+        return memoryview(kept)[:nbytes]
+
+
+def _place(decoder: Decoder, move: Move, stored: memoryview) -> None:
+    piece = move.piece
+    if piece.codec == RAW:
+        ctypes.memmove(move.address, address_of(stored), piece.nbytes)
+        return
+    decoder.decode(move.entry, move.start, piece, stored, _memory_of(move))
+
+
+def _memory_of(move: Move) -> memoryview:
+    return memoryview((ctypes.c_char * move.piece.raw_nbytes).from_address(move.address)).cast("B")
+
+
+def _spans(moves: Sequence[Move]) -> list[list[Move]]:
+    """Neighbouring pieces joined to requests of at most `READ_BYTES`, for at most as many bytes of their entries.
+
+    Many deltas fit into one request; put over their bases one after another, one thread would do all the work.
+    """
+    spans: list[list[Move]] = []
+    raw_nbytes = 0
+    for move in sorted(moves, key=lambda m: (m.piece.file, m.piece.offset)):
+        if spans:
+            first, last = spans[-1][0].piece, spans[-1][-1].piece
+            joined = move.piece.offset + move.piece.nbytes - first.offset
+            raw_nbytes += move.piece.raw_nbytes
+            is_next = move.piece.file == last.file and move.piece.offset == last.offset + last.nbytes
+            # Pieces of a group come out together: other threads would only wait for the one that decodes them.
+            together = move.piece.group == last.group != () and move.start == spans[-1][-1].start
+            if is_next and joined <= READ_BYTES and (raw_nbytes <= READ_BYTES or together):
+                spans[-1].append(move)
+                continue
+        spans.append([move])
+        raw_nbytes = move.piece.raw_nbytes
+    return spans
+
+
+BATCH_BYTES = 32 << 20
+"""Of deltas that are in memory at once; twice as many while the next ones are read."""
+GAP_BYTES = 128 << 10
+"""What is not needed is read, too, if it is no more: a request takes as long."""
+_ROUND_BYTES = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A piece, where it begins in its entry, and where its bytes go."""
+
+    entry: str
+    piece: Piece
+    start: int
+    address: int
+
+
+class Memory:
+    """Buffers that are used again: the first touch of new memory costs more than what is done with it. Thread safe."""
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+
+    def take(self, nbytes: int) -> mmap.mmap:
+        """A buffer of at least so many bytes."""
+        spare: list[mmap.mmap] = []
+        try:
+            while True:
+                found = self._free.pop()
+                if len(found) >= nbytes:
+                    return found
+                spare.append(found)
+        except IndexError:
+            made = mmap.mmap(-1, -(-nbytes // _ROUND_BYTES) * _ROUND_BYTES)
+            host_memory.populate(address_of(memoryview(made)), len(made))
+            return made
+        finally:
+            self._free += spare
+
+    def give(self, buffer: mmap.mmap) -> None:
+        """Nobody uses it any more."""
+        self._free.append(buffer)
+
+
+@dataclass(slots=True)
+class Range:
+    """Bytes of a data file that are read at once. Files are read around the page cache from whole pages on."""
+
+    file: int
+    start: int
+    stop: int
+    data: Future[mmap.mmap] | None = None
+
+    def read(self, sources: Sources, manifest: Manifest, memory: Memory) -> mmap.mmap:
+        """The bytes, unverified."""
+        found = memory.take(self.stop - self.start)
+        sources.read(manifest.files[self.file].name, self.start, memoryview(found)[: self.stop - self.start])
+        return found
+
+
+@dataclass(slots=True)
+class Batch:
+    """Pieces that are made of chains, and what is read for them before."""
+
+    moves: list[Move] = field(default_factory=list)
+    ranges: list[Range] = field(default_factory=list)
+    _found: dict[tuple[int, int], Range] = field(default_factory=dict)
+    _done: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def plan(self, deltas: Sequence[Piece]) -> None:
+        """Set what is read for these deltas."""
+        for piece in sorted(set(deltas), key=lambda one: (one.file, one.offset)):
+            last = self.ranges[-1] if self.ranges else None
+            if last is None or last.file != piece.file or piece.offset > last.stop + GAP_BYTES:
+                last = Range(piece.file, piece.offset // mmap.PAGESIZE * mmap.PAGESIZE, 0)
+                self.ranges.append(last)
+            last.stop = max(last.stop, piece.offset + piece.nbytes)
+            self._found[piece.file, piece.offset] = last
+
+    def wait(self) -> None:
+        """Return when all of it is read; raises what reading raised."""
+        for one in self.ranges:
+            assert one.data is not None
+            one.data.result()
+
+    def done(self, memory: Memory) -> None:
+        """A piece is put together; after the last one nothing that was read is needed."""
+        if next(self._done) == len(self.moves):
+            for one in self.ranges:
+                assert one.data is not None
+                memory.give(one.data.result())
+                one.data = None
+
+    def decoder(self, sources: Sources, manifest: Manifest, base: Fetch) -> Decoder:
+        """Decodes the pieces of this batch; what it reads is verified and repaired, but for what `base` reads."""
+
+        def fetch(entry: str, piece: Piece, out: memoryview) -> None:
+            name, there = manifest.files[piece.file].name, self._found.get((piece.file, piece.offset))
+            if there is None or there.data is None:
+                sources.read(name, piece.offset, out)
+            else:
+                stored = memoryview(there.data.result())[piece.offset - there.start :]
+                ctypes.memmove(address_of(out), address_of(stored), piece.nbytes)
+            if digest(out) != piece.digest:
+                sources.repair(entry, name, piece, out)
+
+        return Decoder(manifest, fetch, base)
+
+
+def batches(manifest: Manifest, moves: Sequence[Move]) -> Iterator[Batch]:
+    """Pieces that have bases, in their order, a few at a time.
+
+    Raises:
+        CorruptError: the manifest does not say where a base is.
+    """
+    batch, deltas, nbytes = Batch(), list[Piece](), 0
+    for move in moves:
+        chain = chain_of(manifest, move.entry, move.start, move.piece)[:-1]
+        more = sum(piece.nbytes for piece in chain)
+        if batch.moves and nbytes + more > BATCH_BYTES:
+            batch.plan(deltas)
+            yield batch
+            batch, deltas, nbytes = Batch(), [], 0
+        batch.moves.append(move)
+        deltas += chain
+        nbytes += more
+    if batch.moves:
+        batch.plan(deltas)
+        yield batch

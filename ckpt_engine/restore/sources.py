@@ -1,15 +1,53 @@
-"""Several storages with the same data files as one source: what is missing or damaged in one comes from the next."""
+"""Several storages as one source: copies of the same files, and roots of several nodes that each have a part.
+
+The nearest tier where each place has a root of its own: its partial manifests are one, and so are its data files.
+
+One place's objects for the ranks of others: each leader lends those of its root, read-only, while all load.
+
+The connection is that of `writer.peer_service`: both ends prove that they know a secret which the ranks have agreed on.
+
+| `what`     | carries                     | reply |
+|---|---|---|
+| `manifest` | `snapshot`                  | `files`: the sizes of its data files, by name; `nbytes`, the bytes |
+| `read`     | `name`, `start`, `nbytes`   | `nbytes`, the bytes of a data file |
+
+Where it cannot be done the reply is `error`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import base64
+import copy
+import json
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import Any
 
-from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError
+import zstandard
+
+from ckpt_engine.copy.job import ErrorRecord
+from ckpt_engine.errors import (
+    CkptError,
+    CorruptError,
+    FormatError,
+    SnapshotFailedError,
+    SnapshotSkippedError,
+    StorageError,
+    StorageMissingError,
+    StorageReadOnlyError,
+    WriterError,
+)
+from ckpt_engine.store import manifest_codec, names
+from ckpt_engine.store import names as layout
+from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder
-from ckpt_engine.store.digest import digest
-from ckpt_engine.store.manifest import Manifest, Piece
-from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.manifest import Manifest, Piece, SnapshotInfo
+from ckpt_engine.store.storage.base import Capabilities, Folder, ObjectInfo, Storage
+from ckpt_engine.writer import part_records
+from ckpt_engine.writer.peer_service import SECONDS, PeerConnection, Server, connect
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +163,407 @@ def _without_frames(error: CkptError) -> CkptError:
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
     return error
+
+
+@dataclass(frozen=True, slots=True)
+class JointSnapshot:
+    """A snapshot that the places have together.
+
+    Args:
+        text: its whole manifest.
+        homes: the place, by its number, that has each data file; what is in none is not in it.
+        sizes: of these data files.
+    """
+
+    text: bytes
+    homes: Mapping[str, int]
+    sizes: Mapping[str, int] = field(repr=False)
+
+    @classmethod
+    def of(cls, manifest: Manifest, homes: Mapping[str, int]) -> JointSnapshot:
+        """Of a whole manifest."""
+        sizes = {file.name: file.nbytes for file in manifest.files if file.name in homes}
+        return cls(manifest_codec.encode(manifest), homes, sizes)
+
+    def packed(self) -> str:
+        """As text, small enough for the ranks' store."""
+        text = json.dumps([self.text.decode(), dict(self.homes)])
+        return base64.b85encode(zstandard.ZstdCompressor().compress(text.encode())).decode()
+
+    @classmethod
+    def unpacked(cls, packed: str) -> JointSnapshot:
+        """The inverse of `packed`."""
+        text, homes = json.loads(zstandard.ZstdDecompressor().decompress(base64.b85decode(packed)))
+        return cls.of(manifest_codec.decode(text.encode()), homes)
+
+
+Began = Callable[[SnapshotInfo, Sequence[int]], bool]
+"""Whether a snapshot is the first one that was ever begun, and the nodes of these ranks had not finished it."""
+Ask = Callable[[int, str], tuple[bytes, dict[str, int]]]
+"""The manifest that a place (its number) has of a snapshot, and the sizes of its data files; as `sources.manifest_at`.
+"""
+
+
+def gather(snapshot: str, holders: Collection[int], ask: Ask, silent: Mapping[str, str], began: Began) -> JointSnapshot:
+    """What the manifests of these places are together.
+
+    Args:
+        holders: the places that have one.
+        silent: why places do not answer, for messages; `ask` may find out more.
+        began: tells a snapshot that was never finished from one of which something was lost.
+
+    Raises:
+        FormatError: they are not the whole snapshot; says what is missing.
+    """
+    wrong: list[str] = []
+    found: list[tuple[int, part_records.PartRecord]] = []
+    for place in holders:
+        try:
+            text, sizes = ask(place, snapshot)
+            manifest = manifest_codec.decode(text)
+            for file in manifest.files:
+                if sizes.get(file.name) != file.nbytes:
+                    raise FormatError(f"data file {file.name} is not there whole")
+        except CkptError as err:
+            wrong.append(err.message)
+            continue
+        if manifest.info.partial is None:
+            return JointSnapshot.of(manifest, {file.name: place for file in manifest.files})
+        part = part_records.of_manifest(manifest)
+        if all(set(part.ranks).isdisjoint(other.ranks) for _, other in found):
+            found.append((place, part))
+    size = found[0][1].size if found else 0
+    lacking = sorted(set(range(size)) - {rank for _, part in found for rank in part.ranks})
+    if lacking or not found:
+        what = f"the shares of ranks {', '.join(map(str, lacking))} of {size}" if found else "its shares"
+        if found and not wrong and not silent and began(found[0][1].manifest.info, lacking):
+            raise FormatError(f"it was never finished: {what} were not written")
+        why = "; ".join(dict.fromkeys((*silent.values(), *wrong)))
+        if silent:
+            raise FormatError(f"{what} cannot be had: {why}")
+        raise FormatError(f"{what} are in the folder of no node{f': {why}' if why else ' that takes part'}")
+    try:
+        whole = part_records.merge([part for _, part in found])
+    except (SnapshotFailedError, SnapshotSkippedError) as err:
+        raise FormatError(f"the shares of the places are not one snapshot: {err.message}") from err
+    homes = {file.name: place for place, part in found for file in part.manifest.files}
+    return JointSnapshot.of(whole, {file.name: homes[file.name] for file in whole.files})
+
+
+class Far:
+    """The data files of other places, as far as `Storage` has to do with reading them. Thread safe.
+
+    Args:
+        url: how it is called.
+        lenders: by the number of the place; None: this rank's own, or one that lends nothing.
+        homes: filled by `Spread`.
+    """
+
+    def __init__(self, url: str, lenders: Sequence[Borrower | None], homes: Mapping[str, int]) -> None:
+        self.url = url
+        self._lenders = lenders
+        self._homes = homes
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(slow_answers=False)
+
+    def get_into(self, name: str, start: int, out: memoryview) -> None:
+        home = self._homes.get(name)
+        lender = self._lenders[home] if home is not None else None
+        if lender is None:
+            raise StorageMissingError(f"nobody lends {name}")
+        lender.get_into(name, start, out)
+
+    def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:  # noqa: ARG002
+        raise StorageMissingError(f"{name} is only read where it is needed")
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:  # noqa: ARG002
+        return iter(())
+
+    def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:  # noqa: ARG002
+        raise StorageReadOnlyError(f"{self.url} is not written by this rank")
+
+    def delete(self, *names: str) -> None:  # noqa: ARG002
+        raise StorageReadOnlyError(f"{self.url} is not written by this rank")
+
+    def sweep(self) -> int:
+        return 0
+
+    def free_bytes(self) -> int | None:
+        return None
+
+
+class Spread(Far):
+    """The snapshots that all places have together, read-only; see `Storage`.
+
+    A data file is read from this rank's own root if its place has it, else from the place that does.
+
+    Args:
+        own: this rank's root.
+        place: the number of its place.
+        lenders: see `Far`.
+        record: of the run.
+        offers: where this rank chooses: the snapshots that any place has, and how to gather one.
+        silent: there: places that do not answer, and why; grows when one is gathered.
+    """
+
+    def __init__(
+        self,
+        own: Folder,
+        place: int,
+        lenders: Sequence[Borrower | None],
+        record: str,
+        offers: tuple[Collection[str], Callable[[str], JointSnapshot]] | None = None,
+        silent: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.silent = silent
+        self._known: dict[str, JointSnapshot] = {}
+        self.sizes: dict[str, int] = {}
+        """Of the data files of snapshots that were gathered."""
+        self.unfinished: set[str] = set()
+        """Snapshots that never were whole, and that nothing is lost of."""
+        homes: dict[str, int] = {}
+        super().__init__(own.url, lenders, homes)
+        self._all_homes = homes
+        self._own = own
+        self._place = place
+        self._record = record
+        self._offers = offers
+        self.far: Storage = Far(own.url, lenders, homes)
+        """What other places have; `NodeStorage` where the ranks of this node read it once."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(slow_answers=False, nodes=self, unshared=self._unshared())
+
+    def _unshared(self) -> Storage | None:
+        far = self.far.capabilities.unshared
+        if far is None:
+            return None
+        direct = copy.copy(self)
+        direct.far = far
+        return direct
+
+    def announce(self, manifest: Manifest) -> None:
+        """Begin with what comes from elsewhere, where ranks of this node share it."""
+        announce = self.far.capabilities.announce
+        if announce is not None:
+            announce(manifest, {name for name, home in self._all_homes.items() if home != self._place})
+
+    def known(self, snapshot: str) -> JointSnapshot | None:
+        """What was gathered of a snapshot."""
+        return self._known.get(snapshot)
+
+    def learn(self, snapshot: str, known: JointSnapshot) -> None:
+        """It was gathered by another rank."""
+        self._known[snapshot] = known
+        self._all_homes.update(known.homes)
+        self.sizes.update(known.sizes)
+
+    def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        if name == names.RECORD and self._record:
+            text = self._record.encode()
+        else:
+            parsed = names.manifest_id(name)
+            if parsed is None or parsed.id not in self._snapshots():
+                raise StorageMissingError(f"{self.url} does not have {name}")
+            if parsed.id not in self._known and self._offers is not None:
+                self.learn(parsed.id, self._offers[1](parsed.id))
+            text = self._known[parsed.id].text
+        return text[start:] if nbytes is None else text[start : start + nbytes]
+
+    def get_into(self, name: str, start: int, out: memoryview) -> None:
+        if self._all_homes.get(name) == self._place:
+            self._own.get_into(name, start, out)
+        else:
+            self.far.get_into(name, start, out)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        found = [ObjectInfo(names.manifest_name(snapshot), 0) for snapshot in self._snapshots()]
+        found += [ObjectInfo(name, nbytes) for name, nbytes in self.sizes.items()]
+        return iter([item for item in found if item.name.startswith(prefix)])
+
+    def _snapshots(self) -> Collection[str]:
+        return self._offers[0] if self._offers is not None else self._known.keys()
+
+
+LINES = 4
+"""Most connections of a rank to each leader: requests beyond wait for each other."""
+ALL_LINES = 448
+"""Of all ranks to one leader: what `writer.peer_service` takes, and some to spare."""
+MOST_BYTES = 4 << 20
+"""Of one request: a leader has so much in memory for each of those that it answers."""
+AT_ONCE = 16
+"""Requests that a leader answers at the same time."""
+PATIENCE_SECONDS = 30.0
+"""How long a rank asks again where it is hung up on: a leader may have too many guests."""
+_FIRST_PAUSE_SECONDS = 0.05
+_LAST_PAUSE_SECONDS = 2.0
+
+
+def lines(ranks: int) -> int:
+    """How many connections each of so many ranks may have to a leader."""
+    return max(1, min(LINES, ALL_LINES // ranks))
+
+
+def manifest_at(root: Folder, snapshot: str) -> tuple[bytes, dict[str, int]]:
+    """The manifest that a root has of a snapshot, and the sizes of those data files that are there.
+
+    Raises:
+        StorageMissingError, FormatError, StorageError: it cannot be used.
+    """
+    data = root.get(layout.manifest_name(snapshot))
+    names = {file.name for file in manifest_codec.decode(data).files}
+    return data, {item.name: item.nbytes for item in root.list(layout.DATA) if item.name in names}
+
+
+class Lender:
+    """Serves a root until it is closed.
+
+    Args:
+        host: where those who may ask reach this machine.
+        secret: of theirs.
+        ranks: how many may.
+
+    Raises:
+        OSError: no port is to be had.
+    """
+
+    def __init__(self, root: Folder, host: str, secret: str, ranks: int) -> None:
+        self._root = root
+        self._turns = threading.BoundedSemaphore(AT_ONCE)
+        self._server = Server(host, secret, self._answer, clients=lines(ranks) * ranks)
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self._server.port
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._server.close()
+
+    def _answer(self, request: dict[str, Any], line: PeerConnection) -> None:
+        if not self._turns.acquire(timeout=SECONDS):
+            raise WriterError("too many ask at once")  # hangs up: it asks again
+        try:
+            try:
+                head, data = self._found(request)
+            except CkptError as err:
+                line.send({"error": asdict(ErrorRecord.of(err))})
+                return
+            line.send({**head, "nbytes": data.nbytes})
+            line.send_file(data)
+        finally:
+            self._turns.release()
+
+    def _found(self, request: dict[str, Any]) -> tuple[dict[str, Any], memoryview]:
+        if request["what"] == "manifest":
+            data, files = manifest_at(self._root, str(request["snapshot"]))
+            return {"files": files}, memoryview(data)
+        name, start, nbytes = str(request["name"]), int(request["start"]), int(request["nbytes"])
+        if layout.data_owner(name) is None or start < 0 or not 0 <= nbytes <= MOST_BYTES:
+            raise StorageError(f"{nbytes} bytes of {name} from {start} on are not lent")
+        out = memoryview(bytearray(nbytes))
+        self._root.get_into(name, start, out)
+        return {}, out
+
+
+class Borrower:
+    """A rank's side of another place's lender. Thread safe; connects when it is first asked.
+
+    Args:
+        leader: of that place, for messages.
+        ranks: how many may ask there.
+    """
+
+    def __init__(self, host: str, port: int, secret: str, leader: int, ranks: int) -> None:
+        self.url = f"the folder of rank {leader} at {host}"
+        self.gone: str | None = None
+        """Why it does not answer; it is not asked again then."""
+        self._where = (host, port, secret)
+        self._room = threading.BoundedSemaphore(lines(ranks))
+        self._keeps = ranks <= ALL_LINES
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._idle: list[PeerConnection] = []
+
+    def manifest(self, snapshot: str) -> tuple[bytes, dict[str, int]]:
+        """As `manifest_at` there.
+
+        Raises:
+            StorageError: it does not answer. And as `manifest_at`.
+        """
+        found: list[bytearray] = []
+
+        def room(nbytes: int) -> memoryview:
+            found.append(bytearray(nbytes))
+            return memoryview(found[-1])
+
+        head = self._ask({"what": "manifest", "snapshot": snapshot}, room)
+        return bytes(found[-1]), {str(name): int(nbytes) for name, nbytes in head["files"].items()}
+
+    def get_into(self, name: str, start: int, out: memoryview) -> None:
+        """As `Storage.get_into`."""
+        out = out.cast("B")
+        for at in range(0, max(1, out.nbytes), MOST_BYTES):
+            part = out[at : at + MOST_BYTES]
+            self._read(name, start + at, part)
+
+    def _read(self, name: str, start: int, out: memoryview) -> None:
+        def room(nbytes: int) -> memoryview:
+            if nbytes != out.nbytes:
+                raise CorruptError(f"{self.url} sends {nbytes} bytes of {name} instead of {out.nbytes}")
+            return out
+
+        self._ask({"what": "read", "name": name, "start": start, "nbytes": out.nbytes}, room)
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._closed.set()
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for line in idle:
+            line.close()
+
+    def _ask(self, request: dict[str, Any], room: Callable[[int], memoryview]) -> dict[str, Any]:
+        """The reply to a request, whose bytes go where `room` says; asked again where a connection breaks."""
+        pause = _FIRST_PAUSE_SECONDS
+        with self._room:
+            deadline = time.monotonic() + PATIENCE_SECONDS
+            while True:
+                if self.gone is not None:
+                    raise StorageError(self.gone)
+                try:
+                    head = self._once(request, room)
+                    break
+                except (OSError, WriterError) as err:
+                    # Nobody listens any more: waiting does not change that.
+                    ended = isinstance(err, ConnectionRefusedError) or time.monotonic() + pause > deadline
+                    if ended or self._closed.wait(pause):
+                        self.gone = f"{self.url} does not answer on port {self._where[1]}: {err}"
+                        raise StorageError(self.gone) from err
+                pause = min(2 * pause, _LAST_PAUSE_SECONDS)
+        if "error" in head:
+            raise ErrorRecord(**head["error"]).exception()
+        return head
+
+    def _once(self, request: dict[str, Any], room: Callable[[int], memoryview]) -> dict[str, Any]:
+        with self._lock:
+            line = self._idle.pop() if self._idle else None
+        line = line or connect(*self._where)
+        try:
+            line.send(request)
+            head = line.receive()
+            if "error" not in head:
+                line.fill(room(int(head["nbytes"])))
+        except BaseException:
+            line.close()
+            raise
+        if not self._keeps:
+            line.close()
+            return head
+        with self._lock:
+            self._idle.append(line)
+        return head

@@ -1,20 +1,26 @@
-"""The arena: preallocated, pre-faulted, reused host memory whose slots are laid out exactly as the files on disk."""
+"""The arena: preallocated, pre-faulted, reused host memory whose slots are laid out exactly as the files on disk.
+
+Which arena slot is free, being filled, or being persisted, and making slots ready in the background.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 
-from ckpt_engine.errors import StateError
-from ckpt_engine.persist.mapping import HUGE_BYTES, collapse, map_shared
-from ckpt_engine.snapshot import pages
-from ckpt_engine.snapshot.cuda import CUDA, Runtime
-from ckpt_engine.snapshot.cuda_pin import Pinned
-from ckpt_engine.snapshot.plan import WITHOUT_COPY, Plan
+from ckpt_engine.copy.staged import HUGE_BYTES, collapse, map_shared
+from ckpt_engine.errors import CkptError, StateError, WaitTimeoutError
+from ckpt_engine.snapshot import host_memory
+from ckpt_engine.snapshot.cuda import CUDA, Pinned, Runtime
+from ckpt_engine.state.layout import WITHOUT_COPY, StatePlan
 
 _PREFAULT_BYTES = 8 << 20
 _HUGE_FROM_BYTES = 128 << 20  # below this, rounding up to huge pages would waste more than 1 %
@@ -28,7 +34,7 @@ class _Bound:
     views: list[torch.Tensor]
 
 
-class Slot:
+class SharedSlot:
     """One shared buffer that holds one data file image.
 
     Args:
@@ -75,13 +81,13 @@ class Slot:
             if self._huge and collapse(base + start, size):
                 continue
             self._huge = False
-            pages.populate(base + start, size)
+            host_memory.populate(base + start, size)
 
     def pin(self, device: torch.device, go_on: Callable[[], bool] = lambda: True) -> str | None:
         """Page-lock the touched memory for devices, once; what is wrong, or None. See `Pinned.pin`."""
         return self._pinned.pin(device, go_on)
 
-    def views(self, plan: Plan) -> list[torch.Tensor]:
+    def views(self, plan: StatePlan) -> list[torch.Tensor]:
         """Destination tensors for `plan.sources`, in order; the container header is in the slot afterwards."""
         if self._bound is None or self._bound.layout != plan.layout.id:
             self._bytes[: len(plan.header)] = torch.frombuffer(bytearray(plan.header), dtype=torch.uint8)
@@ -100,6 +106,300 @@ class Slot:
         os.close(self.fd)
 
 
-def slot_bytes(plan: Plan) -> int:
+def slot_bytes(plan: StatePlan) -> int:
     """Capacity to reserve for a plan: 2 % above it, so that small growth keeps the slot."""
     return plan.layout.nbytes + plan.layout.nbytes // 50 + mmap.PAGESIZE
+
+
+PREFAULT_TIMEOUT_SECONDS = 600.0
+_LOWEST_PRIORITY = 19
+
+
+class Slots:
+    """The arena's slots, `count` at most in use at once. Training thread only, except for the background warm-up.
+
+    Slot numbers are never reused, so that the writer cannot mistake an old buffer for a new one. A slot is free again
+    when all who retained it have released it.
+
+    Args:
+        count: slots in use at once.
+        runtime: of the devices that copy into them; for a plan with device tensors, slots are page-locked.
+    """
+
+    def __init__(self, count: int, runtime: Runtime = CUDA) -> None:
+        self.count = count
+        self._runtime = runtime
+        self._problem: str | None = None
+        self._free: list[SharedSlot] = []
+        self._busy: dict[int, SharedSlot] = {}
+        self._uses: Counter[int] = Counter()
+        self._next = 0
+        self._warm_up: _WarmUp | None = None
+        self._touched_seconds = 0.0
+
+    def take(self, plan: StatePlan) -> SharedSlot | None:
+        """A slot that holds `plan`, made and touched now if it must be; None while all are in use.
+
+        Raises:
+            StateError: the memory is not to be had.
+            WaitTimeoutError: the background warm-up does not get on.
+        """
+        if self._warm_up is not None and not self._free and not self._busy:
+            self._warm_up.wait_for_one()
+        if not self.ready():
+            return None
+        self._retire_small(plan.layout.nbytes)
+        if not self._free:
+            slot = self._new(plan)
+            slot.prefault()
+            self._free.append(slot)
+        slot = self._free.pop(0)
+        if plan.devices:
+            self._problem = slot.pin(plan.devices[0]) or self._problem
+        self._busy[slot.index] = slot
+        self._uses[slot.index] = 1
+        return slot
+
+    @property
+    def pin_problem(self) -> str | None:
+        """Why a slot could not be page-locked, once there is one: copies from devices make the host wait then."""
+        return self._problem
+
+    def ready(self) -> bool:
+        """Whether `take` would give a slot. A warm-up that is in the way, and that no share limits, is hurried on."""
+        self._collect_warm()
+        if not self._free and self._warm_up is not None:
+            self._warm_up.hurry()
+        return bool(self._free) or (self._warm_up is None and len(self._busy) < self.count)
+
+    def retain(self, index: int) -> None:
+        """One more needs the content of a slot that was taken."""
+        if index in self._busy:
+            self._uses[index] += 1
+
+    def release(self, index: int) -> None:
+        """One of those who need the slot's content needs it no longer."""
+        if index not in self._busy:
+            return
+        self._uses[index] -= 1
+        if self._uses[index] == 0:
+            del self._uses[index]
+            self._free.insert(0, self._busy.pop(index))
+
+    def discard(self, index: int) -> None:
+        """The slot is not used again; whoever else has its memory keeps it."""
+        slot = self._busy.pop(index, None)
+        self._uses.pop(index, None)
+        if slot is not None:
+            slot.close()
+
+    def discard_busy(self) -> None:
+        """None of the slots in use is used again."""
+        for index in list(self._busy):
+            self.discard(index)
+
+    @property
+    def touched_seconds(self) -> float:
+        """Processor time that warm-ups have taken."""
+        return self._touched_seconds + (self._warm_up.cpu_seconds if self._warm_up is not None else 0.0)
+
+    def warm_up(self, plan: StatePlan, share: float | None = None) -> None:
+        """Make all slots ready for `plan` on a background thread; `ready` is False until the first one is.
+
+        Args:
+            share: of one core, at most so much until a slot is urgently needed; None: as much as nobody else wants.
+        """
+        self._collect_warm()
+        if self._warm_up is not None and not self._outgrown(self._warm_up, plan):
+            return
+        self._retire_small(plan.layout.nbytes)
+        missing = self.count - len(self._free) - len(self._busy)
+        if missing > 0:
+            self._warm_up = _WarmUp([self._new(plan) for _ in range(missing)], share, plan.devices)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """While the `with` block runs, the warm-up leaves memory bandwidth and cores alone."""
+        warm = self._warm_up
+        if warm is None:
+            yield
+            return
+        warm.pause()
+        try:
+            yield
+        finally:
+            warm.resume()
+
+    def known(self) -> list[SharedSlot]:
+        """All slots that exist, for a writer that is started anew."""
+        return [*self._free, *self._busy.values(), *(self._warm_up.slots if self._warm_up else [])]
+
+    def nbytes(self) -> int:
+        """Host memory of the arena."""
+        return sum(slot.nbytes for slot in self.known())
+
+    def close(self) -> None:
+        """Give all memory back."""
+        if self._warm_up is not None:
+            self._warm_up.stop()
+        for slot in self.known():
+            slot.close()
+        self._free, self._busy, self._warm_up = [], {}, None
+        self._uses.clear()
+
+    def limit(self, count: int) -> None:
+        """Use at most so many from now on; those that are no longer wanted go when they are free."""
+        self.count = count
+        while self._free and len(self._free) + len(self._busy) > count:
+            self._free.pop().close()
+
+    def _new(self, plan: StatePlan) -> SharedSlot:
+        self._next += 1
+        return SharedSlot(self._next - 1, slot_bytes(plan), self._runtime)
+
+    def _retire_small(self, nbytes: int) -> None:
+        for slot in [s for s in self._free if s.nbytes < nbytes]:
+            self._free.remove(slot)
+            slot.close()
+
+    def _outgrown(self, warm: _WarmUp, plan: StatePlan) -> bool:
+        """Whether the slots being made are too small for `plan`; then they are no longer being made."""
+        if all(slot.nbytes >= plan.layout.nbytes for slot in warm.slots):
+            return False
+        warm.stop()
+        self._collect_warm()
+        return True
+
+    def _collect_warm(self) -> None:
+        warm = self._warm_up
+        if warm is None:
+            return
+        done = warm.take_done()
+        self._free.extend(done)
+        if not warm.slots:
+            warm.let_go()  # all were hurried, and its own thread may starve for long
+        if warm.finished or not warm.slots:
+            self._touched_seconds += warm.cpu_seconds
+            self._warm_up = None
+            warm.raise_error()
+
+
+class _WarmUp:
+    """Pre-faults new slots one after the other, in processor time that nobody else wants, and page-locks them."""
+
+    def __init__(self, slots: list[SharedSlot], share: float | None, devices: Sequence[torch.device]) -> None:
+        self.slots = list(slots)
+        self._devices = devices
+        self.cpu_seconds = 0.0
+        self._share = share
+        self._done: list[SharedSlot] = []
+        self._made: list[SharedSlot] = []
+        self._changed = threading.Condition()
+        self._paused = False
+        self._stopped = False
+        self._hurried: SharedSlot | None = None
+        self._error: CkptError | None = None
+        self._thread = threading.Thread(target=self._run, args=(tuple(slots),), name="ckpt-prefault", daemon=True)
+        self._thread.start()
+
+    @property
+    def finished(self) -> bool:
+        return not self._thread.is_alive() and not self._done
+
+    def take_done(self) -> list[SharedSlot]:
+        with self._changed:
+            done, self._done = self._done, []
+        for slot in done:
+            self.slots.remove(slot)
+        return done
+
+    def wait_for_one(self) -> None:
+        # Helps, because the thread may get next to no processor time; touching memory twice does no harm.
+        self.slots[0].prefault()
+        with self._changed:
+            self._share = None
+            self._changed.notify_all()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._done or self._error or self._stopped, PREFAULT_TIMEOUT_SECONDS):
+                raise WaitTimeoutError("the arena's background thread does not get on")
+
+    def hurry(self) -> None:
+        """A snapshot waits for the next slot: touch it at usual priority. Not where a share of a core was set."""
+        if self._share is not None or self._devices or not self.slots or self._hurried is self.slots[0]:
+            return
+        self._hurried = self.slots[0]
+        # Beside the thread that nearly starves: a priority once lowered cannot be raised without privileges.
+        threading.Thread(target=self._touch, args=(self.slots[0],), name="ckpt-prefault-now", daemon=True).start()
+
+    def _touch(self, slot: SharedSlot) -> None:
+        with suppress(StateError):  # the other thread meets it, too, and tells it
+            slot.prefault(self._undisturbed)
+            if self._undisturbed():
+                self._add(slot)
+
+    def _add(self, slot: SharedSlot) -> None:
+        """It can be used; said by whichever thread has touched all of it first."""
+        with self._changed:
+            if slot not in self._made:
+                self._made.append(slot)
+                self._done.append(slot)
+                self._changed.notify_all()
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def pause(self) -> None:
+        with self._changed:
+            self._paused = True
+
+    def resume(self) -> None:
+        with self._changed:
+            self._paused = False
+            self._changed.notify_all()
+
+    def let_go(self) -> None:
+        """Its threads end by themselves."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        self.let_go()
+        self._thread.join(PREFAULT_TIMEOUT_SECONDS)
+        if self._thread.is_alive():
+            raise WaitTimeoutError("the arena's background thread did not stop")
+
+    def _run(self, slots: tuple[SharedSlot, ...]) -> None:
+        # First touch can cost seconds of processor time per GB, and a training that uses all cores would pay for it.
+        # If this thread is preempted while it holds a kernel lock, whoever waits for the lock leaves it a core.
+        with suppress(OSError):  # some sandboxes forbid it; it only makes this less polite
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        began = time.monotonic()
+        for slot in slots:
+            try:
+                slot.prefault(lambda: self._go_on(began))
+                if self._devices:
+                    slot.pin(self._devices[0], self._undisturbed)  # what is wrong is told when the slot is taken
+            except (StateError, WaitTimeoutError) as err:
+                with self._changed:
+                    self._error = err
+                    self._changed.notify_all()
+                return
+            self.cpu_seconds = time.thread_time()
+            self._add(slot)
+
+    def _go_on(self, began: float) -> bool:
+        """Wait for leave to touch some more; False when it is no longer wanted."""
+        self.cpu_seconds = time.thread_time()
+        with self._changed:
+            if self._share is not None:
+                early = self.cpu_seconds / self._share - (time.monotonic() - began)
+                self._changed.wait_for(lambda: self._stopped or self._share is None, max(0.0, early))
+        return self._undisturbed()
+
+    def _undisturbed(self) -> bool:
+        """Wait while a snapshot is being copied; False when the warm-up is no longer wanted."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or not self._paused, PREFAULT_TIMEOUT_SECONDS)
+            return not self._stopped

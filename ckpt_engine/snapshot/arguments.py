@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from ckpt_engine.errors import ArgumentError
-from ckpt_engine.snapshot.kinds import problem_of
+from ckpt_engine.state.json_types import problem_of
 
 MOST = 1 << 53
 """Of steps and epochs: the largest whole number that every reader of JSON has exactly."""

@@ -6,31 +6,31 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ckpt_engine.copy.job import ErrorRecord, JobDone, Mirrored, PersistJob, SlotFreed
 from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, SnapshotSkipped, SnapshotStaged, WriterLost
-from ckpt_engine.persist.client import WriterClient, never
-from ckpt_engine.persist.job import ErrorRecord, JobDone, Mirrored, PersistJob, SlotFreed
-from ckpt_engine.persist.pulse import Pulse
 from ckpt_engine.ranks.session import Session
-from ckpt_engine.snapshot import headroom
-from ckpt_engine.snapshot.arena import Slot, slot_bytes
-from ckpt_engine.snapshot.coming import Coming
-from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS
-from ckpt_engine.snapshot.cuda_pin import teller
-from ckpt_engine.snapshot.flatten import Flattener, LazyPredicate
-from ckpt_engine.snapshot.guard import Guard
-from ckpt_engine.snapshot.handle import SaveHandle, wait_seconds
-from ckpt_engine.snapshot.handover import Handover
-from ckpt_engine.snapshot.lineage import Lineage
-from ckpt_engine.snapshot.mirroring import Mirroring
-from ckpt_engine.snapshot.newest import KEPT, KEPT_OF_RANKS, Newest
-from ckpt_engine.snapshot.numbering import Numbering
-from ckpt_engine.snapshot.plan import Capture, Plan, Planner
-from ckpt_engine.snapshot.request import Instant, Request
-from ckpt_engine.snapshot.slots import Slots
-from ckpt_engine.snapshot.stage import Copier, Staging
-from ckpt_engine.snapshot.starting import OpenWriter, Starting, outlives_the_trainer
-from ckpt_engine.snapshot.unchanged import Claims, Unchanged
+from ckpt_engine.snapshot import host_memory
+from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
+from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Claims, Unchanged
+from ckpt_engine.snapshot.cuda import teller
+from ckpt_engine.snapshot.ownership import Lineage
+from ckpt_engine.snapshot.save_request import Instant, Mirroring, Numbering, Request, SaveHandle, wait_seconds
+from ckpt_engine.snapshot.stage import Copier, Guard, Staging
+from ckpt_engine.snapshot.writer_link import (
+    KEPT,
+    KEPT_OF_RANKS,
+    Coming,
+    Handover,
+    Newest,
+    OpenWriter,
+    Starting,
+    outlives_the_trainer,
+)
+from ckpt_engine.state.flatten import Flattener, LazyPredicate
+from ckpt_engine.state.layout import CapturedState, Planner, StatePlan
+from ckpt_engine.writer.channel import Pulse
+from ckpt_engine.writer.client import WriterClient, never
 
 BEHIND_SECONDS = 0.5
 WRITER_CLOSE_SECONDS = 60.0
@@ -47,7 +47,7 @@ class Pipeline:
         slots: snapshots in host memory at once.
         emit: takes events, on the training thread.
         memory: with a memory tier: the writer keeps the newest snapshot, and makes it durable if this process dies.
-        room: how much host memory is left; see `headroom`.
+        room: how much host memory is left; see `host_memory`.
         pickle_paths: see `Flattener`.
         check_lazy: debug mode, see `Staging`.
         session: where several ranks take each snapshot together.
@@ -65,7 +65,7 @@ class Pipeline:
         emit: Callable[[Event], None],
         *,
         memory: bool = False,
-        room: Callable[[], headroom.Room | None] = headroom.look,
+        room: Callable[[], host_memory.MemoryLimit | None] = host_memory.look,
         pickle_paths: tuple[str, ...] = (),
         check_lazy: bool = False,
         session: Session | None = None,
@@ -235,7 +235,7 @@ class Pipeline:
         return handle
 
     def _ready_to_stage(
-        self, wanted: Request, capture: Capture, slot: Slot, handle: SaveHandle, when: Instant
+        self, wanted: Request, capture: CapturedState, slot: SharedSlot, handle: SaveHandle, when: Instant
     ) -> tuple[Staging, Claims]:
         """What copies the state into its slot and then hands over the job, of which the writer knows the rest."""
         assert self._writer is not None
@@ -309,7 +309,7 @@ class Pipeline:
         self._held.clear()
         self._newest.lose(WriterError("the writer was lost before it knew of the snapshot"))
 
-    def _fit(self, plan: Plan) -> None:
+    def _fit(self, plan: StatePlan) -> None:
         nbytes = slot_bytes(plan)
         if nbytes > self._fitted_bytes:
             self._fitted_bytes = nbytes
@@ -317,7 +317,7 @@ class Pipeline:
 
     def _fit_to(self, nbytes: int) -> None:
         """Where the host has too little memory: fewer slots of `nbytes`, no memory tier, no writer process."""
-        fit = headroom.plan_arena(
+        fit = host_memory.plan_arena(
             nbytes,
             self._slots.count,
             memory=self.memory,

@@ -3,27 +3,36 @@
 Lazy staging (CheckFreq's two-phase snapshot, FAST'21 section 4.1) copies what does not change before the next update
 on a background thread while forward and backward run. `fence` waits for the rest and helps with it.
 
-Device tensors are queued in streams of their own (`cuda_copies`). The copies of host tensors are plain memory moves
+Device tensors are queued in streams of their own (`cuda`). The copies of host tensors are plain memory moves
 shared out over our own threads. torch's parallel copy joins all its threads after
 every single tensor, and with hundreds of tensors each join can wait for a scheduler slice as soon as something else
 uses a core.
+
+Lets no optimizer change a tensor that is still being compared with the arena.
+
+Whether copying behind training (lazily) is cheaper than copying before it goes on.
+
+The fence at optimizer steps: lazily copied weights are whole before any optimizer of the process changes them.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ckpt_engine.errors import StateError, WaitTimeoutError
-from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Part, compares, tasks_of
-from ckpt_engine.snapshot.cuda_copies import DeviceCopies, Flight, Load
-from ckpt_engine.snapshot.flatten import show_path
-from ckpt_engine.snapshot.plan import Capture, Source
-from ckpt_engine.snapshot.unchanged import Claims
+from ckpt_engine.snapshot.copying import FENCE_TIMEOUT_SECONDS, Claims, CopyTasks, compares, tasks_of
+from ckpt_engine.snapshot.cuda import DeviceCopies, Flight, Load
+from ckpt_engine.state.flatten import show_path
+from ckpt_engine.state.layout import CapturedState, EntrySource
 
 _HELP_BYTES = 4 << 20
 _MAX_HELPERS = 3
@@ -49,7 +58,7 @@ class Staging:
 
     def __init__(
         self,
-        capture: Capture,
+        capture: CapturedState,
         views: Sequence[torch.Tensor],
         on_staged: Callable[[BaseException | None], None],
         *,
@@ -59,13 +68,13 @@ class Staging:
         self._on_staged = on_staged
         self._told = threading.Lock()
         self._settled = threading.Event()
-        self._capture: Capture | None = capture
+        self._capture: CapturedState | None = capture
         self._views = views
         self._keep_copy = check
-        self._check: list[tuple[Source, torch.Tensor, torch.Tensor]] = []
-        self.eager = Part(())
-        self.lazy = Part(())
-        self.hinted = Part(())
+        self._check: list[tuple[EntrySource, torch.Tensor, torch.Tensor]] = []
+        self.eager = CopyTasks(())
+        self.lazy = CopyTasks(())
+        self.hinted = CopyTasks(())
         self._claims = claims or Claims()
         self._flight: Flight | None = None
         self._fenced = False
@@ -89,7 +98,7 @@ class Staging:
     def _begin(self, copier: Copier) -> None:
         assert self._capture is not None, "it begins once"
         capture, self._capture = self._capture, None
-        sources: Sequence[Source] = capture.plan.sources
+        sources: Sequence[EntrySource] = capture.plan.sources
         pairs = list(zip(self._views, (source.tensor(capture.arrays) for source in sources), strict=True))
         if self._keep_copy:
             self._check = [(s, v, t.detach().clone()) for s, (v, t) in zip(sources, pairs, strict=True) if s.lazy]
@@ -105,9 +114,9 @@ class Staging:
         for task in tasks:
             if task.claim.hinted and not task.seems_right():
                 task.claim.hinted = False
-        self.hinted = Part([task for task in tasks if task.claim.hinted])
-        self.eager = Part([*tasks_of(eager), *(task for task in tasks if not task.claim.hinted)])
-        self.lazy = Part(tasks_of(lazy))
+        self.hinted = CopyTasks([task for task in tasks if task.claim.hinted])
+        self.eager = CopyTasks([*tasks_of(eager), *(task for task in tasks if not task.claim.hinted)])
+        self.lazy = CopyTasks(tasks_of(lazy))
         self._fenced = not lazy and self._flight is None
         if self._flight is not None:
             copier.devices.start(capture.plan, self._flight)
@@ -184,8 +193,8 @@ class Staging:
         return self._fenced and self.complete
 
     def _board(
-        self, devices: DeviceCopies, sources: Sequence[Source], pairs: Sequence[_Pair]
-    ) -> tuple[Sequence[Source], list[_Pair]]:
+        self, devices: DeviceCopies, sources: Sequence[EntrySource], pairs: Sequence[_Pair]
+    ) -> tuple[Sequence[EntrySource], list[_Pair]]:
         """Prepare the flight of the device tensors; the others are left."""
         owned = [devices.runtime.owns(tensor) for _, tensor in pairs]
         own = [pair for pair, is_own in zip(pairs, owned, strict=True) if is_own]
@@ -212,7 +221,7 @@ class Staging:
         if not self._settled.wait(FENCE_TIMEOUT_SECONDS):
             raise WaitTimeoutError("the staged snapshot was not handed over")
 
-    def _parts(self) -> tuple[Part | Flight, ...]:
+    def _parts(self) -> tuple[CopyTasks | Flight, ...]:
         own = (self.eager, self.lazy, self.hinted)
         return own if self._flight is None else (*own, self._flight)
 
@@ -303,3 +312,106 @@ class Copier:
                 pass
             staging.help_lazily()
             del staging
+
+
+class Guard:
+    """Finishes the comparisons of the newest snapshot before any optimizer of this process steps."""
+
+    def __init__(self) -> None:
+        self._staging: Staging | None = None
+        self._handle: RemovableHandle | None = None
+
+    def watch(self, staging: Staging) -> None:
+        """From now on this is the newest one."""
+        self._staging = staging
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def close(self) -> None:
+        """Leave the optimizers alone."""
+        self._staging = None
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _before_step(self, *_: Any) -> None:
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.finish_hints()
+
+
+def copies_lazily(setting: Literal["auto", "on", "off"], device: torch.device) -> bool:
+    """Whether to stage lazily.
+
+    A lazy copy takes time from forward and backward. If they use all cores, whatever waits for the slowest of them
+    loses more than with an eager copy, which has all cores to itself (docs/benchmarks.md, "Every iteration").
+
+    Args:
+        setting: the option `lazy`.
+        device: where training computes.
+    """
+    if setting == "auto":
+        return device.type != "cpu" or torch.get_num_threads() < len(os.sched_getaffinity(0))
+    return setting == "on"
+
+
+_log = logging.getLogger(__name__)
+
+Fence = Callable[[], object]
+
+
+class StepFence:
+    """A process-wide hook on `torch.optim.Optimizer.step`, for steps that nobody announces.
+
+    Args:
+        fence: waits for lazy copies; cheap where none is under way.
+
+    With a closure the fence is put behind the closure, because torch's own optimizers run it before they change
+    anything. An optimizer whose `step` is not torch's may change weights first, so there the fence comes before it.
+    """
+
+    def __init__(self, fence: Fence) -> None:
+        self._fence = fence
+        self._reported: set[type] = set()
+        self._handle: Any = None
+
+    def install(self) -> None:
+        """Start watching; harmless when installed already."""
+        if self._handle is None:
+            self._handle = register_optimizer_step_pre_hook(self._before_step)
+
+    def remove(self) -> None:
+        """Stop watching."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None or not self._runs_closure_first(optimizer):
+            self._fence()
+            return None
+
+        def fenced() -> Any:
+            result = closure()
+            self._fence()
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": fenced}
+        return (args[0], fenced, *args[2:]), kwargs
+
+    def _runs_closure_first(self, optimizer: torch.optim.Optimizer) -> bool:
+        kind = type(optimizer)
+        if getattr(kind.step, "__module__", "").startswith("torch.optim"):
+            return True
+        if kind not in self._reported:
+            self._reported.add(kind)
+            _log.info(
+                "%s.%s has its own step(): snapshots are copied before its closure runs, not during it",
+                kind.__module__,
+                kind.__qualname__,
+            )
+        return False

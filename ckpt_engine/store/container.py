@@ -1,8 +1,18 @@
-"""The container: headers of safetensors files, made and parsed without the package and without copying tensors.
+"""The container, headers of safetensors files, and what tells sound bytes from damaged: digests and checked fields.
 
 A file is an 8-byte little-endian length, that many bytes of JSON padded with spaces, then the arrays back to back in
 the order of the header (https://github.com/huggingface/safetensors, "Format"). Our padding makes the arrays start at a
 page, so that the file can be written and read around the page cache.
+
+Digests of stored bytes: fast, 128 bits, against damage and not against forgery.
+
+xxh3-128 (Yann Collet, xxHash 0.8) runs at memory speed, so that every byte can be checked at every restore.
+
+Takes values out of JSON that anybody may have written: of the right type and in range, or not at all.
+
+Functions raise ValueError, which the decoder of each document turns into its own error, with the file's name.
+
+Small JSON objects that carry a digest of themselves as their last key, `digest`.
 """
 
 from __future__ import annotations
@@ -11,13 +21,38 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isfinite, prod
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
+
+import xxhash
 
 from ckpt_engine.errors import CorruptError, ForeignError
-from ckpt_engine.store import fields
-from ckpt_engine.store.digest import ALGORITHM, digest
+
+ALGORITHM = "xxh3-128"
+PIECE_BYTES = 16 << 20
+"""Bytes covered by one digest: small enough to locate damage and to hash pieces on several threads."""
+
+
+def digest(data: bytes | bytearray | memoryview) -> str:
+    """`"xxh3-128:<32 hex>"` of contiguous bytes; releases the GIL while it runs."""
+    return f"{ALGORITHM}:{xxhash.xxh3_128_hexdigest(data)}"
+
+
+class Running:
+    """The digest of bytes that come one after the other."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_128()
+
+    def add(self, data: bytes | bytearray | memoryview) -> None:
+        """They come next; releases the GIL while it runs."""
+        self._hash.update(data)
+
+    def result(self) -> str:
+        """That of all bytes until now, as `digest`."""
+        return f"{ALGORITHM}:{self._hash.hexdigest()}"
+
 
 ALIGN_BYTES = 4096
 MAX_HEADER_BYTES = 100_000_000
@@ -164,8 +199,8 @@ def header_nbytes(start: bytes) -> int:
 
 def _row(name: str, row: Mapping[str, Any]) -> tuple[int, int, str, str, tuple[int, ...]]:
     start, stop = row["data_offsets"]
-    fields.require(fields.are_sizes([start, stop]) and fields.is_shape(row["shape"]), f"{name!r:.80} is nowhere")
-    fields.require(type(row["dtype"]) is str, f"{name!r:.80} has no dtype")
+    require(are_sizes([start, stop]) and is_shape(row["shape"]), f"{name!r:.80} is nowhere")
+    require(type(row["dtype"]) is str, f"{name!r:.80} has no dtype")
     return start, stop, name, row["dtype"], tuple(row["shape"])
 
 
@@ -182,9 +217,9 @@ def parse_header(data: bytes) -> Header:
     if len(data) < end:
         raise CorruptError(f"the container's header ends at byte {end}, only {len(data)} bytes are there")
     try:
-        table = fields.loads(bytes(data[8:end]))
+        table = loads(bytes(data[8:end]))
         metadata = table.pop("__metadata__", {})
-        fields.require(fields.is_object(metadata), "its metadata are no object")
+        require(is_object(metadata), "its metadata are no object")
         _require_seal(data[:end], metadata)
         rows = sorted(_row(name, row) for name, row in table.items())
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as err:
@@ -207,3 +242,117 @@ def _require_seal(header: bytes, metadata: Mapping[str, str]) -> None:
             raise ValueError("it does not match its digest")
     elif _SEAL in metadata or any(str(text).startswith(f"{ALGORITHM}:") for text in metadata.values()):
         raise ValueError("its digest is damaged")
+
+
+MOST = 1 << 60
+"""No count of bytes or elements is larger."""
+LATEST_SECONDS = 253_000_000_000
+"""The year 9987: later times are no dates."""
+_MAX_DIMENSIONS = 64
+_HALF_OF_A_PAIR = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+def loads(data: bytes) -> Any:
+    """A JSON document in which all texts are Unicode and all numbers are finite.
+
+    Raises:
+        ValueError: it is none.
+        RecursionError: it is nested without end.
+    """
+    document = json.loads(data.decode(), parse_constant=_refuse)
+    if _HALF_OF_A_PAIR.search(data):
+        # Half of a surrogate pair is a text to Python until it is printed or written.
+        json.dumps(document, ensure_ascii=False).encode()
+    return document
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def require(fits: bool, what: str) -> None:
+    """Raises ValueError with `what` unless it `fits`."""
+    if not fits:
+        raise ValueError(what)
+
+
+def is_whole(value: Any, least: int = 0, most: int = MOST) -> bool:
+    """Whether it is a whole number in a range."""
+    return type(value) is int and least <= value <= most
+
+
+def are_sizes(value: Any) -> bool:
+    """Whether it is a list of counts."""
+    return type(value) in (list, tuple) and all(is_whole(n) for n in value)
+
+
+def is_shape(value: Any) -> bool:
+    """Whether it is the shape of an array that can be."""
+    return are_sizes(value) and len(value) <= _MAX_DIMENSIONS and prod(max(1, n) for n in value) < MOST
+
+
+def is_number(value: Any, most: float = 1e300) -> bool:
+    """Whether it is a finite number, and no larger."""
+    return type(value) in (int, float) and abs(value) <= most and isfinite(value)
+
+
+def is_time(value: Any) -> bool:
+    """Whether it is a time as seconds since 1970."""
+    return is_number(value, LATEST_SECONDS) and value >= 0
+
+
+def require_shallow(value: Any, most: int) -> None:
+    """Raises ValueError if dicts and lists are nested deeper: what goes through them does so recursively."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            child
+            for one in level
+            if isinstance(one, dict | list)
+            for child in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return
+    raise ValueError(f"something is nested deeper than {most} levels")
+
+
+def is_object(value: Any) -> bool:
+    """Whether it is what a JSON object is decoded to."""
+    return isinstance(value, Mapping) and all(type(key) is str for key in value)
+
+
+_KEY = b', "digest": "'
+
+
+def seal(row: Mapping[str, Any]) -> bytes:
+    """The text of a JSON object, ending in the digest of what is before it. `row` MUST NOT be empty."""
+    body = json.dumps(row).encode()[:-1]
+    return b'%s%s%s"}' % (body, _KEY, digest(body).encode())
+
+
+def unseal(text: bytes, where: str) -> dict[str, Any]:
+    """The object of a text that `seal` has made, or of one without a digest, as earlier versions wrote it.
+
+    Args:
+        text: with white space at its end, or without.
+        where: it comes from, for messages.
+
+    Raises:
+        CorruptError: it was changed, or it is no JSON.
+        ForeignError: it is no JSON object.
+    """
+    body, found, _ = text.rpartition(_KEY)
+    end = b'%s%s"}' % (_KEY, digest(body).encode())
+    if found and text[len(body) :].rstrip(b" \n") != end:
+        raise CorruptError(f"{where} is damaged: it does not match its digest")
+    try:
+        row = loads(text)
+    except (ValueError, RecursionError) as err:
+        raise CorruptError(f"{where} is damaged: {err}") from err
+    if not isinstance(row, dict):
+        raise ForeignError(f"{where} is not of ckpt-engine")
+    if found:
+        del row["digest"]
+    elif any(isinstance(value, str) and value.startswith(f"{ALGORITHM}:") for value in row.values()):
+        raise CorruptError(f"{where} is damaged: its digest has no name")  # a flip in the name hides the digest
+    return row

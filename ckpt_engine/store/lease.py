@@ -2,6 +2,8 @@
 
 On a local disk it is a lock the kernel frees when its holder dies, on a file that says who holds it. Elsewhere, and on
 mounts whose locks other machines do not see, it is an object with a heartbeat (`lease_objects`). Readers never need it.
+
+Which file locks other machines see: read from the list of mounts.
 """
 
 from __future__ import annotations
@@ -20,14 +22,12 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from ckpt_engine.errors import CkptError, CorruptError, LeaseHeldError
-from ckpt_engine.store import fields, layout, lease_objects
+from ckpt_engine.store import container, lease_objects, names
+from ckpt_engine.store.container import seal, unseal
 from ckpt_engine.store.lease_objects import Timing, slot_of
-from ckpt_engine.store.mounts import lockable
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.sealed import seal, unseal
 from ckpt_engine.store.storage.base import Folder, Storage
-from ckpt_engine.store.storage.oserrors import translating
-from ckpt_engine.store.storage.regular import open_regular
+from ckpt_engine.store.storage.disk import open_regular, translating
 
 RETRY_SECONDS = 0.1
 _TEXT_BYTES = 1023
@@ -35,7 +35,7 @@ _COMMAND_CHARACTERS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class LeaseHolder:
     """Who holds a lease: shown to whoever is refused. `started` is wall-clock seconds, for display."""
 
     pid: int
@@ -49,7 +49,7 @@ class Holder:
         command = " ".join([sys.executable, *sys.argv])[:_COMMAND_CHARACTERS]
         return cls(os.getpid(), socket.gethostname(), time.time(), command)
 
-    def is_process_of(self, other: Holder) -> bool:
+    def is_process_of(self, other: LeaseHolder) -> bool:
         """Whether both are the same process, at whatever time."""
         return (self.pid, self.host) == (other.pid, other.host)
 
@@ -64,7 +64,7 @@ class Lease(Protocol):
     `check` MUST be called before something is deleted: a lease that has to be renewed may be lost meanwhile.
     """
 
-    holder: Holder
+    holder: LeaseHolder
 
     def check(self) -> None:
         """Raises `LeaseHeldError` if the lease is no longer ours."""
@@ -83,7 +83,7 @@ class Lease(Protocol):
 
 def acquire(
     storage: Storage,
-    holder: Holder | None = None,
+    holder: LeaseHolder | None = None,
     wait_seconds: float = 0.0,
     *,
     clock: Callable[[], float] = time.monotonic,
@@ -98,7 +98,7 @@ def acquire(
         CorruptError: the lease file is a link or a pipe: it is neither followed nor written.
     """
     Repository(storage).record()
-    holder = holder or Holder.current()
+    holder = holder or LeaseHolder.current()
     try:
         folder = lockable(storage)
         if folder is not None:
@@ -120,7 +120,7 @@ def acquire(
 
 def _acquire_lock(
     storage: Folder,
-    holder: Holder,
+    holder: LeaseHolder,
     wait_seconds: float,
     clock: Callable[[], float],
     pause: Callable[[float], None],
@@ -134,15 +134,15 @@ def _acquire_lock(
     return lease
 
 
-def read_holder(storage: Storage) -> Holder | None:
+def read_holder(storage: Storage) -> LeaseHolder | None:
     """Who the lease file names, held or not; None if nobody or unreadable."""
     try:
-        return parse_holder(storage.get(layout.LEASE), f"{storage.url}/{layout.LEASE}")
+        return parse_holder(storage.get(names.LEASE), f"{storage.url}/{names.LEASE}")
     except CkptError:
         return None
 
 
-def parse_holder(text: bytes, where: str) -> Holder | None:
+def parse_holder(text: bytes, where: str) -> LeaseHolder | None:
     """Who a lease file with this text names; None if it was given back.
 
     Raises:
@@ -153,9 +153,11 @@ def parse_holder(text: bytes, where: str) -> Holder | None:
     row = unseal(text, where)
     row.pop("lease", None)
     try:
-        holder = Holder(**row)
-        fields.require(fields.is_whole(holder.pid) and fields.is_time(holder.started), "no process, or no time")
-        fields.require(type(holder.host) is str and type(holder.command) is str, "no host, or no command")
+        holder = LeaseHolder(**row)
+        container.require(
+            container.is_whole(holder.pid) and container.is_time(holder.started), "no process, or no time"
+        )
+        container.require(type(holder.host) is str and type(holder.command) is str, "no host, or no command")
         return holder
     except (TypeError, ValueError) as err:
         raise CorruptError(f"{where} is damaged: {err}") from err
@@ -164,7 +166,7 @@ def parse_holder(text: bytes, where: str) -> Holder | None:
 class HeartbeatLease:
     """A lease that is renewed, as `Lease` wants it."""
 
-    def __init__(self, lease: lease_objects.ObjectLease, holder: Holder) -> None:
+    def __init__(self, lease: lease_objects.ObjectLease, holder: LeaseHolder) -> None:
         self._lease = lease
         self.holder = holder
 
@@ -186,16 +188,16 @@ class HeartbeatLease:
 class LocalLease:
     """A lock (`flock`) on the lease file. The kernel frees it when the process dies, however it dies."""
 
-    def __init__(self, fd: int, path: str, holder: Holder) -> None:
+    def __init__(self, fd: int, path: str, holder: LeaseHolder) -> None:
         self._fd = fd
         self._path = path
         self.holder = holder
         _held.add(self)
 
     @classmethod
-    def try_acquire(cls, storage: Folder, holder: Holder) -> Self | None:
+    def try_acquire(cls, storage: Folder, holder: LeaseHolder) -> Self | None:
         """The lease, or None if another process, or another lease of this one, holds it."""
-        path = storage.path(layout.LEASE)
+        path = storage.path(names.LEASE)
         with translating("take the lease", path):
             storage.make_folder(storage.root)
             fd = open_regular(path, os.O_RDWR | os.O_CREAT)
@@ -252,7 +254,7 @@ class LocalLease:
 def _write_text(fd: int, text: bytes) -> None:
     """Replace what the lease file says. On a full disk the lock alone must do, or nothing could be pruned."""
     nbytes = os.fstat(fd).st_size
-    if nbytes > layout.SMALL_BYTES:  # no lease of ours, and more than is to be written or read
+    if nbytes > names.SMALL_BYTES:  # no lease of ours, and more than is to be written or read
         os.ftruncate(fd, _TEXT_BYTES + 1)
         nbytes = _TEXT_BYTES + 1
     padded = text.ljust(max(_TEXT_BYTES, nbytes - 1)) + b"\n"
@@ -273,3 +275,45 @@ def _drop_all_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_drop_all_in_child)
+
+
+_MOUNTS = Path("/proc/self/mountinfo")
+_UNSHARED = frozenset(
+    {"9p", "cifs", "smb3", "virtiofs", "fuse.sshfs", "fuse.rclone", "fuse.s3fs", "fuse.gcsfuse", "fuse.goofys"}
+)
+"""Types on which a lock holds on this machine only, or may."""
+_UNSHARED_OPTIONS = frozenset({"local_lock=all", "local_lock=flock", "nolock", "localflock", "nobrl"})
+
+
+def locks_are_shared(path: str, mounts: str | None = None) -> bool:
+    """Whether whoever else mounts the file system of `path` is kept out by a lock (`flock`) on it.
+
+    True on local disks, NFS with its normal options and cluster file systems; also where the system does not tell.
+
+    Args:
+        mounts: the text of `/proc/self/mountinfo`.
+    """
+    if mounts is None:
+        try:
+            mounts = _MOUNTS.read_text()
+        except OSError:
+            return True
+    best, shared = "", True
+    resolved = str(Path(path).resolve())
+    for line in mounts.splitlines():
+        mounted, _, source = line.partition(" - ")
+        fields, tail = mounted.split(), source.split()
+        if len(fields) < 6 or len(tail) < 3:
+            continue
+        point = fields[4].replace("\\040", " ")
+        inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best):
+            options = {*fields[5].split(","), *tail[2].split(",")}
+            best, shared = point, tail[0] not in _UNSHARED and not options & _UNSHARED_OPTIONS
+    return shared
+
+
+def lockable(storage: Storage) -> Folder | None:
+    """The folder of `storage`, if a lock there keeps out everybody."""
+    folder = storage.capabilities.folder
+    return folder if folder is not None and locks_are_shared(folder.root) else None

@@ -19,10 +19,10 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageExistsError, StorageMissingError
-from ckpt_engine.store import layout
-from ckpt_engine.store.sealed import seal
+from ckpt_engine.store import names
+from ckpt_engine.store.container import seal
 from ckpt_engine.store.storage.base import Storage, Versions
-from ckpt_engine.store.storage.retries import asking
+from ckpt_engine.store.storage.object_requests import asking
 
 TTL_SECONDS = 30.0
 BEATS = 4
@@ -35,7 +35,7 @@ _FREE = b"{}\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessIdentity:
     """A process as only its own machine knows it: a new process of the same number is another one."""
 
     boot: str
@@ -54,7 +54,7 @@ class Place:
 
     def is_dead(self) -> bool:
         """Whether the process has ended; False where that cannot be known from here."""
-        here = Place.current()
+        here = ProcessIdentity.current()
         if here is None or (here.boot, here.namespace) != (self.boot, self.namespace):
             return False
         try:
@@ -73,7 +73,7 @@ class Record:
     token: str
     beat: int
     ttl_seconds: float
-    place: Place | None
+    place: ProcessIdentity | None
 
     def encode(self) -> bytes:
         lease = {"token": self.token, "beat": self.beat, "ttl_seconds": self.ttl_seconds}
@@ -88,14 +88,14 @@ class Record:
             lease = row.pop("lease")
             row.pop("digest", None)  # of no weight here: a flip in what is for people does not end a lease
             place = lease.get("place")
-            known = {field.name for field in fields(Place)}
-            there = Place(**place) if isinstance(place, dict) and set(place) == known else None
+            known = {field.name for field in fields(ProcessIdentity)}
+            there = ProcessIdentity(**place) if isinstance(place, dict) and set(place) == known else None
             return cls(row, str(lease["token"]), int(lease["beat"]), float(lease["ttl_seconds"]), there)
         except (ValueError, LookupError, TypeError, AttributeError):
             return None
 
 
-class Slot(Protocol):
+class LeaseRecord(Protocol):
     """Where a lease is written."""
 
     url: str
@@ -115,10 +115,10 @@ class _VersionedSlot:
         self._versions = versions
 
     def read(self) -> tuple[bytes, str] | None:
-        return self._versions.read_versioned(layout.LEASE)
+        return self._versions.read_versioned(names.LEASE)
 
     def write(self, data: bytes, version: str | None) -> None:
-        self._versions.replace(layout.LEASE, data, version)
+        self._versions.replace(names.LEASE, data, version)
 
 
 class _PlainSlot:
@@ -130,16 +130,16 @@ class _PlainSlot:
 
     def read(self) -> tuple[bytes, str] | None:
         try:
-            data = self._storage.get(layout.LEASE)
+            data = self._storage.get(names.LEASE)
         except StorageMissingError:
             return None
         return data, hashlib.sha256(data).hexdigest()
 
     def write(self, data: bytes, version: str | None) -> None:
-        self._storage.put(layout.LEASE, [memoryview(data)], exclusive=version is None)
+        self._storage.put(names.LEASE, [memoryview(data)], exclusive=version is None)
 
 
-def slot_of(storage: Storage) -> Slot:
+def slot_of(storage: Storage) -> LeaseRecord:
     """The slot of a run's lease."""
     versions = storage.capabilities.versions
     return _VersionedSlot(storage.url, versions) if versions is not None else _PlainSlot(storage)
@@ -174,7 +174,7 @@ class _Watch:
         return now - self._since
 
 
-def take(slot: Slot, holder: dict[str, Any], wait_seconds: float, timing: Timing) -> ObjectLease:
+def take(slot: LeaseRecord, holder: dict[str, Any], wait_seconds: float, timing: Timing) -> ObjectLease:
     """Take the lease, waiting at most `wait_seconds` for a holder that lives.
 
     It takes up to the holder's `ttl_seconds` to see whether it does.
@@ -213,9 +213,9 @@ def _is_abandoned(seen: tuple[bytes, str] | None, watch: _Watch) -> bool:
 
 
 def _try_to_take(
-    slot: Slot, holder: dict[str, Any], seen: tuple[bytes, str] | None, timing: Timing
+    slot: LeaseRecord, holder: dict[str, Any], seen: tuple[bytes, str] | None, timing: Timing
 ) -> ObjectLease | None:
-    record = Record(holder, os.urandom(16).hex(), 0, timing.ttl_seconds, Place.current())
+    record = Record(holder, os.urandom(16).hex(), 0, timing.ttl_seconds, ProcessIdentity.current())
     began = timing.clock()
     try:
         slot.write(record.encode(), seen[1] if seen else None)
@@ -233,7 +233,7 @@ def _try_to_take(
 class ObjectLease:
     """A lease that a thread goes on renewing. `check` asks the store."""
 
-    def __init__(self, slot: Slot, record: Record, written: float, timing: Timing) -> None:
+    def __init__(self, slot: LeaseRecord, record: Record, written: float, timing: Timing) -> None:
         self._slot = slot
         self._record = record
         self._written = written

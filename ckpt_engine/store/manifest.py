@@ -6,6 +6,8 @@ A snapshot exists if and only if its manifest does. The bytes are one JSON docum
 
 where the digest covers exactly the bytes of <body>. The body starts with `format`, `version` and `info`, so that a
 listing can be made from the first few KiB of each manifest.
+
+What is said where a whole snapshot is asked for, and a place has only what some of the ranks wrote.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from ckpt_engine.errors import PartialError
 
 FORMAT = "ckpt-engine"
 RANKS = "ranks"
@@ -163,7 +167,7 @@ class Manifest:
 
     Args:
         tree: the typed JSON skeleton of the state (see docs/format.md, "Tree"); leaves refer to `entries` by name.
-        world: `{"size": W}`; more keys in part records, and where it is partial (see `persist.parts`).
+        world: `{"size": W}`; more keys in part records, and where it is partial (see `writer.part_records`).
         software: versions of python, torch, ckpt-engine, trainer...
         notes: free JSON for adapters (never needed for rebuilding the tree).
         bases: by the id of a snapshot that some `Piece.base` names and by entry, its pieces that are needed, each by
@@ -180,3 +184,12 @@ class Manifest:
     tree: Any
     notes: Mapping[str, Any] = field(default_factory=dict)
     bases: Mapping[str, Mapping[str, Mapping[int, Piece]]] = field(default_factory=dict)
+
+
+def require_whole(info: SnapshotInfo, url: str) -> None:
+    """Raises `PartialError` if it is not whole; says where all of it is to be had."""
+    if info.partial is not None:
+        raise PartialError(
+            f"{url} has the shares of {info.partial} only",
+            hint="`ckpt cp` the folders of all nodes to one place and use that, or a tier that all nodes share",
+        )

@@ -18,10 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt_engine.errors import ConfigError, CorruptError, FormatError, StorageExistsError, StorageMissingError
-from ckpt_engine.store import fields, layout, manifest_codec
+from ckpt_engine.store import container, manifest_codec, names
+from ckpt_engine.store.container import seal, unseal
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.sealed import seal, unseal
 from ckpt_engine.store.storage.base import Storage
 
 _NOTE_CHARACTERS = 100_000
@@ -58,9 +58,9 @@ def pin(repository: Repository, snapshot: str, note: str = "", *, created: float
         StorageError: it is not pinned, as before.
         ConfigError: the note is too long.
     """
-    storage, name = repository.storage, layout.pin_name(snapshot)
+    storage, name = repository.storage, names.pin_name(snapshot)
     try:
-        manifest = storage.get(layout.manifest_name(snapshot))
+        manifest = storage.get(names.manifest_name(snapshot))
     except StorageMissingError as err:
         raise _missing(repository, snapshot) from err
     made = Pin(snapshot, note, time.time() if created is None else created)
@@ -84,13 +84,13 @@ def pin(repository: Repository, snapshot: str, note: str = "", *, created: float
 def unpin(repository: Repository, snapshot: str) -> bool:
     """Leave `snapshot` to retention again; whether it was pinned."""
     was_pinned = snapshot in pinned_ids(repository.storage)
-    repository.storage.delete(layout.pin_name(snapshot))
+    repository.storage.delete(names.pin_name(snapshot))
     return was_pinned
 
 
 def pinned_ids(storage: Storage) -> frozenset[str]:
     """The snapshots that have a pin: one listing, no reads."""
-    found = (layout.pin_id(item.name) for item in storage.list(layout.PINS))
+    found = (names.pin_id(item.name) for item in storage.list(names.PINS))
     return frozenset(parsed.id for parsed in found if parsed)
 
 
@@ -120,7 +120,7 @@ def orphans(repository: Repository) -> list[Orphan]:
     found = [orphan for snapshot in missing if (orphan := _orphan(storage, snapshot))]
     if not found:
         return []
-    there = {item.name: item.nbytes for item in storage.list(layout.DATA)}
+    there = {item.name: item.nbytes for item in storage.list(names.DATA)}
     return [one for one in found if all(there.get(file.name) == file.nbytes for file in one.manifest.files)]
 
 
@@ -128,7 +128,7 @@ def put_back(repository: Repository, found: Sequence[Orphan]) -> frozenset[str]:
     """Make them snapshots again; returns their ids. Needs the lease."""
     for orphan in found:
         with suppress(StorageExistsError):
-            repository.storage.put(layout.manifest_name(orphan.manifest.info.id), [memoryview(orphan.text)])
+            repository.storage.put(names.manifest_name(orphan.manifest.info.id), [memoryview(orphan.text)])
         repository.remember(orphan.manifest)
     return frozenset(orphan.manifest.info.id for orphan in found)
 
@@ -136,7 +136,7 @@ def put_back(repository: Repository, found: Sequence[Orphan]) -> frozenset[str]:
 def _orphan(storage: Storage, snapshot: str) -> Orphan | None:
     """What the pin says of its snapshot; None if that is damaged or the pin is gone."""
     try:
-        text = storage.get(layout.pin_name(snapshot)).partition(b"\n")[2]
+        text = storage.get(names.pin_name(snapshot)).partition(b"\n")[2]
         manifest = manifest_codec.decode(text)
     except (StorageMissingError, FormatError):
         return None
@@ -144,7 +144,7 @@ def _orphan(storage: Storage, snapshot: str) -> Orphan | None:
 
 
 def _read(storage: Storage, snapshot: str) -> Pin | None:
-    name = layout.pin_name(snapshot)
+    name = names.pin_name(snapshot)
     try:
         head, newline, _ = storage.get(name, 0, _HEAD_BYTES).partition(b"\n")
         if not newline:
@@ -172,7 +172,7 @@ def check(text: bytes, snapshot: str, where: str) -> None:
 def _pin(head: bytes, snapshot: str, where: str) -> Pin:
     row = unseal(head, where)
     try:
-        fields.require(type(row["note"]) is str and fields.is_time(row["created"]), "no note, or no time")
+        container.require(type(row["note"]) is str and container.is_time(row["created"]), "no note, or no time")
         return Pin(snapshot, row["note"], float(row["created"]))
     except (ValueError, LookupError) as err:
         raise CorruptError(f"{where} is damaged: {type(err).__name__}: {err}") from err

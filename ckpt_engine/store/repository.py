@@ -1,27 +1,30 @@
-"""A run's repository: its record, its snapshots, and which data they need."""
+"""A run's repository: its record, its snapshots, and which data they need.
+
+The catalog: what many manifests say, in one object. A cache that is never believed over the listing.
+
+An entry counts only where the listing shows the very manifest that was read for it: the same name, size and version.
+Whatever is newer, or was not in the catalog when that was written, is read by itself. A catalog that is missing, torn,
+old or of another run costs time and nothing else.
+
+Whether data files are in a storage as they were written, by what it lists.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from ckpt_engine.errors import (
-    CkptError,
-    CorruptError,
-    ForeignError,
-    FormatError,
-    NewerFormatError,
-    StorageMissingError,
-)
-from ckpt_engine.store import catalog, fields, layout, manifest_codec
+from ckpt_engine.errors import CkptError, CorruptError, ForeignError, FormatError, NewerFormatError, StorageMissingError
+from ckpt_engine.store import container, manifest_codec, names
+from ckpt_engine.store.container import digest, seal, unseal
 from ckpt_engine.store.decode import require_decodable
-from ckpt_engine.store.manifest import FORMAT, VERSION, Manifest, SnapshotInfo
-from ckpt_engine.store.sealed import seal, unseal
+from ckpt_engine.store.manifest import FORMAT, VERSION, DataFile, Manifest, SnapshotInfo
 from ckpt_engine.store.storage.base import ObjectInfo, Storage
 
 READS_AT_ONCE = 16
@@ -96,7 +99,7 @@ class Repository:
         """
         if self._record is None:
             try:
-                self._stored_record = self.storage.get(layout.RECORD)
+                self._stored_record = self.storage.get(names.RECORD)
             except StorageMissingError:
                 self._refuse_foreign()
                 return None
@@ -127,7 +130,7 @@ class Repository:
             record = self._agreeing(record)
         text = encode_record(record)
         if text != self._stored_record:
-            self.storage.put(layout.RECORD, [memoryview(text)], exclusive=False)
+            self.storage.put(names.RECORD, [memoryview(text)], exclusive=False)
         self._record, self._stored_record = record, text
         return record
 
@@ -168,7 +171,7 @@ class Repository:
             )
         return record
 
-    def ids(self) -> tuple[layout.ParsedId, ...]:
+    def ids(self) -> tuple[names.ParsedId, ...]:
         """All snapshots by name, oldest first: one listing, no reads."""
         return tuple(parsed for parsed, _ in self._manifests())
 
@@ -195,9 +198,9 @@ class Repository:
             StorageMissingError: no such snapshot.
             CorruptError, ForeignError, NewerFormatError
         """
-        name = layout.manifest_name(snapshot)
+        name = names.manifest_name(snapshot)
         try:
-            if layout.parse_id(snapshot) is None:
+            if names.parse_id(snapshot) is None:
                 raise StorageMissingError(f"not a snapshot id: {snapshot}")
             data = self.storage.get(name)
         except StorageMissingError as err:
@@ -225,8 +228,8 @@ class Repository:
         """
         if manifest.bases:
             require_decodable(manifest)
-        name = layout.manifest_name(manifest.info.id)
-        if layout.manifest_id(name) is None:
+        name = names.manifest_name(manifest.info.id)
+        if names.manifest_id(name) is None:
             raise ValueError(f"not a snapshot id: {manifest.info.id!r}")
         self.storage.put(name, [memoryview(manifest_codec.encode(manifest))])
         self.remember(manifest)
@@ -242,7 +245,7 @@ class Repository:
             self._alive.discard(snapshot)
             self._infos.pop(snapshot, None)
             self._files.pop(snapshot, None)
-        self.storage.delete(*(layout.manifest_name(snapshot) for snapshot in gone))
+        self.storage.delete(*(names.manifest_name(snapshot) for snapshot in gone))
 
     def unreferenced(self, in_flight: Container[str] = ()) -> Garbage:
         """The data files no snapshot needs, by reachability over all manifests.
@@ -255,7 +258,7 @@ class Repository:
             in_flight: ids of snapshots being written now, whose manifests are still to come.
         """
         # Data first, then manifests: data of a snapshot that is committed between the two is then seen as needed.
-        found = [(item, layout.data_owner(item.name)) for item in self.storage.list(layout.DATA)]
+        found = [(item, names.data_owner(item.name)) for item in self.storage.list(names.DATA)]
         listed = self._manifests()
         own = {name for parsed, _ in listed for name in self._files.get(parsed.id, ())}
         loose = [(item, owner) for item, owner in found if owner and owner.id not in in_flight and item.name not in own]
@@ -281,7 +284,7 @@ class Repository:
             for parsed, _ in listed
             if parsed.id != snapshot
             and any(
-                (owner := layout.data_owner(name)) and owner.id == snapshot for name in self._files.get(parsed.id, ())
+                (owner := names.data_owner(name)) and owner.id == snapshot for name in self._files.get(parsed.id, ())
             )
         )
 
@@ -300,12 +303,12 @@ class Repository:
             known: ids about which nothing has to be learned; default: those whose data files are known.
         """
         known = self._files if known is None else known
-        manifests = {parsed.id: item for item in listed if (parsed := layout.manifest_id(item.name))}
-        if sum(snapshot not in known for snapshot in manifests) <= catalog.FEW:
+        manifests = {parsed.id: item for item in listed if (parsed := names.manifest_id(item.name))}
+        if sum(snapshot not in known for snapshot in manifests) <= FEW:
             return
         try:
             record = self.record()
-            cards = catalog.decode(self.storage.get(layout.CATALOG), record.run, manifests) if record else []
+            cards = decode(self.storage.get(names.CATALOG), record.run, manifests) if record else []
         except CkptError:
             return  # a cache: without it the manifests are read
         for card in cards:
@@ -322,42 +325,42 @@ class Repository:
         Args:
             require_room: raises `StorageError` if so many bytes must not be written.
         """
-        if len(self._alive - self._catalogued) < catalog.EVERY:
+        if len(self._alive - self._catalogued) < EVERY:
             return
         with suppress(CkptError):
             listed = self._manifests()
             self.learn(item for _, item in listed)
-            if len(self._alive - self._catalogued) < catalog.EVERY:
+            if len(self._alive - self._catalogued) < EVERY:
                 return
             self._catalogued = set(self._alive)
             self._read_missing(listed, self._files, self.files_of)
             cards = (
-                catalog.Card(item, self._infos[parsed.id], self._files[parsed.id])
+                Card(item, self._infos[parsed.id], self._files[parsed.id])
                 for parsed, item in listed
                 if parsed.id in self._files
             )
-            text = catalog.encode(self.run_id, cards)
-            if len(text) > layout.most_bytes(layout.CATALOG):
+            text = encode(self.run_id, cards)
+            if len(text) > names.most_bytes(names.CATALOG):
                 return  # no reader takes it
             require_room(len(text))
-            self.storage.put(layout.CATALOG, [memoryview(text)], exclusive=False)
+            self.storage.put(names.CATALOG, [memoryview(text)], exclusive=False)
 
-    def _manifests(self) -> Sequence[tuple[layout.ParsedId, ObjectInfo]]:
+    def _manifests(self) -> Sequence[tuple[names.ParsedId, ObjectInfo]]:
         """All manifests, oldest first: one listing, no reads."""
-        listed = ((layout.manifest_id(item.name), item) for item in self.storage.list(layout.MANIFESTS))
+        listed = ((names.manifest_id(item.name), item) for item in self.storage.list(names.MANIFESTS))
         found = sorted(((parsed, item) for parsed, item in listed if parsed), key=lambda one: (one[0].seq, one[0].id))
         self._alive = {parsed.id for parsed, _ in found}
         return found
 
     def _read_missing(
         self,
-        listed: Sequence[tuple[layout.ParsedId, ObjectInfo]],
+        listed: Sequence[tuple[names.ParsedId, ObjectInfo]],
         known: Mapping[str, object],
         read: Callable[[str], object],
     ) -> tuple[Damaged, ...]:
         """`read` those that are not in `known`, which it fills; returns those that cannot be read."""
 
-        def attempt(parsed: layout.ParsedId) -> Damaged | None:
+        def attempt(parsed: names.ParsedId) -> Damaged | None:
             try:
                 read(parsed.id)
             except StorageMissingError:
@@ -369,7 +372,7 @@ class Repository:
         missing = [parsed for parsed, _ in listed if parsed.id not in known]
         return tuple(bad for bad in self._at_once(attempt, missing) if bad)
 
-    def _at_once(self, work: Callable[[layout.ParsedId], _T], ids: Sequence[layout.ParsedId]) -> Iterable[_T]:
+    def _at_once(self, work: Callable[[names.ParsedId], _T], ids: Sequence[names.ParsedId]) -> Iterable[_T]:
         if len(ids) < 2 or self.storage.capabilities.cheap_reads:
             return map(work, ids)
         pool = ThreadPoolExecutor(min(READS_AT_ONCE, len(ids)), thread_name_prefix="ckpt-list")
@@ -378,13 +381,13 @@ class Repository:
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def _references(self, listed: Sequence[tuple[layout.ParsedId, ObjectInfo]]) -> tuple[set[str], tuple[Damaged, ...]]:
+    def _references(self, listed: Sequence[tuple[names.ParsedId, ObjectInfo]]) -> tuple[set[str], tuple[Damaged, ...]]:
         self.learn(item for _, item in listed)
         damaged = self._read_missing(listed, self._files, self.files_of)
         return {name for parsed, _ in listed for name in self._files.get(parsed.id, ())}, damaged
 
     def _read_info(self, snapshot: str) -> SnapshotInfo:
-        name = layout.manifest_name(snapshot)
+        name = names.manifest_name(snapshot)
         head = self.storage.get(name, 0, manifest_codec.HEAD_BYTES)
         with self._locating(name):
             info = manifest_codec.decode_info(head)
@@ -402,7 +405,7 @@ class Repository:
 
     def _refuse_foreign(self) -> None:
         for item in self.storage.list(""):
-            if not layout.is_ours(item.name):
+            if not names.is_ours(item.name):
                 raise ForeignError(
                     f"{self.storage.url} has files that are not of ckpt-engine, such as {item.name}",
                     hint="choose an empty or new folder",
@@ -425,7 +428,7 @@ def parse_record(data: bytes, url: str) -> RunRecord:
     Raises:
         CorruptError, ForeignError, NewerFormatError: they are none.
     """
-    where = f"{url}/{layout.RECORD}"
+    where = f"{url}/{names.RECORD}"
     hint = "remove it: the next start writes it again"
     try:
         row = unseal(data, where)
@@ -439,7 +442,99 @@ def parse_record(data: bytes, url: str) -> RunRecord:
                 f"{where} has format version {row['version']}, this program reads up to {VERSION}",
                 hint="upgrade ckpt-engine",
             )
-        fields.require(type(row["run"]) is str and fields.is_time(row["created"]), "it names no run, or no time")
+        container.require(type(row["run"]) is str and container.is_time(row["created"]), "it names no run, or no time")
         return RunRecord(row["run"], float(row["created"]))
     except (ValueError, LookupError, TypeError) as err:
         raise CorruptError(f"{where} is damaged: {type(err).__name__}: {err}", hint=hint) from err
+
+
+EVERY = 100
+"""The catalog is written again when it lacks so many snapshots; a reader never reads more manifests singly."""
+
+FEW = 8
+"""So many unknown manifests are read singly without asking for the catalog."""
+
+_MALFORMED = (ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RecursionError)
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What is known of one snapshot from its verified manifest.
+
+    Args:
+        manifest: its manifest as the storage lists it.
+        files: names of the data files that it needs.
+    """
+
+    manifest: ObjectInfo
+    info: SnapshotInfo
+    files: tuple[str, ...]
+
+
+def encode(run: str, cards: Iterable[Card]) -> bytes:
+    """The bytes of a catalog. Cards of manifests whose version the storage does not tell are left out."""
+    rows = [
+        {
+            "nbytes": card.manifest.nbytes,
+            "version": card.manifest.version,
+            "info": manifest_codec.info_to_json(card.info),
+            "files": card.files,
+        }
+        for card in cards
+        if card.manifest.version
+    ]
+    body = json.dumps(
+        {"format": FORMAT, "version": VERSION, "run": run, "snapshots": rows},
+        separators=(",", ":"),
+        ensure_ascii=False,
+        allow_nan=False,
+    ).encode()
+    return b'{"digest":"%s","catalog":%s}\n' % (digest(body).encode(), body)
+
+
+def decode(data: bytes, run: str, listed: Mapping[str, ObjectInfo]) -> list[Card]:
+    """The cards that hold for the manifests of a listing.
+
+    Args:
+        run: whose catalog it must be.
+        listed: manifests by the id of their snapshot.
+
+    Raises:
+        CorruptError: torn, changed, of another run or of a later version: of no use here.
+    """
+    start, _, body = data.partition(b',"catalog":')
+    body = body[:-2]
+    if start != b'{"digest":"%s"' % digest(body).encode():
+        raise CorruptError("the catalog is damaged")
+    try:
+        document = container.loads(body)
+        if (document["format"], document["version"], document["run"]) != (FORMAT, VERSION, run):
+            raise CorruptError("the catalog is of another run or version")
+        return [card for row in document["snapshots"] if (card := _card(row, listed)) is not None]
+    except _MALFORMED as err:
+        raise CorruptError(f"the catalog contradicts the format: {type(err).__name__}: {err}") from err
+
+
+def _card(row: Mapping[str, Any], listed: Mapping[str, ObjectInfo]) -> Card | None:
+    there = listed.get(row["info"]["id"])
+    if there is None or not there.version or (there.nbytes, there.version) != (row["nbytes"], row["version"]):
+        return None
+    files = tuple(row["files"])
+    if any(names.data_owner(name) is None for name in files):
+        raise ValueError("bad data file name")
+    return Card(there, manifest_codec.info_from_json(row["info"]), files)
+
+
+FEW_FILES = 4
+"""So many files are asked for one by one; more of them cost less in one listing of all."""
+
+
+def lacking(storage: Storage, files: Sequence[DataFile]) -> list[str]:
+    """The names of those that are missing, or of another size.
+
+    Raises:
+        StorageError: that cannot be told.
+    """
+    prefixes = [file.name for file in files] if len(files) <= FEW_FILES else [names.DATA]
+    sizes = {item.name: item.nbytes for prefix in prefixes for item in storage.list(prefix)}
+    return [file.name for file in files if sizes.get(file.name) != file.nbytes]

@@ -1,21 +1,26 @@
-"""Retention: a `keep` setting as the policy it asks for, and the names of everything around it in one place."""
+"""Retention: a `keep` setting as the policy it asks for, and the names of everything around it in one place.
+
+The plan of retention: what a policy and its limits do to a run's snapshots, after a write and before one.
+
+Laws (tests/store/test_retention*.py): a plan depends neither on the order of the snapshots nor on a clock; planning
+again after the plan was executed removes nothing; the newest snapshot that is whole always stays, and so does what is
+protected; protecting more never makes a rule keep less; after a plan the limits hold, or nothing was removed for them
+and the plan says how many bytes are missing.
+
+Preflight: whether what a retention policy keeps will fit, said before the disk is full. Pure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
-from ckpt_engine.store.retention_plan import (
-    NEWEST,
-    NEWEST_WHOLE,
-    SLACK_BYTES,
-    Limits,
-    Plan,
-    Retention,
-    Usage,
-    plan,
-    plan_before_write,
-)
+from ckpt_engine.observe import units
+from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.retention_rules import (
     KeepAge,
     KeepAll,
@@ -26,28 +31,9 @@ from ckpt_engine.store.retention_rules import (
     Period,
     RetentionPolicy,
     Union,
+    by_age,
+    rules_in,
 )
-
-__all__ = [
-    "NEWEST",
-    "NEWEST_WHOLE",
-    "SLACK_BYTES",
-    "KeepAge",
-    "KeepAll",
-    "KeepBest",
-    "KeepEveryNSteps",
-    "KeepLast",
-    "KeepPeriods",
-    "Limits",
-    "Plan",
-    "Retention",
-    "RetentionPolicy",
-    "Union",
-    "Usage",
-    "plan",
-    "plan_before_write",
-    "policy_from",
-]
 
 _LADDER: Mapping[str, Period] = {"hourly": "hour", "daily": "day", "weekly": "week"}
 _RULES = ("last", "every_n_steps", *_LADDER, "age", "best")
@@ -71,12 +57,12 @@ def policy_from(keep: Mapping[str, Any]) -> RetentionPolicy:
     """
     _require_known(keep, (*_RULES, *_LIMITS, _COMPONENTS), "keep")
     rule = _rule_from(keep)
-    limits = Limits(*(_bytes_from(keep, name) for name in _LIMITS))
+    limits = ByteLimits(*(_bytes_from(keep, name) for name in _LIMITS))
     components = {}
     for name, rules in (keep.get(_COMPONENTS) or {}).items():
         _require_known(rules, _RULES, f"keep.components.{name}")
         components[name] = _rule_from(rules)
-    if limits == Limits() and not components:
+    if limits == ByteLimits() and not components:
         return rule
     return Retention(rule, limits, components)
 
@@ -105,3 +91,330 @@ def _bytes_from(keep: Mapping[str, Any], name: str) -> int | None:
 def _require_known(given: Mapping[str, Any], known: tuple[str, ...], where: str) -> None:
     if unknown := set(given) - set(known):
         raise ValueError(f"{where} knows {', '.join(known)}, not {', '.join(sorted(unknown))}")
+
+
+NEWEST = "newest"
+NEWEST_WHOLE = "newest whole snapshot"
+NO_RULE = "no rule keeps it"
+SLACK_BYTES = 64 << 10
+"""Room that a quota leaves for what is small: the record, the lease, pins, the last page of a file."""
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class ByteLimits:
+    """What stored bytes may be at most (`quota_bytes`), and free ones at least (`min_free_bytes`). None: no limit."""
+
+    quota_bytes: int | None = None
+    min_free_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """A rule, the limits that cut what it keeps, and rules for single components."""
+
+    rule: RetentionPolicy
+    limits: ByteLimits = ByteLimits()
+    components: Mapping[str, RetentionPolicy] = field(default_factory=dict)
+
+    def keep(self, infos: Sequence[SnapshotInfo]) -> Mapping[str, str]:
+        """What `rule` keeps."""
+        return self.rule.keep(infos)
+
+    @classmethod
+    def of(cls, policy: RetentionPolicy) -> Retention:
+        """`policy` with limits: its own, or none."""
+        return policy if isinstance(policy, Retention) else cls(policy)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The bytes a run occupies.
+
+    Args:
+        files: by snapshot the files it needs, manifest included, with their bytes. Several may need the same file.
+        other_bytes: all the rest of ours, garbage included.
+    """
+
+    files: Mapping[str, Mapping[str, int]]
+    other_bytes: int = 0
+
+    @property
+    def used_bytes(self) -> int:
+        """Everything, each file once."""
+        once = {name: nbytes for files in self.files.values() for name, nbytes in files.items()}
+        return sum(once.values()) + self.other_bytes
+
+    def exclusive_bytes(self, snapshots: Collection[str]) -> int:
+        """What is free once these snapshots, and no others, are gone."""
+        leaving = set(snapshots)
+        staying = {name for snapshot, files in self.files.items() if snapshot not in leaving for name in files}
+        gone = {name: nbytes for one in leaving for name, nbytes in self.files.get(one, {}).items()}
+        return sum(nbytes for name, nbytes in gone.items() if name not in staying)
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPlan:
+    """What happens to each snapshot: kept with a reason, or removed (oldest first).
+
+    Args:
+        why: the reason of each removal.
+        slim: kept snapshots that lose components, and which.
+        short_bytes: what is missing to keep the limits although everything that may be removed were; else 0.
+    """
+
+    keep: Mapping[str, str]
+    remove: tuple[str, ...]
+    why: Mapping[str, str] = field(default_factory=dict)
+    slim: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    short_bytes: int = 0
+
+
+def plan(
+    infos: Sequence[SnapshotInfo],
+    policy: RetentionPolicy,
+    protected: Mapping[str, str] = _NOTHING,
+    *,
+    verified: str | None = None,
+    usage: Usage | None = None,
+    free_bytes: int | None = None,
+) -> RetentionPlan:
+    """What `policy` does to the snapshots `infos`.
+
+    Args:
+        protected: ids kept whatever rules and limits say, with the reason.
+        verified: the newest snapshot known to be whole; kept whatever the limits say. Unknown: the newest one.
+        usage: the bytes behind the snapshots; without it each has its `nbytes`.
+        free_bytes: of the storage, if known.
+    """
+    retention = Retention.of(policy)
+    in_order = sorted(infos, key=by_age)
+    newest = in_order[-1].id if in_order else ""
+    shed = _Shedding(in_order, retention, usage, {*protected, verified or newest})
+    always = {newest: NEWEST} | ({verified: NEWEST_WHOLE} if verified else {})
+    reasons = dict(retention.keep(in_order))
+    for snapshot, reason in protected.items():
+        reasons[snapshot] = f"{reason}; {reasons[snapshot]}" if snapshot in reasons else reason
+    for snapshot, reason in always.items():
+        reasons.setdefault(snapshot, reason)
+    for info in in_order:
+        if info.id not in reasons:
+            shed.remove(info.id, NO_RULE)
+    shed.to_limits(retention.limits, free_bytes)
+    kept = {info.id: reasons[info.id] for info in shed.left}
+    slim = _slim(shed.left, retention.components, {*protected, verified or newest, newest})
+    return RetentionPlan(kept, shed.removed_in_order(), shed.why, slim, shed.short_bytes)
+
+
+def plan_before_write(
+    infos: Sequence[SnapshotInfo],
+    policy: RetentionPolicy,
+    incoming_bytes: int,
+    free_bytes: int | None,
+    *,
+    protected: Mapping[str, str] = _NOTHING,
+    verified: str | None = None,
+    usage: Usage | None = None,
+    incoming: SnapshotInfo | None = None,
+) -> RetentionPlan:
+    """What has to go before a snapshot of `incoming_bytes` may be written, so that no limit breaks at any instant.
+
+    Nothing goes while there is room. First goes what the policy will not keep beside the new snapshot, then the oldest,
+    then the best ones; never what is protected, nor the newest whole snapshot. To make room on a disk without limits
+    only the first kind goes.
+
+    Args:
+        incoming_bytes: everything the write will store: data files and manifest.
+        free_bytes: of the storage, if known.
+        incoming: the snapshot to come, as far as it is known.
+
+    Returns:
+        A plan. If it has `short_bytes` nothing is removed and the write MUST NOT begin.
+    """
+    retention = Retention.of(policy)
+    in_order = sorted(infos, key=by_age)
+    newest = {in_order[-1].id} if in_order and verified is None else set()
+    shed = _Shedding(in_order, retention, usage, {*protected, *newest, *([verified] if verified else [])})
+    coming = incoming or _unknown(in_order, incoming_bytes)
+    after = retention.keep([*in_order, coming])
+    loose = [info.id for info in in_order if info.id not in after]
+    shed.to_limits(retention.limits, free_bytes, incoming_bytes, first=loose)
+    if free_bytes is not None and not shed.short_bytes:
+        need_bytes = incoming_bytes + SLACK_BYTES - free_bytes - shed.freed_bytes
+        shed.to_free(need_bytes, loose, f"room for {units.size(incoming_bytes)}, {units.size(free_bytes)} are free")
+    if shed.short_bytes:
+        return RetentionPlan(
+            {info.id: "removing it would not make room" for info in in_order}, (), {}, {}, shed.short_bytes
+        )
+    kept = {info.id: after.get(info.id) or protected.get(info.id, "there is room") for info in shed.left}
+    return RetentionPlan(kept, shed.removed_in_order(), shed.why)
+
+
+class _Shedding:
+    """Snapshots that go one after another, and the bytes that this frees."""
+
+    def __init__(
+        self, in_order: Sequence[SnapshotInfo], retention: Retention, usage: Usage | None, immune: set[str]
+    ) -> None:
+        self._in_order = in_order
+        self._retention = retention
+        self._usage = usage or Usage({info.id: {info.id: info.nbytes} for info in in_order})
+        self._needed_by = Counter(name for files in self._usage.files.values() for name in files)
+        self._immune = immune
+        self._used_bytes = self._usage.used_bytes
+        self.why: dict[str, str] = {}
+        self.freed_bytes = 0
+        self.short_bytes = 0
+
+    @property
+    def left(self) -> list[SnapshotInfo]:
+        return [info for info in self._in_order if info.id not in self.why]
+
+    def removed_in_order(self) -> tuple[str, ...]:
+        return tuple(info.id for info in self._in_order if info.id in self.why)
+
+    def remove(self, snapshot: str, why: str) -> None:
+        self.why[snapshot] = why
+        for name, nbytes in self._usage.files.get(snapshot, {}).items():
+            self._needed_by[name] -= 1
+            if self._needed_by[name] == 0:
+                self.freed_bytes += nbytes
+
+    def to_limits(
+        self, limits: ByteLimits, free_bytes: int | None, incoming_bytes: int = 0, *, first: Sequence[str] = ()
+    ) -> None:
+        """Remove until both limits hold with `incoming_bytes` more, those in `first` first."""
+        order = [*first, *(snapshot for snapshot in self._by_worth() if snapshot not in set(first))]
+        short_bytes = [0]
+        if limits.quota_bytes is not None:
+            slack = SLACK_BYTES if incoming_bytes else 0
+            need_bytes = self._used_bytes - self.freed_bytes + incoming_bytes + slack - limits.quota_bytes
+            short_bytes.append(self.to_free(need_bytes, order, f"over the quota of {units.size(limits.quota_bytes)}"))
+        if limits.min_free_bytes is not None and free_bytes is not None:
+            need_bytes = limits.min_free_bytes + incoming_bytes - free_bytes - self.freed_bytes
+            why = f"{units.size(limits.min_free_bytes)} must stay free"
+            short_bytes.append(self.to_free(need_bytes, order, why))
+        self.short_bytes = max(short_bytes)
+
+    def to_free(self, need_bytes: int, order: Sequence[str], why: str) -> int:
+        """Remove in `order` until `need_bytes` are free. Where that is impossible nothing goes.
+
+        Returns:
+            How many bytes could not be freed.
+        """
+        candidates = [snapshot for snapshot in order if snapshot not in self._immune and snapshot not in self.why]
+        gone = set(self.why)
+        possible_bytes = self._usage.exclusive_bytes({*gone, *candidates}) - self._usage.exclusive_bytes(gone)
+        if need_bytes > possible_bytes:
+            return need_bytes - possible_bytes
+        until_bytes = self.freed_bytes + need_bytes
+        for snapshot in candidates:
+            if self.freed_bytes >= until_bytes:
+                break
+            self.remove(snapshot, why)
+        return 0
+
+    def _by_worth(self) -> list[str]:
+        """The oldest first, and after all others what is kept for being the best."""
+        best: set[str] = set()
+        for rule in rules_in(self._retention.rule):
+            if isinstance(rule, KeepBest):
+                best.update(rule.keep(self._in_order))
+        return [info.id for info in sorted(self._in_order, key=lambda info: (info.id in best, by_age(info)))]
+
+
+def _unknown(in_order: Sequence[SnapshotInfo], nbytes: int) -> SnapshotInfo:
+    """A snapshot to come, of which only the size is known."""
+    if not in_order:
+        return SnapshotInfo("", 0, 0, None, "", 0.0, nbytes)
+    newest = in_order[-1]
+    return dataclasses.replace(newest, id="", seq=newest.seq + 1, nbytes=nbytes, metrics={}, step=newest.step + 1)
+
+
+def _slim(
+    kept: Sequence[SnapshotInfo], components: Mapping[str, RetentionPolicy], whole: Collection[str]
+) -> dict[str, tuple[str, ...]]:
+    """Which of the kept snapshots lose which components. One that would lose all of them loses none."""
+    drops: dict[str, list[str]] = {}
+    for component in sorted(components):
+        having = [info for info in kept if component in info.components]
+        wanted = components[component].keep(having)
+        for info in having:
+            if info.id not in wanted and info.id not in whole:
+                drops.setdefault(info.id, []).append(component)
+    parts = {info.id: set(info.components) for info in kept}
+    return {snapshot: tuple(lost) for snapshot, lost in drops.items() if parts[snapshot] - set(lost)}
+
+
+@dataclass(frozen=True, slots=True)
+class Preflight:
+    """What a run will need at most, and what it has.
+
+    Args:
+        count: snapshots at once, the one being written included; None where nothing limits them.
+        needed_bytes: for these; without a bound for the two that every run needs: the newest and the next.
+        available_bytes: what it may fill, its present snapshots included; None where unknown.
+        text: one line for people.
+    """
+
+    count: int | None
+    needed_bytes: int
+    available_bytes: int | None
+    text: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether `needed_bytes` are available, as far as is known."""
+        return self.available_bytes is None or self.needed_bytes <= self.available_bytes
+
+
+def preflight(
+    policy: RetentionPolicy, snapshot_bytes: int, *, used_bytes: int = 0, free_bytes: int | None = None
+) -> Preflight:
+    """Whether snapshots of `snapshot_bytes` fit under `policy`.
+
+    Args:
+        used_bytes: what the run occupies already.
+        free_bytes: of the storage, if known.
+    """
+    limits = Retention.of(policy).limits
+    room = [] if free_bytes is None else [used_bytes + free_bytes - (limits.min_free_bytes or 0)]
+    room += [] if limits.quota_bytes is None else [limits.quota_bytes]
+    available_bytes = max(0, min(room)) if room else None
+    last, others = _counts(policy)
+    # The oldest goes before the next is written where room is short; the newest never does.
+    count = None if others is None else max(2, last + others)
+    needed_bytes = (count or 2) * snapshot_bytes
+    text = f"this run needs {'at least ' if count is None else ''}{units.size(needed_bytes)}"
+    text += f" ({count or 2} snapshots of {units.size(snapshot_bytes)})"
+    if available_bytes is None:
+        return Preflight(count, needed_bytes, None, text)
+    text += f", {units.size(available_bytes)} are {'free' if not used_bytes and len(room) == 1 else 'available'}"
+    if needed_bytes > available_bytes:
+        text += f": {_advice(available_bytes // max(1, snapshot_bytes), last, others or 0)}"
+    elif count is None:
+        text += f": {available_bytes // max(1, snapshot_bytes)} fit"
+    return Preflight(count, needed_bytes, available_bytes, text)
+
+
+def _counts(policy: RetentionPolicy) -> tuple[int, int | None]:
+    """How many snapshots `last` keeps, and how many the other rules may keep; None if they have no bound."""
+    last, others = 0, 0
+    for rule in rules_in(Retention.of(policy).rule):
+        if isinstance(rule, KeepLast):
+            last = max(last, rule.n)
+        elif isinstance(rule, KeepPeriods):
+            others += rule.n
+        elif isinstance(rule, KeepBest):
+            others += rule.k
+        else:
+            return last, None
+    return last, others
+
+
+def _advice(fitting: int, last: int, others: int) -> str:
+    if fitting < 2:
+        return "not even two snapshots fit, and the newest one stays until the next is complete"
+    if fitting - others >= 1 and last:
+        return f"last: {fitting - others} fits"
+    return f"only {fitting} snapshots fit; keep fewer"

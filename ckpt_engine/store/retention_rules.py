@@ -1,18 +1,24 @@
-"""Rules that say which snapshots stay: pure functions of what a listing shows, each kept one with its reason.
+"""Rules that say which snapshots stay, and the lines of history they protect: pure functions of what a listing shows.
 
 No rule asks a clock. Ages are told by the times in the snapshots themselves, so a run that pauses loses nothing.
+
+Lines of history: which snapshots one run made one after another, and which are of another branch. Pure.
+
+Each process is an attempt of its own. One that resumes names the attempts that it continues, each up to the snapshot
+that it saw: whatever another job makes of the same snapshots, before or after, is of another line. So nothing has to be
+known of other jobs to leave their work alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal, Protocol
 
 from ckpt_engine.observe import units
-from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.manifest import Line, SnapshotInfo
 
 Period = Literal["hour", "day", "week"]
 _PERIOD_SECONDS: Mapping[Period, int] = {"hour": 3600, "day": 86_400, "week": 604_800}
@@ -191,3 +197,78 @@ def _has_date(info: SnapshotInfo) -> bool:
 def _require_positive(name: str, value: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"keep.{name} must be a whole number above 0, not {value!r}")
+
+
+UNNAMED_BRANCH = "unnamed"
+"""The branch of snapshots that do not say of which attempt they are."""
+OTHER_LINE = "of another line of history"
+MOST_ATTEMPTS = 64
+"""That a line names. What is of still earlier ones counts as of another line: it stays."""
+_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A line of history as listings show it: what its newest snapshot continues, as far as no newer branch has it too.
+
+    Args:
+        id: how it is called.
+        snapshots: oldest first.
+        own: ids of those that belong to no other branch.
+    """
+
+    id: str
+    snapshots: tuple[SnapshotInfo, ...]
+    own: frozenset[str]
+
+    @property
+    def newest(self) -> SnapshotInfo:
+        """Its newest snapshot."""
+        return self.snapshots[-1]
+
+
+def branch_id(line: Line) -> str:
+    """What the branch is called whose newest snapshot is of this line."""
+    return line.attempt[:_SHOWN] or UNNAMED_BRANCH
+
+
+def branches(infos: Sequence[SnapshotInfo]) -> list[Branch]:
+    """All branches, first that of the newest snapshot, which a resume continues."""
+    left = sorted(infos, key=by_age)
+    found: list[tuple[Line, list[SnapshotInfo]]] = []
+    while left:
+        line = left[-1].line
+        found.append((line, [info for info in left if line.has(info)]))
+        left = [info for info in left if not line.has(info)]
+    lines = [line for line, _ in found]
+    return [
+        Branch(
+            branch_id(line),
+            tuple(mine),
+            frozenset(info.id for info in mine if not any(one.has(info) for one in lines if one is not line)),
+        )
+        for line, mine in found
+    ]
+
+
+def continued(
+    resumed: SnapshotInfo, newer: Sequence[SnapshotInfo], superseded: Collection[str]
+) -> tuple[tuple[str, int], ...]:
+    """What is `before` in the line of a process that goes on from `resumed`; empty: it begins a line of its own.
+
+    Going on from a snapshot that was continued already would make two histories of one. Unless what continued it is of
+    no use any more: then that belongs to the line, and retention removes it like all that is old.
+
+    Args:
+        newer: what has a higher `seq`, as far as it is known.
+        superseded: ids of those that cannot or are not to be resumed.
+    """
+    after = [info for info in newer if info.line.has(resumed)]
+    if any(info.id not in superseded for info in after):
+        return ()
+    last: dict[str, int] = {}
+    for info in sorted([resumed, *after], key=by_age, reverse=True):
+        last.setdefault(info.line.attempt, info.seq)
+    for attempt, seq in resumed.line.before:
+        last.setdefault(attempt, seq)
+    return tuple(last.items())[:MOST_ATTEMPTS]

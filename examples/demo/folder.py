@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_engine.store.layout import parse_id
+from ckpt_engine.store.names import parse_id
 from ckpt_engine.store.storage.local import TEMP
 
 

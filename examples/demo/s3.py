@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_engine.errors import CkptError
-from ckpt_engine.store.layout import ParsedId
+from ckpt_engine.store.names import ParsedId
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 from demo.process import TrainingFailedError

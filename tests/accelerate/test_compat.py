@@ -13,10 +13,10 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 import accelerate_ckpt
-from accelerate_ckpt import compat
-from accelerate_ckpt.compat import PRIVATE_NAMES, Internals
+from accelerate_ckpt import private
+from accelerate_ckpt.private import ACCELERATE_NAMES, AcceleratorInternals
 from ckpt_engine.errors import CkptError
-from ckpt_engine.tracking.undocumented import PrivateName
+from ckpt_engine.loop.undocumented import PrivateName
 from tests.accelerate.runs import make_accelerator
 from tests.tracking.runs import Average, Case, Net
 
@@ -28,19 +28,19 @@ def accelerator() -> Accelerator:
     return make_accelerator(Case())
 
 
-@pytest.mark.parametrize("entry", PRIVATE_NAMES, ids=lambda e: f"{e.owner}.{e.name}")
+@pytest.mark.parametrize("entry", ACCELERATE_NAMES, ids=lambda e: f"{e.owner}.{e.name}")
 def test_a_private_name_is_still_there(entry: PrivateName, accelerator: Accelerator) -> None:
     """Upstream has not renamed it."""
-    missing = Internals(accelerator).missing()
-    why = f"Accelerate {compat.VERSION} lacks {entry.owner}.{entry.name}: {entry.used_for} fails"
+    missing = AcceleratorInternals(accelerator).missing()
+    why = f"Accelerate {private.ACCELERATE_VERSION} lacks {entry.owner}.{entry.name}: {entry.used_for} fails"
     assert entry not in missing, why
 
 
 def test_a_missing_name_is_one_clear_error(accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says which feature needs what, and what to do."""
-    monkeypatch.setattr(compat, "PRIVATE_NAMES", (PrivateName("shard", "_no_such_thing", "the data position"),))
+    monkeypatch.setattr(private, "ACCELERATE_NAMES", (PrivateName("shard", "_no_such_thing", "the data position"),))
     with pytest.raises(CkptError, match=r"lacks names .*shard\._no_such_thing \(for the data position\)"):
-        Internals(accelerator).probe()
+        AcceleratorInternals(accelerator).probe()
 
 
 def test_the_lists_hold_what_was_prepared(accelerator: Accelerator) -> None:
@@ -52,7 +52,7 @@ def test_the_lists_hold_what_was_prepared(accelerator: Accelerator) -> None:
     prepared = accelerator.prepare(model, optimizer, schedule, loader)
     average = Average(model)
     accelerator.register_for_checkpointing(average)
-    internals = Internals(accelerator)
+    internals = AcceleratorInternals(accelerator)
     assert internals.models() == [prepared[0]]
     assert internals.named_objects() == {
         "optimizer": prepared[1],
@@ -82,13 +82,13 @@ def test_a_prepared_loader_is_one_batch_ahead(dispatch: bool) -> None:
     for given in range(1, 4):
         next(iterator)
         ahead.append(source.fetched - given)
-    assert ahead == [compat.LOOKAHEAD] * 3
+    assert ahead == [private.LOOKAHEAD] * 3
 
 
 def test_accumulation_is_counted_where_we_restore_it(accelerator: Accelerator) -> None:
     """`accelerator.step` decides which batch ends an accumulation."""
     accelerator.gradient_accumulation_steps = 3
-    Internals(accelerator).step = 1
+    AcceleratorInternals(accelerator).step = 1
     ends = []
     for _ in range(4):
         with accelerator.accumulate():
@@ -97,12 +97,12 @@ def test_accumulation_is_counted_where_we_restore_it(accelerator: Accelerator) -
 
 
 def test_nothing_else_touches_private_names_of_accelerate() -> None:
-    """Outside of compat.py no attribute with a leading underscore is used on anything but our own objects."""
-    known = {entry.name for entry in PRIVATE_NAMES if entry.name.startswith("_")}
+    """Outside of private.py no attribute with a leading underscore is used on anything but our own objects."""
+    known = {entry.name for entry in ACCELERATE_NAMES if entry.name.startswith("_")}
     offenders = [
         f"{path.name}:{node.lineno} {node.attr}"
         for path in PACKAGE.glob("*.py")
-        if path.name != "compat.py"
+        if path.name != "private.py"
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
         and (node.attr in known - {"_models"} or (node.attr == "_models" and ast.unparse(node.value) != "self"))

@@ -10,13 +10,12 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher
 from torch.utils.data import DataLoader
 
-from accelerate_ckpt.compat import source_of
+from accelerate_ckpt.private import source_of
 from ckpt_engine.data import rng
+from ckpt_engine.data.changed_loader import require_between_epochs
 from ckpt_engine.data.exactness import Level
-from ckpt_engine.data.resplit import require_between_epochs
 from ckpt_engine.errors import ResumeError
-from ckpt_engine.tracking.boundary import obstacle_of
-from ckpt_engine.tracking.feed import Feed, Source
+from ckpt_engine.loop.feed import Feed, LoaderSource, obstacle_of
 from tests.tracking.runs import Stream
 
 BATCHES = 3
@@ -58,7 +57,7 @@ class Boundaries:
 
 def followed(left: int = BATCHES) -> tuple[Elsewhere, Boundaries, Feed]:
     loader, seen = Elsewhere(left), Boundaries()
-    return loader, seen, Feed("loader", Source(loader, loader.base, 1, "iteration", 0, "ended"), seen)
+    return loader, seen, Feed("loader", LoaderSource(loader, loader.base, 1, "iteration", 0, "ended"), seen)
 
 
 def test_the_end_of_an_epoch_is_known_where_no_batch_is_fetched() -> None:

@@ -13,11 +13,11 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import accelerate_ckpt
-from accelerate_ckpt import TransformersCallback, transformers_compat
-from accelerate_ckpt.transformers_compat import PRIVATE_NAMES, TrainerInternals
+from accelerate_ckpt import TransformersCallback, private
+from accelerate_ckpt.private import TRANSFORMERS_NAMES, TrainerInternals
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import CkptError, ConfigError, ResumeError
-from ckpt_engine.tracking.undocumented import PrivateName
+from ckpt_engine.loop.undocumented import PrivateName
 from tests.accelerate.hf import Text, train_hf
 from tests.tracking.runs import Case, every_boundary, train_plain
 
@@ -29,33 +29,33 @@ def make_trainer(folder: Path, callbacks: list[Any], **arguments: Any) -> Traine
     return Trainer(model=nn.Linear(1, 1), args=options, train_dataset=Text(), callbacks=callbacks)
 
 
-@pytest.mark.parametrize("entry", PRIVATE_NAMES, ids=lambda e: f"{e.owner}.{e.name}")
+@pytest.mark.parametrize("entry", TRANSFORMERS_NAMES, ids=lambda e: f"{e.owner}.{e.name}")
 def test_a_private_name_is_still_there(entry: PrivateName, tmp_path: Path) -> None:
     """Upstream has not renamed it."""
     missing = TrainerInternals(make_trainer(tmp_path, [])).missing()
-    why = f"transformers {transformers_compat.VERSION} lacks {entry.owner}.{entry.name}: {entry.used_for} fails"
+    why = f"transformers {private.TRANSFORMERS_VERSION} lacks {entry.owner}.{entry.name}: {entry.used_for} fails"
     assert entry not in missing, why
 
 
 def test_a_missing_name_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says which feature needs what, and what to do."""
-    monkeypatch.setattr(transformers_compat, "PRIVATE_NAMES", (PrivateName("trainer", "_no_such_thing", "resuming"),))
+    monkeypatch.setattr(private, "TRANSFORMERS_NAMES", (PrivateName("trainer", "_no_such_thing", "resuming"),))
     with pytest.raises(CkptError, match=r"lacks names .*trainer\._no_such_thing \(for resuming\)"):
         TrainerInternals(make_trainer(tmp_path, [])).probe()
 
 
 def test_nothing_else_touches_private_names_of_transformers() -> None:
     """They are all in one file."""
-    names = {entry.name for entry in PRIVATE_NAMES if entry.name.startswith("_")}
+    names = {entry.name for entry in TRANSFORMERS_NAMES if entry.name.startswith("_")}
     names |= {
         value
-        for name, value in vars(transformers_compat).items()
+        for name, value in vars(private).items()
         if name.startswith("_") and name.isupper() and isinstance(value, str)
     }
     offenders = [
         f"{path.name}:{node.lineno} {node.attr}"
         for path in PACKAGE.glob("*.py")
-        if path.name != "transformers_compat.py"
+        if path.name != "private.py"
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in names
     ]

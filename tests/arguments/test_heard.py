@@ -12,10 +12,10 @@ import torch
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import SnapshotFailedError
 from ckpt_engine.observe.events import SnapshotFailed
-from ckpt_engine.observe.fanout import FanOutSink
-from ckpt_engine.persist.thread import ThreadWriter
+from ckpt_engine.observe.log import FanOutSink
 from ckpt_engine.snapshot.copying import _Copy
 from ckpt_engine.store.storage.disk import Disk
+from ckpt_engine.writer.launch import ThreadWriter
 from tests.support.heard import Heard
 
 WAIT_SECONDS = 60.0

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_engine.audit.hidden import HiddenState
-from ckpt_engine.tracking.packed import Packer, unpack
+from ckpt_engine.audit.audit import HiddenState
+from ckpt_engine.loop.capture import Packer, unpack
 
 
 class Net(nn.Module):

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from ckpt_engine.cli.main import main
-from ckpt_engine.store import container, layout
-from ckpt_engine.store.digest import PIECE_BYTES, digest
+from ckpt_engine.store import container, names
+from ckpt_engine.store.container import PIECE_BYTES, digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
@@ -66,7 +66,7 @@ class RunFolder:
         blobs = {name: np.ascontiguousarray(array).tobytes() for name, array in arrays.items()}
         forms = {n: container.container_form(str(a.dtype), a.shape, len(blobs[n])) for n, a in arrays.items()}
         header = container.build_header([(n, *forms[n], len(blobs[n])) for n in arrays])
-        snapshot = layout.snapshot_id(self.repository.next_seq(), step)
+        snapshot = names.snapshot_id(self.repository.next_seq(), step)
         offset, entries = len(header), {}
         for name, blob in blobs.items():
             pieces = []
@@ -85,7 +85,7 @@ class RunFolder:
         for name, blob in blobs.items():
             components[name.partition("/")[0]] = components.get(name.partition("/")[0], 0) + len(blob)
         body = header + b"".join(blobs.values())
-        file = layout.data_name(snapshot)
+        file = names.data_name(snapshot)
         self.repository.storage.put(file, [memoryview(body)])
         facts: dict[str, Any] = {"epoch": None, "reason": "interval", "created": CREATED} | info
         self.repository.commit(
@@ -110,11 +110,11 @@ class RunFolder:
 
     def data_file(self, snapshot: str) -> Path:
         """The path of a snapshot's data file."""
-        return self.path / layout.data_name(snapshot)
+        return self.path / names.data_name(snapshot)
 
     def manifest_file(self, snapshot: str) -> Path:
         """The path of a snapshot's manifest."""
-        return self.path / layout.manifest_name(snapshot)
+        return self.path / names.manifest_name(snapshot)
 
     def flip(self, snapshot: str, entry: str, at: int = 0) -> None:
         """Flip one bit of an entry's bytes on disk."""

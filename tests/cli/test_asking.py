@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.persist.control import Control, Reply
+from ckpt_engine.writer.control import Control, Reply
 
 Ckpt = Callable[..., Any]
 PATIENCE_SECONDS = 60.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.errors import StorageError
-from ckpt_engine.store import layout, pins
+from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
@@ -23,7 +23,7 @@ def ids(run_folder: Any, arrays: Any) -> list[str]:
 
 
 def files(root: Path) -> dict[str, bytes]:
-    skip = {layout.LEASE}
+    skip = {names.LEASE}
     return {
         name: p.read_bytes() for p in root.rglob("*") if p.is_file() and (name := str(p.relative_to(root))) not in skip
     }

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_engine.store import layout, transfer
+from ckpt_engine.copy import transfer
+from ckpt_engine.store import names
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401
 from tests.servers.s3 import S3Server
 from tests.servers.wire import Wire
@@ -36,7 +37,7 @@ def test_a_download_that_breaks_is_continued_within_the_file(
     yaml.write_text(f"tiers: [{{url: 's3://{bucket}/run', storage_options: {options}}}]")
     assert ckpt("cp", run_folder.path, yaml).code == 0
 
-    target, data = tmp_path / "back", layout.data_name(snapshot)
+    target, data = tmp_path / "back", names.data_name(snapshot)
     wire.rule("refuse", "GET", "data/.*safetensors$", after=12)
     broken = ckpt("cp", yaml, target)
     assert broken.code == 2 and "[CKPT300]" in broken.err

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.data import rng
+from ckpt_engine.loop.capture import Packer
 from ckpt_engine.restore import sources
-from ckpt_engine.tracking.packed import Packer
 from tests.convert.training import Loop
 
 Ckpt = Callable[..., Any]

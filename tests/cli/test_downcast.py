@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as npst
 from safetensors.torch import load_file
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.cli.downcast import FORMATS, Loss, is_wider, narrow
+from ckpt_engine.cli.export import FLOAT_FORMATS, Loss, is_wider, narrow
 
 Ckpt = Callable[..., Any]
 MIXED = np.array(
@@ -24,7 +24,7 @@ MIXED = np.array(
 )
 
 
-@pytest.mark.parametrize("target", FORMATS)
+@pytest.mark.parametrize("target", FLOAT_FORMATS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @given(drawn=npst.arrays("float64", st.integers(0, 40)))
 @example(drawn=MIXED)

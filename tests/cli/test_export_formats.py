@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.data import rng
-from ckpt_engine.tracking.packed import Packer
+from ckpt_engine.loop.capture import Packer
 from tests.convert.training import Loop, same_tree, tiny_trainer
 
 Ckpt = Callable[..., Any]
@@ -222,7 +222,7 @@ def test_a_folder_appears_whole_or_not_at_all(ckpt: Ckpt, tmp_path: Path, monkey
     assert "exists already → --force replaces it" in ckpt(*common).err
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", _full)
-        patch.setattr("ckpt_engine.convert.model_file.save_file", _full)
+        patch.setattr("ckpt_engine.interop.state_parts.save_file", _full)
         result = ckpt(*common, "--force")
         assert result.code == 2
         assert "CKPT301" in result.err
@@ -255,7 +255,7 @@ def test_weights_that_safetensors_cannot_hold_become_a_torch_file(ckpt: Ckpt, tm
 
 def test_streams_survive_the_foreign_form() -> None:
     """Whatever the position, cached normals included."""
-    from ckpt_engine.convert import streams
+    from ckpt_engine.interop import state_parts
 
     for draws in range(4):
         random.seed(draws)
@@ -265,7 +265,7 @@ def test_streams_survive_the_foreign_form() -> None:
             np.random.standard_normal()
             torch.rand(draws)
         state = rng.capture_host()
-        assert streams.from_legacy(streams.to_legacy(state)) == state
+        assert state_parts.from_legacy(state_parts.to_legacy(state)) == state
 
 
 def _full(*_: Any, **__: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_engine.store import layout, pins
+from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import acquire
 
 Ckpt = Callable[..., Any]
@@ -77,7 +77,7 @@ def test_a_pin_holds_on_every_tier(ckpt: Ckpt, run_folder: Any, tmp_path: Path) 
     place = tmp_path / "ckpt.yaml"
     place.write_text(f"tiers: [{run_folder.path}, {copy}, {other.path}, {tmp_path / 'new'}]\n")
     assert ckpt("pin", place, "latest").code == 0
-    name = layout.pin_name(snapshot)
+    name = names.pin_name(snapshot)
     assert (copy / name).exists()
     assert (run_folder.path / name).exists()
     assert not (other.path / "pins").exists()

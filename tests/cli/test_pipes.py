@@ -12,7 +12,8 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import CkptError
-from ckpt_engine.store import layout, pins
+from ckpt_engine.store import names as layout
+from ckpt_engine.store import pins
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 

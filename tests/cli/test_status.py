@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.persist.status import AWAY, WORKING, StatusFile, TierStatus, read_status
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.writer.tier_status import AWAY, WORKING, StatusFile, TierStatus, read_status
 
 Ckpt = Callable[..., Any]
 
@@ -85,7 +85,7 @@ def test_no_run_is_an_error(ckpt: Ckpt, tmp_path: Path) -> None:
 
 def test_a_damaged_status_is_told_and_the_rest_shown(ckpt: Ckpt, config: Path, run_folder: Any) -> None:
     """The file is for people: what is wrong with it stops nothing."""
-    (run_folder.path / layout.STATUS).write_text("{")
+    (run_folder.path / names.STATUS).write_text("{")
     done = ckpt("status", config)
     assert done.code == 0
     assert "status.json is damaged" in done.out

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 
@@ -147,7 +147,7 @@ def test_verify_reads_every_copy(ckpt: Ckpt, tiered: Tiered) -> None:
     assert good.code == 0
     assert [line for line in good.out.splitlines() if line.startswith("file")] == list(tiered.urls)
     assert good.out.splitlines()[-1].startswith("4 of 4 copies whole, ")
-    path = tiered.far / layout.data_name(tiered.both)
+    path = tiered.far / names.data_name(tiered.both)
     text = bytearray(path.read_bytes())
     text[-1] ^= 1
     path.write_bytes(text)

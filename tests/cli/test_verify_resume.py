@@ -18,12 +18,10 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.audit import audit
-from ckpt_engine.cli.compare import Difference, Kind
-from ckpt_engine.cli.rehearsal.command_line import PythonCommand
-from ckpt_engine.cli.rehearsal.pairing import Pair
+from ckpt_engine.cli.compare import DifferenceKind, LeafDifference
 from ckpt_engine.cli.rehearsal.patches import Rehearsal
-from ckpt_engine.cli.rehearsal.spec import Spec, Trace, event_line
-from ckpt_engine.cli.rehearsal.verdict import Area, area_of, explain, judge, judge_end
+from ckpt_engine.cli.rehearsal.runs import PythonCommand, Spec, Trace, event_line
+from ckpt_engine.cli.rehearsal.verdict import Area, Pair, area_of, explain, judge, judge_end
 from ckpt_engine.errors import CorruptError
 from ckpt_engine.observe.resume_report import NotRestored
 from lightning_ckpt import AdaptiveCheckpoint
@@ -218,7 +216,9 @@ def test_what_differs_between_two_fresh_starts_explains_nothing() -> None:
         rows = {step: {path: (path.rpartition(".")[2], one) for path, one in row.items()} for step, row in values}
         return Trace((), (), {}, tuple(rows), True, rows)
 
-    divergence = judge([Pair(2, (Difference("w", Kind.TENSOR, "1", "2", 1, 4, (0,), 1.0),), 3, None)], fresh=False)
+    divergence = judge(
+        [Pair(2, (LeafDifference("w", DifferenceKind.TENSOR, "1", "2", 1, 4, (0,), 1.0),), 3, None)], fresh=False
+    )
     assert divergence is not None
     whole = trace(
         (1, {"a.float": "1", "m.Tensor": "1", "b.int": "1"}), (2, {"a.float": "1", "m.Tensor": "2", "b.int": "2"})
@@ -284,13 +284,13 @@ def test_wrong_usage(ckpt: Ckpt, tmp_path: Path) -> None:
 def test_the_first_divergence_is_the_most_telling_one_of_the_first_step() -> None:
     """Batches before positions before streams before tensors before values; later steps do not count."""
 
-    def difference(path: str, kind: Kind = Kind.TENSOR) -> Difference:
-        return Difference(path, kind, "1", "2", 1, 4, (0,), 1.0)
+    def difference(path: str, kind: DifferenceKind = DifferenceKind.TENSOR) -> LeafDifference:
+        return LeafDifference(path, kind, "1", "2", 1, 4, (0,), 1.0)
 
     weights = difference("state_dict/w")
     stream = difference("ckpt_engine/rng/numpy/key")
-    position = difference("ckpt_engine/loaders/0/order/digest", Kind.VALUE)
-    value = difference("lr_schedulers/0/last_epoch", Kind.VALUE)
+    position = difference("ckpt_engine/loaders/0/order/digest", DifferenceKind.VALUE)
+    value = difference("lr_schedulers/0/last_epoch", DifferenceKind.VALUE)
     assert judge([Pair(1, (), 3, None)], fresh=False) is None
     for found, area in (
         ((value, weights), Area.WEIGHTS),
@@ -316,8 +316,8 @@ def test_the_first_divergence_is_the_most_telling_one_of_the_first_step() -> Non
 def test_copies_of_a_random_stream_are_no_order_of_samples_and_are_told_once() -> None:
     """Data positions have the global streams in them; a stream that nothing draws from explains nothing else."""
 
-    def difference(path: str) -> Difference:
-        return Difference(path, Kind.TENSOR, "1", "2", 1, 4, (0,), 1.0)
+    def difference(path: str) -> LeafDifference:
+        return LeafDifference(path, DifferenceKind.TENSOR, "1", "2", 1, 4, (0,), 1.0)
 
     position = "ckpt_engine/feeds/loader/position"
     streams = tuple(

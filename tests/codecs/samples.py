@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from ckpt_engine.store.codecs.base import Chunk
+from ckpt_engine.store.codecs.codec import Chunk
 
 WIDTHS = {
     "bool": 1,

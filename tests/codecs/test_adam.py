@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.errors import CkptError, CorruptError, NewerFormatError
-from ckpt_engine.store.codecs.adam import TOLD, AdamCodec
-from ckpt_engine.store.codecs.predict import flushes_subnormals
+from ckpt_engine.store.codecs.adam import TOLD, AdamCodec, flushes_subnormals
 from tests.codecs.adam_runs import State, one_step, views
 
 CODEC = AdamCodec()
@@ -61,8 +60,8 @@ def test_one_step_of_torch_takes_a_third(
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
 def test_weights_are_predicted_to_the_last_bit(options: dict[str, bool]) -> None:
     """All but those whose square root torch's vector library rounds wrong: on some processors every sixth root."""
+    from ckpt_engine.store.codecs.adam import AdamStep, predict_weights
     from ckpt_engine.store.codecs.planes import scratch
-    from ckpt_engine.store.codecs.predict import AdamStep, predict_weights
 
     steps = one_step(**options)
     told = AdamStep(**{**steps.told, "step": int(steps.told["step"])})

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine.store.codecs.base import Chunk
-from ckpt_engine.store.codecs.choose import (
+from ckpt_engine.store.codecs.codec import (
     LEAST_GAIN,
     MOST_RESTORE,
     RETRY_SNAPSHOTS,
+    Chunk,
+    EncodingLimits,
     Knowledge,
-    Limits,
     Speed,
     TensorClass,
     choose,
@@ -36,14 +36,14 @@ STATE = TensorClass("values/float32", GB, {"byteplane-zstd": PLANES, "delta-byte
 )
 def test_slow_links_get_small_streams_and_fast_disks_raw_ones(link: float, codec: str) -> None:
     """Below 100 MB/s the best ratio wins; a disk faster than the codec gets raw bytes."""
-    choice = choose([STATE], Limits(link * GB, 1, 60))
+    choice = choose([STATE], EncodingLimits(link * GB, 1, 60))
     assert choice.codecs == {"values/float32": codec}
     assert choice.seconds <= choice.raw_seconds
 
 
 def test_the_processor_budget_is_kept() -> None:
     """With two seconds to spend on a gigabyte the cheaper codec is chosen, and the line says why."""
-    choice = choose([STATE], Limits(0.02 * GB, 1, 2.1))
+    choice = choose([STATE], EncodingLimits(0.02 * GB, 1, 2.1))
     assert choice.codecs["values/float32"] == "delta-byteplane-zstd" and choice.cpu_seconds <= 2.1
     assert "budget" in choice.why and "\n" not in choice.why and "delta-byteplane-zstd" in choice.why
 
@@ -52,15 +52,15 @@ def test_cheap_savings_come_first() -> None:
     """If time suffices for one class only, it is the one where a second saves most."""
     weights = TensorClass("values/bfloat16", GB, {"delta-byteplane-zstd": Speed(4, 1 / GB, 1 / GB)})
     noise = TensorClass("exp_avg/float32", GB, {"byteplane-zstd": Speed(1.1, 1 / GB, 1 / GB)})
-    choice = choose([noise, weights], Limits(0.1 * GB, 1, 1.0))
+    choice = choose([noise, weights], EncodingLimits(0.1 * GB, 1, 1.0))
     assert choice.codecs == {"values/bfloat16": "delta-byteplane-zstd", "exp_avg/float32": "raw"}
 
 
 def test_codecs_that_restore_too_slowly_are_left_out() -> None:
     """Reading back takes at most one and a half times as long as raw."""
     slow = TensorClass("values/float32", GB, {"zstd": Speed(3, 1 / GB, 1 / (0.05 * GB))})
-    assert choose([slow], Limits(0.1 * GB, 1, 60)).codecs["values/float32"] == "raw"
-    assert choose([slow], Limits(0.1 * GB, 4, 60)).codecs["values/float32"] == "zstd"
+    assert choose([slow], EncodingLimits(0.1 * GB, 1, 60)).codecs["values/float32"] == "raw"
+    assert choose([slow], EncodingLimits(0.1 * GB, 4, 60)).codecs["values/float32"] == "zstd"
 
 
 speeds = st.builds(Speed, st.floats(0.9, 20), st.floats(1e-11, 1e-7), st.floats(1e-11, 1e-8))
@@ -81,7 +81,7 @@ def test_a_choice_is_never_worse_than_raw_nor_over_budget(
     kinds: list[TensorClass], link: float, cores: float, cpu: float
 ) -> None:
     """Whatever was measured: within the budget, no slower than raw, and every class has a codec that it knows."""
-    choice = choose(kinds, Limits(link, cores, cpu))
+    choice = choose(kinds, EncodingLimits(link, cores, cpu))
     assert choice.seconds <= choice.raw_seconds * (1 + 1e-9)
     assert choice.cpu_seconds <= cpu
     assert set(choice.codecs) == {kind.name for kind in kinds}
@@ -100,7 +100,7 @@ def _allowed(kind: TensorClass, link: float) -> list[str]:
 @given(kinds=classes, link=st.floats(1e7, 1e9))
 def test_a_choice_is_close_to_the_best_one(kinds: list[TensorClass], link: float) -> None:
     """Against all combinations allowed: savings in order of worth lose at most the last step, which is one class's."""
-    limits = Limits(link, 1, 1e9)
+    limits = EncodingLimits(link, 1, 1e9)
     choice = choose(kinds, limits)
     best = choice.raw_seconds
     for codecs in itertools.product(*[["raw", *_allowed(kind, link)] for kind in kinds]):
@@ -121,7 +121,7 @@ def _simulate(rounds: list[tuple[float, Speed]]) -> list[str]:
     for number, (link, truth) in enumerate(rounds):
         tried = set(due(known, ["w"], ["delta"], number)) | ({("w", used)} - {("w", "raw")})
         known = learn(known, dict.fromkeys(tried, truth), number)
-        used = choose(with_speeds(known, {"w": GB}), Limits(link, 1, 60)).codecs["w"]
+        used = choose(with_speeds(known, {"w": GB}), EncodingLimits(link, 1, 60)).codecs["w"]
         chosen.append(used)
     return chosen
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.errors import CkptError, CorruptError, NewerFormatError
-from ckpt_engine.store.codecs.base import _CODECS, Chunk, Codec, get_codec
+from ckpt_engine.store.codecs.codec import _CODECS, Chunk, Codec, get_codec
 from tests.codecs.samples import Sample, samples
 
 NAMES = sorted(_CODECS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ckpt_engine.errors import CorruptError
-from ckpt_engine.store.codecs.base import Chunk, get_codec
+from ckpt_engine.store.codecs.codec import Chunk, get_codec
 from ckpt_engine.store.codecs.planes import HEADER_BYTES
 from tests.codecs.samples import weights
 

@@ -14,9 +14,8 @@ import struct
 from collections.abc import Mapping
 from pathlib import Path
 
-from ckpt_engine.store import layout
-from ckpt_engine.store.container import build_header, container_form
-from ckpt_engine.store.digest import digest
+from ckpt_engine.store import names
+from ckpt_engine.store.container import build_header, container_form, digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.manifest_codec import encode
 
@@ -94,7 +93,7 @@ def first() -> tuple[Manifest, bytes]:
     """A snapshot with every dtype."""
     data, offsets = container(ARRAYS)
     entries = {name: entry(*array, 0, offsets[name]) for name, array in ARRAYS.items()}
-    return _manifest(FIRST, 100, {}, None, entries, {layout.data_name(FIRST): len(data)}), data
+    return _manifest(FIRST, 100, {}, None, entries, {names.data_name(FIRST): len(data)}), data
 
 
 def second() -> tuple[Manifest, bytes]:
@@ -104,7 +103,7 @@ def second() -> tuple[Manifest, bytes]:
     older, older_data = first()
     entries = {name: older.entries[name] for name in ("model/weight", "rng/torch")}
     entries["optimizer/moment"] = entry(*MOMENT, 1, offsets["optimizer/moment"], piece_bytes=16)
-    files = {layout.data_name(FIRST): len(older_data), layout.data_name(SECOND): len(data)}
+    files = {names.data_name(FIRST): len(older_data), names.data_name(SECOND): len(data)}
     metrics = {"val_loss": 0.25, "accuracy": float("nan"), "ratio": float("-inf")}
     return _manifest(SECOND, 200, metrics, FIRST, entries, files), data
 
@@ -121,7 +120,7 @@ def _manifest(
     for name, one in entries.items():
         component = name.partition("/")[0]
         sizes[component] = sizes.get(component, 0) + sum(piece.nbytes for piece in one.pieces)
-    parsed = layout.parse_id(snapshot)
+    parsed = names.parse_id(snapshot)
     assert parsed is not None
     info = SnapshotInfo(
         snapshot, parsed.seq, step, 1, "interval", 1.75e9 + step, sum(sizes.values()), metrics, parent, sizes
@@ -136,10 +135,10 @@ def write(root: Path) -> None:
     record = {"format": "ckpt-engine", "version": 1, "run": RUN, "created": 1.75e9}
     (root / "snapshots").mkdir(parents=True)
     (root / "data").mkdir()
-    (root / layout.RECORD).write_bytes(json.dumps(record).encode() + b"\n")
+    (root / names.RECORD).write_bytes(json.dumps(record).encode() + b"\n")
     for manifest, data in (first(), second()):
-        (root / layout.data_name(manifest.info.id)).write_bytes(data)
-        (root / layout.manifest_name(manifest.info.id)).write_bytes(encode(manifest))
+        (root / names.data_name(manifest.info.id)).write_bytes(data)
+        (root / names.manifest_name(manifest.info.id)).write_bytes(encode(manifest))
 
 
 def resigned(data: bytes, old: bytes, new: bytes) -> bytes:
@@ -150,7 +149,7 @@ def resigned(data: bytes, old: bytes, new: bytes) -> bytes:
 
 def damages() -> dict[str, tuple[str, bytes | None]]:
     """Kind → (file, its new content, or None to remove it). All of them hit the second snapshot or the record."""
-    manifest, data = layout.manifest_name(SECOND), layout.data_name(SECOND)
+    manifest, data = names.manifest_name(SECOND), names.data_name(SECOND)
     text, raw = encode(second()[0]), second()[1]
     return {
         "manifest-empty": (manifest, b""),
@@ -166,10 +165,10 @@ def damages() -> dict[str, tuple[str, bytes | None]]:
         "data-bit-flipped": (data, raw[:-1] + bytes([raw[-1] ^ 1])),
         "data-zeros": (data, bytes(len(raw))),
         "data-foreign": (data, b"PK\x03\x04archive/data.pkl".ljust(len(raw))),
-        "record-missing": (layout.RECORD, None),
-        "record-damaged": (layout.RECORD, b'{"format": "ckpt-engine", "vers'),
-        "record-foreign": (layout.RECORD, b'{"name": "somebody else\'s"}\n'),
-        "record-newer": (layout.RECORD, b'{"format": "ckpt-engine", "version": 2}\n'),
+        "record-missing": (names.RECORD, None),
+        "record-damaged": (names.RECORD, b'{"format": "ckpt-engine", "vers'),
+        "record-foreign": (names.RECORD, b'{"name": "somebody else\'s"}\n'),
+        "record-newer": (names.RECORD, b'{"format": "ckpt-engine", "version": 2}\n'),
     }
 
 

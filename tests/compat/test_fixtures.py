@@ -14,14 +14,14 @@ import torch
 import xxhash
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.copy.make_room import prune
 from ckpt_engine.errors import CkptError, CorruptError, ForeignError, NewerFormatError
-from ckpt_engine.store import layout
-from ckpt_engine.store.collect import prune
-from ckpt_engine.store.digest import digest
+from ckpt_engine.store import names
+from ckpt_engine.store.container import digest
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest_codec import encode
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepLast
+from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.compat.make_fixtures import ARRAYS, FIRST, HERE, MOMENT, RUN, SECOND, damages, make
 from tests.store.samples import files, save
@@ -93,7 +93,7 @@ def test_a_v1_repository_is_read_to_the_last_byte(root: Path) -> None:
                 assert digest(part) == piece.digest
                 parts.append(part)
             assert b"".join(parts) == data
-        assert encode(manifest) == (root / layout.manifest_name(snapshot)).read_bytes()
+        assert encode(manifest) == (root / names.manifest_name(snapshot)).read_bytes()
 
 
 def test_a_v1_repository_is_read_by_strangers(root: Path) -> None:
@@ -141,8 +141,8 @@ def test_a_v1_repository_is_continued(root: Path) -> None:
         assert done.plan.remove == (FIRST,)
         assert done.collected.removed == ()
         assert set(prune(repository, lease, KeepLast(1)).collected.removed) == {
-            layout.data_name(FIRST),
-            layout.data_name(SECOND),
+            names.data_name(FIRST),
+            names.data_name(SECOND),
         }
 
 
@@ -162,7 +162,7 @@ def test_a_damaged_manifest_is_named_and_keeps_its_data(root: Path, request: pyt
     before = files(root)
     with acquire(repository.storage) as lease:
         assert prune(_repository(root), lease, KeepLast(1)).plan.remove == ()
-    assert files(root) == before | {layout.LEASE}
+    assert files(root) == before | {names.LEASE}
 
 
 @pytest.mark.parametrize("root", [*_UNREADABLE, "data-missing", "data-truncated", "data-bit-flipped", "data-zeros",

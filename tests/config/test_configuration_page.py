@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from ckpt_engine.config import Config, load_config
-from ckpt_engine.config.fields import Section
+from ckpt_engine.config.sections import Section
 from ckpt_engine.errors import ConfigError
 
 PAGE = (Path(__file__).parents[2] / "docs/configuration.md").read_text()

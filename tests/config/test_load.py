@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from ckpt_engine.config import OPTION_NAMES, Config, load_config
 from ckpt_engine.errors import ConfigError
-from ckpt_engine.frequency.settings import FrequencySettings
+from ckpt_engine.frequency.policy import FrequencySettings
 
 OPTIONS: dict[str, Any] = {
     "overhead": "3.5%",

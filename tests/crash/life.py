@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy.make_room import collect, plan_prune, prune
 from ckpt_engine.errors import StorageFullError
-from ckpt_engine.store import layout, pins
-from ckpt_engine.store.collect import collect, plan_prune, prune
-from ckpt_engine.store.digest import digest
+from ckpt_engine.store import names, pins
+from ckpt_engine.store.container import digest
 from ckpt_engine.store.lease import Lease, acquire
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepAll, KeepLast
-from ckpt_engine.store.storage import blockio
+from ckpt_engine.store.retention_rules import KeepAll, KeepLast
+from ckpt_engine.store.storage import disk
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.crash.powerloss import RecordingDisk
@@ -62,8 +62,8 @@ class FailingDisk(RecordingDisk):
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Several writes per file, around the page cache, though the files are small."""
     with monkeypatch.context() as patch:
-        patch.setattr(blockio, "DIRECT_MIN_BYTES", 4096)
-        patch.setattr(blockio, "SLICE_BYTES", 8192)
+        patch.setattr(disk, "DIRECT_MIN_BYTES", 4096)
+        patch.setattr(disk, "SLICE_BYTES", 8192)
         yield
 
 
@@ -80,8 +80,8 @@ class Run:
 
     def save(self, step: int, also: tuple[str, int] | None = None) -> str:
         """A durable snapshot; `also` is (data file, step) of another snapshot that this one shares."""
-        snapshot = layout.snapshot_id(self.repository.next_seq(), step)
-        files = [(layout.data_name(snapshot), step), *([also] if also else [])]
+        snapshot = names.snapshot_id(self.repository.next_seq(), step)
+        files = [(names.data_name(snapshot), step), *([also] if also else [])]
         entries = {
             str(source): Entry(
                 "uint8",
@@ -91,7 +91,7 @@ class Run:
             )
             for i, (_, source) in enumerate(files)
         }
-        info = SnapshotInfo(snapshot, layout.parse_id(snapshot).seq, step, None, "manual", 1.0, PAYLOAD_BYTES)
+        info = SnapshotInfo(snapshot, names.parse_id(snapshot).seq, step, None, "manual", 1.0, PAYLOAD_BYTES)
         named = tuple(DataFile(name, PAYLOAD_BYTES) for name, _ in files)
         self.write(Manifest(info, self.repository.run_id, {"size": 1}, {}, named, entries, {}), payload(step))
         self.mark(f"saved {snapshot}")
@@ -128,7 +128,7 @@ def live(run: Run, add_foreign: Callable[[], None]) -> None:
         run.keep_last(2, lease)
         shared = run.save(20)
         run.keep_last(2, lease)
-        run.save(30, also=(layout.data_name(shared), 20))
+        run.save(30, also=(names.data_name(shared), 20))
         run.keep_last(2, lease)
         if isinstance(run.disk, FailingDisk):
             run.disk.full = True
@@ -175,7 +175,7 @@ def check(root: Path, labels: list[str], check_whole: Callable[[Repository, set[
     assert saved - forgotten <= listed, f"acknowledged and lost: {saved - forgotten - listed}"
     pinned = {label.removeprefix("pinned ") for label in labels if label.startswith("pinned ")}
     pinned -= {label.removeprefix("unpinning ") for label in labels if label.startswith("unpinning ")}
-    pin_files = {layout.pin_name(snapshot) for snapshot in pins.pinned_ids(storage)}
+    pin_files = {names.pin_name(snapshot) for snapshot in pins.pinned_ids(storage)}
     assert pinned <= listed, f"pinned and lost: {pinned - listed}"
     assert pinned <= pins.pinned_ids(storage), "a pin is lost"
 
@@ -191,7 +191,7 @@ def check(root: Path, labels: list[str], check_whole: Callable[[Repository, set[
     listed |= back
     left = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
     manifests = [repository.read(snapshot) for snapshot in (*listed, extra)]
-    needed = {layout.RECORD, layout.LEASE} | {layout.manifest_name(manifest.info.id) for manifest in manifests}
+    needed = {names.RECORD, names.LEASE} | {names.manifest_name(manifest.info.id) for manifest in manifests}
     needed |= {file.name for manifest in manifests for file in manifest.files}
     needed |= pin_files
     assert left == needed | set(foreign), f"garbage {left - needed - set(foreign)}, missing {needed - left}"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy.make_room import prune
 from ckpt_engine.errors import StorageMissingError
-from ckpt_engine.store import catalog, layout
-from ckpt_engine.store.collect import prune
+from ckpt_engine.store import names, repository
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import policy_from
@@ -36,15 +36,15 @@ class Bare(Timeless):
     """The same without its catalog."""
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        if name == layout.CATALOG:
+        if name == names.CATALOG:
             raise StorageMissingError("hidden")
         return super().get(name, start, nbytes)
 
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catalog, "EVERY", 2)
-    monkeypatch.setattr(catalog, "FEW", 0)
+    monkeypatch.setattr(repository, "EVERY", 2)
+    monkeypatch.setattr(repository, "FEW", 0)
 
 
 def _live(storage: LocalStorage, mark: Callable[[str], None], steps: range) -> None:
@@ -52,7 +52,7 @@ def _live(storage: LocalStorage, mark: Callable[[str], None], steps: range) -> N
         repository = Repository(storage)
         repository.create_if_absent()
         for step in steps:
-            save(repository, step, shared=[layout.data_name(one.id) for one in repository.ids()[-1:]])
+            save(repository, step, shared=[names.data_name(one.id) for one in repository.ids()[-1:]])
             mark(f"saved {step}")
             prune(repository, lease, POLICY)
 
@@ -70,7 +70,7 @@ def _check_all(storage: Timeless, saved: list[int]) -> None:
     assert listing == Repository(Bare(storage.root)).scan()
     assert not listing.damaged
     assert not saved or saved[-1] in {info.step for info in listing.snapshots}, "acknowledged and lost"
-    there = {item.name: item.nbytes for item in storage.list(layout.DATA)}
+    there = {item.name: item.nbytes for item in storage.list(names.DATA)}
     for info in listing.snapshots:
         files = Repository(storage).read(info.id).files
         assert all(there.get(file.name) == file.nbytes for file in files), f"{info.id} lost data"
@@ -91,7 +91,7 @@ def test_power_loss_at_any_point_leaves_the_same_listing_with_and_without(tmp_pa
     """Also while the catalog is replaced, and while what it names is forgotten and collected."""
     explorer = Explorer(scratch, _check)
     disk = _lived(tmp_path / "disk")
-    assert (tmp_path / "disk/run" / layout.CATALOG).exists()
+    assert (tmp_path / "disk/run" / names.CATALOG).exists()
     explorer.explore(disk)
     assert explorer.bad == []
     assert explorer.checked > 100
@@ -114,12 +114,12 @@ def test_a_kill_at_any_point_and_then_a_power_loss(tmp_path: Path, scratch: Path
 
 def test_the_check_notices_a_catalog_that_lies(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A catalog that says something else than the manifests makes states bad: listings do read it."""
-    encode = catalog.encode
+    encode = repository.encode
 
-    def forged(run: str, cards: Iterator[catalog.Card]) -> bytes:
+    def forged(run: str, cards: Iterator[repository.Card]) -> bytes:
         return encode(run, (replace(card, info=replace(card.info, reason="forged")) for card in cards))
 
-    monkeypatch.setattr(catalog, "encode", forged)
+    monkeypatch.setattr(repository, "encode", forged)
     explorer = Explorer(scratch, _check)
     explorer.explore(_lived(tmp_path / "disk"), stop_at_bad=True)
     assert explorer.bad

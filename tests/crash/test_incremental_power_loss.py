@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.persist.known import Known
-from ckpt_engine.store import slim
-from ckpt_engine.store.collect import compact, prune
+from ckpt_engine.copy import drop_components
+from ckpt_engine.copy.drop_components import is_compact
+from ckpt_engine.copy.make_room import compact, prune
+from ckpt_engine.copy.write_snapshot import DedupBaseline
+from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder
-from ckpt_engine.store.digest import digest
-from ckpt_engine.store.layout import manifest_name, parse_id
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Manifest, Piece
+from ckpt_engine.store.names import manifest_name, parse_id
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepAll
-from ckpt_engine.store.slim import is_compact
+from ckpt_engine.store.retention_rules import KeepAll
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.crash.explorer import Explorer
 from tests.crash.life import QuietDisk, check
@@ -47,8 +47,8 @@ class Table(Stage):
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Table]:
-    monkeypatch.setattr("ckpt_engine.persist.deltas.LEAST_ROWS", 2)
-    monkeypatch.setattr("ckpt_engine.persist.image.LEAST_BYTES", 0)
+    monkeypatch.setattr("ckpt_engine.copy.row_deltas.LEAST_ROWS", 2)
+    monkeypatch.setattr("ckpt_engine.copy.write_plan.LEAST_BYTES", 0)
     made = Table(ROWS << 10)
     yield made
     made.close()
@@ -96,8 +96,8 @@ def test_a_power_loss_while_chains_are_shortened_is_survived(
     tmp_path: Path, scratch: Path, stage: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deltas that replace several, and pieces that are written anew, under retention: no bad state."""
-    monkeypatch.setattr("ckpt_engine.persist.upkeep.MOST_BASES", 2)
-    monkeypatch.setattr("ckpt_engine.persist.upkeep.MOST_SHARE", 0.5)
+    monkeypatch.setattr("ckpt_engine.copy.row_deltas.MOST_BASES", 2)
+    monkeypatch.setattr("ckpt_engine.copy.row_deltas.MOST_SHARE", 0.5)
     disk = _recorded(tmp_path)
     session = _Session(tmp_path / "disk" / "run", disk, stage, monkeypatch)
     assert session.run(range(14))
@@ -171,10 +171,10 @@ def test_a_base_that_goes_while_a_snapshot_is_written_is_never_committed_on(
     disk = _recorded(tmp_path)
     session = _Session(tmp_path / "disk" / "run", disk, stage, monkeypatch)
     assert session.run(range(2))
-    real = Known.stands
+    real = DedupBaseline.stands
     asked: list[bool] = []
 
-    def stands(self: Known, draft: object) -> bool:
+    def stands(self: DedupBaseline, draft: object) -> bool:
         asked.append(True)
         if len(asked) == 3:  # the last look, before the commit
             repository = self._repository
@@ -182,13 +182,13 @@ def test_a_base_that_goes_while_a_snapshot_is_written_is_never_committed_on(
             repository.storage.delete(*(item.name for item in repository.storage.list("data/")))
         return real(self, draft)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Known, "stands", stands)
+    monkeypatch.setattr(DedupBaseline, "stands", stands)
     assert session.run(range(4, 6))
     assert len(session.failed) == 1 and "removed while it was written" in session.failed[0]
     root = tmp_path / "disk" / "run"
     (left,) = (root / "snapshots").iterdir()
     assert left.name == Path(manifest_name(left.stem)).name
-    monkeypatch.setattr(Known, "stands", real)
+    monkeypatch.setattr(DedupBaseline, "stands", real)
     check(root, [], check_whole=_whole)
 
 
@@ -242,13 +242,13 @@ def test_forgetting_before_the_new_form_is_written_is_noticed(
     tmp_path: Path, scratch: Path, stage: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same exploration of a compaction in the wrong order finds a bad state."""
-    real = slim.write
+    real = drop_components.write
 
-    def write(repository: Repository, made: slim.Slim) -> None:
+    def write(repository: Repository, made: drop_components.Slim) -> None:
         repository.forget([made.whole.info.id])
         real(repository, made)
 
-    monkeypatch.setattr(slim, "write", write)
+    monkeypatch.setattr(drop_components, "write", write)
     disk = _compacting(tmp_path, stage, monkeypatch)
     explorer = Explorer(scratch, _one_of_each)
     explorer.explore(disk, stop_at_bad=True)

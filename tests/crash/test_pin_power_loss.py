@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.store import layout, pins
-from ckpt_engine.store.collect import prune
+from ckpt_engine.copy.make_room import prune
+from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepLast
+from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.crash.explorer import Explorer
 from tests.crash.life import QuietDisk, Run, _check_whole
@@ -43,7 +43,7 @@ def _lived(base: Path, die_before: int | None = None) -> RecordingDisk:
         with acquire(run.storage) as lease:
             run.repository.create_if_absent()
             saved = [run.save(step) for step in (10, 20)]
-            saved.append(run.save(30, also=(layout.data_name(saved[0]), 10)))
+            saved.append(run.save(30, also=(names.data_name(saved[0]), 10)))
             prune(_PinnedMeanwhile(run), lease, KeepLast(1))
     except Killed:
         assert die_before is not None

@@ -9,18 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.store import container, layout, recode, recode_plan
-from ckpt_engine.store.collect import collect, prune
+from ckpt_engine.copy import encoded_copy, encoding_plan
+from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
+from ckpt_engine.copy.encoding_plan import placed
+from ckpt_engine.copy.make_room import collect, prune
+from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
+from ckpt_engine.store import container, names
+from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import decoder_of
-from ckpt_engine.store.digest import digest
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
-from ckpt_engine.store.recode import Tally, copy_encoded
-from ckpt_engine.store.recode_plan import placed
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import policy_from
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.transfer import RunText, adopt_run, copy_snapshot
 from tests.crash.explorer import Explorer
 from tests.crash.life import QuietDisk
 from tests.crash.powerloss import Killed, RecordingDisk
@@ -51,7 +52,7 @@ def _near(root: Path) -> Repository:
             body += data
         snapshot = f"{step:08d}-s{step:010d}-{step:08x}"
         info = SnapshotInfo(snapshot, step, step, None, "manual", 1.0, sum(SIZES.values()))
-        files = (DataFile(layout.data_name(snapshot), len(body)),)
+        files = (DataFile(names.data_name(snapshot), len(body)),)
         repository.storage.put(files[0].name, [memoryview(body)])
         repository.commit(Manifest(info, repository.run_id, {"size": 1}, {}, files, entries, {}))
     return repository
@@ -93,7 +94,7 @@ class _World:
         repository = Repository(storage)
         self._check_all(repository, {4})
         needed = {file.name for info in repository.list() for file in repository.read(info.id).files}
-        assert {item.name for item in storage.list(layout.DATA)} == needed
+        assert {item.name for item in storage.list(names.DATA)} == needed
 
     def _check_all(self, repository: Repository, saved: set[int]) -> None:
         listing = repository.scan()
@@ -112,7 +113,7 @@ class _World:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _World:
     """The near place. Every piece is a part of its own."""
-    monkeypatch.setattr(recode_plan, "PART_BYTES", 1)
+    monkeypatch.setattr(encoding_plan, "PART_BYTES", 1)
     return _World(_near(tmp_path / "near"))
 
 
@@ -141,7 +142,7 @@ def test_power_loss_at_any_point_of_differences_leaves_a_sound_store(
     world: _World, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same for differences, while retention takes what they are made against; the third one is in full again."""
-    monkeypatch.setattr(recode_plan, "MOST_BASES", 1)
+    monkeypatch.setattr(encoding_plan, "MOST_BASES", 1)
     world.copy = _differences
     explorer = Explorer(scratch, world.check)
     disk = _lived(world, tmp_path / "disk", 3)
@@ -188,7 +189,7 @@ def test_a_kill_at_every_point_of_a_copy_of_differences_leaves_a_sound_store(
     world: _World, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same, for every point at which the process can be killed."""
-    monkeypatch.setattr(recode_plan, "MOST_BASES", 1)
+    monkeypatch.setattr(encoding_plan, "MOST_BASES", 1)
     world.copy = _differences
     assert _killed(world, tmp_path, scratch, 1) == []
 
@@ -209,18 +210,18 @@ def test_the_check_notices_a_manifest_that_comes_first(
     kept: list[tuple[str, bytes]] = []
 
     def late(self: LocalStorage, name: str, blocks: list[memoryview], *, exclusive: bool = True) -> None:
-        if self.root == str(tmp_path / "disk/run") and name.startswith(layout.DATA):
+        if self.root == str(tmp_path / "disk/run") and name.startswith(names.DATA):
             kept.append((name, b"".join(blocks)))
             return
         put(self, name, blocks, exclusive=exclusive)
-        if name.startswith(layout.MANIFESTS):
+        if name.startswith(names.MANIFESTS):
             for one, data in kept:
                 put(self, one, [memoryview(data)])
             kept.clear()
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "put", late)
-        patch.setattr(recode, "require_old", lambda *_: None)
+        patch.setattr(encoded_copy, "require_old", lambda *_: None)
         disk = _lived(world, tmp_path / "disk", 2)
     explorer = Explorer(scratch, world.check)
     explorer.explore(disk, stop_at_bad=True)

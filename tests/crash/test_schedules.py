@@ -11,16 +11,17 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy import drop_components, encoding_plan
+from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
+from ckpt_engine.copy.make_room import collect, compact, prune
+from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
 from ckpt_engine.errors import FormatError, StorageMissingError
-from ckpt_engine.store import layout, pins, recode_plan, slim
-from ckpt_engine.store.collect import collect, compact, prune
+from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.recode import Tally, copy_encoded
 from ckpt_engine.store.repository import Garbage, Repository
-from ckpt_engine.store.retention import KeepAll, KeepLast
+from ckpt_engine.store.retention_rules import KeepAll, KeepLast
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.transfer import RunText, adopt_run, copy_snapshot
 from tests.crash.life import QuietDisk
 from tests.crash.powerloss import Killed
 from tests.incremental.evolving import Evolving
@@ -141,7 +142,7 @@ class Schedule:
         if not place.ids():
             return
         chosen = self.chance.choice(place.ids()).id
-        made = slim.foresee(place.read(chosen), ())
+        made = drop_components.foresee(place.read(chosen), ())
         if made is not None:
             self.run.truth[made.manifest.info.id] = self.run.truth[chosen]
         with acquire(place.storage) as lease:
@@ -167,8 +168,8 @@ class Schedule:
                 assert collect(place, lease).freed_bytes == 0, "collected twice"
             self.run.check(place)
             needed = {file for parsed in place.ids() for file in place.files_of(parsed.id)}
-            needed |= {layout.manifest_name(parsed.id) for parsed in place.ids()} | {layout.RECORD, layout.LEASE}
-            needed |= {layout.pin_name(snapshot) for snapshot in pins.pinned_ids(place.storage)}
+            needed |= {names.manifest_name(parsed.id) for parsed in place.ids()} | {names.RECORD, names.LEASE}
+            needed |= {names.pin_name(snapshot) for snapshot in pins.pinned_ids(place.storage)}
             root = self.root / name
             assert {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()} == needed
 
@@ -176,8 +177,8 @@ class Schedule:
 @pytest.fixture(autouse=True)
 def short_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that in few snapshots all happens that may happen."""
-    monkeypatch.setattr(recode_plan, "MOST_BASES", 2)
-    monkeypatch.setattr(recode_plan, "PART_BYTES", 2000)
+    monkeypatch.setattr(encoding_plan, "MOST_BASES", 2)
+    monkeypatch.setattr(encoding_plan, "PART_BYTES", 2000)
 
 
 def test_random_schedules_leave_whole_snapshots_and_nothing_else(tmp_path: Path) -> None:
@@ -198,8 +199,8 @@ def test_a_collection_that_takes_too_much_is_noticed(tmp_path: Path, monkeypatch
         alive = {parsed.id for parsed in self.ids()}
         items = [
             item
-            for item in self.storage.list(layout.DATA)
-            if (one := layout.data_owner(item.name)) is not None and one.id not in alive
+            for item in self.storage.list(names.DATA)
+            if (one := names.data_owner(item.name)) is not None and one.id not in alive
         ]
         return Garbage(tuple(items), (), found(self).damaged)
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.store import container, layout, slim
-from ckpt_engine.store.collect import prune
-from ckpt_engine.store.digest import digest
+from ckpt_engine.copy import drop_components
+from ckpt_engine.copy.make_room import prune
+from ckpt_engine.store import container, names
+from ckpt_engine.store.container import digest
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
@@ -29,8 +30,8 @@ def _bytes(step: int, component: str) -> bytes:
 
 
 def _save(repository: Repository, step: int) -> None:
-    snapshot = layout.snapshot_id(repository.next_seq(), step)
-    parsed = layout.parse_id(snapshot)
+    snapshot = names.snapshot_id(repository.next_seq(), step)
+    parsed = names.parse_id(snapshot)
     assert parsed is not None
     header = container.build_header([(name, "U8", (size,), size) for name, size in SIZES.items()])
     offset, entries, body = len(header), {}, header
@@ -40,7 +41,7 @@ def _save(repository: Repository, step: int) -> None:
         offset += size
         body += data
     info = SnapshotInfo(snapshot, parsed.seq, step, None, "manual", 1.0, sum(SIZES.values()), components=SIZES)
-    files = (DataFile(layout.data_name(snapshot), len(body)),)
+    files = (DataFile(names.data_name(snapshot), len(body)),)
     tree = {name: {"$": "tensor", "entry": name} for name in SIZES}
     repository.storage.put(files[0].name, [memoryview(body)])
     repository.commit(Manifest(info, repository.run_id, {"size": 1}, {}, files, entries, tree))
@@ -67,7 +68,7 @@ def _check(root: Path, labels: list[str]) -> None:
     assert len(steps) == len(set(steps)), "both forms are left"
     assert [info.step for info in repository.list() if "optimizer" in info.components] == [90]
     needed = {file.name for info in repository.list() for file in repository.read(info.id).files}
-    assert {item.name for item in storage.list(layout.DATA)} == needed
+    assert {item.name for item in storage.list(names.DATA)} == needed
 
 
 def _check_all(repository: Repository, saved: set[int]) -> None:
@@ -77,7 +78,7 @@ def _check_all(repository: Repository, saved: set[int]) -> None:
     for info in listing.snapshots:
         manifest = repository.read(info.id)
         assert set(manifest.entries) == set(manifest.tree) == set(info.components)
-        assert set(SIZES) - set(manifest.entries) == set(slim.lacks(manifest))
+        assert set(SIZES) - set(manifest.entries) == set(drop_components.lacks(manifest))
         for name, entry in manifest.entries.items():
             (piece,) = entry.pieces
             found = bytearray(piece.nbytes)
@@ -133,13 +134,13 @@ def test_the_check_notices_a_snapshot_that_is_forgotten_too_early(
     tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Forgetting the whole snapshot before the slim one is committed leaves states without either."""
-    write = slim.write
+    write = drop_components.write
 
-    def forgotten_first(repository: Repository, made: slim.Slim) -> None:
+    def forgotten_first(repository: Repository, made: drop_components.Slim) -> None:
         repository.forget([made.whole.info.id])
         write(repository, made)
 
-    monkeypatch.setattr(slim, "write", forgotten_first)
+    monkeypatch.setattr(drop_components, "write", forgotten_first)
     explorer = Explorer(scratch, _check)
     explorer.explore(_lived(tmp_path / "disk"), stop_at_bad=True)
     assert explorer.bad

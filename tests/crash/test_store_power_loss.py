@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy.make_room import collect, plan_prune
 from ckpt_engine.errors import StorageMissingError
-from ckpt_engine.store import layout
-from ckpt_engine.store.collect import collect, plan_prune
+from ckpt_engine.store import names
 from ckpt_engine.store.lease import Lease
 from ckpt_engine.store.manifest import Manifest
-from ckpt_engine.store.retention import KeepLast, plan
-from ckpt_engine.store.storage.blockio import write_blocks
+from ckpt_engine.store.retention import plan
+from ckpt_engine.store.retention_rules import KeepLast
+from ckpt_engine.store.storage.disk import translating, write_blocks
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.oserrors import translating
 from tests.crash.explorer import Explorer
 from tests.crash.life import FOREIGN, FailingDisk, Run, live, recover
 from tests.crash.powerloss import Change, Killed, RecordingDisk
@@ -121,7 +121,7 @@ class _NoSyncAfterForget(FailingDisk):
 
     def remove(self, path: str) -> None:
         super().remove(path)
-        self.forgot = self.forgot or layout.parse_id(Path(path).stem) is not None
+        self.forgot = self.forgot or names.parse_id(Path(path).stem) is not None
 
     def sync_folder(self, path: str) -> None:
         if not self.forgot:
@@ -158,7 +158,7 @@ class _DataFirst(Run):
         removed = plan_prune(self.repository, KeepLast(count)).remove
         kept = {file.name for info in self.repository.list() if info.id not in removed
                 for file in self.repository.read(info.id).files}  # fmt: skip
-        garbage = [item.name for item in self.storage.list(layout.DATA) if layout.data_owner(item.name)]
+        garbage = [item.name for item in self.storage.list(names.DATA) if names.data_owner(item.name)]
         self.storage.delete(*(name for name in garbage if name not in kept))
         self.repository.forget(removed)
 
@@ -184,7 +184,7 @@ class _NoReachability(Run):
     def prune(self, count: int, lease: Lease) -> None:
         removed = plan_prune(self.repository, KeepLast(count)).remove
         self.repository.forget(removed)
-        self.storage.delete(*(layout.data_name(snapshot) for snapshot in removed))
+        self.storage.delete(*(names.data_name(snapshot) for snapshot in removed))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_an_unsynced_forget_of_a_killed_process_is_noticed(
     whole = _lived(tmp_path).operations
     shutil.rmtree(tmp_path / "disk")
     forgets = [i for i, op in enumerate(whole) if isinstance(op, Change) and _removes_a_manifest(op)]
-    monkeypatch.setattr("ckpt_engine.store.collect._settle", lambda repository, garbage: None)
+    monkeypatch.setattr("ckpt_engine.copy.make_room._settle", lambda repository, garbage: None)
     explorer = Explorer(scratch)
     for forgot in forgets:
         _killed_then_power_loss(tmp_path, explorer, forgot + 1)
@@ -225,7 +225,7 @@ def test_an_unsynced_forget_of_a_killed_process_is_noticed(
 
 
 def _removes_a_manifest(change: Change) -> bool:
-    return any(inode is None and layout.manifest_id(path.partition("/")[2]) for path, inode in change.names.items())
+    return any(inode is None and names.manifest_id(path.partition("/")[2]) for path, inode in change.names.items())
 
 
 def test_the_scenario_writes_around_the_page_cache_where_it_can(tmp_path: Path) -> None:
@@ -233,4 +233,4 @@ def test_the_scenario_writes_around_the_page_cache_where_it_can(tmp_path: Path) 
     disk = _lived(tmp_path)
     sizes = {len(op.data) for op in disk.operations if hasattr(op, "data")}
     assert 8192 in sizes
-    assert os.path.exists(tmp_path / "disk" / "run" / layout.RECORD)  # noqa: PTH110
+    assert os.path.exists(tmp_path / "disk" / "run" / names.RECORD)  # noqa: PTH110

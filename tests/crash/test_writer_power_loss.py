@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.persist import protocol
-from ckpt_engine.persist.ids import Ids
-from ckpt_engine.persist.intake import Intake
-from ckpt_engine.persist.job import WriterConfig, job_to_json, layout_to_json
-from ckpt_engine.persist.wire import Body
-from ckpt_engine.persist.writer import Writer
+from ckpt_engine.copy.job import WriterConfig, job_to_json, layout_to_json
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.writer import channel
+from ckpt_engine.writer.channel import Body
+from ckpt_engine.writer.message_decoder import Ids, MessageDecoder
+from ckpt_engine.writer.writer import Writer
 from tests.crash.explorer import Explorer
 from tests.crash.life import check
 from tests.crash.powerloss import Killed, RecordingDisk
@@ -37,9 +36,7 @@ class _Session:
     """A writer that lives until it is killed, and notes on the disk what it has acknowledged."""
 
     def __init__(self, root: Path, disk: RecordingDisk, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(
-            "ckpt_engine.persist.writer.open_storage", lambda url, options: LocalStorage(url, disk=disk)
-        )
+        monkeypatch.setattr("ckpt_engine.writer.writer.open_storage", lambda url, options: LocalStorage(url, disk=disk))
         self._disk = disk
         self._stage = stage
         self._saved: list[str] = []
@@ -48,7 +45,7 @@ class _Session:
 
     def run(self, steps: range) -> bool:
         """Persist a snapshot for each step; whether the writer lived to do it."""
-        writer, intake = Writer(self._config, self._hear, Ids()), Intake()
+        writer, intake = Writer(self._config, self._hear, Ids()), MessageDecoder()
         try:
             self._drive(writer, intake, steps)
             lived = True
@@ -58,15 +55,15 @@ class _Session:
         intake.close()  # only now: the traceback of a kill still refers to the arena
         return lived
 
-    def _drive(self, writer: Writer, intake: Intake, steps: range) -> None:
+    def _drive(self, writer: Writer, intake: MessageDecoder, steps: range) -> None:
         writer.open()
-        intake.take({"kind": protocol.SLOT, "slot": 0, "nbytes": self._stage.nbytes}, [os.dup(self._stage.fd)])
-        intake.take({"kind": protocol.LAYOUT, "layout": layout_to_json(self._stage.layout)})
+        intake.take({"kind": channel.SLOT, "slot": 0, "nbytes": self._stage.nbytes}, [os.dup(self._stage.fd)])
+        intake.take({"kind": channel.LAYOUT, "layout": layout_to_json(self._stage.layout)})
         trees = ({"weight": {"$": "tensor", "entry": "model.weight"}, "none": NONE}, {"epoch": {"$": "v", "i": 0}})
         for number, tree in enumerate(trees, 1):
-            intake.take({"kind": protocol.SKELETON, "id": number, "tree": tree})
+            intake.take({"kind": channel.SKELETON, "id": number, "tree": tree})
         for step in steps:
-            order = intake.take({"kind": protocol.PERSIST, "job": job_to_json(self._stage.job(step))})
+            order = intake.take({"kind": channel.PERSIST, "job": job_to_json(self._stage.job(step))})
             assert order is not None
             try:
                 writer.persist(order)
@@ -74,7 +71,7 @@ class _Session:
                 order.release()
 
     def _hear(self, body: Body) -> None:
-        if body["kind"] != protocol.DONE:
+        if body["kind"] != channel.DONE:
             return
         done = body["done"]
         if done["error"]:

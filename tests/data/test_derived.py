@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ckpt_engine.data import rng
-from ckpt_engine.data.derived import Teams, derive, repeat
+from ckpt_engine.data.rng import Teams, derive, repeat
 
 
 def streams(seed: int) -> rng.RngState:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from ckpt_engine.data import LoaderPosition, attach, positions
-from ckpt_engine.data.shipping import RoleInit, ShippingCollate
+from ckpt_engine.data.iteration import RoleInit, ShippingCollate
 from ckpt_engine.errors import StateError
 from tests.data.loader_kinds import Augmented, seed_numpy_by_worker
 

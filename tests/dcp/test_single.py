@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.cli.main import main
-from ckpt_engine.dcp import CkptReader, CkptWriter, saves
-from ckpt_engine.dcp.assemble import Stored, manifest_of
-from ckpt_engine.dcp.container import Block, Item
+from ckpt_engine.dcp import CkptReader, CkptWriter
 from ckpt_engine.errors import ConfigError, SnapshotFailedError
+from ckpt_engine.interop import dcp_reader
+from ckpt_engine.interop.dcp_writer import Block, DcpItem, StoredItem, manifest_of
 from ckpt_engine.store.manifest import DataFile, Entry
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
@@ -236,7 +236,7 @@ def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_that_somebody_writes_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lease is held by a Checkpointer: the save fails and says who has it. After a save it is free again."""
-    monkeypatch.setattr("ckpt_engine.dcp.saves.LEASE_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("ckpt_engine.interop.dcp_reader.LEASE_WAIT_SECONDS", 0.1)
     with Checkpointer(tmp_path, writer="thread") as ckpt:
         ckpt.save({"a": 1}, step=1).wait()
         with pytest.raises(dcp.api.CheckpointException, match="is being written by"):
@@ -247,11 +247,11 @@ def test_a_run_that_somebody_writes_is_not_written(tmp_path: Path, monkeypatch: 
     assert steps(tmp_path) == [1, 2, 3]
 
 
-def block(name: str, whole: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...], rank: int) -> Stored:
+def block(name: str, whole: tuple[int, ...], offsets: tuple[int, ...], shape: tuple[int, ...], rank: int) -> StoredItem:
     nbytes = 4 * shape[0] * shape[1]
     made = Block(name, "float32", "F32", whole, offsets, shape, ((4096, nbytes, f"d{rank}"),))
     file = DataFile(f"data/00000001-s0000000001-0123abcd-r{rank:05d}.safetensors", 4096 + nbytes)
-    return Stored(name, Item((made,), {"$": "tensor", "entry": name}, file))
+    return StoredItem(name, DcpItem((made,), {"$": "tensor", "entry": name}, file))
 
 
 ID = "00000001-s0000000001-0123abcd"
@@ -294,7 +294,7 @@ def test_an_s3_bucket_is_as_good_as_a_folder(moto: S3Server, bucket: str) -> Non
 
 def test_retention_leaves_what_this_process_neither_saved_nor_loaded(tmp_path: Path) -> None:
     """A process that saves without a load begins a line; one that has loaded goes on with that of the snapshot."""
-    saves._lines.clear()
+    dcp_reader._lines.clear()
     writer = {"storage_writer": CkptWriter(tmp_path, keep={"last": 1})}
     repository = Repository(open_storage(str(tmp_path)))
 
@@ -303,10 +303,10 @@ def test_retention_leaves_what_this_process_neither_saved_nor_loaded(tmp_path: P
             dcp.save({"w": torch.ones(4)}, checkpoint_id=f"step-{step}", no_dist=True, **writer)
 
     save(1, 2)
-    saves._lines.clear()
+    dcp_reader._lines.clear()
     save(3, 4)
     assert [info.step for info in repository.list()] == [2, 4]
-    saves._lines.clear()
+    dcp_reader._lines.clear()
     dcp.load({"w": torch.ones(4)}, storage_reader=CkptReader(tmp_path), no_dist=True)
     save(5, 6)
     assert [info.step for info in repository.list()] == [2, 6]

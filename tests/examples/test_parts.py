@@ -15,7 +15,7 @@ from demo.s3 import Remote
 from demo.settings import MARK, Settings, claim
 
 from ckpt_engine.config import load_config
-from ckpt_engine.store.layout import data_name, manifest_name, snapshot_id
+from ckpt_engine.store.names import data_name, manifest_name, snapshot_id
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.far.line import SLOW, STATES, WORKS, Line
@@ -259,7 +259,7 @@ class Campaign:
                 life = trainings[name].live(line if ours else None, cell.state, cell.moment if ours else "never")
                 setattr(cell, name, life)
             newest = self._server.client().list_objects_v2(Bucket=bucket, Prefix="run/snapshots/").get("Contents", ())
-        there = [layout.manifest_id(item["Key"].removeprefix("run/")) for item in newest]
+        there = [names.manifest_id(item["Key"].removeprefix("run/")) for item in newest]
         cell.copied = cell.ours.steps in [one.step for one in there if one is not None]
         cell.seconds = time.monotonic() - began
         for near in nears.values():

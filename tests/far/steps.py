@@ -76,7 +76,7 @@ def train(near: Path, far: dict[str, Any], trouble: Any) -> dict[str, Any]:
 
 def kill_writers() -> None:
     for child in psutil.Process().children():
-        if "ckpt_engine/persist/__main__.py" in " ".join(child.cmdline()):
+        if "ckpt_engine/writer/__main__.py" in " ".join(child.cmdline()):
             os.kill(child.pid, signal.SIGKILL)
 
 

@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_ckpt import AdaptiveCheckpoint as AccelerateCheckpoint
 from ckpt_engine import Checkpointer
-from ckpt_engine.persist import fleet
 from ckpt_engine.restore import places
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.writer import tiers
 from lightning_ckpt import AdaptiveCheckpoint as LightningCheckpoint
 from tests.far.line import DEAD, DENIES, HANGS, REFUSES, SLOW, WORKS, Line
 from tests.servers.s3 import free_port
@@ -88,9 +88,9 @@ def far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "far"
     Silent.speaks, Silent.asked = threading.Event(), threading.Event()
 
-    for module in (fleet, places):
+    for module in (tiers, places):
         monkeypatch.setattr(module, "open_storage", partial(opened, {str(path): Silent(path)}))
-    monkeypatch.setattr(fleet, "SURVEY_SECONDS", FOR_EVER)
+    monkeypatch.setattr(tiers, "SURVEY_SECONDS", FOR_EVER)
     monkeypatch.setattr(places, "ANSWER_SECONDS", FOR_EVER)
     monkeypatch.setattr(places, "LONGER_SECONDS", FOR_EVER)
     yield path
@@ -191,12 +191,12 @@ def test_a_resume_asks_a_far_tier_once_what_it_has(
     near, far, url = tmp_path / "near", LocalStorage(tmp_path / "far"), "s3://bucket/far"
     options = {"writer": "thread", "keep": {"last": 9}, "resume": "auto", "tiers": [str(near), url]}
     asked: list[str] = []
-    for module, storage in ((fleet, far), (places, Counting(far.root, asked))):
+    for module, storage in ((tiers, far), (places, Counting(far.root, asked))):
         monkeypatch.setattr(module, "open_storage", partial(opened, {url: storage}))
     train(options, lambda: None)
     asked.clear()
     train(options, lambda: None)
-    assert sorted(asked) == [layout.RECORD, layout.MANIFESTS]
+    assert sorted(asked) == [names.RECORD, names.MANIFESTS]
 
 
 def test_what_vanishes_after_the_choice_is_passed_over_and_the_next_load_looks_again(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_what_vanishes_after_the_choice_is_passed_over_and_the_next_load_looks_a
     with Checkpointer(options) as ckpt:
         chosen = ckpt.choose()
         assert chosen is not None and chosen.info.step == 2
-        manifest = far / layout.manifest_name(chosen.info.id)
+        manifest = far / names.manifest_name(chosen.info.id)
         text = manifest.read_bytes()
         manifest.unlink()
         assert ckpt.load() == {"x": torch.tensor([1])}

@@ -18,8 +18,7 @@ from typing import Any
 
 from ckpt_engine.store.storage import local
 from ckpt_engine.store.storage.base import ObjectInfo
-from ckpt_engine.store.storage.disk import Disk
-from ckpt_engine.store.storage.oserrors import translating
+from ckpt_engine.store.storage.disk import Disk, translating
 from tests.crash.powerloss import Change, Operation, RecordingDisk, SyncFile, SyncFolder, Write
 
 ERRNO = {"enospc": errno.ENOSPC, "eio": errno.EIO, "read_only": errno.EROFS}

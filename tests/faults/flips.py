@@ -26,17 +26,18 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli.main import main as ckpt
+from ckpt_engine.copy import row_deltas, write_plan
+from ckpt_engine.copy.staged import cut
 from ckpt_engine.errors import CkptError
-from ckpt_engine.persist import deltas, image, parts
-from ckpt_engine.persist.pieces import cut
-from ckpt_engine.preempt.rollback import Rollback, write_rollback
+from ckpt_engine.preempt.divergence import RollbackRecord, write_rollback
 from ckpt_engine.restore.load import load
-from ckpt_engine.store import catalog, container, layout, lease_objects, pins
+from ckpt_engine.store import container, lease_objects, names, pins, repository
 from ckpt_engine.store.decode import stored_pieces
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.writer import part_records
 from tests.snapshot.passage import same
 
 STEPS = 5
@@ -69,9 +70,9 @@ def state(step: int) -> dict[str, Any]:
 def everything_is_shared() -> Iterator[None]:
     """However small it is, in small pieces; and the catalog is written at once."""
     with (
-        patch.object(image, "LEAST_BYTES", 0),
-        patch.object(deltas, "LEAST_ROWS", 2),
-        patch.object(catalog, "EVERY", 1),
+        patch.object(write_plan, "LEAST_BYTES", 0),
+        patch.object(row_deltas, "LEAST_ROWS", 2),
+        patch.object(repository, "EVERY", 1),
         patch.object(cut, "__defaults__", (4000,)),
     ):
         yield
@@ -114,7 +115,7 @@ class Site:
 
     def _lease(self, root: Path) -> None:
         """Keep what the lease says while a writer has it."""
-        text = (root / layout.LEASE).read_bytes()
+        text = (root / names.LEASE).read_bytes()
         self.root.joinpath(f"{root.name}.lease").write_bytes(text)
 
     def _add_rare(self, repository: Repository) -> None:
@@ -122,38 +123,42 @@ class Site:
         assert isinstance(storage, LocalStorage)
         newest = repository.read(repository.ids()[-1].id)
         pins.pin(repository, newest.info.id, 'the best, "so far"')
-        write_rollback(storage, Rollback(newest.info.id, STEPS, newest.info.id, 9, 2, 1, "the loss is nan"))
+        write_rollback(storage, RollbackRecord(newest.info.id, STEPS, newest.info.id, 9, 2, 1, "the loss is nan"))
         self._add_part(repository, repository.read(repository.ids()[0].id))
         with acquire(storage):
             Repository(storage).write_catalog_if_due()
-        assert (Path(storage.root) / layout.CATALOG).exists()
+        assert (Path(storage.root) / names.CATALOG).exists()
         kept = self.root / f"{Path(storage.root).name}.lease"
         text = kept.read_bytes()
         kept.unlink()
         if Path(storage.root).name == "far":  # the other form: of a storage without locks
-            text = lease_objects.Record(json.loads(text), "ab" * 16, 7, 30.0, lease_objects.Place.current()).encode()
-        (Path(storage.root) / layout.LEASE).write_bytes(text)
+            text = lease_objects.Record(
+                json.loads(text), "ab" * 16, 7, 30.0, lease_objects.ProcessIdentity.current()
+            ).encode()
+        (Path(storage.root) / names.LEASE).write_bytes(text)
 
     def _add_part(self, repository: Repository, source: Manifest) -> None:
         """What a rank has written of a snapshot that was never completed."""
-        info = replace(source.info, id=layout.snapshot_id(STEPS + 1, STEPS + 1), seq=STEPS + 1, step=STEPS + 1)
+        info = replace(source.info, id=names.snapshot_id(STEPS + 1, STEPS + 1), seq=STEPS + 1, step=STEPS + 1)
         (file, *more) = source.files
         assert not more
-        name = layout.data_name(info.id, rank=1)
+        name = names.data_name(info.id, rank=1)
         repository.storage.put(name, [memoryview((self.root / _place(repository) / file.name).read_bytes())])
         manifest = replace(source, info=info, files=(replace(file, name=name),))
-        parts.put(repository.storage, parts.Part((1,), 2, "structure", {}, manifest))
+        part_records.put(repository.storage, part_records.PartRecord((1,), 2, "structure", {}, manifest))
 
     def _find(self, root: Path) -> None:
         repository = Repository(LocalStorage(root))
-        folders = {layout.PINS: "pin", layout.MANIFESTS: "manifest", layout.PARTS: "part"}
+        folders = {names.PINS: "pin", names.MANIFESTS: "manifest", names.PARTS: "part"}
         for item in repository.storage.list(""):
             folder = item.name.rpartition("/")[0]
             kind = folders.get(f"{folder}/") if folder else item.name.replace("ckpt", "record").removesuffix(".json")
             if kind is not None:
                 self.spans[kind].append(Span(root / item.name, 0, item.nbytes))
         manifests = [repository.read(parsed.id) for parsed in repository.ids()]
-        manifests += [parts.read(repository.storage, one, 1).manifest for one in parts.there(repository.storage)]
+        manifests += [
+            part_records.read(repository.storage, one, 1).manifest for one in part_records.there(repository.storage)
+        ]
         for manifest in manifests:
             for file in manifest.files:
                 nbytes = container.header_nbytes((root / file.name).read_bytes()[:8])

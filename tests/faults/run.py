@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from tests.crash.powerloss import build, crash_states
 from tests.faults.disk import CHANGES, GROWS, READS, Control, DiskPlan, adopt, log_of, read_operations
 from tests.faults.draws import Draw
@@ -361,7 +361,7 @@ class Run:
         info = repository.list()[-1]
         entry = self.rng.choice([one for one in repository.read(info.id).entries.values() if one.pieces])
         piece = entry.pieces[0]
-        path = self.disk / tier / layout.data_name(info.id)
+        path = self.disk / tier / names.data_name(info.id)
         with path.open("r+b") as file:
             file.seek(piece.offset + self.rng.randrange(piece.nbytes))
             byte = file.read(1)[0]

@@ -29,14 +29,14 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli.main import main as ckpt
-from ckpt_engine.persist import deltas, image, upkeep
-from ckpt_engine.persist.pieces import cut
+from ckpt_engine.copy import row_deltas, write_plan
+from ckpt_engine.copy.make_room import prune
+from ckpt_engine.copy.staged import cut
 from ckpt_engine.restore.load import load
-from ckpt_engine.store import layout, pins
-from ckpt_engine.store.collect import prune
+from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepAll
+from ckpt_engine.store.retention_rules import KeepAll
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.faults.life import fork_server, start_fork_server
 from tests.snapshot.passage import same
@@ -86,7 +86,11 @@ class Order:
 
 def obey(order: Order, pipe: Connection) -> None:
     """The process: says that it begins, each step that is durable, and how it ended."""
-    image.LEAST_BYTES, deltas.LEAST_ROWS, upkeep.MOST_BASES = 0, 2, 4  # all is shared however small, in short chains
+    write_plan.LEAST_BYTES, row_deltas.LEAST_ROWS, row_deltas.MOST_BASES = (
+        0,
+        2,
+        4,
+    )  # all is shared however small, in short chains
     cut.__defaults__ = (4000,)
     if order.sabotage:
         Repository._references = lambda self, listed: (set(), ())  # type: ignore[method-assign]
@@ -281,9 +285,9 @@ class Schedule:
             there = {
                 str(path.relative_to(self.root / name)) for path in (self.root / name).rglob("*") if path.is_file()
             }
-            needed |= {layout.manifest_name(parsed.id) for parsed in repository.ids()}
-            needed |= {layout.pin_name(snapshot) for snapshot in pins.pinned_ids(storage)}
-            needed |= there & {layout.RECORD, layout.LEASE, layout.STATUS, layout.CATALOG}
+            needed |= {names.manifest_name(parsed.id) for parsed in repository.ids()}
+            needed |= {names.pin_name(snapshot) for snapshot in pins.pinned_ids(storage)}
+            needed |= there & {names.RECORD, names.LEASE, names.STATUS, names.CATALOG}
             if there != needed:
                 self.bad.append(f"at {name}: left over {sorted(there - needed)}, missing {sorted(needed - there)}")
         self._check("the last collection")

@@ -18,8 +18,8 @@ import xxhash
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import CkptError
 from ckpt_engine.observe.events import Event, to_json
-from ckpt_engine.persist import spawn
-from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.snapshot.save_request import SaveHandle
+from ckpt_engine.writer import launch
 from tests.faults.disk import install
 
 WIDTH = 96
@@ -168,7 +168,7 @@ def _train(order: Order, pipe: Connection, told: Told) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     os.environ["TEST_FAULTS"] = str(order.control)
-    spawn.ENTRY = Path(__file__).with_name("writer_main.py")
+    launch.ENTRY = Path(__file__).with_name("writer_main.py")
     install(order.control)
     model = Model(order.state_bytes)
     ckpt = Checkpointer(tiers=list(order.tiers), keep=order.keep, on_error="warn")

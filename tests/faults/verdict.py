@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt_engine.errors import CkptError
 from ckpt_engine.restore import load as restore
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
@@ -127,7 +127,7 @@ class Ledger:
 
 def seq(snapshot: str) -> int:
     """The number of a snapshot."""
-    parsed = layout.parse_id(snapshot)
+    parsed = names.parse_id(snapshot)
     assert parsed is not None
     return parsed.seq
 

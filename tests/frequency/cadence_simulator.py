@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ckpt_engine.frequency.driver import Cadence
-from ckpt_engine.frequency.settings import FrequencySettings
+from ckpt_engine.frequency.cadence import Cadence
+from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.observe.events import Event, IntervalChanged
 
 

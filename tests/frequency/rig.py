@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckpt_engine.frequency.driver import Cadence
-from ckpt_engine.frequency.settings import FrequencySettings
+from ckpt_engine.frequency.cadence import Cadence
+from ckpt_engine.frequency.policy import FrequencySettings
 from tests.frequency.cadence_simulator import FakeClock, Recorder
 
 

@@ -1,9 +1,7 @@
 """The adaptive trigger alone: when it is due, when it holds back, which windows are clean."""
 
-from ckpt_engine.frequency.account import Account
-from ckpt_engine.frequency.adaptive import CALIBRATE_AFTER_WINDOWS, AdaptiveTrigger, Moment
-from ckpt_engine.frequency.controller import Costs
-from ckpt_engine.frequency.settings import FrequencySettings
+from ckpt_engine.frequency.policy import Costs, FrequencySettings
+from ckpt_engine.frequency.triggers import CALIBRATE_AFTER_WINDOWS, Account, AdaptiveTrigger, Moment
 
 CHEAP = Costs(step_seconds=1.0, stall_seconds=0.5, latency_seconds=5.0, busy_seconds=5.0)
 

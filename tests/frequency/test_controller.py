@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine.frequency.controller import (
+from ckpt_engine.frequency.policy import (
     MAX_INTERVAL_STEPS,
     AdaptivePolicy,
     Bounds,
     Costs,
     Decision,
+    FrequencySettings,
     settle,
 )
-from ckpt_engine.frequency.settings import FrequencySettings
 
 HOUR = 3600.0
 COSTS = Costs(step_seconds=1.0, stall_seconds=0.7, latency_seconds=14.0, busy_seconds=14.0, written_bytes=1e9)

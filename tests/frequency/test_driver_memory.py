@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ckpt_engine.frequency.settings import FrequencySettings, MemoryRhythm
+from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
 from tests.frequency.rig import Rig
 
 

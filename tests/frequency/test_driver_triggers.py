@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_engine.frequency.settings import FrequencySettings
+from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.observe.events import SnapshotSkipped
 from tests.frequency.rig import Rig
 

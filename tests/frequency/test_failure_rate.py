@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from ckpt_engine.frequency.failure_rate import FailureRate
+from ckpt_engine.frequency.measure import FailureRate
 
 HOUR = 3600.0
 

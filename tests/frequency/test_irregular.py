@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.frequency.settings import FrequencySettings
+from ckpt_engine.frequency.policy import FrequencySettings
 from tests.frequency.cadence_simulator import Training
 
 MTBF_SECONDS = 10800.0

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from ckpt_engine.frequency.account import Account
 from ckpt_engine.frequency.measure import (
     CostMeter,
     Outliers,
@@ -17,6 +16,7 @@ from ckpt_engine.frequency.measure import (
     quantile,
     second_highest,
 )
+from ckpt_engine.frequency.triggers import Account
 
 
 def times(clean: list[float], disturbed: list[float] = []) -> StepTimes:  # noqa: B006

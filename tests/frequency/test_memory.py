@@ -8,24 +8,24 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ckpt_engine.frequency.memory import PROCESS_FAILURES, Level, MemoryTrigger, split
-from ckpt_engine.frequency.settings import MemoryRhythm
+from ckpt_engine.frequency.policy import MemoryRhythm
+from ckpt_engine.frequency.triggers import PROCESS_FAILURES, MemoryTrigger, SnapshotLevel, split
 
 BUDGETS = st.floats(1e-4, 0.5)
 COSTS = st.floats(1e-4, 100.0)
 RATES = st.floats(1e-6, 1.0)
 BOUNDS = st.just(0.0) | st.floats(1e-3, 1e5)
-LEVELS = st.builds(Level, COSTS, RATES, BOUNDS)
+LEVELS = st.builds(SnapshotLevel, COSTS, RATES, BOUNDS)
 
 
-def loss(part: float, level: Level) -> float:
+def loss(part: float, level: SnapshotLevel) -> float:
     """Expected work lost: failures times half an interval."""
     return level.failures * level.cost_seconds / part / 2.0 if part > 0.0 else math.inf
 
 
 @given(BUDGETS, LEVELS, LEVELS)
 def test_the_parts_are_within_the_budget_and_within_what_each_level_can_use(
-    budget: float, memory: Level, durable: Level
+    budget: float, memory: SnapshotLevel, durable: SnapshotLevel
 ) -> None:
     """Nothing is given away twice, and nothing is left over that one of them could use."""
     parts = split(budget, memory, durable)
@@ -38,12 +38,14 @@ def test_without_bounds_the_parts_are_as_the_roots_of_cost_times_rate(
     budget: float, cost_m: float, rate_m: float, cost_d: float, rate_d: float
 ) -> None:
     """The formula of the module's first page."""
-    memory, durable = split(budget, Level(cost_m, rate_m), Level(cost_d, rate_d))
+    memory, durable = split(budget, SnapshotLevel(cost_m, rate_m), SnapshotLevel(cost_d, rate_d))
     assert memory / durable == pytest.approx(math.sqrt(cost_m * rate_m / (cost_d * rate_d)))
 
 
 @given(BUDGETS, LEVELS, LEVELS, st.floats(0.001, 0.999))
-def test_no_other_division_loses_less_work(budget: float, memory: Level, durable: Level, other: float) -> None:
+def test_no_other_division_loses_less_work(
+    budget: float, memory: SnapshotLevel, durable: SnapshotLevel, other: float
+) -> None:
     """The optimum, bounds included: any other division that keeps to budget and bounds expects more loss."""
     best = split(budget, memory, durable)
     parts = (min(memory.most, other * budget), min(durable.most, (1.0 - other) * budget))
@@ -52,22 +54,24 @@ def test_no_other_division_loses_less_work(budget: float, memory: Level, durable
 
 
 @given(BUDGETS, LEVELS, LEVELS, st.floats(0.01, 100.0))
-def test_units_do_not_matter(budget: float, memory: Level, durable: Level, scale: float) -> None:
+def test_units_do_not_matter(budget: float, memory: SnapshotLevel, durable: SnapshotLevel, scale: float) -> None:
     """Milliseconds instead of seconds, or rates per year, divide the same."""
-    scaled = [Level(x.cost_seconds * scale, x.failures / scale, x.least_seconds * scale) for x in (memory, durable)]
+    scaled = [
+        SnapshotLevel(x.cost_seconds * scale, x.failures / scale, x.least_seconds * scale) for x in (memory, durable)
+    ]
     assert split(budget, *scaled) == pytest.approx(split(budget, memory, durable))
 
 
 def test_a_level_that_costs_nothing_leaves_everything_to_the_other() -> None:
     """It is taken as often as possible without needing a part."""
-    assert split(0.01, Level(0.0, 0.75), Level(1.0, 0.25)) == (0.0, 0.01)
-    assert split(0.01, Level(1.0, 0.75), Level(0.0, 0.25)) == (0.01, 0.0)
-    assert split(0.01, Level(0.0, 0.75), Level(0.0, 0.25)) == (0.0, 0.0)
+    assert split(0.01, SnapshotLevel(0.0, 0.75), SnapshotLevel(1.0, 0.25)) == (0.0, 0.01)
+    assert split(0.01, SnapshotLevel(1.0, 0.75), SnapshotLevel(0.0, 0.25)) == (0.01, 0.0)
+    assert split(0.01, SnapshotLevel(0.0, 0.75), SnapshotLevel(0.0, 0.25)) == (0.0, 0.0)
 
 
 def test_the_usual_failures_and_equal_costs() -> None:
     """Three of four failures spare the machine: snapshots in memory come sqrt(3) times as often."""
-    memory, durable = split(0.01, Level(0.1, PROCESS_FAILURES), Level(0.1, 1.0 - PROCESS_FAILURES))
+    memory, durable = split(0.01, SnapshotLevel(0.1, PROCESS_FAILURES), SnapshotLevel(0.1, 1.0 - PROCESS_FAILURES))
     assert memory / durable == pytest.approx(math.sqrt(3.0))
 
 

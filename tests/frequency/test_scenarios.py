@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckpt_engine.frequency.settings import FrequencySettings
+from ckpt_engine.frequency.policy import FrequencySettings
 from tests.frequency.cadence_simulator import Taken, Training
 
 BEGIN, END, AFTER = 500.0, 1000.0, 1500.0

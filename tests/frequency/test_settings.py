@@ -5,7 +5,7 @@ import math
 import pytest
 
 from ckpt_engine.errors import ConfigError
-from ckpt_engine.frequency.settings import FrequencySettings
+from ckpt_engine.frequency.policy import FrequencySettings
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """The fixed triggers, one by one and together."""
 
-from ckpt_engine.frequency.settings import FrequencySettings
+from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.frequency.triggers import EveryNSteps, EverySeconds, FixedTriggers
 
 

@@ -14,8 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.restore.rebuild import _KINDS
-from ckpt_engine.store.digest import digest
+from ckpt_engine.state.rebuild import _KINDS
+from ckpt_engine.store.container import digest
 from tests.support.forged import newest, sealed
 
 DELETE = {"#": "delete"}

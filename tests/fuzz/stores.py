@@ -22,13 +22,14 @@ import numpy as np
 import torch
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.persist.status import StatusFile, TierStatus
-from ckpt_engine.preempt.rollback import Rollback, write_rollback
-from ckpt_engine.store import catalog, layout, pins
-from ckpt_engine.store.recode import Tally, copy_encoded
+from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
+from ckpt_engine.copy.transfer import RunText, adopt_run
+from ckpt_engine.preempt.divergence import RollbackRecord, write_rollback
+from ckpt_engine.store import names, pins
+from ckpt_engine.store import repository as catalog
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.transfer import RunText, adopt_run
+from ckpt_engine.writer.tier_status import StatusFile, TierStatus
 
 
 class Color(enum.Enum):
@@ -114,17 +115,17 @@ def plain(root: Path) -> None:
     repository = Repository(LocalStorage(root))
     first, last = repository.list()
     pins.pin(repository, first.id, "a note", created=1.7e9)
-    write_rollback(repository.storage, Rollback(first.id, 1, last.id, 2, 3, 1, "the loss"))
+    write_rollback(repository.storage, RollbackRecord(first.id, 1, last.id, 2, 3, 1, "the loss"))
     StatusFile(str(root), 1, "host").write([TierStatus(str(root), "working", last.id), TierStatus("s3://b/r", "away")])
-    listed = {layout.manifest_id(one.name): one for one in repository.storage.list(layout.MANIFESTS)}
+    listed = {names.manifest_id(one.name): one for one in repository.storage.list(names.MANIFESTS)}
     cards = [
         catalog.Card(one, repository.read(parsed.id).info, repository.files_of(parsed.id))
         for parsed, one in listed.items()
         if parsed is not None
     ]
-    (root / layout.CATALOG).write_bytes(catalog.encode(repository.run_id, cards))
+    (root / names.CATALOG).write_bytes(catalog.encode(repository.run_id, cards))
     holder = {"pid": 1, "host": "a", "started": 1.7e9, "command": "python train.py"}
-    (root / layout.LEASE).write_text(json.dumps(holder) + "\n")
+    (root / names.LEASE).write_text(json.dumps(holder) + "\n")
 
 
 def encoded(root: Path) -> None:

@@ -11,8 +11,7 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.observe.events import Notice
-from ckpt_engine.snapshot.cuda import Cuda
-from ckpt_engine.snapshot.cuda_layout import BUFFER_BYTES
+from ckpt_engine.snapshot.cuda import BUFFER_BYTES, Cuda
 from ckpt_engine.store.tree import TreePath
 
 pytestmark = pytest.mark.gpu

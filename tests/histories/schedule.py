@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from ckpt_engine.restore import load as restore
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
@@ -309,6 +309,6 @@ def _of_url(job: Job, url: str) -> list[str]:
 
 
 def _seq(snapshot: str) -> int:
-    parsed = layout.parse_id(snapshot)
+    parsed = names.parse_id(snapshot)
     assert parsed is not None
     return parsed.seq

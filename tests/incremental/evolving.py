@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_engine.store import container, layout
+from ckpt_engine.copy.encoding_plan import MOST_BASES, MOST_BYTES, placed
+from ckpt_engine.store import container, names
+from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import chain_of, decoder_of
-from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
-from ckpt_engine.store.recode_plan import MOST_BASES, MOST_BYTES, placed
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
@@ -76,7 +76,7 @@ class Evolving:
     def save(self) -> str:
         """The next snapshot; its id."""
         self._seq += 1
-        snapshot = layout.snapshot_id(self._seq, self._seq)
+        snapshot = names.snapshot_id(self._seq, self._seq)
         rows = [
             (name, *container.container_form(array.dtype, array.shape, array.data.size), array.data.size)
             for name, array in self.arrays.items()
@@ -91,7 +91,7 @@ class Evolving:
                 offset += data.size
             code, _ = container.container_form(array.dtype, array.shape, array.data.size)
             entries[name] = Entry(array.dtype, array.shape, tuple(pieces), code)
-        file = DataFile(layout.data_name(snapshot), offset)
+        file = DataFile(names.data_name(snapshot), offset)
         info = SnapshotInfo(snapshot, self._seq, self._seq, None, "manual", 1.0, offset - len(header))
         self.repository.storage.put(
             file.name, [memoryview(header), *(memoryview(array.data) for array in self.arrays.values())]

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
-from ckpt_engine.store import codecs, layout
-from ckpt_engine.store.codecs.base import Chunk, Codec, get_codec
-from ckpt_engine.store.container import ALIGN_BYTES, build_header
-from ckpt_engine.store.digest import digest
+from ckpt_engine.store import codecs, names
+from ckpt_engine.store.codecs.codec import Chunk, Codec, get_codec
+from ckpt_engine.store.container import ALIGN_BYTES, build_header, digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece
 from ckpt_engine.store.repository import Repository
 
@@ -31,7 +30,7 @@ class Flip:
 
 def with_flip() -> None:
     """Make the codec known to readers of this process."""
-    codecs.base._known["flip"] = Flip()
+    codecs.codec._known["flip"] = Flip()
 
 
 class Scatter:
@@ -62,7 +61,7 @@ class Scatter:
         repository.storage.delete(*(file.name for file in plain.files if snapshot in file.name))
         files = []
         for part, blob in enumerate(self.blobs):
-            name = layout.data_name(snapshot, part=part + 1)
+            name = names.data_name(snapshot, part=part + 1)
             header = build_header([("blob", "U8", (len(blob),), len(blob))])
             assert len(header) == ALIGN_BYTES
             repository.storage.put(name, [memoryview(header), memoryview(blob)])

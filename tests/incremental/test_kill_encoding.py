@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.restore.load import load
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.incremental.evolving import codecs_of
@@ -109,7 +109,7 @@ def require(root: Path, seen: Seen, kills: int) -> None:
     assert {"adam", "byteplane-zstd"} <= seen.codecs
     for name in ("near", "far"):
         place = Repository(LocalStorage(root / name))
-        assert all(layout.data_owner(item.name) for item in place.storage.list(layout.DATA))
+        assert all(names.data_owner(item.name) for item in place.storage.list(names.DATA))
 
 
 @pytest.mark.slow

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.cli.check import Checker
+from ckpt_engine.cli.verify import Checker
+from ckpt_engine.copy import row_deltas, write_plan
+from ckpt_engine.copy.staged import cut
 from ckpt_engine.errors import NoUsableSnapshotError
-from ckpt_engine.persist import deltas, image, upkeep
-from ckpt_engine.persist.pieces import cut
 from ckpt_engine.restore.load import load
 from tests.incremental.test_reading import flip_bit
 from tests.incremental.test_writing import Life
@@ -70,9 +70,9 @@ _TREES = st.builds(
 def everything_is_shared() -> Iterator[None]:
     """However small it is, in small pieces, with short chains."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image, "LEAST_BYTES", 0)
-        patch.setattr(deltas, "LEAST_ROWS", 2)
-        patch.setattr(upkeep, "MOST_BASES", 5)
+        patch.setattr(write_plan, "LEAST_BYTES", 0)
+        patch.setattr(row_deltas, "LEAST_ROWS", 2)
+        patch.setattr(row_deltas, "MOST_BASES", 5)
         patch.setattr(cut, "__defaults__", (4000,))
         yield
 

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.cli.check import Checker
+from ckpt_engine.cli.verify import Checker
+from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
 from ckpt_engine.errors import CorruptError, NewerFormatError
-from ckpt_engine.restore import chains, stream
+from ckpt_engine.restore import read
 from ckpt_engine.restore.load import load
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.sources import Sources
@@ -26,7 +27,6 @@ from ckpt_engine.store.decode import MAX_CHAIN
 from ckpt_engine.store.manifest import Manifest, Piece
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.transfer import RunText, adopt_run, copy_snapshot
 from tests.cli.conftest import Outcome
 from tests.incremental.scattered import Scatter, with_flip
 from tests.snapshot.passage import same
@@ -36,7 +36,7 @@ from tests.snapshot.passage import same
 def flip() -> Iterator[None]:
     with_flip()
     yield
-    codecs.base._known.pop("flip")
+    codecs.codec._known.pop("flip")
 
 
 def state(step: int) -> dict[str, Any]:
@@ -217,12 +217,12 @@ def test_places_that_store_a_snapshot_differently_are_not_mixed(tmp_path: Path) 
 
 def test_deltas_of_many_pieces_are_decoded_by_many_threads() -> None:
     """They fit into one request, and would be one thread's work; raw neighbours are still read together."""
-    raw = stream.READ_BYTES
+    raw = read.READ_BYTES
 
     def spans(stored_nbytes: int, raw_nbytes: int, codec: str) -> list[int]:
         pieces = [Piece(0, n * stored_nbytes, stored_nbytes, "", raw_nbytes, codec) for n in range(6)]
-        moves = [chains.Move("t", piece, n * raw_nbytes, n * raw_nbytes) for n, piece in enumerate(pieces)]
-        return [len(span) for span in stream._spans(moves)]
+        moves = [read.Move("t", piece, n * raw_nbytes, n * raw_nbytes) for n, piece in enumerate(pieces)]
+        return [len(span) for span in read._spans(moves)]
 
     assert spans(1000, raw, "rows") == [1] * 6
     assert spans(1000, raw // 2, "rows") == [2, 2, 2]

@@ -14,17 +14,18 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.copy import encoding_plan
+from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
+from ckpt_engine.copy.encoding_plan import plan
+from ckpt_engine.copy.make_room import collect
+from ckpt_engine.copy.transfer import CopySourceError, RunText, adopt_run, copy_snapshot
 from ckpt_engine.errors import StorageError, StorageMissingError
 from ckpt_engine.restore.load import load
-from ckpt_engine.store import codecs, layout, recode_plan
-from ckpt_engine.store.collect import collect
+from ckpt_engine.store import codecs, names
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import RAW
-from ckpt_engine.store.recode import Tally, copy_encoded
-from ckpt_engine.store.recode_plan import plan
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.transfer import RunText, SourceError, adopt_run, copy_snapshot
 from tests.cli.conftest import Outcome
 from tests.incremental.scattered import Scatter, with_flip
 from tests.snapshot.passage import same
@@ -36,7 +37,7 @@ def known() -> Iterator[None]:
     """A codec with a base, in which sources may be stored."""
     with_flip()
     yield
-    codecs.base._known.pop("flip")
+    codecs.codec._known.pop("flip")
 
 
 def state(seed: int, frozen: int = 0) -> dict[str, Any]:
@@ -71,7 +72,7 @@ def restored(root: Path, step: int) -> bool:
 
 
 def data_names(far: Repository) -> set[str]:
-    return {item.name for item in far.storage.list(layout.DATA)}
+    return {item.name for item in far.storage.list(names.DATA)}
 
 
 def needed(far: Repository) -> set[str]:
@@ -110,7 +111,7 @@ def test_random_layouts_come_back(seed: int, part_bytes: int, tmp_path_factory: 
     far = far_of(near, root / "far")
     codec = random.Random(seed).choice(["zstd", "byteplane-zstd"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recode_plan, "PART_BYTES", part_bytes)
+        patch.setattr(encoding_plan, "PART_BYTES", part_bytes)
         for parsed in near.ids():
             encoded(near, far, parsed.id, codec)
     assert restored(root / "far", 1)
@@ -122,11 +123,11 @@ def test_what_has_not_changed_is_sent_once(tmp_path: Path) -> None:
     near = run_of(tmp_path / "near", 1, 2, 3)
     far = far_of(near, tmp_path / "far")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recode_plan, "PART_BYTES", 240_000)  # the frozen tensor has a part of its own
+        patch.setattr(encoding_plan, "PART_BYTES", 240_000)  # the frozen tensor has a part of its own
         first, second, third = [encoded(near, far, parsed.id) for parsed in near.ids()]
     assert second.sent_bytes < first.sent_bytes / 2
     assert third.sent_bytes < first.sent_bytes / 2
-    assert {layout.data_owner(name).id for name in needed(far)} >= {near.ids()[0].id}  # type: ignore[union-attr]
+    assert {names.data_owner(name).id for name in needed(far)} >= {near.ids()[0].id}  # type: ignore[union-attr]
     with acquire(far.storage) as lease:
         far.forget([parsed.id for parsed in far.ids()[:2]])
         collect(far, lease)
@@ -153,7 +154,7 @@ def test_a_file_of_which_little_is_needed_is_not_kept_for_it(tmp_path: Path) -> 
 
 def test_the_manifest_goes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever write fails, no snapshot is there that is not whole; the next attempt sends only what is missing."""
-    monkeypatch.setattr(recode_plan, "PART_BYTES", 60_000)
+    monkeypatch.setattr(encoding_plan, "PART_BYTES", 60_000)
     near = run_of(tmp_path / "near", 1)
     [parsed] = near.ids()
     whole = encoded(near, far_of(near, tmp_path / "whole"), parsed.id).sent_bytes
@@ -186,7 +187,7 @@ def test_damage_does_not_spread(tmp_path: Path) -> None:
     far = far_of(near, tmp_path / "far")
     [parsed] = near.ids()
     flip(tmp_path / "near" / near.read(parsed.id).files[0].name, -50)
-    with pytest.raises(SourceError):
+    with pytest.raises(CopySourceError):
         encoded(near, far, parsed.id)
     assert far.ids() == ()
 
@@ -200,7 +201,7 @@ def test_damage_at_the_far_place_is_noticed(tmp_path: Path) -> None:
     encoded(near, far, two.id)
     manifest = far.read(two.id)
     piece = next(p for entry in manifest.entries.values() for p in entry.pieces if p.codec != RAW and p.nbytes > 99)
-    assert layout.data_owner(manifest.files[piece.file].name) == two
+    assert names.data_owner(manifest.files[piece.file].name) == two
     flip(tmp_path / "far" / manifest.files[piece.file].name, piece.offset + 60)
     found = load([Repository(LocalStorage(tmp_path / "far"))])
     assert found is not None
@@ -222,7 +223,7 @@ def test_what_is_referred_to_must_still_be_there(tmp_path: Path) -> None:
     far = far_of(near, tmp_path / "far")
     one, two = near.ids()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recode_plan, "PART_BYTES", 240_000)
+        patch.setattr(encoding_plan, "PART_BYTES", 240_000)
         encoded(near, far, one.id)
 
     class Forgetting(LocalStorage):
@@ -244,14 +245,14 @@ def test_what_is_planned_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A copy never writes more than room is made for, not even if nothing can be encoded."""
     near = run_of(tmp_path / "near", 1, 2)
     for part_bytes in (1, 1 << 27):
-        monkeypatch.setattr(recode_plan, "PART_BYTES", part_bytes)
+        monkeypatch.setattr(encoding_plan, "PART_BYTES", part_bytes)
         for codec in ("zstd", "byteplane-zstd", RAW):
             far = far_of(near, tmp_path / f"{codec}-{part_bytes}")
             for parsed in near.ids():
-                text = near.storage.get(layout.manifest_name(parsed.id))
+                text = near.storage.get(names.manifest_name(parsed.id))
                 most = plan(near.read(parsed.id), far).most_bytes(text)
                 sent = encoded(near, far, parsed.id, codec).sent_bytes
-                [written] = far.storage.list(layout.manifest_name(parsed.id))
+                [written] = far.storage.list(names.manifest_name(parsed.id))
                 assert sent + written.nbytes <= most
 
 

@@ -13,20 +13,20 @@ import pytest
 import torch
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.copy.adam_groups import AdamGroup, find
+from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
+from ckpt_engine.copy.make_room import collect
+from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.errors import CorruptError
 from ckpt_engine.restore.load import load
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.sources import Sources
-from ckpt_engine.store import layout
-from ckpt_engine.store.adam_groups import AdamGroup, find
-from ckpt_engine.store.collect import collect
+from ckpt_engine.store import names
 from ckpt_engine.store.decode import Decoder, needed_for
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Manifest, Piece
-from ckpt_engine.store.recode import Tally, copy_encoded
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.transfer import RunText, adopt_run
 from tests.crash.life import QuietDisk
 from tests.incremental.evolving import codecs_of
 from tests.incremental.test_recode import flip
@@ -178,7 +178,7 @@ def test_damage_in_a_group_is_noticed_and_an_older_snapshot_is_taken(near: Near,
     far = Far(near, tmp_path, 1, 2, 3, 4, 5)
     manifest = far.manifest(5)
     base = next(p for e in manifest.bases.values() for pieces in e.values() for p in pieces.values() if p.nbytes > 9999)
-    assert layout.data_owner(manifest.files[base.file].name).step == 4  # type: ignore[union-attr]
+    assert names.data_owner(manifest.files[base.file].name).step == 4  # type: ignore[union-attr]
     flip(tmp_path / manifest.files[base.file].name, base.offset + base.nbytes - 9)
     found = load([far.repository])
     assert found is not None

@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt_engine.copy import encoding_plan
+from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
+from ckpt_engine.copy.encoding_plan import plan
+from ckpt_engine.copy.make_room import collect
+from ckpt_engine.copy.transfer import Copied, RunText, adopt_run, copy_snapshot
 from ckpt_engine.restore.load import load
-from ckpt_engine.store import layout, recode_plan
-from ckpt_engine.store.collect import collect
+from ckpt_engine.store import names
 from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.recode import Tally, copy_encoded
-from ckpt_engine.store.recode_plan import plan
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.transfer import Copied, RunText, adopt_run, copy_snapshot
 from tests.crash.life import QuietDisk
 from tests.incremental.evolving import Evolving, codecs_of, contents
 from tests.incremental.test_recode import flip
@@ -48,16 +49,16 @@ def test_a_base_and_any_number_of_differences_are_the_state(
     life = Evolving(root / "near", seed)
     far = far_of(life, root / "far")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recode_plan, "PART_BYTES", chance.choice([1, 20_000, 1 << 27]))
+        patch.setattr(encoding_plan, "PART_BYTES", chance.choice([1, 20_000, 1 << 27]))
         for _ in range(9):
             life.change()
             snapshot = life.save()
             if chance.random() < 0.8:
                 manifest = life.repository.read(snapshot)
-                text = life.repository.storage.get(layout.manifest_name(snapshot))
+                text = life.repository.storage.get(names.manifest_name(snapshot))
                 most = plan(manifest, far, differences=True).most_bytes(text)
                 sent = differences(life, far, snapshot).sent_bytes
-                [written] = far.storage.list(layout.manifest_name(snapshot))
+                [written] = far.storage.list(names.manifest_name(snapshot))
                 assert sent + written.nbytes <= most, "room is made for more than is written"
             for place in (far, life.repository):
                 ids = [parsed.id for parsed in place.ids()]
@@ -67,7 +68,7 @@ def test_a_base_and_any_number_of_differences_are_the_state(
     needed = {file.name for info in far.list() for file in far.read(info.id).files}
     with acquire(far.storage) as lease:
         collect(far, lease)
-    assert {item.name for item in far.storage.list(layout.DATA)} == needed
+    assert {item.name for item in far.storage.list(names.DATA)} == needed
 
 
 def tables(root: Path, seed: int = 3) -> Evolving:
@@ -130,7 +131,7 @@ def test_what_is_near_is_enough_for_a_place_that_is_not_read(tmp_path: Path) -> 
     adopt_run(RunText.of(life.repository), far.storage)
     for _ in range(6):
         differences(life, far, step(life))
-    assert not [name for name in reads if name.startswith(layout.DATA)]
+    assert not [name for name in reads if name.startswith(names.DATA)]
     assert "rows" in codecs_of(far.read(far.ids()[-1].id))
     assert life.check(far) == 6
 
@@ -147,7 +148,7 @@ def test_a_missing_base_is_not_built_on(tmp_path: Path) -> None:
     three = step(life)
     differences(life, far, three)
     manifest = far.read(three)
-    assert {layout.data_owner(file.name).id for file in manifest.files} <= {two, three}  # type: ignore[union-attr]
+    assert {names.data_owner(file.name).id for file in manifest.files} <= {two, three}  # type: ignore[union-attr]
     assert contents(far, manifest) == life.truth[three]
 
 

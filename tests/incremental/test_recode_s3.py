@@ -11,7 +11,7 @@ import pytest
 from ckpt_engine import Checkpointer
 from ckpt_engine.observe.events import SnapshotReplicated
 from ckpt_engine.restore import load as restore
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 from tests.incremental.evolving import codecs_of
@@ -49,7 +49,7 @@ def test_differences_on_s3_are_enough_to_resume(far: dict[str, Any], tmp_path: P
     assert len(remote.ids()) == 2
     manifest = remote.read(remote.ids()[-1].id)
     assert "adam" in codecs_of(manifest)
-    assert len({layout.data_owner(file.name) for file in manifest.files}) == 3
+    assert len({names.data_owner(file.name) for file in manifest.files}) == 3
     found = restore.load([remote])
     assert found is not None
     assert same(found.state, training.state())

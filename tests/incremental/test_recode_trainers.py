@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_engine.store.recode import Tally, copy_encoded
+from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
+from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.transfer import RunText, adopt_run
 from tests.incremental.evolving import contents
 
 

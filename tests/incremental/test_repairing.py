@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_engine.persist.pieces import cut
+from ckpt_engine.copy.staged import cut
+from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
 from ckpt_engine.restore.load import load
 from ckpt_engine.store.decode import chain_of
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.transfer import RunText, adopt_run, copy_snapshot
 from tests.incremental.test_reading import flip_bit
 from tests.incremental.test_writing import Life
 from tests.snapshot.passage import same

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.persist import upkeep
-from ckpt_engine.persist.upkeep import MOST_BASES, MOST_SHARE, replaced
+from ckpt_engine.copy import row_deltas
+from ckpt_engine.copy.encoding_plan import placed
+from ckpt_engine.copy.row_deltas import MOST_BASES, MOST_SHARE, replaced
 from ckpt_engine.store.decode import MAX_CHAIN, chain_of
-from ckpt_engine.store.recode_plan import placed
 from tests.incremental.test_writing import Life, Table
 
 PIECE = 1 << 20
@@ -94,7 +94,7 @@ def test_no_snapshot_of_a_table_of_many_pieces_is_many_times_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Real files over sixty snapshots: bytes written, space, and every bit."""
-    monkeypatch.setattr("ckpt_engine.persist.pieces.cut.__defaults__", (100_000,))
+    monkeypatch.setattr("ckpt_engine.copy.staged.cut.__defaults__", (100_000,))
     life, table = Life(tmp_path / "run", keep={"last": 2}, writer="thread"), Table(100_000)
     states, sizes = {}, []
     with Checkpointer(life.root, **life.options) as ckpt:
@@ -106,7 +106,7 @@ def test_no_snapshot_of_a_table_of_many_pieces_is_many_times_the_others(
             sizes.append(life.written(newest) / (table.nbytes / 100))
             pieces = placed(newest.entries["table"].pieces)
             chains = [chain_of(newest, "table", start, piece) for start, piece in pieces]
-            assert max(map(len, chains)) <= upkeep.MOST_BASES + 1
+            assert max(map(len, chains)) <= row_deltas.MOST_BASES + 1
     assert len(chains) > 60
     assert max(sizes[1:20]) <= 1.5 and max(sizes[1:]) <= 9 and mean(sizes[1:]) <= 3.5, sizes
     held = sum(path.stat().st_size for path in (life.root / "data").iterdir())

@@ -12,17 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.cli.check import Checker
-from ckpt_engine.persist import image
+from ckpt_engine.cli.verify import Checker
+from ckpt_engine.copy import write_plan
+from ckpt_engine.copy.make_room import prune
+from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
 from ckpt_engine.restore.load import load
-from ckpt_engine.store import layout, manifest_codec
-from ckpt_engine.store.collect import prune
+from ckpt_engine.store import manifest_codec
+from ckpt_engine.store import names as layout
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepLast
+from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.transfer import RunText, adopt_run, copy_snapshot
 from tests.cli.conftest import Outcome
 from tests.incremental.test_reading import flip_bit
 from tests.snapshot.passage import same
@@ -158,7 +159,7 @@ def test_a_file_of_which_little_is_needed_is_not_kept_for_it(tmp_path: Path) -> 
 
 def test_parts_of_one_tensor_are_spared_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor of several pieces of which some change; only newer readers can read it."""
-    monkeypatch.setattr("ckpt_engine.persist.pieces.cut.__defaults__", (200_000,))
+    monkeypatch.setattr("ckpt_engine.copy.staged.cut.__defaults__", (200_000,))
     life = Life(tmp_path / "run", writer="thread")
     w = torch.randn(5000, 100, generator=torch.Generator().manual_seed(0))
     states = {}
@@ -245,7 +246,7 @@ def test_whatever_changes_every_snapshot_is_what_was_saved(
         tensors = {name: t + 1 if int(name) in changed else t for name, t in tensors.items()}
         states[step] = {"t": tensors, "step": step}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(image, "LEAST_BYTES", 0)
+        patch.setattr(write_plan, "LEAST_BYTES", 0)
         life.save(*states.values())
     life.check(states)
     assert {one.info.step for one in life.manifests()} <= set(states)

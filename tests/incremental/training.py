@@ -14,7 +14,7 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import CkptError
-from ckpt_engine.store.digest import digest
+from ckpt_engine.store.container import digest
 
 KEEP = {"near": 3, "far": 2}
 WIDTH, STEPS = 768, 250

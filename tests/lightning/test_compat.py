@@ -10,10 +10,9 @@ import pytest
 
 import lightning_ckpt
 from ckpt_engine.errors import CkptError
-from ckpt_engine.tracking.undocumented import PrivateName
+from ckpt_engine.loop.undocumented import PrivateName
 from lightning_ckpt import compat
-from lightning_ckpt.compat import Internals
-from lightning_ckpt.private_names import PRIVATE_NAMES
+from lightning_ckpt.compat import PRIVATE_NAMES, LightningInternals
 from tests.lightning.runs import Case, make_trainer
 
 PACKAGE = Path(lightning_ckpt.__file__).parent
@@ -27,7 +26,7 @@ def trainer() -> pl.Trainer:
 @pytest.mark.parametrize("entry", PRIVATE_NAMES, ids=lambda e: f"{e.owner}.{e.name}")
 def test_a_private_name_is_still_there(entry: PrivateName, trainer: pl.Trainer) -> None:
     """Upstream has not renamed it."""
-    missing = Internals(trainer).missing()
+    missing = LightningInternals(trainer).missing()
     assert entry not in missing, f"Lightning {compat.VERSION} lacks {entry.owner}.{entry.name}: {entry.used_for} fails"
 
 
@@ -36,14 +35,14 @@ def test_a_missing_name_is_one_clear_error(trainer: pl.Trainer, monkeypatch: pyt
     gone = (PrivateName("epoch_loop", "_no_such_thing", "the snapshot instant"),)
     monkeypatch.setattr(compat, "PRIVATE_NAMES", gone)
     with pytest.raises(CkptError, match=r"lacks names .*epoch_loop\._no_such_thing \(for the snapshot instant\)"):
-        Internals(trainer).probe()
+        LightningInternals(trainer).probe()
 
 
 def test_an_old_lightning_is_refused(trainer: pl.Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Resuming after a validation is not exact before 2.5."""
     monkeypatch.setattr(compat, "installed_version", lambda: (2, 4))
     with pytest.raises(CkptError, match="too old"):
-        Internals(trainer).probe()
+        LightningInternals(trainer).probe()
 
 
 def test_nothing_else_touches_private_names_of_lightning() -> None:
@@ -65,7 +64,7 @@ def test_wrapping_is_undone_completely(trainer: pl.Trainer) -> None:
     """Also where somebody else had wrapped the same method before us."""
     connector = trainer._checkpoint_connector
     connector.resume_start = theirs = connector.resume_start  # an instance attribute now
-    internals = Internals(trainer)
+    internals = LightningInternals(trainer)
     internals.wrap_resume_start(lambda original, path: original(path))
     internals.wrap_fetch(lambda: None, lambda error: None)
     assert connector.resume_start is not theirs

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader
 
-from ckpt_engine.tracking import last_boundary
+from ckpt_engine.loop import failing_loop
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import (
     BATCH,
@@ -53,7 +53,7 @@ BOMB = Bomb()
 @pytest.fixture(autouse=True)
 def disarm(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Steps of this model take no longer than a record of one; the policy has tests of its own."""
-    monkeypatch.setattr(last_boundary, "affordable", lambda *_: True)
+    monkeypatch.setattr(failing_loop, "affordable", lambda *_: True)
     yield
     BOMB.where = ""
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader, get_worker_info
 
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.storage.local import LocalStorage
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.cases import CASES
@@ -82,7 +82,7 @@ def test_what_is_in_flight_at_a_crash_becomes_durable(tmp_path: Path, monkeypatc
     put, crashed = LocalStorage.put, threading.Event()
 
     def slow_put(self: LocalStorage, name: str, blocks: Any, **options: Any) -> None:
-        if name.startswith(layout.DATA):
+        if name.startswith(names.DATA):
             assert crashed.wait(60)  # every write is still on its way when training fails
         put(self, name, blocks, **options)
 

@@ -10,9 +10,9 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from ckpt_engine.checkpointer import Checkpointer
-from ckpt_engine.frequency.driver import Cadence
-from ckpt_engine.persist.job import PersistJob
-from ckpt_engine.persist.spawn import ProcessWriter
+from ckpt_engine.copy.job import PersistJob
+from ckpt_engine.frequency.cadence import Cadence
+from ckpt_engine.writer.launch import ProcessWriter
 from lightning_ckpt import AdaptiveCheckpoint, run
 from tests.lightning.cases import CASES
 from tests.lightning.runs import fit, saved

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.frequency.driver import Cadence
+from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.snapshot.pipeline import Pipeline
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.cases import Case
@@ -46,7 +46,7 @@ def test_the_budget_pays_only_where_training_needs_all_cores_and_the_budget_deci
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A spare core, a limit of lost work or a fixed rhythm lets it go as fast as it can."""
-    monkeypatch.setattr("ckpt_engine.snapshot.laziness.os.sched_getaffinity", lambda _pid: set(range(cores)))
+    monkeypatch.setattr("ckpt_engine.snapshot.stage.os.sched_getaffinity", lambda _pid: set(range(cores)))
     charged: list[float] = []
     monkeypatch.setattr(Cadence, "background", lambda self, seconds: charged.append(seconds))
     fit(Case(), [AdaptiveCheckpoint(str(tmp_path), writer="thread", at_end=False, **options)])

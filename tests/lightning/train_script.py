@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.storage.local import LocalStorage
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning import loader_cases
@@ -57,7 +57,7 @@ def slow_down(seconds: float) -> None:
     put = LocalStorage.put
 
     def slow_put(self: LocalStorage, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
-        if name.startswith(layout.DATA):
+        if name.startswith(names.DATA):
             time.sleep(seconds)
         put(self, name, blocks, exclusive=exclusive)
 

@@ -17,7 +17,7 @@ import psutil
 from tests.support.trainers import ForkServer, log
 
 PATIENCE_SECONDS = 120.0
-ENTRY = "persist/__main__.py"
+ENTRY = "writer/__main__.py"
 
 
 class Trainers(ForkServer):

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.persist import spawn, thread  # noqa: F401 - otherwise imported when needed, in each fork
-from ckpt_engine.snapshot.handle import SaveHandle
+from ckpt_engine.snapshot.save_request import SaveHandle
+from ckpt_engine.writer import launch  # noqa: F401 - otherwise imported when needed, in each fork
 from tests.support.trainers import serve
 
 SEED = 7

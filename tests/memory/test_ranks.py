@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.persist import control
-from ckpt_engine.persist.reunion import follow
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
+from ckpt_engine.writer import control
+from ckpt_engine.writer.recovery import follow
 from tests.memory.lives import ENTRY, until
 from tests.ranks.runs import SharedStore, ThreadRanks, on_all
 from tests.ranks.train_plain import check, state_of
@@ -82,7 +82,7 @@ def test_ranks_that_die_resume_from_memory(tmp_path: Path, size: int) -> None:
     assert begun - step <= MOST_LOST
     with Checkpointer(str(root)) as alone:
         assert [info.step for info in alone.snapshots()] == [step]
-    assert not list((root / layout.PARTS).glob("*"))
+    assert not list((root / names.PARTS).glob("*"))
 
 
 @pytest.mark.slow
@@ -108,7 +108,7 @@ def test_a_share_that_is_gone_with_its_writer_makes_the_durable_tier_serve(tmp_p
     root = tmp_path / "run"
     host = Host(root, 2, durable_every=4)
     host.until_step(12)
-    until(lambda: list((root / layout.MANIFESTS).glob("*-s0000000004-*")), lambda: "step 4 is not durable")
+    until(lambda: list((root / names.MANIFESTS).glob("*-s0000000004-*")), lambda: "step 4 is not durable")
     host.writers()[1].kill()
     host.kill()
     step, place = resumed(root, 2)
@@ -130,7 +130,7 @@ def test_one_process_is_not_given_the_share_of_a_rank(tmp_path: Path) -> None:
     assert "share" in reply.body["why"]
     for fd in reply.fds:
         os.close(fd)
-    until(lambda: list((root / layout.MANIFESTS).glob("*")), lambda: "nothing becomes durable")
+    until(lambda: list((root / names.MANIFESTS).glob("*")), lambda: "nothing becomes durable")
     with Checkpointer(tiers=["memory", str(root)]) as alone:
         state = alone.load()
         assert state is not None
@@ -196,7 +196,7 @@ def test_a_written_share_is_not_taken_for_a_committed_snapshot(tmp_path: Path) -
     """Rank 1 fails when its share of step 3 is written, and rank 0 before it takes step 3: step 2 is what both have."""
     root = tmp_path / "run"
     made, _ = failing(root, with_newest=[1])
-    assert [path.name for path in (root / layout.PARTS).glob("*-s0000000003-*")] != []
+    assert [path.name for path in (root / names.PARTS).glob("*-s0000000003-*")] != []
     on_all(lambda rank: made[rank].close(60, failed=True), 2)
     assert resumed(root, 2) == (2, "memory")
 

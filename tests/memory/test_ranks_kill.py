@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.persist import control
+from ckpt_engine.writer import control
 from tests.ranks.launch import PATIENCE_SECONDS, Launcher, writers_of
 
 SIZE = 2

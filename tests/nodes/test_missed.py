@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ckpt_engine.ranks.session import Session
-from ckpt_engine.snapshot.mirroring import Mirroring, miss
-from ckpt_engine.store.layout import session_id
+from ckpt_engine.snapshot.save_request import Mirroring, miss
+from ckpt_engine.store.names import session_id
 from tests.ranks.runs import SharedStore, ThreadRanks
 
 IDS = [session_id("s", number, number) for number in range(4)]

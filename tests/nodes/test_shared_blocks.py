@@ -15,12 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_engine.restore import node_file, node_storage
-from ckpt_engine.restore.node_file import BLOCK_BYTES, Found, Region, open_shared, remove_shared
-from ckpt_engine.restore.node_storage import Blocks, NodeStorage
+from ckpt_engine.restore import node_storage
+from ckpt_engine.restore.node_storage import (
+    BLOCK_BYTES,
+    BlockClaim,
+    NodeBlocks,
+    NodeStorage,
+    SharedBlocks,
+    open_shared,
+    remove_shared,
+)
 from ckpt_engine.restore.read import read_entries
 from ckpt_engine.restore.sources import Sources
-from ckpt_engine.store.digest import digest
+from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.storage.local import LocalStorage
 
@@ -79,17 +86,17 @@ def read(storage: NodeStorage, manifest: Manifest) -> torch.Tensor:
 
 def test_a_claimed_block_is_anothers_until_it_is_given_up_or_there(shared: Open) -> None:
     """Ranks exclude each other, threads of one rank too; what was put is read by all."""
-    mine, others = Region(shared(), "s"), Region(shared(), "s")
-    assert mine.claim(5) is Found.MINE
-    assert (mine.claim(5), others.claim(5), others.claim(6)) == (Found.COMING, Found.TAKEN, Found.MINE)
+    mine, others = SharedBlocks(shared(), "s"), SharedBlocks(shared(), "s")
+    assert mine.claim(5) is BlockClaim.MINE
+    assert (mine.claim(5), others.claim(5), others.claim(6)) == (BlockClaim.COMING, BlockClaim.TAKEN, BlockClaim.MINE)
     mine.give_up(5)
-    assert others.claim(5) is Found.MINE
+    assert others.claim(5) is BlockClaim.MINE
     others.put(5, memoryview(b"x" * 100))
-    assert mine.claim(5) is Found.PRESENT
+    assert mine.claim(5) is BlockClaim.PRESENT
     out = bytearray(3)
     mine.read(5, 97, memoryview(out))
     assert out == b"xxx"
-    assert Region(shared(), "another snapshot").claim(5) is Found.MINE
+    assert SharedBlocks(shared(), "another snapshot").claim(5) is BlockClaim.MINE
 
 
 def test_each_byte_is_asked_for_once_by_ranks_that_read_at_the_same_time(
@@ -118,7 +125,7 @@ def test_each_byte_is_asked_for_once_by_ranks_that_read_at_the_same_time(
 def test_each_rank_begins_with_its_own_share(stored: tuple[Counting, Manifest, torch.Tensor], shared: Open) -> None:
     """The second of two ranks begins in the middle, and goes on with what the first one has not got to."""
     inner, manifest, _ = stored
-    assert len(Blocks(manifest)) == 4
+    assert len(NodeBlocks(manifest)) == 4
     storage = NodeStorage(inner, shared(), 1, 2)
     assert list(storage._order(4)) == [2, 3, 0, 1]
     storage.announce(manifest)
@@ -129,7 +136,7 @@ def test_each_rank_begins_with_its_own_share(stored: tuple[Counting, Manifest, t
 
 HOLD = """
 import os, sys
-from ckpt_engine.restore.node_file import Region
+from ckpt_engine.restore.node_storage import SharedBlocks as Region
 region = Region(os.open(sys.argv[1], os.O_RDWR), sys.argv[2])
 print(*(region.claim(n).name for n in range(4)), flush=True)
 sys.stdin.read()
@@ -172,8 +179,8 @@ def test_a_block_that_a_neighbour_has_spoiled_is_read_from_the_storage(
 ) -> None:
     """What is in shared memory is verified like everything else, and the storage itself is asked again."""
     inner, manifest, whole = stored
-    spoiler = Region(shared(), manifest.info.id)
-    assert spoiler.claim(1) is Found.MINE
+    spoiler = SharedBlocks(shared(), manifest.info.id)
+    assert spoiler.claim(1) is BlockClaim.MINE
     spoiler.put(1, memoryview(bytes(BLOCK_BYTES)))
     storage = NodeStorage(inner, shared(), 0, 2)
     storage.announce(manifest)
@@ -199,7 +206,7 @@ def test_without_room_in_shared_memory_everybody_reads_alone(
     def full(fd: int, data: memoryview, at: int) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(node_file.os, "pwrite", full)
+    monkeypatch.setattr(node_storage.os, "pwrite", full)
     storage = NodeStorage(inner, shared(), 0, 2)
     with caplog.at_level(logging.WARNING):
         storage.announce(manifest)

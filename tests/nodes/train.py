@@ -20,8 +20,8 @@ import torch.distributed as dist
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import CkptError
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
-from ckpt_engine.snapshot.handle import SaveHandle
-from ckpt_engine.store.digest import digest
+from ckpt_engine.snapshot.save_request import SaveHandle
+from ckpt_engine.store.container import digest
 
 SHAPE = (400, 16)
 GROUP_SECONDS = 15.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.observe.aloud import announce, is_heard
+from ckpt_engine.observe.log import announce, is_heard
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from ckpt_engine.observe.events import (
     TierRecovered,
     WriterLost,
 )
-from ckpt_engine.observe.ledger import Ledger, TierStanding
+from ckpt_engine.observe.metrics import Ledger, TierStanding
 
 NEAR, FAR = "/run", "s3://bucket/run"
 

@@ -11,8 +11,7 @@ from ckpt_engine.observe.events import (
     SnapshotCommitted,
     SnapshotFailed,
 )
-from ckpt_engine.observe.fanout import FanOutSink
-from ckpt_engine.observe.log import LogSink, level_of, line
+from ckpt_engine.observe.log import FanOutSink, LogSink, level_of, line
 from tests.observe.test_events import SAMPLES
 
 

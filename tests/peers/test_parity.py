@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import ConfigError
-from ckpt_engine.persist import control, parts
-from ckpt_engine.persist.control import Reply
-from ckpt_engine.persist.parity import chunk, number_of, restore_chunk, xor_into
-from ckpt_engine.persist.peer import Line, connect
-from ckpt_engine.persist.wire import Body, Received
-from ckpt_engine.ranks.partners import group_of, neighbours
-from ckpt_engine.restore import shares
-from ckpt_engine.restore.share_plan import Source, lacking, plan
-from ckpt_engine.store.digest import digest
-from ckpt_engine.store.layout import session_id
+from ckpt_engine.ranks.world import group_of, neighbours
+from ckpt_engine.restore import memory_shares
+from ckpt_engine.restore.memory_shares import ShareSource, lacking, plan
+from ckpt_engine.store.container import digest
 from ckpt_engine.store.lease import read_holder
+from ckpt_engine.store.names import session_id
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.writer import control, part_records
+from ckpt_engine.writer.channel import Body, Received
+from ckpt_engine.writer.control import Reply
+from ckpt_engine.writer.parity import chunk, number_of, restore_chunk, xor_into
+from ckpt_engine.writer.peer_service import PeerConnection, connect
 from tests.peers.writers import RUN, SECRET, Writer, meet, until
 from tests.persist.staged import WAIT_SECONDS, weight_bytes
 from tests.ranks.runs import SharedStore, ThreadRanks, on_all
@@ -132,7 +132,7 @@ def serve(writer: Writer, snapshot: str) -> None:
         order = writer.orders[-1]
         staged = order.staged(snapshot)
         manifest = staged.manifest(RUN.run, staged.whole(staged.digest()))
-        part = parts.encode(parts.part_of(manifest, staged.cut_layout.layout, writer.ranks))
+        part = part_records.encode(part_records.part_of(manifest, staged.cut_layout.layout, writer.ranks))
         body = {"snapshot": snapshot, "manifest": part.decode(), "record": "{}", "beat": None, "durable": False}
         body |= {"file": staged.data.name, "nbytes": staged.data.nbytes}
         return Reply(body, (staged.slot.reading_fd(),))
@@ -140,10 +140,12 @@ def serve(writer: Writer, snapshot: str) -> None:
     writer.peers.answer = answer
 
 
-def source(writer: Writer, snapshot: str) -> Source:
+def source(writer: Writer, snapshot: str) -> ShareSource:
     parity = writer.peers.parity
     rank = writer.ranks.rank
-    return Source(rank, {str(rank): [snapshot]}, "127.0.0.1", writer.peers.port, SECRET, parity.group, parity.ids())
+    return ShareSource(
+        rank, {str(rank): [snapshot]}, "127.0.0.1", writer.peers.port, SECRET, parity.group, parity.ids()
+    )
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
@@ -160,7 +162,7 @@ def test_a_lost_share_comes_from_the_others_over_the_network(group: list[Writer]
     assert chosen is not None
     assert list(chosen.lost) == [str(lost)]
     got: dict[int, Received] = {}
-    shares._gather(got, "/nowhere", chosen, [], 3, time.monotonic() + WAIT_SECONDS, 1)
+    memory_shares._gather(got, "/nowhere", chosen, [], 3, time.monotonic() + WAIT_SECONDS, 1)
     assert got[lost].body["file"] == gone.name
     for rank, one in enumerate(group):
         nbytes = one.orders[-1].staged(snapshot).data.nbytes
@@ -180,7 +182,7 @@ def test_a_share_that_is_not_what_it_was_is_noticed(group: list[Writer]) -> None
     group[1].stage.fill(6)
     chosen = plan(3, [[source(one, snapshot)] for one in group[1:]])
     assert chosen is not None
-    place, why = shares._assembled("/nowhere", chosen, [], 3, time.monotonic() + WAIT_SECONDS, 1)
+    place, why = memory_shares._assembled("/nowhere", chosen, [], 3, time.monotonic() + WAIT_SECONDS, 1)
     assert place is None
     assert "of the share of rank 0 does not match its digest" in why
 
@@ -219,7 +221,7 @@ class Sender:
 
     def __init__(self, writer: Writer, to: Writer, number: int) -> None:
         self.writer, self.to = writer, to
-        self.line: Line = connect("127.0.0.1", to.peers.port, SECRET)
+        self.line: PeerConnection = connect("127.0.0.1", to.peers.port, SECRET)
         self.number = number
 
     def begin(self, of: str, **changes: Any) -> bytes:
@@ -229,7 +231,7 @@ class Sender:
         self.writer.offer(step)
         staged = self.writer.orders[-1].staged(of)
         manifest = staged.manifest(RUN.run, staged.whole(staged.digest()))
-        part = parts.encode(parts.part_of(manifest, staged.cut_layout.layout, self.writer.ranks)).decode()
+        part = part_records.encode(part_records.part_of(manifest, staged.cut_layout.layout, self.writer.ranks)).decode()
         with staged.slot.image(staged.data.nbytes) as image:
             data = bytes(image[chunk(image.nbytes, 3, self.number)])
         said = {"rank": self.writer.ranks.rank, "snapshot": of, "part": part, "record": "{}"}
@@ -348,10 +350,10 @@ def test_the_plan_makes_one_lost_share_of_each_group(group: list[Writer]) -> Non
     del group
     ranks = range(6)
 
-    def there(writer: int, parity: list[str]) -> Source:
+    def there(writer: int, parity: list[str]) -> ShareSource:
         mine = [0, 2, 4] if writer % 2 == 0 else [1, 3, 5]
         turned = mine[mine.index(writer) :] + mine[: mine.index(writer)]
-        return Source(writer, {str(writer): [IDS[2], IDS[1]]}, "host", 1, SECRET, turned, parity)
+        return ShareSource(writer, {str(writer): [IDS[2], IDS[1]]}, "host", 1, SECRET, turned, parity)
 
     both, old = [IDS[2], IDS[1]], [IDS[1]]
     one_machine = [[there(rank, both)] for rank in ranks if rank not in (2, 3)]

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import ConfigError, WriterError
-from ckpt_engine.persist import parts
-from ckpt_engine.persist.peer import Share, connect
-from ckpt_engine.ranks.partners import partner_of
 from ckpt_engine.ranks.session import Session
-from ckpt_engine.restore.share_plan import Source, plan
-from ckpt_engine.snapshot import mirroring
-from ckpt_engine.snapshot.mirroring import Mirroring
-from ckpt_engine.store.layout import session_id
+from ckpt_engine.ranks.world import partner_of
+from ckpt_engine.restore.memory_shares import ShareSource, plan
+from ckpt_engine.snapshot import save_request
+from ckpt_engine.snapshot.save_request import Mirroring
 from ckpt_engine.store.lease import read_holder
+from ckpt_engine.store.names import session_id
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.writer import part_records
+from ckpt_engine.writer.peer_service import PeerShare, connect
 from tests.peers.writers import SECRET, Writer, meet, until
 from tests.persist.staged import WAIT_SECONDS
 from tests.ranks.runs import SharedStore, ThreadRanks, on_all
@@ -48,7 +48,7 @@ def test_a_partner_has_the_share_and_rank_0_hears_when_all_have(writers: list[Wr
     share = writers[1].peers.guests.get(0, snapshot)
     assert share is not None
     assert os.pread(share.fd, share.nbytes, 0) == os.pread(writers[0].stage.fd, share.nbytes, 0)
-    assert parts.decode(share.part.encode(), "here").rank == 0
+    assert part_records.decode(share.part.encode(), "here").rank == 0
     os.close(share.fd)
 
 
@@ -101,7 +101,7 @@ def test_a_share_that_is_damaged_on_the_way_is_not_kept(writers: list[Writer]) -
     data = bytearray(os.pread(share.fd, share.nbytes, 0))
     os.close(share.fd)
     data[-3000] ^= 1
-    other = Share(0, snapshot, share.part, share.record, share.file, -1, share.nbytes)
+    other = PeerShare(0, snapshot, share.part, share.record, share.file, -1, share.nbytes)
     line = connect("127.0.0.1", writers[1].peers.port, SECRET)
     line.send({"what": "keep", **other.described()})
     line.send_file(memoryview(bytes(data)))
@@ -195,8 +195,8 @@ IDS = [session_id("s", number, number) for number in range(5)]
 def test_the_newest_snapshot_that_everybody_gets_is_planned() -> None:
     """On one's own machine or from one that serves; without network only what is on every machine."""
 
-    def source(writer: int, shares: dict[str, list[str]], port: int = 1) -> Source:
-        return Source(writer, shares, "host", port, "secret")
+    def source(writer: int, shares: dict[str, list[str]], port: int = 1) -> ShareSource:
+        return ShareSource(writer, shares, "host", port, "secret")
 
     here = source(0, {"0": [IDS[3], IDS[2]], "1": [IDS[2], IDS[1]]})
     found = plan(2, [[here], []])
@@ -220,7 +220,7 @@ def test_the_next_snapshot_waits_for_the_partners_and_not_for_ever(monkeypatch: 
     gate.mirrored(IDS[3])
     assert gate.keeps_up
     gate.took(IDS[4])
-    monkeypatch.setattr(mirroring, "PATIENCE_SECONDS", -1.0)
+    monkeypatch.setattr(save_request, "PATIENCE_SECONDS", -1.0)
     assert gate.keeps_up
     other = Mirroring(Session(ranks))
     other.took(IDS[2])

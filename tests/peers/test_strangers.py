@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from ckpt_engine.errors import WriterError
-from ckpt_engine.persist import peer
-from ckpt_engine.persist.peer import STRANGERS, Line, Server, connect
-from ckpt_engine.ranks import addresses
-from ckpt_engine.ranks.addresses import towards_others
+from ckpt_engine.ranks import world
+from ckpt_engine.ranks.world import towards_others
+from ckpt_engine.writer import peer_service
+from ckpt_engine.writer.peer_service import STRANGERS, PeerConnection, Server, connect
 from tests.peers.writers import SECRET, Writer, meet, until
 from tests.persist.staged import WAIT_SECONDS
 
@@ -31,12 +31,12 @@ class Echo:
     def __init__(self, host: str = "127.0.0.1") -> None:
         self.server = Server(host, SECRET, self._answer)
 
-    def _answer(self, request: dict[str, Any], line: Line) -> None:
+    def _answer(self, request: dict[str, Any], line: PeerConnection) -> None:
         room = bytearray(request.get("nbytes", 0))
         line.fill(memoryview(room))
         line.send({"you": request, "sum": sum(room)})
 
-    def connect(self) -> Line:
+    def connect(self) -> PeerConnection:
         return connect("127.0.0.1", self.server.port, SECRET)
 
     def stranger(self) -> socket.socket:
@@ -71,7 +71,9 @@ def hung_up(sock: socket.socket) -> bool:
     return True
 
 
-@pytest.mark.parametrize("said", [b"", b"ckpt", peer._HELLO + bytes(20)], ids=["nothing", "little", "half a hello"])
+@pytest.mark.parametrize(
+    "said", [b"", b"ckpt", peer_service._HELLO + bytes(20)], ids=["nothing", "little", "half a hello"]
+)
 def test_strangers_that_wait_keep_nobody_away(echo: Echo, said: bytes) -> None:
     """However many there are, from the same address, and whatever they have said: the oldest ones make room."""
     crowd = [echo.stranger() for _ in range(3 * STRANGERS)]
@@ -101,19 +103,19 @@ def test_strangers_of_one_address_make_room_for_those_of_others(echo: Echo) -> N
 
 def test_a_proof_that_comes_byte_by_byte_is_not_waited_for(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time is for the whole of it, not for the next byte."""
-    monkeypatch.setattr(peer, "HANDSHAKE_SECONDS", 0.5)
+    monkeypatch.setattr(peer_service, "HANDSHAKE_SECONDS", 0.5)
     over = threading.Event()
     with echo.stranger() as slow:
 
         def trickle() -> None:
             with suppress(OSError):
                 while not over.wait(0.05):
-                    slow.sendall(peer._HELLO[:1])
+                    slow.sendall(peer_service._HELLO[:1])
 
-        hello = peer._HELLO + os.urandom(32)
+        hello = peer_service._HELLO + os.urandom(32)
         slow.sendall(hello)  # the bytes that follow could be a proof, one day
         thread = threading.Thread(target=trickle)
-        monkeypatch.setattr(peer, "_PROOF_BYTES", 1 << 20)
+        monkeypatch.setattr(peer_service, "_PROOF_BYTES", 1 << 20)
         thread.start()
         assert hung_up(slow)
         over.set()
@@ -130,7 +132,7 @@ def test_nothing_listens_where_the_ranks_do_not_meet(echo: Echo) -> None:
 def test_a_machine_listens_where_it_reaches_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that knows its address does there. One that knows its name only, as that of rank 0: towards the others."""
     routes = {"10.0.0.7": "10.0.0.1", "node7": "192.168.0.1", "node0": "127.0.1.1", "lost": None}
-    monkeypatch.setattr(addresses, "towards", routes.get)
+    monkeypatch.setattr(world, "towards", routes.get)
     assert towards_others("10.0.0.5", ["10.0.0.7"]) == "10.0.0.5"
     assert towards_others("node0", ["node7", "10.0.0.7"]) == "10.0.0.1"
     assert towards_others("node0", ["node7"]) == "192.168.0.1"
@@ -142,9 +144,9 @@ def test_every_frame_after_the_proof_counts_at_its_place_only(echo: Echo) -> Non
     """One that is changed, comes twice, is left out or is of the other kind ends the connection, and does nothing."""
     head, body, tag = range(3)
 
-    def frames(line: Line) -> list[list[bytes]]:
+    def frames(line: PeerConnection) -> list[list[bytes]]:
         found: list[list[bytes]] = []
-        sealed = [peer._MESSAGE, b'{"nbytes": 4}'], [peer._DATA, b"abcd"]
+        sealed = [peer_service._MESSAGE, b'{"nbytes": 4}'], [peer_service._DATA, b"abcd"]
         for kind, data in sealed:
             found.append([struct.pack("<Q", len(data)), data, line._sends.tag(kind, data)])
         return found
@@ -155,7 +157,7 @@ def test_every_frame_after_the_proof_counts_at_its_place_only(echo: Echo) -> Non
         sent[at][part] = bytes([sent[at][part][0] ^ 1]) + sent[at][part][1:]
         return said(line, [one for frame in sent for one in frame])
 
-    def said(line: Line, parts: list[bytes]) -> list[bytes]:
+    def said(line: PeerConnection, parts: list[bytes]) -> list[bytes]:
         with suppress(OSError):
             line._sock.sendall(b"".join(parts))
             line._sock.shutdown(socket.SHUT_WR)
@@ -176,9 +178,9 @@ def test_every_frame_after_the_proof_counts_at_its_place_only(echo: Echo) -> Non
     assert echo.serves()
 
 
-def sealed(line: Line, body: bytes) -> None:
+def sealed(line: PeerConnection, body: bytes) -> None:
     """Send any bytes as a message."""
-    line._send(peer._MESSAGE, body)
+    line._send(peer_service._MESSAGE, body)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ def attack(port: int, secret: str, seed: int) -> None:
             sock.sendall(chance.randbytes(chance.randrange(2000)))
             return
         mine = chance.randbytes(32)
-        sock.sendall(broken(peer._HELLO + mine, chance))
+        sock.sendall(broken(peer_service._HELLO + mine, chance))
         hello = sock.recv(40, socket.MSG_WAITALL)
         if len(hello) < 40:
             return
@@ -226,9 +228,12 @@ def attack(port: int, secret: str, seed: int) -> None:
         sock.sendall(broken(hmac.digest(key, b"client" + mine + hello[8:], "sha256"), chance))
         if len(sock.recv(32, socket.MSG_WAITALL)) < 32:
             return
-        seal = peer._Seal(hmac.digest(key, b"client frames" + mine + hello[8:], hashlib.sha256))
+        seal = peer_service._Seal(hmac.digest(key, b"client frames" + mine + hello[8:], hashlib.sha256))
         for _ in range(chance.randrange(1, 4)):
-            body, kind = random_message(chance), chance.choice([peer._MESSAGE, peer._MESSAGE, peer._DATA])
+            body, kind = (
+                random_message(chance),
+                chance.choice([peer_service._MESSAGE, peer_service._MESSAGE, peer_service._DATA]),
+            )
             sock.sendall(broken(struct.pack("<Q", len(body)) + body + seal.tag(kind, body), chance))
         if chance.random() < 0.5:
             sock.shutdown(socket.SHUT_WR)

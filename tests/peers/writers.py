@@ -7,13 +7,13 @@ import os
 import time
 from typing import Any
 
-from ckpt_engine.persist import protocol
-from ckpt_engine.persist.intake import Intake, Order
-from ckpt_engine.persist.job import RankConfig, job_to_json, layout_to_json
-from ckpt_engine.persist.peers import Peers
-from ckpt_engine.ranks.partners import neighbours
-from ckpt_engine.store.layout import session_id
-from ckpt_engine.store.transfer import RunText
+from ckpt_engine.copy.job import RankConfig, job_to_json, layout_to_json
+from ckpt_engine.copy.transfer import RunText
+from ckpt_engine.ranks.world import neighbours
+from ckpt_engine.store.names import session_id
+from ckpt_engine.writer import channel
+from ckpt_engine.writer.message_decoder import MessageDecoder, StagedJob
+from ckpt_engine.writer.peers import Peers
 from tests.persist.staged import NONE, WAIT_SECONDS, Stage
 
 RUN = RunText("0" * 32, b"{}")
@@ -42,15 +42,15 @@ class Writer:
         self.ranks = RankConfig(rank, size, SECRET, None, 1.0, f"node{rank}", not parity, parity)
         self.peers = Peers(self.ranks, lambda: RUN, self._intact, self.said.append)
         self.stage = Stage(nbytes)
-        self.intake = Intake()
-        self.orders: list[Order] = []
-        self.intake.take({"kind": protocol.SLOT, "slot": 0, "nbytes": self.stage.nbytes}, [os.dup(self.stage.fd)])
-        self.intake.take({"kind": protocol.LAYOUT, "layout": layout_to_json(self.stage.layout)})
+        self.intake = MessageDecoder()
+        self.orders: list[StagedJob] = []
+        self.intake.take({"kind": channel.SLOT, "slot": 0, "nbytes": self.stage.nbytes}, [os.dup(self.stage.fd)])
+        self.intake.take({"kind": channel.LAYOUT, "layout": layout_to_json(self.stage.layout)})
         weight = {"weight": {"$": "tensor", "entry": "model.weight"}, "none": NONE}
-        self.intake.take({"kind": protocol.SKELETON, "id": 1, "tree": weight})
-        self.intake.take({"kind": protocol.SKELETON, "id": 2, "tree": {"epoch": {"$": "v", "i": 0}}})
+        self.intake.take({"kind": channel.SKELETON, "id": 1, "tree": weight})
+        self.intake.take({"kind": channel.SKELETON, "id": 2, "tree": {"epoch": {"$": "v", "i": 0}}})
 
-    def _intact(self, order: Order) -> bool:
+    def _intact(self, order: StagedJob) -> bool:
         intact = not self.changes
         self.asked += 1  # last: who waits for it changes what is answered
         return intact
@@ -59,7 +59,7 @@ class Writer:
         """A snapshot of `step` is in memory; its id."""
         snapshot = session_id(SECRET, step, step)
         job = dataclasses.replace(self.stage.job(step), snapshot=snapshot, rank=self.ranks.rank)
-        order = self.intake.take({"kind": protocol.HOLD, "job": job_to_json(job)})
+        order = self.intake.take({"kind": channel.HOLD, "job": job_to_json(job)})
         assert order is not None
         self.orders.append(order)
         self.peers.offer(order)
@@ -73,11 +73,11 @@ class Writer:
 
     @property
     def mirrored(self) -> list[str]:
-        return [one["snapshot"] for one in self.said if one["kind"] == protocol.MIRRORED]
+        return [one["snapshot"] for one in self.said if one["kind"] == channel.MIRRORED]
 
     @property
     def notices(self) -> list[str]:
-        return [one["event"]["message"] for one in self.said if one["kind"] == protocol.EVENT]
+        return [one["event"]["message"] for one in self.said if one["kind"] == channel.EVENT]
 
     def close(self) -> None:
         self.peers._mirror.close()

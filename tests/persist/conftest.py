@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.persist import fleet, writer
-from ckpt_engine.persist.client import WriterClient, completed
-from ckpt_engine.persist.job import WriterConfig
-from ckpt_engine.persist.spawn import ProcessWriter
-from ckpt_engine.persist.thread import ThreadWriter
-from ckpt_engine.store.storage.retries import GrowingPauses
+from ckpt_engine.copy.job import WriterConfig
+from ckpt_engine.store.storage.object_requests import GrowingPauses
+from ckpt_engine.writer import tiers, writer
+from ckpt_engine.writer.client import WriterClient, completed
+from ckpt_engine.writer.launch import ProcessWriter, ThreadWriter
 from tests.persist.staged import WAIT_SECONDS, Stage
 from tests.persist.tiered import Run
 
@@ -66,9 +65,9 @@ def stage() -> Iterator[Stage]:
 def run(tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     """A run that tries a failing tier again at once."""
     made = Run(tmp_path, stage)
-    monkeypatch.setattr(fleet, "open_storage", made.open_storage)
+    monkeypatch.setattr(tiers, "open_storage", made.open_storage)
     monkeypatch.setattr(writer, "open_storage", made.open_storage)
-    monkeypatch.setattr(fleet, "PAUSES", GrowingPauses(0.01, 0.02))
+    monkeypatch.setattr(tiers, "PAUSES", GrowingPauses(0.01, 0.02))
     yield made
     for weather in made.weather.values():
         weather.up()

@@ -8,8 +8,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ckpt_engine.persist.process import main
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.writer.server import main
 
 real_put = LocalStorage.put
 

@@ -27,11 +27,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ckpt_engine.copy.job import JobDone, TierConfig, WriterConfig
 from ckpt_engine.observe.events import Requested, SnapshotReplicated
-from ckpt_engine.persist import spawn
-from ckpt_engine.persist.client import WriterClient, completed
-from ckpt_engine.persist.job import JobDone, TierConfig, WriterConfig
-from ckpt_engine.persist.pulse import Pulse
+from ckpt_engine.writer import launch
+from ckpt_engine.writer.channel import Pulse
+from ckpt_engine.writer.client import WriterClient, completed
 from tests.persist.staged import WAIT_SECONDS, Stage
 from tests.persist.trainer import Log, fork_holder
 
@@ -92,10 +92,10 @@ class Arena:
         return heard
 
 
-def start(root: str, log: Log, **changes: Any) -> spawn.ProcessWriter:
+def start(root: str, log: Log, **changes: Any) -> launch.ProcessWriter:
     fields: dict[str, Any] = {"url": root, "lease_wait_seconds": 60.0, "drain_seconds": 60.0, "memory": True}
     fields["linger_seconds"] = float(os.environ.get("TEST_LINGER", "60"))
-    client = spawn.ProcessWriter.start(completed(WriterConfig(**{**fields, **changes})))
+    client = launch.ProcessWriter.start(completed(WriterConfig(**{**fields, **changes})))
     log.write(writer=client.pid)
     return client
 
@@ -164,7 +164,7 @@ def main(root: str, path: str, plan: str, *rest: str) -> None:
         settle(client)
         die()
     elif plan == "die-in-persist":
-        spawn.ENTRY = Path(__file__).with_name("gated_writer.py")
+        launch.ENTRY = Path(__file__).with_name("gated_writer.py")
         os.environ["TEST_GATE"] = rest[0]
         arena = Arena(start(root, log))
         arena.take(1, durable=True)

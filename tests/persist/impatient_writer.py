@@ -6,8 +6,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from ckpt_engine.persist import process, stall
-from ckpt_engine.persist.process import main
+from ckpt_engine.store.storage import watchdog
+from ckpt_engine.writer import server
+from ckpt_engine.writer.server import main
 
-stall.STALL_SECONDS = process._END_SECONDS = 1.0
+watchdog.STALL_SECONDS = server._END_SECONDS = 1.0
 os._exit(main(sys.argv[1:]))

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from ckpt_engine.persist import stall
-from ckpt_engine.persist.stall import Lane
+from ckpt_engine.store.storage import watchdog
+from ckpt_engine.store.storage.watchdog import Lane
 from tests.persist.staged import WAIT_SECONDS
 
 _this = threading.local()
@@ -23,7 +23,7 @@ def let_time_pass_where_calls_hang(patch: pytest.MonkeyPatch) -> None:
         run(lane, *call)  # type: ignore[arg-type]
 
     patch.setattr(Lane, "_run", noted)
-    patch.setattr(stall, "STALL_SECONDS", WAIT_SECONDS)
+    patch.setattr(watchdog, "STALL_SECONDS", WAIT_SECONDS)
 
 
 def it_hangs() -> None:

@@ -10,14 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.persist.client import WriterClient
-from ckpt_engine.persist.job import EntryLayout, JobDone, Layout, PersistJob
-from ckpt_engine.persist.mailbox import Message
-from ckpt_engine.store.container import build_header, parse_header
-from ckpt_engine.store.digest import digest
+from ckpt_engine.copy.job import EntryLayout, JobDone, Layout, PersistJob
+from ckpt_engine.store.container import build_header, digest, parse_header
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.writer.client import Message, WriterClient
 
 WAIT_SECONDS = 60.0
 """Longer than anything here takes; a test that reaches it has failed."""

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.copy.job import JobDone
 from ckpt_engine.errors import ForeignError, LeaseHeldError, NotAFolderError, StorageFullError, WriterError
 from ckpt_engine.observe.events import Notice, SnapshotCommitted, SnapshotFailed, SnapshotsForgotten, WriterLost
-from ckpt_engine.persist.job import JobDone
-from ckpt_engine.persist.mailbox import Message
-from ckpt_engine.persist.thread import ThreadWriter
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.writer.client import Message
+from ckpt_engine.writer.launch import ThreadWriter
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
 

@@ -17,15 +17,14 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.errors import WaitTimeoutError, WriterError
-from ckpt_engine.persist import control, sockets
-from ckpt_engine.persist.control import Control, Reply, ask
-from ckpt_engine.persist.desk import Desk
-from ckpt_engine.persist.held import Held
-from ckpt_engine.persist.ids import Ids
-from ckpt_engine.persist.job import RankConfig
-from ckpt_engine.persist.sockets import name_of
-from ckpt_engine.persist.wire import Body
+from ckpt_engine.writer import channel, control
+from ckpt_engine.writer.channel import Body, name_of
+from ckpt_engine.writer.control import Control, Reply, ask
+from ckpt_engine.writer.control_handlers import ControlHandlers
+from ckpt_engine.writer.memory_snapshots import MemorySnapshots
+from ckpt_engine.writer.message_decoder import Ids
 from tests.persist.staged import WAIT_SECONDS
 
 NOBODY = 65534
@@ -65,7 +64,7 @@ def connect(root: Path) -> socket.socket:
 
 def path_of(root: Path) -> str:
     """The socket of who serves there, or has been killed."""
-    (found,) = (one for folder in sockets.folders() if (one := Path(folder, name_of(str(root)))).exists())
+    (found,) = (one for folder in channel.folders() if (one := Path(folder, name_of(str(root)))).exists())
     return str(found)
 
 
@@ -259,7 +258,7 @@ except PermissionError:
 def places(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
     """Where all users may make folders, with nothing in it. With names that are short enough for sockets."""
     with tempfile.TemporaryDirectory(dir="/tmp") as one, tempfile.TemporaryDirectory(dir="/tmp") as two:
-        monkeypatch.setattr(sockets, "_PLACES", (one, two))
+        monkeypatch.setattr(channel, "_PLACES", (one, two))
         yield Path(one), Path(two)
         Path(one).mkdir(exist_ok=True)
 
@@ -284,7 +283,7 @@ def test_a_folder_that_others_can_enter_is_not_believed(tmp_path: Path, places: 
     made = Control(str(tmp_path), echo.answer)
     made.open(WAIT_SECONDS)
     assert works(tmp_path)
-    (folder,) = sockets.folders()
+    (folder,) = channel.folders()
     assert Path(folder).parent == places[0] and folder not in map(str, (open_to_all, link, file))
     made.close(WAIT_SECONDS)
     fake.close()
@@ -297,9 +296,9 @@ def test_where_no_folder_can_be_made_the_next_place_is_used(
     places[0].rmdir()
     made = Control(str(tmp_path), echo.answer)
     made.open(WAIT_SECONDS)
-    assert works(tmp_path) and Path(sockets.folders()[0]).parent == places[1]
+    assert works(tmp_path) and Path(channel.folders()[0]).parent == places[1]
     made.close(WAIT_SECONDS)
-    monkeypatch.setattr(sockets, "_PLACES", (str(tmp_path / "nothing"),))
+    monkeypatch.setattr(channel, "_PLACES", (str(tmp_path / "nothing"),))
     nowhere = Control(str(tmp_path), echo.answer)
     with pytest.raises(WriterError, match="nothing"):
         nowhere.open(WAIT_SECONDS)
@@ -309,11 +308,11 @@ def test_where_no_folder_can_be_made_the_next_place_is_used(
 def test_what_a_killed_writer_has_left_is_in_nobodys_way(tmp_path: Path, places: tuple[Path, Path], echo: Echo) -> None:
     """Its socket says that nobody is there; the next writer, of this run or another one, removes it."""
     for name in (name_of(str(tmp_path)), name_of("another run")):
-        killed = sockets.Listener(name, WAIT_SECONDS)
+        killed = channel.SocketListener(name, WAIT_SECONDS)
         killed._sock.close()
-    folder = Path(sockets.folders()[0])
+    folder = Path(channel.folders()[0])
     assert len(list(folder.iterdir())) == 2 - 1  # the second one has removed the first
-    killed = sockets.Listener(name_of(str(tmp_path)), WAIT_SECONDS)
+    killed = channel.SocketListener(name_of(str(tmp_path)), WAIT_SECONDS)
     killed._sock.close()
     assert ask(str(tmp_path), {"what": "x"}, WAIT_SECONDS) is None
     made = Control(str(tmp_path), echo.answer)
@@ -328,8 +327,8 @@ def test_a_writer_that_takes_no_connections_is_not_waited_for(
     tmp_path: Path, places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long the reply may take, to connect takes a second at most."""
-    monkeypatch.setattr(sockets, "_BACKLOG", 0)
-    stands = sockets.Listener(name_of(str(tmp_path)), WAIT_SECONDS)
+    monkeypatch.setattr(channel, "_BACKLOG", 0)
+    stands = channel.SocketListener(name_of(str(tmp_path)), WAIT_SECONDS)
     waits = []
     while len(waits) < 2:
         waits.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
@@ -340,7 +339,7 @@ def test_a_writer_that_takes_no_connections_is_not_waited_for(
     assert ask(str(tmp_path), {"what": "x"}, 1e6) is None
     assert given == [1.0]
     monkeypatch.undo()
-    monkeypatch.setattr(sockets, "_PLACES", tuple(map(str, places)))
+    monkeypatch.setattr(channel, "_PLACES", tuple(map(str, places)))
     monkeypatch.setattr(control, "CONNECT_SECONDS", 0.01)
     with pytest.raises(WaitTimeoutError, match="did not answer"):
         ask(str(tmp_path), {"what": "x"}, 1e6)
@@ -351,7 +350,7 @@ def test_a_writer_that_takes_no_connections_is_not_waited_for(
 
 def test_the_credentials_decide(tmp_path: Path, served: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     """As above, where no other user can be had: the socket is told to be another user's."""
-    monkeypatch.setattr(sockets, "peer_uid", lambda sock: os.geteuid() + 1)
+    monkeypatch.setattr(channel, "peer_uid", lambda sock: os.geteuid() + 1)
     assert ask(str(tmp_path), {"what": "x"}, WAIT_SECONDS) is None
     with connect(tmp_path) as sock:
         assert hung_up(sock)
@@ -420,8 +419,8 @@ def attack(root: Path, seed: int) -> None:
 def campaign(root: Path, seeds: range) -> None:
     """Against what a writer answers: after each of them it answers what it should."""
     ranks = RankConfig(1, 2, "secret", None, 1.0, "here", replicate=True)
-    held = Held(Ids(), lambda: None)
-    desk = Desk(held, lambda what, who: True, lambda: True, lambda: None, lambda: None, ranks)
+    held = MemorySnapshots(Ids(), lambda: None)
+    desk = ControlHandlers(held, lambda what, who: True, lambda: True, lambda: None, lambda: None, ranks)
     served = Control(str(root), desk.answer)
     served.open(WAIT_SECONDS)
     ended: list[object] = []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckpt_engine.observe.events import SnapshotCommitted
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.incremental.evolving import contents, require_bounds
@@ -77,7 +77,7 @@ def test_snapshots_are_written_encoded(codec: str, most: float, drifting: Run) -
         for i in Repository(LocalStorage(drifting.near)).list()
         for f in Repository(LocalStorage(drifting.near)).read(i.id).files
     }
-    assert {item.name for item in LocalStorage(drifting.near).list(layout.DATA)} == needed
+    assert {item.name for item in LocalStorage(drifting.near).list(names.DATA)} == needed
 
 
 def test_without_a_codec_nothing_is_encoded(drifting: Run) -> None:
@@ -107,7 +107,7 @@ def test_a_snapshot_that_does_not_fit_leaves_nothing(drifting: Run) -> None:
     done = drifting.save(1, ok=False)
     assert done is None
     drifting.close()
-    assert list(LocalStorage(drifting.near).list(layout.DATA)) == []
+    assert list(LocalStorage(drifting.near).list(names.DATA)) == []
 
 
 def test_a_write_that_fails_leaves_nothing(drifting: Run) -> None:
@@ -115,14 +115,14 @@ def test_a_write_that_fails_leaves_nothing(drifting: Run) -> None:
     drifting.start(codec="delta", tiers=())
     drifting.save(1)
     weather = drifting.weather[drifting.near]
-    weather.after_put = lambda name: weather.down("put") if name.startswith(layout.DATA) else None
+    weather.after_put = lambda name: weather.down("put") if name.startswith(names.DATA) else None
     drifting.save(2, ok=False)
     weather.after_put = lambda name: None
     weather.up()
     drifting.save(3)
     drifting.close()
     assert require_exact(drifting.near) == [1, 3]
-    owners = {layout.data_owner(item.name).step for item in LocalStorage(drifting.near).list(layout.DATA)}  # type: ignore[union-attr]
+    owners = {names.data_owner(item.name).step for item in LocalStorage(drifting.near).list(names.DATA)}  # type: ignore[union-attr]
     assert owners <= {1, 3}
 
 

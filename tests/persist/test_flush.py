@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.observe.events import MemoryFlushed, Notice, SnapshotCommitted, from_json
-from ckpt_engine.persist import protocol, spawn
-from ckpt_engine.persist.control import FLUSH
-from ckpt_engine.persist.thread import ThreadWriter
-from ckpt_engine.persist.wire import Body
+from ckpt_engine.writer import channel, launch
+from ckpt_engine.writer.channel import Body
+from ckpt_engine.writer.control import FLUSH
+from ckpt_engine.writer.launch import ThreadWriter
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
 from tests.persist.test_memory import run_trainer, steps, trainer
@@ -58,7 +58,7 @@ def test_a_slot_that_may_have_changed_meanwhile_is_not_committed(
 ) -> None:
     """The trainer went on and sent a newer one, after which it may fill the slot anew: the older one is left."""
     gate = tmp_path / "gate"
-    monkeypatch.setattr(spawn, "ENTRY", Path(__file__).with_name("gated_writer.py"))
+    monkeypatch.setattr(launch, "ENTRY", Path(__file__).with_name("gated_writer.py"))
     monkeypatch.setenv("TEST_GATE", str(gate))
     client = processes.start(memory=True)
     first, second = Stage(slot=0), Stage(slot=1)
@@ -94,7 +94,7 @@ def test_jobs_and_what_is_held_keep_their_order(
 ) -> None:
     """What is held is written after the jobs before it, and has a higher number; what is a job already, once."""
     gate = tmp_path / "gate"
-    monkeypatch.setattr(spawn, "ENTRY", Path(__file__).with_name("gated_writer.py"))
+    monkeypatch.setattr(launch, "ENTRY", Path(__file__).with_name("gated_writer.py"))
     monkeypatch.setenv("TEST_GATE", str(gate))
     client = processes.start(memory=True)
     first, second = Stage(slot=0), Stage(slot=1)
@@ -126,7 +126,7 @@ def test_a_flush_that_is_asked_for_as_one_ends_gets_an_answer(tmp_path: Path, st
     emit = worker._emit
 
     def hear(body: Body) -> bool:
-        told = from_json(body["event"]) if body["kind"] == protocol.EVENT else None
+        told = from_json(body["event"]) if body["kind"] == channel.EVENT else None
         if isinstance(told, MemoryFlushed):
             over.append(told.step)
             if len(over) == 1:

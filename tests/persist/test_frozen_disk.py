@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy.job import TierConfig
 from ckpt_engine.observe.events import Notice, SnapshotCommitted, TierDegraded
-from ckpt_engine.persist import spawn
-from ckpt_engine.persist.job import TierConfig
-from ckpt_engine.persist.mailbox import Message
+from ckpt_engine.writer import launch
+from ckpt_engine.writer.client import Message
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
 from tests.persist.test_process import gone
@@ -49,9 +49,9 @@ def test_a_frozen_first_tier_stops_nobody(
     """Snapshots become durable on the next tier, closing comes to an end, and after the thaw the disk has only whole
     snapshots and the process is gone.
     """
-    monkeypatch.setattr(spawn, "ENTRY", Path(__file__).with_name("impatient_writer.py"))
+    monkeypatch.setattr(launch, "ENTRY", Path(__file__).with_name("impatient_writer.py"))
     near, far = disk / "run", tmp_path / "far"
-    writers = Writers(spawn.ProcessWriter, near)
+    writers = Writers(launch.ProcessWriter, near)
     client = writers.start(tiers=(TierConfig(str(far), keep={"last": 9}),), keep={"last": 9}, drain_seconds=2.0)
     stage.share(client)
     second = Stage(slot=1)

@@ -12,21 +12,20 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.copy.job import RankConfig, WriterConfig, job_to_json, layout_to_json
+from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import Requested
-from ckpt_engine.persist import control, parts, protocol
-from ckpt_engine.persist.desk import Desk
-from ckpt_engine.persist.held import Held, Offer, held_share
-from ckpt_engine.persist.ids import Ids
-from ckpt_engine.persist.intake import Intake, Order, Told
-from ckpt_engine.persist.job import RankConfig, WriterConfig, job_to_json, layout_to_json
-from ckpt_engine.persist.mailbox import Mailbox
-from ckpt_engine.persist.pulse import Pulse, read_pulse
-from ckpt_engine.persist.worker import Worker
-from ckpt_engine.persist.writer import Writer
 from ckpt_engine.store import manifest_codec
-from ckpt_engine.store.layout import parse_id, session_id
-from ckpt_engine.store.transfer import RunText
+from ckpt_engine.store.names import parse_id, session_id
+from ckpt_engine.writer import channel, control, part_records
+from ckpt_engine.writer.channel import Pulse, read_pulse
+from ckpt_engine.writer.client import Mailbox
+from ckpt_engine.writer.control_handlers import ControlHandlers
+from ckpt_engine.writer.memory_snapshots import MemorySnapshots, Offer, held_share
+from ckpt_engine.writer.message_decoder import Ids, MessageDecoder, StagedJob, Told
+from ckpt_engine.writer.worker import Worker
+from ckpt_engine.writer.writer import Writer
 from tests.persist.staged import NONE, WAIT_SECONDS, Stage, check_all, weight_bytes
 
 RUN = RunText("0" * 32, b"{}")
@@ -37,21 +36,21 @@ class Trainer:
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
-        self.intake = Intake()
-        self.orders: list[Order] = []
+        self.intake = MessageDecoder()
+        self.orders: list[StagedJob] = []
         self.share()
 
     def share(self) -> None:
-        self.take(protocol.SLOT, [os.dup(self.stage.fd)], slot=0, nbytes=self.stage.nbytes)
-        self.take(protocol.LAYOUT, layout=layout_to_json(self.stage.layout))
-        self.take(protocol.SKELETON, id=1, tree={"weight": {"$": "tensor", "entry": "model.weight"}, "none": NONE})
-        self.take(protocol.SKELETON, id=2, tree={"epoch": {"$": "v", "i": 0}})
+        self.take(channel.SLOT, [os.dup(self.stage.fd)], slot=0, nbytes=self.stage.nbytes)
+        self.take(channel.LAYOUT, layout=layout_to_json(self.stage.layout))
+        self.take(channel.SKELETON, id=1, tree={"weight": {"$": "tensor", "entry": "model.weight"}, "none": NONE})
+        self.take(channel.SKELETON, id=2, tree={"epoch": {"$": "v", "i": 0}})
 
-    def take(self, kind: str, fds: list[int] | None = None, **body: Any) -> Order | None:
+    def take(self, kind: str, fds: list[int] | None = None, **body: Any) -> StagedJob | None:
         return self.intake.take({"kind": kind, **body}, fds or ())
 
-    def hold(self, step: int, **changes: Any) -> Order:
-        order = self.take(protocol.HOLD, job=job_to_json(dataclasses.replace(self.stage.job(step), **changes)))
+    def hold(self, step: int, **changes: Any) -> StagedJob:
+        order = self.take(channel.HOLD, job=job_to_json(dataclasses.replace(self.stage.job(step), **changes)))
         assert order is not None
         self.orders.append(order)
         return order
@@ -78,8 +77,8 @@ def ids() -> Ids:
 
 
 @pytest.fixture
-def held(ids: Ids) -> Iterator[Held]:
-    made = Held(ids, lambda: None)
+def held(ids: Ids) -> Iterator[MemorySnapshots]:
+    made = MemorySnapshots(ids, lambda: None)
     yield made
     made.close()
 
@@ -89,7 +88,7 @@ def files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def offered(held: Held) -> Offer:
+def offered(held: MemorySnapshots) -> Offer:
     assert held.wait_sealed(WAIT_SECONDS)
     offer = held.offer()
     assert isinstance(offer, Offer)
@@ -99,10 +98,10 @@ def offered(held: Held) -> Offer:
 def test_an_order_keeps_what_its_numbers_stood_for(sending: Trainer) -> None:
     """Whatever is forgotten or replaced afterwards, under the same numbers."""
     order = sending.hold(3)
-    sending.take(protocol.LAYOUT, layout={"id": 1, "header_nbytes": 0, "nbytes": 0, "entries": []})
-    sending.take(protocol.SKELETON, id=1, tree={"other": {"$": "v", "i": 0}})
-    sending.take(protocol.SLOT, [os.memfd_create("other")], slot=0, nbytes=1)
-    sending.take(protocol.FORGET, slots=[0], layouts=[1], skeletons=[1, 2])
+    sending.take(channel.LAYOUT, layout={"id": 1, "header_nbytes": 0, "nbytes": 0, "entries": []})
+    sending.take(channel.SKELETON, id=1, tree={"other": {"$": "v", "i": 0}})
+    sending.take(channel.SLOT, [os.memfd_create("other")], slot=0, nbytes=1)
+    sending.take(channel.FORGET, slots=[0], layouts=[1], skeletons=[1, 2])
     staged = order.staged("00000001-s0000000003-00000000")
     assert list(staged.manifest("run", staged.whole(staged.digest())).entries) == ["model.weight", "step", "model.none"]
     with staged.slot.image(staged.data.nbytes) as image:
@@ -122,7 +121,7 @@ def test_the_memory_goes_with_its_last_user(sending: Trainer) -> None:
     """The descriptor of a slot is open as long as an order of it is, and no longer."""
     before = files()
     order = sending.hold(1)
-    sending.take(protocol.FORGET, slots=[0], layouts=[], skeletons=[])
+    sending.take(channel.FORGET, slots=[0], layouts=[], skeletons=[])
     assert files() == before
     sending.orders.remove(order)
     order.retain()
@@ -154,18 +153,18 @@ def test_numbers_are_given_once_and_grow(sending: Trainer, ids: Ids) -> None:
     assert ids.of(first) == again.id
 
 
-def test_what_is_held_is_replaced_by_what_is_newer(sending: Trainer, held: Held) -> None:
+def test_what_is_held_is_replaced_by_what_is_newer(sending: Trainer, held: MemorySnapshots) -> None:
     """What was held before is let go."""
     first, second = sending.hold(1), sending.hold(2)
     held.hold(first)
-    sending.take(protocol.FORGET, slots=[0], layouts=[], skeletons=[])
+    sending.take(channel.FORGET, slots=[0], layouts=[], skeletons=[])
     sending.orders.remove(first)
     first.release()
     held.hold(second)
     assert held.newest is second
 
 
-def test_nothing_is_offered_while_the_trainer_may_change_it(sending: Trainer, held: Held) -> None:
+def test_nothing_is_offered_while_the_trainer_may_change_it(sending: Trainer, held: MemorySnapshots) -> None:
     """Only sealed, it is final."""
     held.hold(sending.hold(1))
     assert held.offer() is None
@@ -183,7 +182,7 @@ def test_nothing_is_offered_while_the_trainer_may_change_it(sending: Trainer, he
 def test_nothing_is_offered_before_it_has_a_number(sending: Trainer) -> None:
     """Further tiers may still say that they have higher ones."""
     ids = Ids()
-    held = Held(ids, lambda: None)
+    held = MemorySnapshots(ids, lambda: None)
     held.hold(sending.hold(1))
     held.seal(RUN)
     assert held.wait_sealed(WAIT_SECONDS)
@@ -195,7 +194,9 @@ def test_nothing_is_offered_before_it_has_a_number(sending: Trainer) -> None:
     held.close()
 
 
-def test_the_number_offered_is_the_one_it_becomes_durable_under(sending: Trainer, held: Held, ids: Ids) -> None:
+def test_the_number_offered_is_the_one_it_becomes_durable_under(
+    sending: Trainer, held: MemorySnapshots, ids: Ids
+) -> None:
     """Whoever asks first."""
     order = sending.hold(1)
     held.hold(order)
@@ -205,7 +206,7 @@ def test_the_number_offered_is_the_one_it_becomes_durable_under(sending: Trainer
     assert ids.of(order) == offer.snapshot
 
 
-def test_a_slot_that_cannot_be_read_is_not_offered(sending: Trainer, held: Held) -> None:
+def test_a_slot_that_cannot_be_read_is_not_offered(sending: Trainer, held: MemorySnapshots) -> None:
     """The reason is given instead."""
     order = sending.hold(1)
     os.ftruncate(sending.stage.fd, 0)
@@ -216,13 +217,13 @@ def test_a_slot_that_cannot_be_read_is_not_offered(sending: Trainer, held: Held)
     assert isinstance(why, str) and "cannot be used: an arena slot has 0 bytes" in why
 
 
-def test_nothing_held_is_an_answer_too(held: Held) -> None:
+def test_nothing_held_is_an_answer_too(held: MemorySnapshots) -> None:
     """At once."""
     held.seal(RUN)
     assert held.offer() == "no snapshot is held in memory"
 
 
-def test_it_is_let_go_once_it_is_durable_and_nobody_wants_it(sending: Trainer, held: Held) -> None:
+def test_it_is_let_go_once_it_is_durable_and_nobody_wants_it(sending: Trainer, held: MemorySnapshots) -> None:
     """Neither alone is enough; and what cannot be made durable is kept for nobody."""
     order = sending.hold(1)
     held.hold(order)
@@ -243,11 +244,11 @@ def test_it_is_let_go_once_it_is_durable_and_nobody_wants_it(sending: Trainer, h
 class Visit:
     """A desk whose trainer is what the test says."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: MemorySnapshots) -> None:
         self.lives = self.takes = True
         self.told: list[tuple[str, str]] = []
         self.byes = 0
-        self.desk = Desk(held, self.forward, lambda: self.lives, lambda: None, self.bye)
+        self.desk = ControlHandlers(held, self.forward, lambda: self.lives, lambda: None, self.bye)
 
     def forward(self, what: str, who: str) -> bool:
         self.told.append((what, who))
@@ -261,7 +262,7 @@ class Visit:
         return None if reply is None else reply.body
 
 
-def test_a_trainer_that_has_just_died_makes_answers_wait(sending: Trainer, held: Held) -> None:
+def test_a_trainer_that_has_just_died_makes_answers_wait(sending: Trainer, held: MemorySnapshots) -> None:
     """What it sent last may not have arrived: neither its memory nor the name is given away before."""
     visit = Visit(held)
     held.hold(sending.hold(1))
@@ -281,7 +282,7 @@ def test_a_trainer_that_has_just_died_makes_answers_wait(sending: Trainer, held:
     assert visit.desk.said_bye and visit.byes == 1
 
 
-def test_a_run_that_was_closed_serves_nothing(sending: Trainer, held: Held) -> None:
+def test_a_run_that_was_closed_serves_nothing(sending: Trainer, held: MemorySnapshots) -> None:
     """And says so at once, though what was held is still being written."""
     visit = Visit(held)
     held.hold(sending.hold(1))
@@ -291,7 +292,7 @@ def test_a_run_that_was_closed_serves_nothing(sending: Trainer, held: Held) -> N
     assert visit.ask(control.BYE) == {"ok": True}
 
 
-def test_requests_are_forwarded_to_a_trainer_that_takes_them(held: Held) -> None:
+def test_requests_are_forwarded_to_a_trainer_that_takes_them(held: MemorySnapshots) -> None:
     """Not to one that takes nothing in, nor to one that is gone; long names are cut."""
     visit = Visit(held)
     assert visit.ask(control.SAVE, who="x" * 9999) == {"trainer": True}
@@ -308,7 +309,7 @@ def test_a_request_waits_once(stage: Stage) -> None:
     """Whoever asks again and again does not fill the trainer's memory."""
     mailbox = Mailbox("tier")
     for what in ("save", "save", "stop", "save"):
-        mailbox.hear({"kind": protocol.REQUEST, "what": what, "who": "me"})
+        mailbox.hear({"kind": channel.REQUEST, "what": what, "who": "me"})
     assert mailbox.poll() == [Requested("save", "me"), Requested("stop", "me")]
 
 
@@ -327,7 +328,7 @@ def test_the_pulse_is_read_from_its_descriptor() -> None:
     assert read_pulse(-1) is None
 
 
-def test_a_new_pulse_replaces_the_old_one(held: Held) -> None:
+def test_a_new_pulse_replaces_the_old_one(held: MemorySnapshots) -> None:
     """One descriptor is kept."""
     pulses = [Pulse(), Pulse()]
     before = files()
@@ -347,7 +348,7 @@ def test_the_newest_has_the_highest_number_though_it_overtakes(
     at_hand, go_on = threading.Event(), threading.Event()
     persist = Writer.persist
 
-    def late(self: Writer, order: Order) -> None:
+    def late(self: Writer, order: StagedJob) -> None:
         at_hand.set()
         assert go_on.wait(WAIT_SECONDS)
         persist(self, order)
@@ -357,13 +358,13 @@ def test_the_newest_has_the_highest_number_though_it_overtakes(
     worker.start()
     second = Stage(slot=1)
     for each in (stage, second):
-        worker.put({"kind": protocol.SLOT, "slot": each.slot, "nbytes": each.nbytes}, [os.dup(each.fd)])
-    worker.put({"kind": protocol.LAYOUT, "layout": layout_to_json(stage.layout)})
-    worker.put({"kind": protocol.SKELETON, "id": 1, "tree": {"a": NONE}})
-    worker.put({"kind": protocol.SKELETON, "id": 2, "tree": {"epoch": {"$": "v", "i": 0}}})
-    worker.put({"kind": protocol.PERSIST, "job": job_to_json(stage.job(1))})
+        worker.put({"kind": channel.SLOT, "slot": each.slot, "nbytes": each.nbytes}, [os.dup(each.fd)])
+    worker.put({"kind": channel.LAYOUT, "layout": layout_to_json(stage.layout)})
+    worker.put({"kind": channel.SKELETON, "id": 1, "tree": {"a": NONE}})
+    worker.put({"kind": channel.SKELETON, "id": 2, "tree": {"epoch": {"$": "v", "i": 0}}})
+    worker.put({"kind": channel.PERSIST, "job": job_to_json(stage.job(1))})
     assert at_hand.wait(WAIT_SECONDS)
-    worker.put({"kind": protocol.HOLD, "job": job_to_json(second.job(2))})
+    worker.put({"kind": channel.HOLD, "job": job_to_json(second.job(2))})
     worker.abandon()
     offer = offered(worker.held)
     os.close(offer.fd)
@@ -377,21 +378,21 @@ def test_the_newest_has_the_highest_number_though_it_overtakes(
 
 
 @pytest.fixture
-def share(ids: Ids) -> Iterator[Held]:
+def share(ids: Ids) -> Iterator[MemorySnapshots]:
     made = held_share(ids, lambda: None, RankConfig(1, 2, "session", None, 1.0))
     yield made
     made.close()
 
 
-def hold_in(sending: Trainer, share: Held, slot: int, step: int) -> str:
+def hold_in(sending: Trainer, share: MemorySnapshots, slot: int, step: int) -> str:
     """Hold a snapshot of `step` in a slot; its id, which the ranks have given it."""
     snapshot = session_id("session", step, step)
-    sending.take(protocol.SLOT, [os.dup(sending.stage.fd)], slot=slot, nbytes=sending.stage.nbytes)
+    sending.take(channel.SLOT, [os.dup(sending.stage.fd)], slot=slot, nbytes=sending.stage.nbytes)
     share.hold(sending.hold(step, slot=slot, job=step, snapshot=snapshot))
     return snapshot
 
 
-def test_one_of_several_ranks_keeps_three(sending: Trainer, share: Held) -> None:
+def test_one_of_several_ranks_keeps_three(sending: Trainer, share: MemorySnapshots) -> None:
     """Newest first; what was in the slot of a newer one is gone."""
     found = [hold_in(sending, share, slot, step) for step, slot in ((1, 0), (2, 1), (3, 2), (4, 3))]
     share.seal(RUN)
@@ -401,7 +402,7 @@ def test_one_of_several_ranks_keeps_three(sending: Trainer, share: Held) -> None
     assert share.ids() == [again, found[3], found[1]]
 
 
-def test_what_was_being_overwritten_is_not_held(sending: Trainer, share: Held) -> None:
+def test_what_was_being_overwritten_is_not_held(sending: Trainer, share: MemorySnapshots) -> None:
     """The trainer has said whose slot it fills before it did; one that is complete there again is whole."""
     found = [hold_in(sending, share, slot, step) for step, slot in ((1, 0), (2, 1), (3, 2))]
     pulse = Pulse()
@@ -417,7 +418,7 @@ def test_what_was_being_overwritten_is_not_held(sending: Trainer, share: Held) -
     pulse.close()
 
 
-def test_a_share_is_offered_by_its_name_with_its_part_record(sending: Trainer, share: Held) -> None:
+def test_a_share_is_offered_by_its_name_with_its_part_record(sending: Trainer, share: MemorySnapshots) -> None:
     """Its digests are worked out when somebody asks; without a name there is no whole snapshot to offer."""
     found = [hold_in(sending, share, slot, step) for step, slot in ((1, 0), (2, 1))]
     share.seal(RUN)
@@ -428,6 +429,6 @@ def test_a_share_is_offered_by_its_name_with_its_part_record(sending: Trainer, s
     while (offer := share.offer(found[0])) is None:
         assert time.monotonic() < deadline
     assert isinstance(offer, Offer)
-    part = parts.decode(offer.manifest, "here")
+    part = part_records.decode(offer.manifest, "here")
     assert (part.rank, part.size, part.manifest.info.id) == (1, 2, found[0])
     os.close(offer.fd)

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.errors import LeaseHeldError
 from ckpt_engine.observe.events import Event, Notice, SnapshotFound
-from ckpt_engine.persist.client import completed
-from ckpt_engine.persist.job import WriterConfig
-from ckpt_engine.persist.spawn import ProcessWriter
-from ckpt_engine.persist.thread import ThreadWriter
+from ckpt_engine.writer.client import completed
+from ckpt_engine.writer.launch import ProcessWriter, ThreadWriter
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage
 

@@ -15,17 +15,17 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy.job import PersistJob
+from ckpt_engine.copy.write_snapshot import Digests
 from ckpt_engine.errors import NoUsableSnapshotError, WriterError
 from ckpt_engine.observe.events import Notice, SnapshotCommitted
-from ckpt_engine.persist import spawn
-from ckpt_engine.persist.control import BYE, SAVE, SNAPSHOT, STATUS, STOP, Control, Reply, ask
-from ckpt_engine.persist.job import PersistJob
-from ckpt_engine.persist.snapshots import Digests
 from ckpt_engine.restore.load import load
 from ckpt_engine.restore.memory import MemoryStorage, attach
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.writer import launch
+from ckpt_engine.writer.control import BYE, SAVE, SNAPSHOT, STATUS, STOP, Control, Reply, ask
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all
 from tests.persist.test_memory import attached, check_state, logged, run_trainer, step_in_memory, steps, trainer
@@ -250,7 +250,7 @@ def test_a_trainer_that_hangs_up_and_lives_is_not_rescued(
     processes: Writers, stage: Stage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes on using its memory: whatever is there by now is no snapshot."""
-    monkeypatch.setattr(spawn, "ENTRY", Path(__file__).with_name("impatient_writer.py"))
+    monkeypatch.setattr(launch, "ENTRY", Path(__file__).with_name("impatient_writer.py"))
     client = processes.start(memory=True, linger_seconds=3600.0)
     stage.share(client)
     client.hold(stage.job(1))

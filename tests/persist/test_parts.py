@@ -10,10 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine.errors import CkptError, LeaseHeldError, StorageFullError, WriterError
-from ckpt_engine.observe.events import Notice, SnapshotFailed, WriterLost
-from ckpt_engine.persist import protocol
-from ckpt_engine.persist.job import (
+from ckpt_engine.copy.job import (
     EntryLayout,
     ErrorRecord,
     JobDone,
@@ -29,11 +26,14 @@ from ckpt_engine.persist.job import (
     layout_from_json,
     layout_to_json,
 )
-from ckpt_engine.persist.mailbox import Mailbox
-from ckpt_engine.persist.pieces import CutLayout, Digesting, cut
-from ckpt_engine.persist.skeleton import Skeleton
-from ckpt_engine.persist.wire import decode, encode
-from ckpt_engine.store.digest import PIECE_BYTES, digest
+from ckpt_engine.copy.staged import CutLayout, Digesting, cut
+from ckpt_engine.errors import CkptError, LeaseHeldError, StorageFullError, WriterError
+from ckpt_engine.observe.events import Notice, SnapshotFailed, WriterLost
+from ckpt_engine.store.container import PIECE_BYTES, digest
+from ckpt_engine.store.tree import KeySkeleton
+from ckpt_engine.writer import channel
+from ckpt_engine.writer.channel import decode, encode
+from ckpt_engine.writer.client import Mailbox
 
 
 def value(index: int) -> dict[str, Any]:
@@ -42,39 +42,39 @@ def value(index: int) -> dict[str, Any]:
 
 def test_a_skeleton_takes_new_values_each_time() -> None:
     """Placeholders at any depth are replaced, and one filling does not show in the next."""
-    skeleton = Skeleton({"a": [value(1), {"$": "tuple", "items": [value(0)]}], "b": {"c": 3}})
+    skeleton = KeySkeleton({"a": [value(1), {"$": "tuple", "items": [value(0)]}], "b": {"c": 3}})
     assert skeleton.fill([10, {"x": 1}]) == {"a": [{"x": 1}, {"$": "tuple", "items": [10]}], "b": {"c": 3}}
     assert skeleton.fill([11, None])["a"] == [None, {"$": "tuple", "items": [11]}]
 
 
 def test_values_are_inserted_as_they_are() -> None:
     """A value that looks like a placeholder is none."""
-    assert Skeleton([value(0)]).fill([value(0)]) == [value(0)]
+    assert KeySkeleton([value(0)]).fill([value(0)]) == [value(0)]
 
 
 def test_a_skeleton_may_be_one_value() -> None:
     """A top-level key whose whole state is a number."""
-    assert Skeleton(value(0)).fill([5]) == 5
+    assert KeySkeleton(value(0)).fill([5]) == 5
 
 
 def test_a_skeleton_names_its_entries_once() -> None:
     """Tied tensors count once; plain data that has an "entry" key does not count."""
     tensor = {"$": "tensor", "entry": "w"}
-    assert Skeleton([tensor, {"entry": "not"}, tensor, {"$": "ndarray", "entry": "v"}]).entries == ("w", "v")
+    assert KeySkeleton([tensor, {"entry": "not"}, tensor, {"$": "ndarray", "entry": "v"}]).entries == ("w", "v")
 
 
 @pytest.mark.parametrize("values", [[], [1, 2]])
 def test_too_few_or_too_many_values_are_refused(values: list[Any]) -> None:
     """A job that does not fit its skeleton must not become a snapshot."""
     with pytest.raises(WriterError, match="1 placeholders"):
-        Skeleton([value(0)]).fill(values)
+        KeySkeleton([value(0)]).fill(values)
 
 
 @pytest.mark.parametrize("bad", [{"$": "v"}, {"$": "v", "i": -1}, {"$": "v", "i": "0"}])
 def test_a_placeholder_without_a_number_is_refused(bad: dict[str, Any]) -> None:
     """Not silently stored as data."""
     with pytest.raises(WriterError, match="placeholder"):
-        Skeleton([bad])
+        KeySkeleton([bad])
 
 
 @given(
@@ -174,7 +174,7 @@ def test_a_lost_writer_fails_its_open_jobs_once() -> None:
     mailbox = Mailbox("tier")
     for number in (1, 2):
         assert mailbox.expect(PersistJob(number, 0, 1, (), {}, 5, None, "x", {}, 0.0, 0.0))
-    mailbox.hear({"kind": protocol.DONE, "done": done_to_json(JobDone(1, "a"))})
+    mailbox.hear({"kind": channel.DONE, "done": done_to_json(JobDone(1, "a"))})
     assert not mailbox.drain(0.0)
     mailbox.lose(ErrorRecord("CKPT600", "gone"), expected=False)
     mailbox.lose(ErrorRecord("CKPT600", "again"), expected=False)
@@ -193,7 +193,7 @@ def test_waiting_ends_when_something_comes() -> None:
     """A message wakes the waiting thread."""
     mailbox = Mailbox("tier")
     assert not mailbox.wait(0.0)
-    notice = protocol.event(Notice("INFO", "x"))
+    notice = channel.event(Notice("INFO", "x"))
     speaker = threading.Thread(target=mailbox.hear, args=(notice,))
     speaker.start()
     assert mailbox.wait(60.0)
@@ -205,7 +205,7 @@ def test_draining_waits_for_retention_too() -> None:
     """A job that is done is not settled before the retention that follows it."""
     mailbox = Mailbox("tier")
     mailbox.expect(JOB)
-    mailbox.hear({"kind": protocol.DONE, "done": done_to_json(JobDone(7, "a"))})
+    mailbox.hear({"kind": channel.DONE, "done": done_to_json(JobDone(7, "a"))})
     assert not mailbox.drain(0.0)
-    mailbox.hear({"kind": protocol.SETTLED, "job": 7})
+    mailbox.hear({"kind": channel.SETTLED, "job": 7})
     assert mailbox.drain(0.0)

@@ -16,15 +16,14 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.copy.job import JobDone, WriterConfig
 from ckpt_engine.errors import LeaseHeldError, WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, WriterLost
-from ckpt_engine.persist import spawn
-from ckpt_engine.persist.client import open_client
-from ckpt_engine.persist.job import JobDone, WriterConfig
-from ckpt_engine.persist.mailbox import Message
-from ckpt_engine.persist.thread import ThreadWriter
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.writer import launch
+from ckpt_engine.writer.client import Message, open_client
+from ckpt_engine.writer.launch import ThreadWriter
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
 
@@ -228,7 +227,7 @@ def test_closing_too_early_leaves_the_writer_to_finish(
 ) -> None:
     """When the time given to `close` is over, open jobs count as failed here, and the writer goes on by itself."""
     gate = tmp_path / "gate"
-    monkeypatch.setattr(spawn, "ENTRY", Path(__file__).with_name("gated_writer.py"))
+    monkeypatch.setattr(launch, "ENTRY", Path(__file__).with_name("gated_writer.py"))
     monkeypatch.setenv("TEST_GATE", str(gate))
     client = processes.start()
     stage.share(client)
@@ -281,9 +280,9 @@ def test_the_writer_loads_neither_torch_nor_numpy(processes: Writers, stage: Sta
 def test_persist_imports_no_torch() -> None:
     """Importing every module of the package in a fresh interpreter leaves torch out of `sys.modules`."""
     code = """
-        import pkgutil, sys, importlib, ckpt_engine.persist as package
+        import pkgutil, sys, importlib, ckpt_engine.writer as package
         names = [m.name for m in pkgutil.iter_modules(package.__path__) if m.name != "__main__"]
-        for name in names: importlib.import_module(f"ckpt_engine.persist.{name}")
+        for name in names: importlib.import_module(f"ckpt_engine.writer.{name}")
         assert len(names) > 8
         assert not {"torch", "numpy", "lightning", "accelerate"} & set(sys.modules)
     """
@@ -294,8 +293,8 @@ SCRIPT = """
     import os, sys
     with open(COUNT, "a") as file: file.write("run\\n")
     sys.path[:0] = [REPOSITORY, *PACKAGES]
-    from ckpt_engine.persist.job import WriterConfig
-    from ckpt_engine.persist.client import open_client
+    from ckpt_engine.copy.job import WriterConfig
+    from ckpt_engine.writer.client import open_client
     from tests.persist.staged import Stage, outcome
     stage = Stage()
     client = open_client(WriterConfig(ROOT), thread=False, emit=lambda event: sys.exit(str(event)))
@@ -330,8 +329,8 @@ def test_any_script_can_start_a_writer(tmp_path: Path) -> None:
 
 def test_a_writer_that_does_not_answer_is_given_up(processes: Writers, monkeypatch: pytest.MonkeyPatch) -> None:
     """`start` has an end even if the new process hangs, and does not leave it behind."""
-    monkeypatch.setattr(spawn, "ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr(spawn, "ENTRY", Path(__file__).with_name("mute_writer.py"))
+    monkeypatch.setattr(launch, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(launch, "ENTRY", Path(__file__).with_name("mute_writer.py"))
     with pytest.raises(WriterError, match="does not answer"):
         processes.start()
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.persist.replicate import PAUSES, CopyStoppedError, Gate
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.wrappers import metered
-from ckpt_engine.store.throttle import Throttle
+from ckpt_engine.store.storage.wrappers import Throttle, metered
+from ckpt_engine.writer.replicate import PAUSES, CopyStoppedError, Gate
 
 
 def test_attempts_become_rarer_up_to_a_limit() -> None:

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from ckpt_engine.checkpointer import Checkpointer
-from ckpt_engine.observe.clock import SystemClock
-from ckpt_engine.observe.events import Event, MemoryFlushed
-from ckpt_engine.observe.fanout import FanOutSink
-from ckpt_engine.persist import control
-from ckpt_engine.persist.reunion import Reunion
+from ckpt_engine.observe.events import Event, MemoryFlushed, SystemClock
+from ckpt_engine.observe.log import FanOutSink
 from ckpt_engine.preempt.watch import open_watch
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
+from ckpt_engine.writer import control
+from ckpt_engine.writer.recovery import CrashRecovery
 from tests.ranks.runs import SharedStore, ThreadRanks, on_all
 from tests.ranks.train_plain import state_of
 
@@ -100,7 +99,7 @@ def meet(
     def run(rank: int) -> None:
         ranks: Any = SimpleNamespace(rank=rank, size=len(held))
         orders: Any = held[rank]
-        reunion = Reunion(ranks, places[rank], 0.2 if give_up_at_first else PATIENCE_SECONDS)
+        reunion = CrashRecovery(ranks, places[rank], 0.2 if give_up_at_first else PATIENCE_SECONDS)
         places[rank].has_left = lambda: setattr(reunion, "_patience_seconds", PATIENCE_SECONDS)
         reunion.run(orders, lambda err: False)
 
@@ -167,7 +166,7 @@ def test_what_one_rank_did_not_have_yet_counts_at_the_next_meeting(late: int, fi
     tier = Tier({})
     held: list[Any] = [[Order("z"), Order("x")], [Order("z"), Order("x")]]
     places = [Place(tier, rank) for rank in range(2)]
-    reunions = [Reunion(_rank(rank), places[rank], PATIENCE_SECONDS) for rank in range(2)]
+    reunions = [CrashRecovery(_rank(rank), places[rank], PATIENCE_SECONDS) for rank in range(2)]
 
     def meet_again(orders: list[Any], after: Callable[[], object]) -> None:
         def run(rank: int) -> None:
@@ -231,7 +230,7 @@ def test_writers_of_living_trainers_meet_twice(tmp_path: Path) -> None:
     def meet(step: int) -> None:
         """Rank 1 has left that before rank 0 looks."""
         until(lambda: flushes(root, 1) == step)
-        until(lambda: list((root / layout.PARTS).glob(f"*-s{step:010}-*-r00001.json")))
+        until(lambda: list((root / names.PARTS).glob(f"*-s{step:010}-*-r00001.json")))
         assert watch.flush() == step
         until(lambda: engines[0].poll() or over.steps)
         over.steps.clear()

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.persist.rhythm import Rhythm
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.retention import policy_from
+from ckpt_engine.writer.secondary_tier import Rhythm
 from tests.store.samples import info
 
 

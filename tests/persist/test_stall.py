@@ -9,23 +9,23 @@ from contextlib import contextmanager
 import pytest
 
 from ckpt_engine.errors import StorageStalledError
-from ckpt_engine.persist import stall
-from ckpt_engine.persist.holds import Holds
-from ckpt_engine.persist.stall import AbandonedError, Lane, Progress
+from ckpt_engine.store.storage import watchdog
+from ckpt_engine.store.storage.watchdog import AbandonedError, CallProgress, Lane
+from ckpt_engine.writer.memory_snapshots import SlotReaders
 from tests.persist.staged import WAIT_SECONDS
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, a call that does not hang is never taken for one that does."""
-    monkeypatch.setattr(stall, "STALL_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(watchdog, "STALL_SECONDS", WAIT_SECONDS)
 
 
 @contextmanager
 def short() -> Iterator[None]:
     """For calls that hang: nobody waits for half a minute."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stall, "STALL_SECONDS", 0.1)
+        patch.setattr(watchdog, "STALL_SECONDS", 0.1)
         yield
 
 
@@ -87,25 +87,25 @@ def test_a_call_that_gets_on_may_take_as_long_as_it_likes() -> None:
 
     def work() -> int:
         for _ in range(20):
-            now[0] += 0.9 * stall.STALL_SECONDS
+            now[0] += 0.9 * watchdog.STALL_SECONDS
             lane.progress.moved()
             looked.clear()
             while not looked.wait(0.01):  # it must have had the occasion to give up
                 lane.look()
         return 3
 
-    lane.progress = Progress(clock)
+    lane.progress = CallProgress(clock)
     assert lane.call(work) == 3
 
 
 def test_a_rest_that_was_announced_is_no_stall() -> None:
     """What waits for its turn at a bandwidth, or for a big object that nobody sees move, has time for it."""
     now = [0.0]
-    progress = Progress(lambda: now[0])
+    progress = CallProgress(lambda: now[0])
     progress.moved(50.0)
     now[0] = 50.0
     assert progress.left() > 0
-    now[0] = 50.2 + stall.STALL_SECONDS
+    now[0] = 50.2 + watchdog.STALL_SECONDS
     assert progress.left() < 0
 
 
@@ -172,7 +172,7 @@ def test_the_last_thing_is_done_when_the_call_has_ended() -> None:
 def test_a_slot_is_freed_by_its_last_reader() -> None:
     """Two calls may hang on one snapshot; a job that was settled before they ended is told later, and only once."""
     freed: list[int] = []
-    holds = Holds(freed.append)
+    holds = SlotReaders(freed.append)
     one, two = holds.take(3), holds.take(3)
     one()
     said: list[bool] = []

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from ckpt_engine.copy.job import TierConfig, WriterConfig
 from ckpt_engine.observe.events import (
     Notice,
     SnapshotFailed,
@@ -15,12 +16,11 @@ from ckpt_engine.observe.events import (
     SnapshotsForgotten,
     TierDegraded,
 )
-from ckpt_engine.persist.client import completed
-from ckpt_engine.persist.job import TierConfig, WriterConfig
-from ckpt_engine.persist.thread import ThreadWriter
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository, parse_record
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.writer.client import completed
+from ckpt_engine.writer.launch import ThreadWriter
 from tests.persist.passing import until_it_is_back
 from tests.persist.staged import WAIT_SECONDS, check_all
 from tests.persist.tiered import Run, same_files, sent, steps
@@ -39,10 +39,8 @@ def test_snapshots_reach_every_tier_byte_for_byte(run: Run) -> None:
     run.close()
     for path in (run.far, run.third):
         assert steps(path) == [1, 2, 3]
-        files = [layout.manifest_name(i.id) for i in check_all(path)] + [
-            layout.data_name(i.id) for i in check_all(path)
-        ]
-        assert same_files(run.near, path, [*files, layout.RECORD])
+        files = [names.manifest_name(i.id) for i in check_all(path)] + [names.data_name(i.id) for i in check_all(path)]
+        assert same_files(run.near, path, [*files, names.RECORD])
     assert run.weather[run.far].puts.index(files[0]) > run.weather[run.far].puts.index(files[3])
 
 
@@ -164,7 +162,7 @@ def test_damage_is_not_copied(run: Run) -> None:
     run.until(lambda m: isinstance(m, TierDegraded))
     name = run.save(1)
     assert name is not None
-    path = run.near / layout.data_name(name)
+    path = run.near / names.data_name(name)
     data = bytearray(path.read_bytes())
     data[-100] ^= 4
     path.write_bytes(data)
@@ -184,7 +182,7 @@ def test_a_new_machine_continues_the_run_of_the_far_tier(run: Run) -> None:
         run.save(step)
         run.until_copied(step)
     run.close()
-    record = (run.near / layout.RECORD).read_bytes()
+    record = (run.near / names.RECORD).read_bytes()
     for path in sorted(run.near.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     run.heard.clear()
@@ -192,7 +190,7 @@ def test_a_new_machine_continues_the_run_of_the_far_tier(run: Run) -> None:
     run.save(3)
     run.until_copied(3)
     run.close()
-    assert (run.near / layout.RECORD).read_bytes() == record == (run.far / layout.RECORD).read_bytes()
+    assert (run.near / names.RECORD).read_bytes() == record == (run.far / names.RECORD).read_bytes()
     assert [(i.seq, i.step) for i in check_all(run.far)] == [(1, 1), (2, 2), (3, 3)]
 
 
@@ -204,7 +202,7 @@ def test_a_flipped_bit_in_a_run_id_stops_no_replication(run: Run, damaged: str, 
     run.save(1)
     run.until_copied(1)
     run.close()
-    path = getattr(run, damaged) / layout.RECORD
+    path = getattr(run, damaged) / names.RECORD
     record = json.loads(path.read_bytes())
     if not has_digest:
         del record["digest"]
@@ -233,7 +231,7 @@ def test_one_tier_means_no_thread_and_no_message_more(run: Run) -> None:
     assert [type(message).__name__ for message in run.heard] == ["SnapshotCommitted", "JobDone"]
     run.close()
     assert [type(message).__name__ for message in run.heard] == ["SnapshotCommitted", "JobDone"]
-    assert not (run.near / layout.STATUS).exists()
+    assert not (run.near / names.STATUS).exists()
 
 
 def test_no_secret_is_written_or_told(run: Run) -> None:

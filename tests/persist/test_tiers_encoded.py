@@ -8,22 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckpt_engine.copy import encoded_copy
+from ckpt_engine.copy.encoded_copy import Encoding, Tally, copy_encoded
+from ckpt_engine.copy.encoding_plan import placed
+from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.errors import StorageFullError
 from ckpt_engine.observe.events import SnapshotReplicated, TierDegraded
-from ckpt_engine.persist import encoding
-from ckpt_engine.persist.encoding import Encoding
-from ckpt_engine.persist.status import read_status
-from ckpt_engine.store import layout
-from ckpt_engine.store.codecs.base import get_codec
-from ckpt_engine.store.container import build_header
+from ckpt_engine.store import names
+from ckpt_engine.store.codecs.codec import get_codec
+from ckpt_engine.store.container import build_header, digest
 from ckpt_engine.store.decode import decoder_of
-from ckpt_engine.store.digest import digest
 from ckpt_engine.store.manifest import RAW, DataFile, Entry, Manifest, Piece, SnapshotInfo
-from ckpt_engine.store.recode import Tally, copy_encoded
-from ckpt_engine.store.recode_plan import placed
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.transfer import RunText, adopt_run
+from ckpt_engine.writer.tier_status import read_status
 from tests.persist.staged import weight_bytes
 from tests.persist.tiered import Run, steps
 
@@ -112,7 +110,7 @@ def test_copies_that_were_cut_short_are_made_again(run: Run) -> None:
 
 def test_auto_first_measures_and_then_encodes_what_a_slow_link_wants(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first copy goes as it is; the next one is encoded, with the reason in one line."""
-    monkeypatch.setattr(encoding, "LEAST_BYTES", 1000)
+    monkeypatch.setattr(encoded_copy, "LEAST_BYTES", 1000)
     run.start(run.tier(codec="auto", bandwidth_bytes_per_second=300_000.0))
     run.save(1)
     first = run.until_copied(1)
@@ -138,8 +136,8 @@ class Place:
     def save(self, step: int) -> str:
         data = np.random.default_rng(step).standard_normal(600_000).astype("<f4").tobytes()
         header = build_header([("w", "F32", (600_000,), len(data))])
-        snapshot = layout.snapshot_id(step, step)
-        file = DataFile(layout.data_name(snapshot), len(header) + len(data))
+        snapshot = names.snapshot_id(step, step)
+        file = DataFile(names.data_name(snapshot), len(header) + len(data))
         entry = Entry("float32", (600_000,), (Piece(0, len(header), len(data), digest(data), len(data)),), "F32")
         info = SnapshotInfo(snapshot, step, step, None, "manual", 1.0, len(data))
         self.near.storage.put(file.name, [memoryview(header + data)])

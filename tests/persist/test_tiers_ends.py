@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from ckpt_engine.copy.job import TierConfig
 from ckpt_engine.errors import StorageError, WriterError
 from ckpt_engine.observe.events import (
     Notice,
     TierDegraded,
 )
-from ckpt_engine.persist.job import TierConfig
-from ckpt_engine.persist.status import read_status
 from ckpt_engine.store import lease as lease_module
 from ckpt_engine.store.lease import LocalLease, acquire
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.writer.tier_status import read_status
 from tests.persist.staged import WAIT_SECONDS
 from tests.persist.tiered import Run, steps
 

@@ -12,12 +12,12 @@ from ckpt_engine.observe.events import (
     TierDegraded,
     TierRecovered,
 )
-from ckpt_engine.persist import fleet
-from ckpt_engine.persist.status import AWAY, WORKING
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.writer import tiers
+from ckpt_engine.writer.tier_status import AWAY, WORKING
 from tests.persist.staged import WAIT_SECONDS, check_all
 from tests.persist.tiered import Run, same_files, steps
 from tests.store.samples import save
@@ -137,7 +137,7 @@ def test_a_place_of_another_run_is_left_alone(run: Run) -> None:
     other = Repository(LocalStorage(run.far))
     theirs = save(other, 7)
     save(Repository(LocalStorage(run.near)), 1)
-    before = {p: p.read_bytes() for p in run.far.rglob("*") if p.is_file() and p.name != layout.LEASE}
+    before = {p: p.read_bytes() for p in run.far.rglob("*") if p.is_file() and p.name != names.LEASE}
     run.start()
     run.save(8)
     event = run.until(lambda m: isinstance(m, TierDegraded))
@@ -193,7 +193,7 @@ def test_a_nearest_folder_that_is_removed_is_made_again(run: Run) -> None:
     assert told == [f"{run.near} was removed while it was written: it is made again, and the snapshots it had are gone"]
     assert [(i.seq, i.step) for i in check_all(run.near)] == [(2, 2), (3, 3)]
     assert [(i.seq, i.step) for i in check_all(run.far)] == [(1, 1), (2, 2), (3, 3)]
-    assert same_files(run.near, run.far, [layout.RECORD])
+    assert same_files(run.near, run.far, [names.RECORD])
 
 
 def test_numbers_leave_room_for_a_tier_that_does_not_answer(run: Run) -> None:
@@ -201,6 +201,6 @@ def test_numbers_leave_room_for_a_tier_that_does_not_answer(run: Run) -> None:
     run.weather[run.far].down()
     run.start()
     run.save(1)
-    assert check_all(run.near)[0].seq == 1 + fleet.UNKNOWN_SEQ_GAP
+    assert check_all(run.near)[0].seq == 1 + tiers.UNKNOWN_SEQ_GAP
     run.save(2, parent="00999999-s0000000009-00000000")
     assert check_all(run.near)[-1].seq == 1_000_000

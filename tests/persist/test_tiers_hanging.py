@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ckpt_engine.copy.job import JobDone, SlotFreed
 from ckpt_engine.errors import StorageStalledError
 from ckpt_engine.observe.events import (
     Notice,
@@ -16,10 +17,9 @@ from ckpt_engine.observe.events import (
     TierDegraded,
     TierRecovered,
 )
-from ckpt_engine.persist.job import JobDone, SlotFreed
-from ckpt_engine.persist.status import HANGS, WORKING
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.writer.tier_status import HANGS, WORKING
 from tests.persist.passing import let_time_pass_where_calls_hang, until_it_is_back
 from tests.persist.staged import WAIT_SECONDS, Stage, outcome
 from tests.persist.tiered import Run, steps
@@ -175,7 +175,7 @@ def test_any_call_to_the_first_tier_may_hang(run: Run, what: str) -> None:
 
 def test_a_read_that_hangs_costs_no_more_than_what_it_could_spare(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The snapshot is written whole to the first tier, and so are the next ones, at once; that is told once."""
-    monkeypatch.setattr("ckpt_engine.persist.image.LEAST_BYTES", 0)
+    monkeypatch.setattr("ckpt_engine.copy.write_plan.LEAST_BYTES", 0)
     run.start(keep={"last": 9}, tiers=())
     run.save(1)
     end = run.weather[run.near].hang("get", "data/")

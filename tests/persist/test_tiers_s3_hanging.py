@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy.job import SlotFreed, TierConfig, WriterConfig
 from ckpt_engine.observe.events import SnapshotCommitted, TierDegraded, TierRecovered
-from ckpt_engine.persist import stall
-from ckpt_engine.persist.client import completed
-from ckpt_engine.persist.job import SlotFreed, TierConfig, WriterConfig
-from ckpt_engine.persist.mailbox import Message
-from ckpt_engine.persist.thread import ThreadWriter
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage import watchdog
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.writer.client import Message, completed
+from ckpt_engine.writer.launch import ThreadWriter
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
 from tests.servers.fixtures import bucket, moto, proxy, wire  # noqa: F401
 from tests.servers.s3 import S3Server
@@ -51,7 +50,7 @@ def test_a_store_that_accepts_and_never_answers_stops_nobody(
     assert client.drain(WAIT_SECONDS)
     while not any(info.step == 1 for info in check_all(far)):
         client.wait(0.1)
-    monkeypatch.setattr(stall, "STALL_SECONDS", 2.0)
+    monkeypatch.setattr(watchdog, "STALL_SECONDS", 2.0)
     wire.rule("stall", method="PUT", path="data/")
     for one, step in ((stage, 2), (second, 3)):
         job = one.job(step)
@@ -63,7 +62,7 @@ def test_a_store_that_accepts_and_never_answers_stops_nobody(
     while not any(isinstance(m, SlotFreed) for m in heard):
         client.wait(1.0)
         heard += client.poll()
-    monkeypatch.setattr(stall, "STALL_SECONDS", 30.0)
+    monkeypatch.setattr(watchdog, "STALL_SECONDS", 30.0)
     job = second.job(4)
     client.submit(job)
     assert outcome(client, job.job, heard).ok

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.observe import log
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
-from ckpt_engine.persist import client, fleet, replicate
-from ckpt_engine.persist.job import WriterConfig
-from ckpt_engine.persist.stall import Signs
-from ckpt_engine.store.lease import Holder
+from ckpt_engine.store.lease import LeaseHolder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.store.storage.watchdog import Signs
+from ckpt_engine.writer import client, replicate, tiers
 from tests.persist.staged import WAIT_SECONDS
 from tests.persist.tiered import Run, steps
 
@@ -28,7 +28,7 @@ from tests.persist.tiered import Run, steps
 @pytest.fixture(autouse=True)
 def nobody_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits for a tier to answer waits for longer than a test may take."""
-    monkeypatch.setattr(fleet, "SURVEY_SECONDS", 10 * WAIT_SECONDS)
+    monkeypatch.setattr(tiers, "SURVEY_SECONDS", 10 * WAIT_SECONDS)
 
 
 def closed(run: Run) -> bool:
@@ -53,13 +53,13 @@ def test_a_training_starts_before_the_library_of_a_further_tier_is_there(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of object stores are slow to import, above all at the low priority of a writer."""
-    imported, opened = threading.Event(), fleet.open_storage
+    imported, opened = threading.Event(), tiers.open_storage
 
     def opens(*args: Any) -> Any:
         assert imported.wait(WAIT_SECONDS)
         return opened(*args)
 
-    monkeypatch.setattr(fleet, "open_storage", opens)
+    monkeypatch.setattr(tiers, "open_storage", opens)
     run.start()
     assert not imported.is_set()
     imported.set()
@@ -143,7 +143,7 @@ class Waits:
         self.lines: list[str] = []
         self._told = told
         monkeypatch.setattr(client, "announce", self._announce)
-        monkeypatch.setattr(fleet, "TELL_SECONDS", 0.0)
+        monkeypatch.setattr(tiers, "TELL_SECONDS", 0.0)
         monkeypatch.setattr(replicate, "RECENT_SECONDS", 10 * WAIT_SECONDS)
         monkeypatch.setattr(replicate, "SILENT_SECONDS", 10 * WAIT_SECONDS)
         run.start(drain_seconds=WAIT_SECONDS, end_wait_seconds=end_wait_seconds)
@@ -182,7 +182,7 @@ def test_a_long_wait_for_copies_is_said(run: Run, monkeypatch: pytest.MonkeyPatc
 def test_what_a_long_wait_leaves_was_said_when_it_began(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The one line names what is waited for, for how long, and who goes on then; the rest is for those who ask."""
     now = [0.0]
-    monkeypatch.setattr(fleet, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
+    monkeypatch.setattr(tiers, "time", SimpleNamespace(monotonic=lambda: now[0], time=time.time))
     waits = Waits(run, monkeypatch, lambda: now.append(now.pop() + 0.6 * WAIT_SECONDS), WAIT_SECONDS / 2)
     assert closed(run)
     assert len(waits.lines) == 1
@@ -288,7 +288,7 @@ def test_what_fails_at_the_end_is_said_once(run: Run, monkeypatch: pytest.Monkey
 
 def test_ranks_that_wait_for_a_silent_tier_say_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The nearest tier is empty, and all ranks have to know which run this is before they start."""
-    monkeypatch.setattr(fleet, "TELL_SECONDS", 0.0)
+    monkeypatch.setattr(tiers, "TELL_SECONDS", 0.0)
     end = run.weather[run.far].hang("list")
     lines: list[str] = []
 
@@ -298,10 +298,10 @@ def test_ranks_that_wait_for_a_silent_tier_say_so(run: Run, monkeypatch: pytest.
 
     config = WriterConfig(url=str(run.near), tiers=(run.tier(),))
     near = LocalStorage(run.near)
-    made = fleet.Fleet(config, near, Holder.current(), heard)
+    made = tiers.SecondaryTiers(config, near, LeaseHolder.current(), heard)
     made.join_run(Repository(near), aloud=True)
     assert lines == [
-        f"waiting for file://{run.far} to say which run this is, up to {fleet.SURVEY_SECONDS:.0f} s: "
+        f"waiting for file://{run.far} to say which run this is, up to {tiers.SURVEY_SECONDS:.0f} s: "
         f"file://{run.near} is empty"
     ]
     made.stop()

@@ -10,18 +10,22 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.persist.replicate import Gate
-from ckpt_engine.persist.stall import SLOWEST_BYTES_PER_SECOND, AbandonedError, Progress
-from ckpt_engine.persist.watched import Source, WatchedStorage
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
-from ckpt_engine.store.storage.disk import Disk
+from ckpt_engine.store.storage.disk import Disk, MeteredDisk
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.meter import MeteredDisk
+from ckpt_engine.store.storage.watchdog import (
+    SLOWEST_BYTES_PER_SECOND,
+    AbandonedError,
+    CallProgress,
+    WatchedSource,
+    WatchedStorage,
+)
 from ckpt_engine.store.storage.wrappers import metered
+from ckpt_engine.writer.replicate import Gate
 from tests.persist.staged import WAIT_SECONDS
 
 
-class Counting(Progress):
+class Counting(CallProgress):
     """Counts signs of life."""
 
     def __init__(self) -> None:
@@ -74,7 +78,7 @@ def test_what_is_in_the_page_cache_is_synced_on_the_way(tmp_path: Path) -> None:
             synced.append(os.fstat(fd).st_size)
             super().sync(fd)
 
-    storage = WatchedStorage(LocalStorage(tmp_path, disk=Cached()), Progress())
+    storage = WatchedStorage(LocalStorage(tmp_path, disk=Cached()), CallProgress())
     storage.put("a", [memoryview(bytes(150 << 20))])
     assert synced == [64 << 20, 128 << 20, 150 << 20]
 
@@ -100,7 +104,7 @@ def test_a_limited_opaque_storage_has_the_same_time_after_its_turn() -> None:
 
 def test_a_put_that_was_left_behind_reads_no_more_of_its_memory(tmp_path: Path) -> None:
     """Once nobody waits for it the next slice is not written, and what there was goes."""
-    progress = Progress()
+    progress = CallProgress()
 
     class Leaving(Disk):
         writes = 0
@@ -136,7 +140,7 @@ def test_who_hangs_in_a_source_is_left_there_and_does_not_go_on(tmp_path: Path) 
     """The source is of no use until the read has ended, which ends its reader too; then it is one again."""
     (tmp_path / "a").write_bytes(b"1")
     storage = Hanging(tmp_path)
-    source = Source(storage, Progress())
+    source = WatchedSource(storage, CallProgress())
     assert not source.leave()
     ended: list[type[BaseException]] = []
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckpt_engine.errors import WriterError
-from ckpt_engine.persist.wire import Channel, Received
+from ckpt_engine.writer.channel import Channel, Received
 
 Pair = tuple[Channel, Channel]
 

@@ -7,17 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ckpt_engine.copy.job import TierConfig, WriterConfig
 from ckpt_engine.observe.events import (
     SnapshotReplicated,
 )
-from ckpt_engine.persist.client import completed
-from ckpt_engine.persist.job import TierConfig, WriterConfig
-from ckpt_engine.persist.mailbox import Message
-from ckpt_engine.persist.status import TierStatus, read_status
-from ckpt_engine.persist.thread import ThreadWriter
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.writer.client import Message, completed
+from ckpt_engine.writer.launch import ThreadWriter
+from ckpt_engine.writer.tier_status import TierStatus, read_status
 from tests.persist.faulty import Faulty, Weather
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
 
@@ -119,5 +118,5 @@ def same_files(one: Path, other: Path, names: list[str]) -> bool:
 
 def sent(run: Run) -> list[int]:
     """The steps of all manifests put to the far tier, in order."""
-    parsed = [layout.manifest_id(name) for name in run.weather[run.far].puts]
+    parsed = [names.manifest_id(name) for name in run.weather[run.far].puts]
     return [one.step for one in parsed if one]

@@ -20,10 +20,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ckpt_engine.copy.job import JobDone, TierConfig, WriterConfig
 from ckpt_engine.errors import WriterError
-from ckpt_engine.persist import spawn
-from ckpt_engine.persist.client import WriterClient, completed, open_client
-from ckpt_engine.persist.job import JobDone, TierConfig, WriterConfig
+from ckpt_engine.writer import launch
+from ckpt_engine.writer.client import WriterClient, completed, open_client
 from tests.persist.staged import Stage
 
 STORM_KEEP = 5
@@ -39,9 +39,9 @@ class Log:
         os.write(self._fd, json.dumps(row).encode() + b"\n")
 
 
-def start(root: str, log: Log, **changes: Any) -> spawn.ProcessWriter:
+def start(root: str, log: Log, **changes: Any) -> launch.ProcessWriter:
     config = completed(WriterConfig(**{"url": root, "lease_wait_seconds": 60.0, "drain_seconds": 30.0, **changes}))
-    client = spawn.ProcessWriter.start(config)
+    client = launch.ProcessWriter.start(config)
     log.write(writer=client.pid)
     return client
 
@@ -118,7 +118,7 @@ def main(root: str, path: str, plan: str, *rest: str) -> None:
         client.submit(stage.job(1))
         os.kill(os.getpid(), signal.SIGKILL)
     elif plan == "die-behind-a-gate":
-        spawn.ENTRY = Path(__file__).with_name("gated_writer.py")
+        launch.ENTRY = Path(__file__).with_name("gated_writer.py")
         os.environ["TEST_GATE"] = rest[0]
         die_after(root, log, int(rest[1]), drain_seconds=float(rest[2]))
     elif plan == "leave":

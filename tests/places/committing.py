@@ -9,10 +9,10 @@ from typing import Any
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.observe.events import Event
-from ckpt_engine.persist import parts
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.writer import part_records
 from tests.ranks.runs import PATIENCE_SECONDS, SharedStore, ThreadRanks, on_all
 from tests.ranks.test_checkpointer import state_of
 
@@ -84,5 +84,5 @@ class Nodes:
         for node in sorted(set(self.of)):
             repository = self.repository(node)
             (snapshot,) = [parsed.id for parsed in repository.ids() if parsed.step == step]
-            found.append(parts.of_manifest(repository.read(snapshot)))
-        return parts.merge(found)
+            found.append(part_records.of_manifest(repository.read(snapshot)))
+        return part_records.merge(found)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_engine.ranks import places
+from ckpt_engine.ranks import session
 
 
 @pytest.fixture(autouse=True)
 def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "LOOKS_SECONDS", (0.0,))
+    monkeypatch.setattr(session, "LOOKS_SECONDS", (0.0,))

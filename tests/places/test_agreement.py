@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_engine.copy import job
+from ckpt_engine.copy.job import RankConfig, WriterConfig
 from ckpt_engine.errors import LeaseHeldError, RanksError, StorageError, WriterError
-from ckpt_engine.persist import job
-from ckpt_engine.persist.job import RankConfig, WriterConfig
-from ckpt_engine.ranks import answers, session
-from ckpt_engine.ranks.places import Beacon, Sight, divide, sees
-from ckpt_engine.ranks.session import Session
+from ckpt_engine.ranks import session, world
+from ckpt_engine.ranks.session import Beacon, Session, Sight, divide, sees
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.ranks.runs import PATIENCE_SECONDS, SharedStore, ThreadRanks, on_all
@@ -262,15 +261,15 @@ def test_what_ranks_agree_on_may_be_large(mib: int) -> None:
 def test_pieces_of_something_else_are_not_taken() -> None:
     """Their digest is compared."""
     store = SharedStore()
-    answers.say(store, "key", {"value": "x" * (5 << 20)})
+    world.say(store, "key", {"value": "x" * (5 << 20)})
     store.set("key/piece/1", store.wait("key/piece/1", PATIENCE_SECONDS).replace("x", "y", 1))
     with pytest.raises(RanksError, match="are not what was put there"):
-        answers.hear(store, "key", PATIENCE_SECONDS)
+        world.hear(store, "key", PATIENCE_SECONDS)
 
 
 def test_what_rank_0_cannot_say_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """The store does not take the answer: the others hear of it, and do not wait for it."""
-    monkeypatch.setattr(answers, "PIECE_BYTES", 64 << 20)
+    monkeypatch.setattr(world, "PIECE_BYTES", 64 << 20)
     store = SharedStore()
     found = [Session(ThreadRanks(rank, 2, store)) for rank in range(2)]
 

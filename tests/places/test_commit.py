@@ -8,11 +8,11 @@ import pytest
 
 from ckpt_engine.errors import SnapshotFailedError
 from ckpt_engine.observe.events import Notice
-from ckpt_engine.persist import parts
-from ckpt_engine.persist.parts import Part
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.manifest import RANKS, Partial
 from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.writer import part_records
+from ckpt_engine.writer.part_records import PartRecord
 from tests.places.committing import Nodes
 from tests.ranks.runs import Patience, on_all
 from tests.ranks.test_checkpointer import state_of
@@ -129,23 +129,23 @@ def test_what_a_dead_leader_left_complete_is_committed_at_the_next_start(tmp_pat
     """Records say whose parts make the manifest of their root; where one is missing all of them go, and their data."""
     nodes = Nodes(tmp_path, (0, 0, 1, 1))
     kept: dict[str, bytes] = {}
-    put = parts.put
+    put = part_records.put
 
-    def keep(storage: Storage, part: Part) -> None:
-        kept[layout.part_name(part.manifest.info.id, part.rank)] = parts.encode(part)
+    def keep(storage: Storage, part: PartRecord) -> None:
+        kept[names.part_name(part.manifest.info.id, part.rank)] = part_records.encode(part)
         put(storage, part)
 
-    parts.put = keep
+    part_records.put = keep
     try:
         nodes.save(1)
         nodes.close()
     finally:
-        parts.put = put
+        part_records.put = put
     repository = nodes.repository(1)
     snapshot = repository.ids()[0].id
-    (nodes.root(1) / layout.manifest_name(snapshot)).unlink()
+    (nodes.root(1) / names.manifest_name(snapshot)).unlink()
     for rank in left:
-        name = layout.part_name(snapshot, rank)
+        name = names.part_name(snapshot, rank)
         (nodes.root(1) / name).write_bytes(kept[name])
     again = Nodes(tmp_path, (0, 0, 1, 1))
     on_all(lambda rank: again.ranks[rank].start(), 4)

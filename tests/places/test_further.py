@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.copy.job import RankConfig
+from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe.events import Notice, SnapshotReplicated, TierDegraded
-from ckpt_engine.persist import gather, giving, parts
-from ckpt_engine.persist.job import RankConfig
-from ckpt_engine.persist.replicate import Replicator
-from ckpt_engine.persist.tier import Tier
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
-from ckpt_engine.store.transfer import RunText, adopt_run
+from ckpt_engine.writer import commit, part_records, tiers
+from ckpt_engine.writer.replicate import Replicator
+from ckpt_engine.writer.secondary_tier import SecondaryTier
 from tests.places.committing import Nodes, Sink
 from tests.ranks.runs import on_all
 from tests.ranks.test_checkpointer import check
@@ -66,8 +66,8 @@ def test_a_node_that_does_not_answer_makes_the_copy_absent_and_the_next_one_is_f
 ) -> None:
     """Rank 0's tier stops waiting, and says which ranks it misses; the nodes' own snapshots stay."""
     answers = threading.Event()
-    advance = giving.Giving.advance
-    monkeypatch.setattr(giving.Giving, "advance", lambda self: answers.is_set() and advance(self))
+    advance = tiers.NodeMemberTier.advance
+    monkeypatch.setattr(tiers.NodeMemberTier, "advance", lambda self: answers.is_set() and advance(self))
     nodes = Nodes(tmp_path, NODES, tiers=[str(tmp_path / "far")], wait_seconds=0.3)
     nodes.save(1)
     deadline = time.monotonic() + 30
@@ -88,12 +88,12 @@ def test_a_node_that_does_not_answer_makes_the_copy_absent_and_the_next_one_is_f
 def test_a_node_that_has_lost_its_part_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy is given up at once, and the next snapshot is copied."""
     answers = threading.Event()
-    advance = giving.Giving.advance
-    monkeypatch.setattr(giving.Giving, "advance", lambda self: answers.is_set() and advance(self))
+    advance = tiers.NodeMemberTier.advance
+    monkeypatch.setattr(tiers.NodeMemberTier, "advance", lambda self: answers.is_set() and advance(self))
     nodes = Nodes(tmp_path, (0, 1), tiers=[str(tmp_path / "far")])
     nodes.save(1)
     until(lambda: list((tmp_path / "far" / "parts").glob("*wanted.json")))
-    (nodes.root(1) / layout.manifest_name(nodes.repository(1).ids()[0].id)).unlink()
+    (nodes.root(1) / names.manifest_name(nodes.repository(1).ids()[0].id)).unlink()
     answers.set()
     nodes.save(2)
     nodes.close()
@@ -110,18 +110,18 @@ def test_a_node_ends_when_rank_0_has_asked_for_all_it_wants(tmp_path: Path, monk
     It may not even have made the run's place there.
     """
     closing = threading.Event()
-    finish, open_tier = Replicator.finish, Tier._open
+    finish, open_tier = Replicator.finish, SecondaryTier._open
 
-    def late(self: Tier) -> Repository:
+    def late(self: SecondaryTier) -> Repository:
         assert closing.wait(60)
         return open_tier(self)
 
     def finishing(self: Replicator) -> None:
         finish(self)
-        if isinstance(self.tier, giving.Giving):
+        if isinstance(self.tier, tiers.NodeMemberTier):
             threading.Timer(0.3, closing.set).start()  # time to end in, which it must not
 
-    monkeypatch.setattr(Tier, "_open", late)
+    monkeypatch.setattr(SecondaryTier, "_open", late)
     monkeypatch.setattr(Replicator, "finish", finishing)
     nodes = Nodes(tmp_path, (0, 1), tiers=[str(tmp_path / "far")], wait_seconds=3.0)
     nodes.save(1)
@@ -155,12 +155,12 @@ def test_what_a_dead_session_left_is_completed_or_dropped(tmp_path: Path, left: 
     """All nodes had copied their parts and rank 0's writer died before it committed; or some had not."""
     nodes, snapshot = lay_out(tmp_path)
     target = adopt_run(RunText.of(nodes.repository(0)), open_storage(tmp_path / "far"))
-    target.storage.put(layout.wanted_name(snapshot), [memoryview(b"{}")])
+    target.storage.put(names.wanted_name(snapshot), [memoryview(b"{}")])
     for node in left:
-        gather.give(nodes.repository(node), target, snapshot, target.storage, None)
+        commit.give(nodes.repository(node), target, snapshot, target.storage, None)
     if len(left) == 1:  # nobody has it any more
         for node in (0, 1):
-            (nodes.root(node) / layout.manifest_name(snapshot)).unlink()
+            (nodes.root(node) / names.manifest_name(snapshot)).unlink()
     again = Nodes(tmp_path, NODES, tiers=[str(tmp_path / "far")])
     again.save(5)
     again.close()
@@ -175,23 +175,23 @@ def test_a_part_whose_data_is_gone_is_asked_for_again(tmp_path: Path) -> None:
     """A record that was left behind is not believed: its data may have been collected since."""
     nodes, snapshot = lay_out(tmp_path)
     target = adopt_run(RunText.of(nodes.repository(0)), open_storage(tmp_path / "far"))
-    part = parts.of_manifest(nodes.repository(1).read(snapshot))
+    part = part_records.of_manifest(nodes.repository(1).read(snapshot))
     again = Nodes(tmp_path, NODES, tiers=[str(tmp_path / "far")])
-    ask = gather.Gather._ask
+    ask = commit.Gather._ask
 
-    def late(self: gather.Gather, storage: object, wanted: str) -> None:
+    def late(self: commit.Gather, storage: object, wanted: str) -> None:
         ask(self, storage, wanted)  # type: ignore[arg-type]
         if not once:
             once.append(1)
-            parts.put(target.storage, part)  # of a writer that was left behind
+            part_records.put(target.storage, part)  # of a writer that was left behind
 
     once: list[int] = []
-    gather.Gather._ask = late  # type: ignore[method-assign]
+    commit.Gather._ask = late  # type: ignore[method-assign]
     try:
         on_all(lambda rank: again.ranks[rank].start(), 4)
         wait_for(tmp_path, 1)
     finally:
-        gather.Gather._ask = ask  # type: ignore[method-assign]
+        commit.Gather._ask = ask  # type: ignore[method-assign]
     again.close()
     assert once
     nothing_left(tmp_path)
@@ -224,13 +224,13 @@ def test_who_starts_alone_where_a_node_was_copies_nothing_of_its_part(tmp_path: 
 def asked_for(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The snapshots that rank 0's tier asks other nodes for."""
     asked: list[str] = []
-    ask = gather.Gather._ask
+    ask = commit.Gather._ask
 
-    def note(self: gather.Gather, storage: Storage, snapshot: str) -> None:
+    def note(self: commit.Gather, storage: Storage, snapshot: str) -> None:
         asked.append(snapshot)
         ask(self, storage, snapshot)
 
-    monkeypatch.setattr(gather.Gather, "_ask", note)
+    monkeypatch.setattr(commit.Gather, "_ask", note)
     return asked
 
 
@@ -251,7 +251,7 @@ def test_what_more_nodes_have_saved_is_asked_of_nobody(tmp_path: Path, monkeypat
 def test_a_node_that_never_had_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an earlier session has left on one node only does not come any more, even if the other has nothing newer."""
     nodes, snapshot = lay_out(tmp_path)
-    (nodes.root(1) / layout.manifest_name(snapshot)).unlink()
+    (nodes.root(1) / names.manifest_name(snapshot)).unlink()
     asked = asked_for(monkeypatch)
     again = Nodes(tmp_path, NODES, tiers=[str(tmp_path / "far")])
     on_all(lambda rank: again.ranks[rank].start(), 4)
@@ -272,17 +272,17 @@ def test_what_leaders_of_another_job_say_does_not_count(tmp_path: Path) -> None:
     """A writer that still ends declines what its successor has."""
     nodes, snapshot = lay_out(tmp_path)
     storage = open_storage(tmp_path / "far")
-    first, second = (parts.of_manifest(nodes.repository(node).read(snapshot)) for node in (0, 1))
+    first, second = (part_records.of_manifest(nodes.repository(node).read(snapshot)) for node in (0, 1))
     job = RankConfig(0, 4, "new", None, 1.0, place=(0, 1), places=((0, 1), (2, 3)))
     run = nodes.repository(0).run_id
-    parts.put(storage, parts.no_part(snapshot, "gone", run, replace(job, rank=1, place=(1,))))
-    parts.put(storage, parts.no_part(snapshot, "gone", run, replace(job, rank=3, size=6, place=(3,))))
+    part_records.put(storage, part_records.no_part(snapshot, "gone", run, replace(job, rank=1, place=(1,))))
+    part_records.put(storage, part_records.no_part(snapshot, "gone", run, replace(job, rank=3, size=6, place=(3,))))
     looks: list[float] = []
 
     def pause(seconds: float) -> None:
         looks.append(seconds)
         if len(looks) == 2:
-            parts.put(storage, second)
+            part_records.put(storage, second)
 
-    assert gather.Gather(job, pause)._others(storage, snapshot, first, 60.0) == [second]
+    assert commit.Gather(job, pause)._others(storage, snapshot, first, 60.0) == [second]
     assert len(looks) == 2

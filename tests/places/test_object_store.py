@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.checkpointer import Checkpointer
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 from tests.places.committing import Nodes
@@ -29,6 +29,6 @@ def test_each_node_sends_its_part_to_an_object_store(tmp_path: Path, moto: S3Ser
     far = Repository(open_storage(tier["url"], tier["storage_options"]))
     assert [one.step for one in far.ids()] == [1, 2]
     assert far.read(far.ids()[-1].id) == nodes.whole(2)
-    assert not list(far.storage.list(layout.PARTS))
+    assert not list(far.storage.list(names.PARTS))
     with Checkpointer(tiers=[tier]) as alone:
         check(alone.load(), 2, 0)

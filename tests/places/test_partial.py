@@ -9,25 +9,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.errors import CorruptError, SnapshotFailedError, SnapshotSkippedError
-from ckpt_engine.persist import parts
-from ckpt_engine.persist.job import RankConfig
-from ckpt_engine.persist.parts import Part, Slices
-from ckpt_engine.ranks.share import Item, divide
-from ckpt_engine.store import layout, manifest_codec
+from ckpt_engine.ranks.boxes import PlacedArray, divide
+from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, Partial, Piece, SnapshotInfo
+from ckpt_engine.writer import part_records
+from ckpt_engine.writer.part_records import PartRecord, Slices
 
-SNAPSHOT = layout.session_id("session", 3, 30)
+SNAPSHOT = names.session_id("session", 3, 30)
 ROW_BYTES = 24
 
 
-def made(size: int, rows: list[int], places: tuple[tuple[int, ...], ...] = ()) -> list[Part]:
+def made(size: int, rows: list[int], places: tuple[tuple[int, ...], ...] = ()) -> list[PartRecord]:
     """The parts of `size` ranks of arrays with so many rows; each rank has an array of its own, too."""
-    found: list[Part] = []
-    cut = divide([Item(n * ROW_BYTES, n) for n in rows], size)
+    found: list[PartRecord] = []
+    cut = divide([PlacedArray(n * ROW_BYTES, n) for n in rows], size)
     model = {f"w{n}": {"$": "tensor", "entry": f"w{n}"} for n in range(len(rows))}
     for rank in range(size):
-        name = layout.data_name(SNAPSHOT, rank)
+        name = names.data_name(SNAPSHOT, rank)
         entries: dict[str, Entry] = {}
         slices: dict[str, Slices] = {}
         at = 4096
@@ -48,7 +48,7 @@ def made(size: int, rows: list[int], places: tuple[tuple[int, ...], ...] = ()) -
         info = SnapshotInfo(SNAPSHOT, 3, 30, None, "manual", 0.0, nbytes, components={"model": nbytes - 8, RANKS: 8})
         manifest = Manifest(info, "0" * 32, {}, {}, (DataFile(name, at + 8),), entries, tree)
         place = next((one for one in places if rank in one), ())
-        found.append(Part((rank,), size, "same", slices, manifest, place=place))
+        found.append(PartRecord((rank,), size, "same", slices, manifest, place=place))
     return found
 
 
@@ -69,11 +69,11 @@ def test_the_partial_manifests_of_all_places_make_what_all_ranks_make_at_once(
     """Whoever shares a root with whom, and though each manifest is written and read again."""
     rows, places = drawn
     size = sum(map(len, places))
-    expected = parts.merge(made(size, rows))
+    expected = part_records.merge(made(size, rows))
     ready = {part.rank: part for part in made(size, rows, places if len(places) > 1 else ())}
     partial = []
     for place in places:
-        whole = parts.merge([ready[rank] for rank in place])
+        whole = part_records.merge([ready[rank] for rank in place])
         back = manifest_codec.decode(manifest_codec.encode(whole))
         assert manifest_codec.decode_info(manifest_codec.encode(whole).ljust(4096)) == whole.info
         assert back == whole
@@ -83,36 +83,36 @@ def test_the_partial_manifests_of_all_places_make_what_all_ranks_make_at_once(
         assert back.info.partial == Partial(place, size)
         assert manifest_codec.version_of(back) == 3
         assert back.info.nbytes == sum(ready[rank].manifest.info.nbytes for rank in place)
-        partial.append(parts.of_manifest(back))
+        partial.append(part_records.of_manifest(back))
     random.Random(0).shuffle(partial)
-    assert parts.merge(partial) == expected
+    assert part_records.merge(partial) == expected
 
 
 def test_records_of_a_place_make_no_whole_and_those_of_some_places_make_nothing() -> None:
     """Parts say which ranks make one manifest."""
     ready = made(4, [10, 3], ((0, 3), (1, 2)))
     with pytest.raises(SnapshotFailedError, match=r"parts of ranks \[0\] of 4"):
-        parts.merge(ready[:1])
+        part_records.merge(ready[:1])
     with pytest.raises(SnapshotFailedError, match="differ in structure"):
-        parts.merge(ready)
-    one = parts.of_manifest(parts.merge([ready[0], ready[3]]))
+        part_records.merge(ready)
+    one = part_records.of_manifest(part_records.merge([ready[0], ready[3]]))
     with pytest.raises(SnapshotFailedError, match=r"parts of ranks \[0, 3\] of 4"):
-        parts.merge([one])
+        part_records.merge([one])
     with pytest.raises(CorruptError, match="is not of some of several ranks"):
-        parts.of_manifest(parts.merge(made(2, [5])))
+        part_records.of_manifest(part_records.merge(made(2, [5])))
 
 
 def test_a_record_tells_its_place_and_a_place_that_has_nothing_says_so() -> None:
     """As bytes, too; the record of a place is its manifest."""
     ready = made(4, [10], ((0, 1), (2, 3)))
-    back = parts.decode(parts.encode(ready[3]), "here")
+    back = part_records.decode(part_records.encode(ready[3]), "here")
     assert replace(back, manifest=ready[3].manifest) == ready[3]
-    whole = parts.merge(ready[2:])
-    assert parts.decode(manifest_codec.encode(whole), "here") == parts.of_manifest(whole)
+    whole = part_records.merge(ready[2:])
+    assert part_records.decode(manifest_codec.encode(whole), "here") == part_records.of_manifest(whole)
     config = replace(RankConfig(2, 4, "session", 3, 1.0), place=(2, 3), places=((0, 1), (2, 3)))
-    missing = replace(parts.no_part(SNAPSHOT, "it was removed", "0" * 32, config), place=())
+    missing = replace(part_records.no_part(SNAPSHOT, "it was removed", "0" * 32, config), place=())
     with pytest.raises(SnapshotSkippedError, match="rank 2 has no part in it: it was removed"):
-        parts.merge([parts.of_manifest(parts.merge(ready[:2])), missing])
+        part_records.merge([part_records.of_manifest(part_records.merge(ready[:2])), missing])
 
 
 @pytest.mark.parametrize(

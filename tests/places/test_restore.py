@@ -11,13 +11,13 @@ import pytest
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import ConfigError, NoUsableSnapshotError, ResumeError, StorageError
-from ckpt_engine.persist.peer import Line
-from ckpt_engine.ranks.places import Beacon
-from ckpt_engine.restore import lending
-from ckpt_engine.restore.lending import Borrower, Lender
-from ckpt_engine.store import layout
+from ckpt_engine.ranks.session import Beacon
+from ckpt_engine.restore import sources
+from ckpt_engine.restore.sources import Borrower, Lender
+from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.writer.peer_service import PeerConnection
 from tests.places.nodes import check_all, load_all, open_nodes
 from tests.ranks.runs import on_all
 from tests.ranks.test_checkpointer import check, close_all, save_all, state_of
@@ -85,7 +85,7 @@ def test_what_one_node_lacks_is_no_candidate(tmp_path: Path) -> None:
     """The newest snapshot whose shares are all there is taken; the reason for passing over is said."""
     saved(tmp_path)
     newest = Repository(open_storage(tmp_path / "n1")).ids()[-1].id
-    (tmp_path / "n1" / layout.manifest_name(newest)).unlink()
+    (tmp_path / "n1" / names.manifest_name(newest)).unlink()
     again = open_nodes(tmp_path, NODES, 2)
     check_all(again, 1)
     loaded = again[0].loaded
@@ -98,7 +98,7 @@ def test_a_damaged_share_makes_all_take_the_one_before(tmp_path: Path) -> None:
     """One byte of a data file of the other node."""
     saved(tmp_path)
     newest = Repository(open_storage(tmp_path / "n1")).ids()[-1].id
-    file = tmp_path / "n1" / layout.data_name(newest, 2)
+    file = tmp_path / "n1" / names.data_name(newest, 2)
     data = bytearray(file.read_bytes())
     data[-100] ^= 1
     file.write_bytes(data)
@@ -184,12 +184,12 @@ def test_a_leader_that_cannot_be_reached_is_asked_once(
     saved(tmp_path, (1, 2, 3), further=tiers, keep={"last": 3})
     tried: list[int] = []
 
-    def drop(host: str, port: int, secret: str) -> Line:
+    def drop(host: str, port: int, secret: str) -> PeerConnection:
         tried.append(port)
         raise TimeoutError("timed out")  # a firewall
 
-    monkeypatch.setattr(lending, "connect", drop)
-    monkeypatch.setattr(lending, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(sources, "connect", drop)
+    monkeypatch.setattr(sources, "PATIENCE_SECONDS", 0.0)
     again = open_nodes(tmp_path, NODES, 2, further=tiers, keep={"last": 3})
     if further:
         check_all(again, 3)
@@ -261,7 +261,7 @@ def test_each_byte_is_lent_once_to_a_node(tmp_path: Path, monkeypatch: pytest.Mo
     check_all(again, 2, saved=4)
     close_all(again)
     newest = Repository(open_storage(tmp_path / "n0")).ids()[-1].id
-    sizes = [(tmp_path / f"n{rank // 2}" / layout.data_name(newest, rank)).stat().st_size for rank in range(4)]
+    sizes = [(tmp_path / f"n{rank // 2}" / names.data_name(newest, rank)).stat().st_size for rank in range(4)]
     assert sum(lent) == sum(sizes)
 
 

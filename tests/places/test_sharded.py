@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckpt_engine.snapshot.sharding import here
+from ckpt_engine.state.sharding import here
 from tests.places.nodes import open_nodes
 from tests.ranks.runs import on_all
 from tests.ranks.test_checkpointer import close_all

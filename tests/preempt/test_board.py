@@ -16,11 +16,9 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from ckpt_engine.config.status import Status
-from ckpt_engine.observe.ledger import Flying, Standing, TierStanding
-from ckpt_engine.preempt.board import Board
-from ckpt_engine.preempt.outlook import Outlook, outlook, prometheus
-from ckpt_engine.preempt.plan import InFlight, StopFacts, TierFacts
+from ckpt_engine.config.sections import Status
+from ckpt_engine.observe.metrics import Flying, Standing, TierStanding
+from ckpt_engine.preempt.stop_plan import Board, Outlook, PendingSnapshot, StopFacts, TierFacts, outlook, prometheus
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import Case, fit
 from tests.ranks.launch import free_port
@@ -34,7 +32,7 @@ def seen(near: TierStanding = NEAR, stopping: str | None = None) -> Outlook:
     """At second 100 of a run that started at second 10: step 97, 2 GB of state, one snapshot in flight."""
     standing = Standing((near, FAR), (Flying(95, 2_000_000_000, 90.0),), 2_000_000_000)
     tiers = tuple(TierFacts(one.url, one.bytes_per_second) for one in standing.tiers)
-    facts = StopFacts(97, 0.0, 2e9, tiers, in_flight=(InFlight(95, 1e9),), stall_seconds=0.1)
+    facts = StopFacts(97, 0.0, 2e9, tiers, in_flight=(PendingSnapshot(95, 1e9),), stall_seconds=0.1)
     return outlook(standing, facts, now=100.0, started=10.0, step_seconds=3.0, stopping=stopping)
 
 
@@ -75,7 +73,7 @@ def test_the_page_for_prometheus_is_well_formed() -> None:
 @pytest.fixture(autouse=True)
 def slow_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ours may take its time."""
-    monkeypatch.setattr("ckpt_engine.preempt.board.CLIENT_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr("ckpt_engine.preempt.stop_plan.CLIENT_SECONDS", PATIENCE_SECONDS)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.preempt.plan import MARGIN
+from ckpt_engine.preempt.stop_plan import MARGIN
 from tests.lightning.test_kill import Trainers
 from tests.preempt.lives import Life
 

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ckpt_engine.errors import DivergedError, RollbackRequestedError
+from ckpt_engine.loop.diverging import Rollbacks
 from ckpt_engine.preempt.divergence import LEAST, PATIENCE, LossGuard, On, limit_of
-from ckpt_engine.tracking.rollback import Rollbacks
 from lightning_ckpt import AdaptiveCheckpoint
-from lightning_ckpt.losses import Losses
+from lightning_ckpt.watches import Losses
 from tests.lightning.runs import Case, Model, every_batch, fit, resumer, saved
 
 

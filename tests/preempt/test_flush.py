@@ -17,8 +17,8 @@ import pytest
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.observe.events import MemoryFlushed, Requested, SnapshotFailed, SnapshotStaged
-from ckpt_engine.preempt.notice import Stop, StopNotice
-from ckpt_engine.preempt.plan import Choice
+from ckpt_engine.preempt.stop_plan import StopChoice
+from ckpt_engine.preempt.stop_requests import Stop, StopNotice
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 from tests.preempt.long_step import GRACE_SECONDS
@@ -155,7 +155,7 @@ def test_a_boundary_that_comes_after_all_waits_for_what_is_written(desk: Callabl
     assert one.watch.flush() == 7 and one.watch.flushing
     one.watch.emit(Requested("stop", "ann"))
     assert one.watch.stop is not None
-    assert one.watch.plan(one.watch.stop).choice in (Choice.FINISH, Choice.SNAPSHOT)
+    assert one.watch.plan(one.watch.stop).choice in (StopChoice.FINISH, StopChoice.SNAPSHOT)
     one.committed(7)
     assert not one.watch.flushing
     one.held = 8

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.preempt.plan import MARGIN, Choice, InFlight, StopFacts, TierFacts, plan_stop
+from ckpt_engine.preempt.stop_plan import MARGIN, PendingSnapshot, StopChoice, StopFacts, TierFacts, plan_stop
 
 MB, GB = 1e6, 1e9
 NEAR, FAR = "file:///run", "s3://bucket/run"
@@ -27,7 +27,7 @@ def facts(**given: object) -> StopFacts:
 def test_a_snapshot_that_fits_is_taken() -> None:
     """0.2 s of stall and 4 GB at 1 GB/s, with a quarter to spare."""
     plan = plan_stop(facts())
-    assert (plan.choice, plan.step, plan.lost_steps, plan.certain) == (Choice.SNAPSHOT, 100, 0, True)
+    assert (plan.choice, plan.step, plan.lost_steps, plan.certain) == (StopChoice.SNAPSHOT, 100, 0, True)
     assert plan.seconds == pytest.approx(0.2 + 4 * MARGIN)
     assert plan.why == (
         "30 s left: a snapshot of step 100 will be durable on file:///run within 5.2 s "
@@ -38,15 +38,15 @@ def test_a_snapshot_that_fits_is_taken() -> None:
 def test_the_step_that_runs_is_waited_for() -> None:
     """At its end there is one step more to save."""
     plan = plan_stop(facts(boundary_seconds=3.0))
-    assert (plan.choice, plan.step, plan.lost_steps) == (Choice.SNAPSHOT, 101, 0)
+    assert (plan.choice, plan.step, plan.lost_steps) == (StopChoice.SNAPSHOT, 101, 0)
     assert plan.seconds == pytest.approx(3.2 + 4 * MARGIN)
     assert "3 s to the end of the step" in plan.why
 
 
 def test_what_is_in_flight_finishes_where_no_new_one_fits() -> None:
     """And the line says what the new one would have needed, and what is lost."""
-    plan = plan_stop(facts(grace_seconds=5.0, in_flight=(InFlight(97, 3 * GB),)))
-    assert (plan.choice, plan.step, plan.lost_steps) == (Choice.FINISH, 97, 3)
+    plan = plan_stop(facts(grace_seconds=5.0, in_flight=(PendingSnapshot(97, 3 * GB),)))
+    assert (plan.choice, plan.step, plan.lost_steps) == (StopChoice.FINISH, 97, 3)
     assert plan.why == (
         "5 s left: the snapshot of step 97 in flight will be durable on file:///run within 3.8 s; one of step 100 "
         "would need 8.8 s (0.2 s stall + 3 GB in flight + 4 GB at 1 GB/s, a quarter to spare); 3 steps are lost"
@@ -56,12 +56,12 @@ def test_what_is_in_flight_finishes_where_no_new_one_fits() -> None:
 def test_the_newest_in_memory_is_flushed_where_no_new_one_fits() -> None:
     """The step that runs is too long, the copy in memory is complete."""
     plan = plan_stop(facts(grace_seconds=6.0, boundary_seconds=20.0, held_step=99))
-    assert (plan.choice, plan.step, plan.lost_steps) == (Choice.FLUSH, 99, 1)
+    assert (plan.choice, plan.step, plan.lost_steps) == (StopChoice.FLUSH, 99, 1)
 
 
 def test_a_new_one_waits_for_a_slot_and_for_the_writer() -> None:
     """Both slots are full: the first must be written before a copy can be taken."""
-    queue = (InFlight(98, 4 * GB), InFlight(99, 4 * GB))
+    queue = (PendingSnapshot(98, 4 * GB), PendingSnapshot(99, 4 * GB))
     plan = plan_stop(facts(in_flight=queue))
     assert plan.seconds == pytest.approx(12 * MARGIN)  # copying is hidden behind the second
     plan = plan_stop(facts(in_flight=queue, slots=1))
@@ -71,7 +71,7 @@ def test_a_new_one_waits_for_a_slot_and_for_the_writer() -> None:
 def test_nothing_is_promised_where_nothing_fits() -> None:
     """Step 90 is durable already, and all after it is lost."""
     plan = plan_stop(facts(grace_seconds=1.0))
-    assert (plan.choice, plan.step, plan.lost_steps) == (Choice.NOTHING, 90, 10)
+    assert (plan.choice, plan.step, plan.lost_steps) == (StopChoice.NOTHING, 90, 10)
     assert "the snapshot of step 90 is durable on file:///run already" in plan.why
     assert "10 steps are lost" in plan.why
     plan = plan_stop(facts(grace_seconds=1.0, tiers=(TierFacts(NEAR, 1 * GB),)))
@@ -82,14 +82,14 @@ def test_nothing_is_promised_where_nothing_fits() -> None:
 def test_without_a_measured_speed_a_snapshot_is_tried_and_nothing_promised() -> None:
     """The first snapshot of a run may be the one that is asked for."""
     plan = plan_stop(facts(tiers=(TierFacts(NEAR, None),)))
-    assert (plan.choice, plan.certain) == (Choice.SNAPSHOT, False)
+    assert (plan.choice, plan.certain) == (StopChoice.SNAPSHOT, False)
     assert "whose speed is not known yet" in plan.why
 
 
 def test_a_step_that_is_durable_already_is_not_taken_again() -> None:
     """A stop right after a snapshot costs nothing."""
     plan = plan_stop(facts(tiers=(TierFacts(NEAR, 1 * GB, 100),)))
-    assert (plan.choice, plan.step, plan.seconds) == (Choice.NOTHING, 100, 0.0)
+    assert (plan.choice, plan.step, plan.seconds) == (StopChoice.NOTHING, 100, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def runs(draw: st.DrawFn) -> StopFacts:
         ),
         boundary_seconds=draw(st.just(0.0) | st.floats(0, 400)),
         stall_seconds=draw(st.floats(0, 10)),
-        in_flight=tuple(InFlight(step, draw(st.floats(0, 1e11))) for step in flying),
+        in_flight=tuple(PendingSnapshot(step, draw(st.floats(0, 1e11))) for step in flying),
         slots=draw(st.integers(1, 3)),
         held_step=draw(st.none() | st.integers(flying[-1] if flying else 0, 100)),
     )
@@ -143,7 +143,7 @@ def rank(step: int | None) -> int:
 def test_what_is_promised_fits(run: StopFacts) -> None:
     """In time, no step beyond the one that runs, and never older than what is durable already."""
     plan = plan_stop(run)
-    assert plan.choice is Choice.NOTHING or plan.seconds <= run.grace_seconds
+    assert plan.choice is StopChoice.NOTHING or plan.seconds <= run.grace_seconds
     assert rank(run.tiers[0].newest_step) <= rank(plan.step) <= run.step + (run.boundary_seconds > 0)
     assert plan.tiers[0].step == plan.step
     assert all(tier.seconds <= run.grace_seconds or math.isinf(tier.seconds) for tier in plan.tiers[1:])
@@ -201,7 +201,7 @@ def written(run: StopFacts, pace: float) -> dict[int, float]:
 def test_a_promise_holds_for_a_writer_within_the_margin(run: StopFacts, pace: float) -> None:
     """Whatever is said to become durable does, if the writer is at most a quarter slower than measured."""
     plan = plan_stop(run)
-    if plan.choice is not Choice.NOTHING and plan.certain:
+    if plan.choice is not StopChoice.NOTHING and plan.certain:
         assert plan.step is not None
         assert written(run, pace)[plan.step] <= run.grace_seconds * (1 + 1e-9)
 
@@ -232,7 +232,7 @@ def test_full_scale(
         tiers=(TierFacts(NEAR, speed, 90),),
         boundary_seconds=grace * step_share,
         stall_seconds=0.05 * gigabytes,
-        in_flight=() if flying is None else (InFlight(99, flying * gigabytes * GB),),
+        in_flight=() if flying is None else (PendingSnapshot(99, flying * gigabytes * GB),),
     )
     plan = plan_stop(run)
     truth = written(run, pace)

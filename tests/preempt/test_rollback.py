@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from ckpt_engine.config import load_config
 from ckpt_engine.errors import ConfigError, CorruptError
-from ckpt_engine.preempt.divergence import Divergence
-from ckpt_engine.preempt.rollback import (
-    Rollback,
+from ckpt_engine.preempt.divergence import (
+    Divergence,
+    RollbackRecord,
     is_pending,
     plan_rollback,
     read_rollback,
     to_json,
     write_rollback,
 )
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.storage.local import LocalStorage
 
 steps = st.lists(st.integers(1, 60), max_size=12).map(lambda found: [(f"s{n}", step) for n, step in enumerate(found)])
@@ -31,7 +31,7 @@ def test_a_run_that_always_diverges_at_the_same_step_goes_further_back_until_it_
     snapshots: list[tuple[str, int]], at: int, most: int
 ) -> None:
     """Never to a snapshot of the divergence or after it, never to the same place twice, and never without end."""
-    before: Rollback | None = None
+    before: RollbackRecord | None = None
     for number in range(1, most + 2):
         made = plan_rollback(snapshots, Divergence(at + 3, at, 9.0, 1.0), before, skip_batches=5, at_most=most)
         if isinstance(made, str):
@@ -49,9 +49,9 @@ def test_a_divergence_further_on_is_a_new_one() -> None:
     """The newest snapshot is good again; but the number of rollbacks of a run is bounded all the same."""
     snapshots = [("a", 10), ("b", 20), ("c", 30)]
     first = plan_rollback(snapshots[:2], Divergence(21, 21, 9.0, 1.0), None, skip_batches=5, at_most=2)
-    assert isinstance(first, Rollback) and (first.snapshot, first.count) == ("b", 1)
+    assert isinstance(first, RollbackRecord) and (first.snapshot, first.count) == ("b", 1)
     second = plan_rollback(snapshots, Divergence(31, 31, 9.0, 1.0), first, skip_batches=5, at_most=2)
-    assert isinstance(second, Rollback) and (second.snapshot, second.count) == ("c", 2)
+    assert isinstance(second, RollbackRecord) and (second.snapshot, second.count) == ("c", 2)
     third = plan_rollback(snapshots, Divergence(41, 41, 9.0, 1.0), second, skip_batches=5, at_most=2)
     assert third == "it was rolled back 2 times already, as often as rollback.at_most allows"
     none = plan_rollback([], Divergence(3, 3, 9.0, 1.0), None, skip_batches=5, at_most=2)
@@ -62,14 +62,14 @@ def test_it_is_remembered_at_the_root(tmp_path: Path) -> None:
     """What is damaged is told, not taken for nothing."""
     storage = LocalStorage(tmp_path)
     assert read_rollback(storage) is None
-    made = Rollback("a", 10, "b", 21, 5, 1, "the loss of step 21 is nan")
+    made = RollbackRecord("a", 10, "b", 21, 5, 1, "the loss of step 21 is nan")
     write_rollback(storage, made)
     write_rollback(storage, made)
     assert read_rollback(storage) == made
-    assert layout.is_ours(layout.ROLLBACK)
+    assert names.is_ours(names.ROLLBACK)
     endless = json.dumps(to_json(made)).replace("21", "Infinity")
     for text in ("{", "[]", '{"snapshot": "a"}', endless, endless.replace("Infinity", "NaN")):
-        (tmp_path / layout.ROLLBACK).write_text(text)
+        (tmp_path / names.ROLLBACK).write_text(text)
         with pytest.raises(CorruptError, match=r"is damaged|not of ckpt-engine"):
             read_rollback(storage)
 
@@ -92,7 +92,7 @@ def test_another_number_of_ranks_leaves_no_sample_in(batches: int, ranks: int, n
     def in_whole_steps(count: int) -> int:
         return -(-count // per_step) * per_step
 
-    made = Rollback("a", 10, "b", 21, in_whole_steps(batches), 1, "why", ranks)
+    made = RollbackRecord("a", 10, "b", 21, in_whole_steps(batches), 1, "why", ranks)
     done = made.on(now, in_whole_steps)
     assert done.skip_batches * now >= made.skip_batches * ranks
     assert done.skip_batches % per_step == 0

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.observe.clock import SystemClock
-from ckpt_engine.preempt.signals import SignalWatch
-from ckpt_engine.preempt.wake import Wake
+from ckpt_engine.observe.events import SystemClock
+from ckpt_engine.preempt.stop_requests import SignalWatch, Wake
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 

@@ -14,17 +14,16 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.config.preemption import Source
-from ckpt_engine.observe.clock import SystemClock
-from ckpt_engine.preempt import sources
-from ckpt_engine.preempt.notice import PreemptionSource, SourceError
-from ckpt_engine.preempt.sources import open_source
+from ckpt_engine.config.sections import Source
+from ckpt_engine.observe.events import SystemClock
+from ckpt_engine.preempt import stop_requests
+from ckpt_engine.preempt.stop_requests import PreemptionSource, PreemptionSourceError, open_source
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands and pages may take their time."""
-    monkeypatch.setattr(sources, "ANSWER_SECONDS", 60.0)
+    monkeypatch.setattr(stop_requests, "ANSWER_SECONDS", 60.0)
 
 
 def source(**options: Any) -> PreemptionSource:
@@ -63,7 +62,7 @@ def test_a_file_that_was_there_counts_once_it_changes(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_looked_into_is_no_notice(tmp_path: Path) -> None:
     """It is said."""
     (tmp_path / "file").touch()
-    with pytest.raises(SourceError, match="cannot be looked at"):
+    with pytest.raises(PreemptionSourceError, match="cannot be looked at"):
         source(file=str(tmp_path / "file" / "STOP")).poll()
 
 
@@ -83,12 +82,12 @@ def test_a_command_says_yes_or_no() -> None:
 
 def test_a_command_in_trouble_is_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another status, too long, not there."""
-    with pytest.raises(SourceError, match="ended with 3: no such instance"):
+    with pytest.raises(PreemptionSourceError, match="ended with 3: no such instance"):
         source(command=python("import sys; print('no such instance', file=sys.stderr); sys.exit(3)")).poll()
-    with pytest.raises(SourceError, match="cannot be run: No such file"):
+    with pytest.raises(PreemptionSourceError, match="cannot be run: No such file"):
         source(command=["/no/such/program"]).poll()
-    monkeypatch.setattr(sources, "ANSWER_SECONDS", 0.2)
-    with pytest.raises(SourceError, match="did not end"):
+    monkeypatch.setattr(stop_requests, "ANSWER_SECONDS", 0.2)
+    with pytest.raises(PreemptionSourceError, match="did not end"):
         source(command=python("import threading; threading.Event().wait()")).poll()
 
 
@@ -164,14 +163,14 @@ def test_a_server_in_trouble_is_no_notice(page: Page, monkeypatch: pytest.Monkey
     """An error, an answer that never ends, nobody there."""
     watched = source(http=page.url)
     page.status = 500
-    with pytest.raises(SourceError, match="answers 500"):
+    with pytest.raises(PreemptionSourceError, match="answers 500"):
         watched.poll()
     page.status = 200
     page.quiet.clear()
     moments = itertools.count(0.0, 25.0)  # each look at the clock is later
-    monkeypatch.setattr(sources, "time", SimpleNamespace(monotonic=lambda: next(moments)))
-    with pytest.raises(SourceError, match="no whole answer"):
+    monkeypatch.setattr(stop_requests, "time", SimpleNamespace(monotonic=lambda: next(moments)))
+    with pytest.raises(PreemptionSourceError, match="no whole answer"):
         watched.poll()
     page.close()
-    with pytest.raises(SourceError, match="does not answer"):
+    with pytest.raises(PreemptionSourceError, match="does not answer"):
         watched.poll()

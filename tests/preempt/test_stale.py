@@ -14,8 +14,8 @@ import torch
 
 from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.observe.events import Event, SnapshotCommitted, StaleSnapshot
-from ckpt_engine.preempt import stale
-from ckpt_engine.preempt.stale import Content, StaleWatch, unchanged
+from ckpt_engine.preempt import divergence
+from ckpt_engine.preempt.divergence import Content, StaleWatch, unchanged
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import Case, EverySnapshotIsDurable, Model, fit
@@ -126,7 +126,7 @@ def test_a_run_whose_optimizer_does_nothing_is_told(
     model: type[Model], told: bool, keep: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batch norm's buffers and the counters change all the same. A run that trains hears nothing."""
-    monkeypatch.setattr(stale, "EVERY_SECONDS", math.inf)  # else a slow run hears it again
+    monkeypatch.setattr(divergence, "EVERY_SECONDS", math.inf)  # else a slow run hears it again
     ckpt = AdaptiveCheckpoint(str(tmp_path), every_n_steps=2, keep=keep, writer="thread")
     events: list[Event] = []
 

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.config.preemption import Preemption
-from ckpt_engine.observe.clock import SystemClock
-from ckpt_engine.observe.events import Requested, SnapshotCommitted, SnapshotStaged
-from ckpt_engine.observe.ledger import Ledger
-from ckpt_engine.preempt.plan import Choice
+from ckpt_engine.config.sections import Preemption
+from ckpt_engine.observe.events import Requested, SnapshotCommitted, SnapshotStaged, SystemClock
+from ckpt_engine.observe.metrics import Ledger
+from ckpt_engine.preempt.stop_plan import StopChoice
 from ckpt_engine.preempt.watch import PreemptionWatch
 
 PATIENCE_SECONDS = 60.0
@@ -156,7 +155,7 @@ def test_the_plan_knows_what_was_measured(desk: Callable[..., Desk]) -> None:
     stop = one.watch.stop
     assert stop is not None
     plan = one.watch.plan(stop)
-    assert (plan.choice, plan.step) == (Choice.SNAPSHOT, 9)
+    assert (plan.choice, plan.step) == (StopChoice.SNAPSHOT, 9)
     assert plan.seconds == pytest.approx(250.0)
     assert one.watch.durable() == "step 4 is durable on /run, 5 steps behind"
 

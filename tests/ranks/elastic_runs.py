@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from ckpt_engine.checkpointer import Checkpointer
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from tests.ranks.launch import PATIENCE_SECONDS, Launcher, writers_of
 from tests.ranks.train_elastic import digest
 
@@ -128,6 +128,6 @@ class Lives:
 
 def step_of(name: str) -> int:
     """The step of a manifest's file."""
-    parsed = layout.parse_id(name.removesuffix(".json"))
+    parsed = names.parse_id(name.removesuffix(".json"))
     assert parsed is not None
     return parsed.step

@@ -12,7 +12,7 @@ import pytest
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import RanksError, WaitTimeoutError
-from ckpt_engine.persist import commit
+from ckpt_engine.writer import commit
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 60.0

@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from ckpt_engine.persist import parts
-from ckpt_engine.persist.parts import Part, Slices
-from ckpt_engine.ranks.share import Item, divide
-from ckpt_engine.store import layout, manifest_codec
-from ckpt_engine.store.digest import PIECE_BYTES
+from ckpt_engine.ranks.boxes import PlacedArray, divide
+from ckpt_engine.store import manifest_codec, names
+from ckpt_engine.store.container import PIECE_BYTES
 from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, Piece, SnapshotInfo
+from ckpt_engine.writer import part_records
+from ckpt_engine.writer.part_records import PartRecord, Slices
 
-SNAPSHOT = layout.session_id("simulated", 1, 1)
+SNAPSHOT = names.session_id("simulated", 1, 1)
 TENSORS = 1000
 STATE_BYTES = 1 << 40
 ROW_BYTES = 4096
@@ -25,13 +25,13 @@ LATENCY_SECONDS = 0.03
 """Of one small request to an object store."""
 
 
-def made(size: int) -> list[Part]:
+def made(size: int) -> list[PartRecord]:
     """The parts of all ranks of a state of `STATE_BYTES` in `TENSORS` tensors, each with 16 KiB of its own."""
     rows = STATE_BYTES // TENSORS // ROW_BYTES
     info = SnapshotInfo(SNAPSHOT, 1, 1, 0, "interval", 0.0, 0)
     entries: list[dict[str, Entry]] = [{} for _ in range(size)]
     slices: list[dict[str, Slices]] = [{} for _ in range(size)]
-    for number, found in enumerate(divide([Item(rows * ROW_BYTES, rows)] * TENSORS, size)):
+    for number, found in enumerate(divide([PlacedArray(rows * ROW_BYTES, rows)] * TENSORS, size)):
         for one in found:
             nbytes = one.rows * ROW_BYTES
             cuts = range(0, nbytes, PIECE_BYTES)
@@ -48,9 +48,9 @@ def made(size: int) -> list[Part]:
         own = f"{RANKS}/{rank}/own/packed"
         entries[rank][own] = Entry("uint8", (16384,), (Piece(0, 0, 16384, DIGEST, 16384),), "U8")
         tree = {RANKS: {str(rank): {"own": {"packed": {"$": "tensor", "entry": own}}}}}
-        files = (DataFile(layout.data_name(SNAPSHOT, rank), STATE_BYTES // size + 20000),)
+        files = (DataFile(names.data_name(SNAPSHOT, rank), STATE_BYTES // size + 20000),)
         manifest = Manifest(info, "0" * 32, {}, {}, files, entries[rank], tree)
-        made_parts.append(Part((rank,), size, "same", slices[rank], manifest))
+        made_parts.append(PartRecord((rank,), size, "same", slices[rank], manifest))
     made_parts[0] = replace(
         made_parts[0], manifest=replace(made_parts[0].manifest, tree={"model": model, **made_parts[0].manifest.tree})
     )
@@ -64,11 +64,11 @@ def main() -> None:
     for size in (1, 8, 64, 512, 4096, 16384):
         ready = made(size)
         began = time.process_time()
-        encoded = len(manifest_codec.encode(parts.merge(ready)))
+        encoded = len(manifest_codec.encode(part_records.merge(ready)))
         seconds = time.process_time() - began
         record = sum(len(manifest_codec.encode(one.manifest)) for one in ready[1:9]) // max(1, len(ready[1:9]))
         lists = -(-size // 1000)
-        latency = (lists + -(-size // parts.READS_AT_ONCE) + 2) * LATENCY_SECONDS
+        latency = (lists + -(-size // part_records.READS_AT_ONCE) + 2) * LATENCY_SECONDS
         print(
             f"| {size:,} | {encoded / 1e6:.1f} MB | {record / 1e3:.0f} kB | {lists} | {size - 1:,} | "
             f"{seconds:.2f} s | {latency:.1f} s |",

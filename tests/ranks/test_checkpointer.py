@@ -12,14 +12,15 @@ import torch
 from safetensors import safe_open
 
 from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.copy import job
+from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.errors import ConfigError, LeaseHeldError, ResumeError, SnapshotFailedError
-from ckpt_engine.persist import parts, settings
-from ckpt_engine.persist.job import RankConfig
-from ckpt_engine.restore.as_rank import require_size
-from ckpt_engine.store import layout
+from ckpt_engine.state.compatibility import require_size
+from ckpt_engine.store import names
 from ckpt_engine.store.manifest import RANKS
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.writer import part_records
 from tests.ranks.runs import Patience, SharedStore, ThreadRanks, on_all, open_ranks
 
 
@@ -196,7 +197,7 @@ def test_no_rank_starts_where_the_coordinator_cannot(tmp_path: Path, monkeypatch
             with pytest.raises(LeaseHeldError, match="is being written by"):
                 ranks[rank].start()
 
-        monkeypatch.setattr(settings, "LEASE_WAIT_SECONDS", 0.1)
+        monkeypatch.setattr(job, "LEASE_WAIT_SECONDS", 0.1)
         on_all(start, 2)
 
 
@@ -207,8 +208,8 @@ def test_what_another_rank_is_writing_is_not_collected(tmp_path: Path) -> None:
     save_all(ranks, 1)
     session = ranks[0]._session
     assert session is not None
-    coming = root / layout.data_name(layout.session_id(session._session, 9, 9), 1)
-    dead = root / layout.data_name(layout.session_id("dead", 9, 9), 1)
+    coming = root / names.data_name(names.session_id(session._session, 9, 9), 1)
+    dead = root / names.data_name(names.session_id("dead", 9, 9), 1)
     for path in (coming, dead):
         path.write_bytes(b"x")
     save_all(ranks, 2)
@@ -250,12 +251,12 @@ def leave_parts(root: Path, ranks: list[int], size: int, step: int) -> str:
         if rank not in ranks:
             continue
         share = parts_of(manifest, rank, size)
-        parts.put(repository.storage, share)
+        part_records.put(repository.storage, share)
     repository.forget([snapshot])
     return snapshot
 
 
-def parts_of(manifest: Any, rank: int, size: int) -> parts.Part:
+def parts_of(manifest: Any, rank: int, size: int) -> part_records.PartRecord:
     """The part record of a rank, from the manifest that was made of it."""
     entries, slices = {}, {}
     for name, entry in manifest.entries.items():
@@ -271,12 +272,12 @@ def parts_of(manifest: Any, rank: int, size: int) -> parts.Part:
             if at:
                 shape[cut : cut + 1] = [n * sum(p.raw_nbytes for p in mine) // at for n in shape[cut : cut + 1]]
             entries[name] = replace(entry, shape=tuple(shape), pieces=tuple(mine))
-            slices[name] = parts.Slices(entry.shape, ((start or 0, len(mine)),))
+            slices[name] = part_records.Slices(entry.shape, ((start or 0, len(mine)),))
     tree = {k: v for k, v in manifest.tree.items() if k != RANKS} if rank == 0 else {}
     tree[RANKS] = {str(rank): manifest.tree[RANKS][str(rank)]}
     own = replace(manifest, files=(manifest.files[rank],), entries=entries, tree=tree)
     config = RankConfig(rank, size, "dead", 1, 1.0)
-    return parts.Part((config.rank,), config.size, "same", slices, own)
+    return part_records.PartRecord((config.rank,), config.size, "same", slices, own)
 
 
 def test_what_a_dead_coordinator_left_complete_is_committed_at_the_next_start(tmp_path: Path) -> None:
@@ -311,7 +312,7 @@ def test_a_part_whose_data_is_gone_completes_nothing(tmp_path: Path) -> None:
     """Part records without their data files make no snapshot."""
     root = tmp_path / "run"
     snapshot = leave_parts(root, [0, 1], 2, 7)
-    os.remove(root / layout.data_name(snapshot, 1))  # noqa: PTH107
+    os.remove(root / names.data_name(snapshot, 1))  # noqa: PTH107
     ranks = open_ranks(root, 2)
     on_all(lambda rank: ranks[rank].start(), 2)
     assert ranks[0].snapshots() == []

@@ -12,8 +12,8 @@ import pytest
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import CorruptError, DivergedError, RollbackRequestedError
-from ckpt_engine.preempt.rollback import Rollback
-from ckpt_engine.tracking.rollback import Rollbacks
+from ckpt_engine.loop.diverging import Rollbacks
+from ckpt_engine.preempt.divergence import RollbackRecord
 from tests.places.nodes import load_all, open_nodes
 from tests.ranks.runs import on_all
 from tests.ranks.test_checkpointer import close_all, save_all
@@ -41,7 +41,7 @@ def remembered(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / name / "rollback.json").read_text()) for name in NODES]
 
 
-def pending(engines: list[Checkpointer], newest: str) -> list[Rollback | None]:
+def pending(engines: list[Checkpointer], newest: str) -> list[RollbackRecord | None]:
     return on_all(lambda rank: Rollbacks(engines[rank], _log).pending(newest), 2)
 
 
@@ -73,9 +73,9 @@ def test_of_what_nodes_remember_that_of_this_start_counts(tmp_path: Path) -> Non
     """It is of the snapshot that is the newest now; else it is the one with most rollbacks."""
     engines = opened(tmp_path)
     save_all(engines, 1)
-    rows = [Rollback("s", 1, newest, 3, 5, count, "why", 2) for newest, count in (("now", 1), ("lost since", 2))]
+    rows = [RollbackRecord("s", 1, newest, 3, 5, count, "why", 2) for newest, count in (("now", 1), ("lost since", 2))]
     for name, row in zip(NODES, rows, strict=True):
-        text = {field: getattr(row, field) for field in Rollback.__slots__}
+        text = {field: getattr(row, field) for field in RollbackRecord.__slots__}
         (tmp_path / name / "rollback.json").write_text(json.dumps(text))
     assert pending(engines, "now") == [rows[0]] * 2
     assert pending(engines, "lost since") == [rows[1]] * 2

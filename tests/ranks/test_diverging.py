@@ -15,19 +15,16 @@ import pytest
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import load_config
 from ckpt_engine.errors import DivergedError, RanksError, RollbackRequestedError
-from ckpt_engine.frequency.settings import FrequencySettings
-from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.frequency.policy import FrequencySettings
+from ckpt_engine.loop import diverging, rank_decisions
+from ckpt_engine.loop.diverging import Diverging, Rollbacks, whole
+from ckpt_engine.loop.rank_decisions import SharedCadence, hear
+from ckpt_engine.loop.stopping import Halt
+from ckpt_engine.observe.events import SystemClock
 from ckpt_engine.observe.log import LogSink
-from ckpt_engine.preempt.divergence import Divergence, earliest
-from ckpt_engine.preempt.notice import Stop, StopNotice
-from ckpt_engine.preempt.rollback import Rollback
+from ckpt_engine.preempt.divergence import Divergence, RollbackRecord, earliest
+from ckpt_engine.preempt.stop_requests import Stop, StopNotice
 from ckpt_engine.preempt.watch import open_watch
-from ckpt_engine.tracking import diverging, verdict
-from ckpt_engine.tracking.diverging import Diverging
-from ckpt_engine.tracking.halt import Halt
-from ckpt_engine.tracking.rollback import Rollbacks, whole
-from ckpt_engine.tracking.shared import SharedCadence
-from ckpt_engine.tracking.verdict import hear
 from tests.places.nodes import open_nodes
 from tests.ranks.runs import PATIENCE_SECONDS, SharedStore, on_all, open_ranks
 from tests.ranks.test_checkpointer import close_all, save_all
@@ -177,7 +174,7 @@ def test_all_ranks_end_with_the_error_that_rank_0_has_found(tmp_path: Path) -> N
     newest = on_all(lambda rank: again[rank].choose(), 2)[0]
     assert newest is not None
 
-    def pending(rank: int) -> Rollback | None:
+    def pending(rank: int) -> RollbackRecord | None:
         return Rollbacks(again[rank], _log).pending(newest.info.id)
 
     found = on_all(pending, 2)
@@ -215,7 +212,7 @@ def test_a_guard_ends_all_ranks_with_one_error(tmp_path: Path) -> None:
 
 def test_rank_0_that_is_silent_is_not_waited_for_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says so, and what this rank knows."""
-    monkeypatch.setattr(verdict, "HEAR_SECONDS", SOON)
+    monkeypatch.setattr(rank_decisions, "HEAR_SECONDS", SOON)
     engines = open_ranks(tmp_path / "run", 2, **OPTIONS)
     save_all(engines, 1)
     error = End(engines[1]).together(LOST)
@@ -246,7 +243,7 @@ def test_a_store_that_is_gone_ends_it_too(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_rank_that_never_hears_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be dead: rank 0 ends, and what it has found stays in the store for a while."""
-    monkeypatch.setattr(verdict, "HEARD_SECONDS", SOON)
+    monkeypatch.setattr(rank_decisions, "HEARD_SECONDS", SOON)
     engines = open_ranks(tmp_path / "run", 2, **OPTIONS)
     save_all(engines, 1)
     ends = [End(engine) for engine in engines]
@@ -298,7 +295,7 @@ def test_at_the_end_of_a_good_training_nothing_happens(tmp_path: Path) -> None:
 def test_who_comes_too_late_to_the_end_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others go on, and the final snapshot is absent at once, because its share is missed."""
     monkeypatch.setattr(diverging, "LAST_SECONDS", SOON)
-    monkeypatch.setattr(verdict, "HEARD_SECONDS", SOON)
+    monkeypatch.setattr(rank_decisions, "HEARD_SECONDS", SOON)
     engines = open_ranks(tmp_path / "run", 3, **OPTIONS)
     save_all(engines, 2)
     ends = [End(engine) for engine in engines]
@@ -311,7 +308,7 @@ def test_who_comes_too_late_to_the_end_ends_alone(tmp_path: Path, monkeypatch: p
 
 def test_without_rank_0_only_who_has_diverged_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others have nothing to say."""
-    monkeypatch.setattr(verdict, "HEAR_SECONDS", SOON)
+    monkeypatch.setattr(rank_decisions, "HEAR_SECONDS", SOON)
     engines = open_ranks(tmp_path / "run", 3, **OPTIONS)
     save_all(engines, 2)
     ends = [End(engine) for engine in engines]

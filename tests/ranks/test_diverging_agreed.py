@@ -11,9 +11,9 @@ import pytest
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import ConfigError, DivergedError, RollbackRequestedError
+from ckpt_engine.loop import diverging
 from ckpt_engine.preempt.divergence import Divergence
-from ckpt_engine.preempt.notice import StopNotice
-from ckpt_engine.tracking import diverging
+from ckpt_engine.preempt.stop_requests import StopNotice
 from tests.ranks.runs import PATIENCE_SECONDS, SharedStore, ThreadRanks, on_all, open_ranks
 from tests.ranks.test_checkpointer import close_all, save_all
 from tests.ranks.test_diverging import LOST, OPTIONS, End

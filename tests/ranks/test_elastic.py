@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
+from ckpt_engine.data.sample_assignment import Tail, deal, deal_to, remaining
+from ckpt_engine.data.sample_assignment import given as dealt
 from ckpt_engine.errors import ConfigError
-from ckpt_engine.ranks.elastic import Tail, deal, deal_to, remaining
-from ckpt_engine.ranks.elastic import given as dealt
 
 
 @given(

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckpt_engine.frequency.settings import FrequencySettings
-from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.frequency.policy import FrequencySettings
+from ckpt_engine.loop.rank_decisions import SharedCadence
+from ckpt_engine.loop.stopping import Halt
+from ckpt_engine.observe.events import SystemClock
 from ckpt_engine.observe.log import LogSink
-from ckpt_engine.preempt.notice import Stop, StopNotice
+from ckpt_engine.preempt.stop_requests import Stop, StopNotice
 from ckpt_engine.ranks.process_group import GroupStore
-from ckpt_engine.tracking.halt import Halt
-from ckpt_engine.tracking.shared import SharedCadence
 from tests.ranks.runs import ThreadRanks
 
 LATE_SECONDS = 30.0

@@ -7,36 +7,36 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.errors import CorruptError, SnapshotFailedError, SnapshotSkippedError
-from ckpt_engine.persist import parts
-from ckpt_engine.persist.commit import InFlight
-from ckpt_engine.persist.job import RankConfig
-from ckpt_engine.persist.parts import Part, Slices
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.manifest import RANKS, DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.writer import part_records
+from ckpt_engine.writer.commit import SessionSnapshots
+from ckpt_engine.writer.part_records import PartRecord, Slices
 
-SNAPSHOT = layout.session_id("session", 3, 30)
+SNAPSHOT = names.session_id("session", 3, 30)
 
 
-def part(rank: int, size: int = 2, rows: int = 4) -> Part:
+def part(rank: int, size: int = 2, rows: int = 4) -> PartRecord:
     """`rows` rows of 8 bytes of `w`, those of `rank`."""
     pieces = (Piece(0, 4096, rows * 8, f"xxh3-128:{rank:032x}", rows * 8),)
     entries = {"w": Entry("float64", (rows,), pieces, "F64")}
     tree = {RANKS: {str(rank): {"own": rank}}} | ({"w": {"$": "tensor", "entry": "w"}} if rank == 0 else {})
-    files = (DataFile(layout.data_name(SNAPSHOT, rank), 4096 + rows * 8),)
+    files = (DataFile(names.data_name(SNAPSHOT, rank), 4096 + rows * 8),)
     info = SnapshotInfo(SNAPSHOT, 3, 30, None, "manual", 0.0, rows * 8)
     manifest = Manifest(info, "0" * 32, {}, {}, files, entries, tree)
-    return Part((rank,), size, "same", {"w": Slices((size * rows,), ((rank * rows * 8, 1),))}, manifest)
+    return PartRecord((rank,), size, "same", {"w": Slices((size * rows,), ((rank * rows * 8, 1),))}, manifest)
 
 
 def test_parts_in_any_order_make_the_manifest_of_all(tmp_path: Path) -> None:
     """Records that were written and read again name every file, every row in order, and what each rank has."""
     storage = open_storage(tmp_path)
     for rank in (1, 0):
-        parts.put(storage, part(rank))
-    assert parts.there(storage) == {SNAPSHOT: {0, 1}}
-    whole = parts.merge([parts.read(storage, SNAPSHOT, rank) for rank in (1, 0)])
+        part_records.put(storage, part(rank))
+    assert part_records.there(storage) == {SNAPSHOT: {0, 1}}
+    whole = part_records.merge([part_records.read(storage, SNAPSHOT, rank) for rank in (1, 0)])
     assert whole.world == {"size": 2}
     assert whole.entries["w"].shape == (8,)
     assert [piece.file for piece in whole.entries["w"].pieces] == [0, 1]
@@ -50,45 +50,45 @@ def test_rows_that_nobody_or_two_ranks_have_make_nothing() -> None:
     for start in (24, 40):
         wrong = replace(part(1), slices={"w": Slices((8,), ((start, 1),))})
         with pytest.raises(SnapshotFailedError, match="missing, or two ranks"):
-            parts.merge([part(0), wrong])
+            part_records.merge([part(0), wrong])
     with pytest.raises(SnapshotFailedError, match="missing, or two ranks"):
-        parts.merge([part(0), replace(part(1), manifest=replace(part(1).manifest, entries={}))])
+        part_records.merge([part(0), replace(part(1), manifest=replace(part(1).manifest, entries={}))])
 
 
 def test_other_structures_other_sizes_and_missing_ranks_make_nothing() -> None:
     """What does not belong together is told by rank."""
     with pytest.raises(SnapshotFailedError, match="differ in structure"):
-        parts.merge([part(0), replace(part(1), structure="other")])
+        part_records.merge([part(0), replace(part(1), structure="other")])
     with pytest.raises(SnapshotFailedError, match="differ in structure"):
-        parts.merge([part(0), part(1, size=3)])
+        part_records.merge([part(0), part(1, size=3)])
     with pytest.raises(SnapshotFailedError, match="parts of ranks"):
-        parts.merge([part(1)])
+        part_records.merge([part(1)])
     config = RankConfig(1, 2, "session", 3, 1.0)
     with pytest.raises(SnapshotSkippedError, match="rank 1 has no part in it: busy"):
-        parts.merge([part(0), parts.no_part(SNAPSHOT, "busy", "0" * 32, config)])
+        part_records.merge([part(0), part_records.no_part(SNAPSHOT, "busy", "0" * 32, config)])
 
 
 def test_a_damaged_record_is_noticed(tmp_path: Path) -> None:
     """A flipped bit, or a record of another rank under this name."""
     storage = open_storage(tmp_path)
-    parts.put(storage, part(1))
-    path = tmp_path / layout.part_name(SNAPSHOT, 1)
+    part_records.put(storage, part(1))
+    path = tmp_path / names.part_name(SNAPSHOT, 1)
     data = path.read_bytes()
     path.write_bytes(data.replace(b'"own":1', b'"own":2'))
     with pytest.raises(CorruptError):
-        parts.read(storage, SNAPSHOT, 1)
-    (tmp_path / layout.part_name(SNAPSHOT, 0)).write_bytes(data)
+        part_records.read(storage, SNAPSHOT, 1)
+    (tmp_path / names.part_name(SNAPSHOT, 0)).write_bytes(data)
     with pytest.raises(CorruptError, match="is of rank 1"):
-        parts.read(storage, SNAPSHOT, 0)
+        part_records.read(storage, SNAPSHOT, 0)
 
 
 def test_only_what_is_not_settled_of_this_session_is_in_flight() -> None:
     """Ids say their session; settled ones and those of others are not protected."""
-    in_flight = InFlight("session", 3)
+    in_flight = SessionSnapshots("session", 3)
     assert SNAPSHOT in in_flight
-    assert layout.session_id("session", 99, 7) in in_flight
-    assert layout.session_id("session", 2, 7) not in in_flight
-    assert layout.session_id("other", 4, 7) not in in_flight
+    assert names.session_id("session", 99, 7) in in_flight
+    assert names.session_id("session", 2, 7) not in in_flight
+    assert names.session_id("other", 4, 7) not in in_flight
     in_flight.settle(SNAPSHOT)
     assert SNAPSHOT not in in_flight
     assert "nonsense" not in in_flight

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from ckpt_engine import Carry
-from ckpt_engine.tracking.packed import Packer, unpack
-from ckpt_engine.tracking.parts import NamedParts
-from ckpt_engine.tracking.rank_values import LARGE_BYTES, alike, merged, own_values
+from ckpt_engine.loop.capture import LARGE_BYTES, Packer, alike, merged, own_values, unpack
+from ckpt_engine.loop.components import NamedParts
 from tests.ranks.launch import Launcher
 from tests.ranks.runs import SharedStore, ThreadRanks
 from tests.ranks.test_kill import SIZE, job_of, lines, logs

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.loop.resume import publish
 from ckpt_engine.observe.resume_report import FILE_NAME, NotRestored, ResumeReport
-from ckpt_engine.tracking.report import publish
 
 LOG = logging.getLogger("tests.ranks.report")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine.ranks.share import Item, divide
+from ckpt_engine.ranks.boxes import PlacedArray, divide
 
 ITEMS = st.lists(
     st.builds(
-        lambda rows, row_bytes, shared: Item(rows * row_bytes, rows, shared),
+        lambda rows, row_bytes, shared: PlacedArray(rows * row_bytes, rows, shared),
         st.integers(0, 4000),
         st.integers(1, 64),
         st.booleans(),
@@ -19,7 +19,7 @@ ITEMS = st.lists(
 
 
 @given(ITEMS, st.integers(1, 9))
-def test_the_slices_of_every_item_cover_it_once_and_in_order(items: list[Item], size: int) -> None:
+def test_the_slices_of_every_item_cover_it_once_and_in_order(items: list[PlacedArray], size: int) -> None:
     """No row is written twice or by nobody, and what rank 0 has alone is rank 0's."""
     for item, slices in zip(items, divide(items, size), strict=True):
         at = 0
@@ -40,7 +40,9 @@ def test_the_slices_of_every_item_cover_it_once_and_in_order(items: list[Item], 
 )
 def test_every_rank_has_its_share_within_five_percent(big: list[tuple[int, int]], small: list[int], size: int) -> None:
     """However big and small arrays are mixed, as long as a row is less than a hundredth of a share."""
-    items = [Item(rows * row_bytes, rows) for rows, row_bytes in big] + [Item(nbytes, 1) for nbytes in small]
+    items = [PlacedArray(rows * row_bytes, rows) for rows, row_bytes in big] + [
+        PlacedArray(nbytes, 1) for nbytes in small
+    ]
     share = sum(item.nbytes for item in items) / size
     if any(item.nbytes / item.rows > share / 100 for item in items):
         return
@@ -53,13 +55,13 @@ def test_every_rank_has_its_share_within_five_percent(big: list[tuple[int, int]]
 
 def test_what_rank_0_has_alone_counts_for_its_share() -> None:
     """With a tenth of the bytes only on rank 0 of four, the others write the more of what all have."""
-    items = [Item(100_000, 1, shared=False), Item(900_000, 9000)]
+    items = [PlacedArray(100_000, 1, shared=False), PlacedArray(900_000, 9000)]
     slices = divide(items, 4)[1]
     assert [one.rows * 100 for one in slices] == [150_000, 250_000, 250_000, 250_000]
 
 
 def test_arrays_of_one_row_are_spread_over_the_ranks() -> None:
     """Many arrays that cannot be cut are as good as one that can."""
-    slices = divide([Item(10, 1)] * 1000, 4)
+    slices = divide([PlacedArray(10, 1)] * 1000, 4)
     counts = [sum(one[0].rank == rank for one in slices) for rank in range(4)]
     assert counts == [250, 250, 250, 250]

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.cli.check import Checker
+from ckpt_engine.cli.verify import Checker
+from ckpt_engine.copy.write_snapshot import DedupBaseline
 from ckpt_engine.errors import CkptError
-from ckpt_engine.persist import parts
-from ckpt_engine.persist.known import Known
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.writer import part_records
 from tests.ranks.runs import on_all, open_ranks
 from tests.snapshot.passage import same
 
@@ -100,14 +100,14 @@ def test_a_snapshot_whose_older_data_was_removed_meanwhile_does_not_come_to_be(
     ranks = open_ranks(root, 2)
     save(ranks, 1)
     (before,) = manifests(root)
-    merge = parts.merge
+    merge = part_records.merge
 
     def removed(found: Any) -> Manifest:
         (root / before.files[1].name).unlink()
         return merge(found)
 
-    monkeypatch.setattr(parts, "merge", removed)
-    monkeypatch.setattr(Known, "stands", lambda self, draft: True)
+    monkeypatch.setattr(part_records, "merge", removed)
+    monkeypatch.setattr(DedupBaseline, "stands", lambda self, draft: True)
     handles = on_all(lambda rank: ranks[rank].save(state(2, rank), step=2), 2)
     with pytest.raises(CkptError, match="not there whole"):
         handles[0].wait(60)

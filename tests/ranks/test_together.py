@@ -7,13 +7,13 @@ import time
 import pytest
 
 from ckpt_engine.errors import WaitTimeoutError
-from ckpt_engine.frequency.driver import Cadence
-from ckpt_engine.frequency.settings import FrequencySettings
-from ckpt_engine.observe.clock import SystemClock
+from ckpt_engine.frequency.cadence import Cadence
+from ckpt_engine.frequency.policy import FrequencySettings
+from ckpt_engine.loop import rank_decisions
+from ckpt_engine.loop.rank_decisions import Together
+from ckpt_engine.observe.events import SystemClock
 from ckpt_engine.observe.log import LogSink
-from ckpt_engine.preempt.notice import Stop, StopNotice
-from ckpt_engine.tracking import together
-from ckpt_engine.tracking.together import Together
+from ckpt_engine.preempt.stop_requests import Stop, StopNotice
 from tests.ranks.runs import PATIENCE_SECONDS, SharedStore, ThreadRanks, on_all
 
 
@@ -157,7 +157,7 @@ def test_rank_0_leaves_first() -> None:
 
 def test_rank_0_stays_until_others_know_that_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process may keep the store, in which they look for that again and again."""
-    monkeypatch.setattr(together, "_HEARD_SECONDS", PATIENCE_SECONDS)
+    monkeypatch.setattr(rank_decisions, "_HEARD_SECONDS", PATIENCE_SECONDS)
     found = ranks(100)
     known: list[bool] = []
 

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy.make_room import prune
 from ckpt_engine.errors import StorageMissingError
-from ckpt_engine.store import layout, pins
-from ckpt_engine.store.collect import prune
-from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.mounts import locks_are_shared
+from ckpt_engine.store import names, pins
+from ckpt_engine.store.lease import acquire, locks_are_shared
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepLast
+from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.store.samples import save
 from tests.store.storage_contract import StorageContract, listed, put
@@ -71,7 +70,7 @@ def test_a_reader_elsewhere_sees_a_run_grow_and_shrink(both: list[LocalStorage])
             for snapshot in ids:
                 (file,) = Repository(there.storage).read(snapshot).files
                 assert len(there.storage.get(file.name)) == file.nbytes
-                assert file.name == layout.data_name(snapshot)
+                assert file.name == names.data_name(snapshot)
 
 
 def test_a_pin_set_elsewhere_holds_or_is_refused(both: list[LocalStorage]) -> None:

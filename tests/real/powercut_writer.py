@@ -11,14 +11,14 @@ import os
 import sys
 from pathlib import Path
 
-from ckpt_engine.persist import spawn
-from ckpt_engine.persist.client import completed
-from ckpt_engine.persist.job import JobDone, WriterConfig
+from ckpt_engine.copy.job import JobDone, WriterConfig
 from ckpt_engine.store import pins
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.writer import launch
+from ckpt_engine.writer.client import completed
 from tests.persist.staged import Stage
 from tests.store.samples import save
 
@@ -40,7 +40,7 @@ class Promises:
 
 def careful(root: str, promises: Promises) -> None:
     """As a trainer does it: two slots, a snapshot whenever one is free."""
-    client = spawn.ProcessWriter.start(
+    client = launch.ProcessWriter.start(
         completed(WriterConfig(root, lease_wait_seconds=60.0, drain_seconds=30.0, keep={"last": KEEP}))
     )
     repository = Repository(open_storage(root))

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy.make_room import prune
 from ckpt_engine.errors import StorageFullError, StorageReadOnlyError
-from ckpt_engine.store import layout
-from ckpt_engine.store.collect import prune
+from ckpt_engine.store import names
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepLast
+from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.store.samples import files, info, manifest, save
 from tests.store.storage_contract import StorageContract, aligned, listed
@@ -83,7 +83,7 @@ def test_a_disk_that_fills_up_loses_nothing_and_recovers(disk: Path) -> None:
         before = files(root)
         big = aligned(os.urandom(1 << 20) * 24)
         with pytest.raises(StorageFullError, match="free space"):
-            repository.storage.put(layout.data_name(layout.snapshot_id(2, 2)), [big])
+            repository.storage.put(names.data_name(names.snapshot_id(2, 2)), [big])
         assert files(root) == before
         assert Repository(repository.storage).read(first).info.step == 1
         (disk / "filler").unlink()

@@ -13,11 +13,11 @@ import zstandard
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import CorruptError, FormatError
 from ckpt_engine.restore import read
-from ckpt_engine.restore.rebuild import Rebuilder
-from ckpt_engine.snapshot.headroom import Room
+from ckpt_engine.snapshot.host_memory import MemoryLimit
+from ckpt_engine.state.rebuild import Rebuilder
 from ckpt_engine.store import container, manifest_codec
-from ckpt_engine.store.decode_groups import Groups
-from ckpt_engine.store.digest import PIECE_BYTES, digest
+from ckpt_engine.store.container import PIECE_BYTES, digest
+from ckpt_engine.store.decode import Groups
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.support.forged import forge, newest
@@ -82,7 +82,7 @@ def test_what_does_not_fit_into_memory_is_refused_before_it_is_read(
 ) -> None:
     """A snapshot of zeros is small on disk: what counts is the memory that is left."""
     monkeypatch.setattr(read, "UNASKED_BYTES", 1000)
-    monkeypatch.setattr(read.headroom, "look", lambda: Room(1500, "the limit of a test"))
+    monkeypatch.setattr(read.host_memory, "look", lambda: MemoryLimit(1500, "the limit of a test"))
     manifest = Repository(LocalStorage(root)).read(newest(root).stem)
     with pytest.raises(FormatError, match="the limit of a test"):
         read.require_room(manifest, manifest.entries)

@@ -5,19 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ckpt_engine.restore.rebuild import _KINDS
-from ckpt_engine.snapshot.flatten import INLINE_BYTES, MAX_DEPTH
-from ckpt_engine.store import (
-    catalog,
-    container,
-    decode_groups,
-    digest,
-    layout,
-    manifest,
-    manifest_check,
-    manifest_codec,
-    tree,
-)
+from ckpt_engine.state.flatten import INLINE_BYTES, MAX_DEPTH
+from ckpt_engine.state.rebuild import _KINDS
+from ckpt_engine.store import container, decode, manifest, manifest_codec, names, repository, tree
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
@@ -28,16 +18,16 @@ def test_constants_on_the_page_are_those_of_the_code() -> None:
     assert f'"format": "{manifest.FORMAT}", "version": {manifest.VERSION}' in PAGE
     assert f"multiple of {container.ALIGN_BYTES}" in PAGE
     assert f"first {manifest_codec.HEAD_BYTES} bytes" in PAGE
-    assert f"at most {digest.PIECE_BYTES} bytes" in PAGE
-    assert f"`{digest.ALGORITHM}:`" in PAGE
+    assert f"at most {container.PIECE_BYTES} bytes" in PAGE
+    assert f"`{container.ALGORITHM}:`" in PAGE
     assert f"if at most {INLINE_BYTES} bytes" in PAGE
-    assert f"have at most {layout.MANIFEST_BYTES} bytes" in PAGE
-    assert f"the other JSON files at most {layout.SMALL_BYTES}" in PAGE
+    assert f"have at most {names.MANIFEST_BYTES} bytes" in PAGE
+    assert f"the other JSON files at most {names.SMALL_BYTES}" in PAGE
     assert f"nested at most {tree.MAX_DEPTH} deep (writers stop at {MAX_DEPTH})" in PAGE
-    assert f"at most {manifest_check.MOST_OVERHEAD_BYTES} more as it is stored" in PAGE
-    assert f"name at most {manifest_check.MOST_SHARED} times the bytes" in PAGE
-    assert f"decoded more than {decode_groups.MOST_DECODED} times" in PAGE
-    assert f"when at least {catalog.EVERY} snapshots" in PAGE
+    assert f"at most {manifest_codec.MOST_OVERHEAD_BYTES} more as it is stored" in PAGE
+    assert f"name at most {manifest_codec.MOST_SHARED} times the bytes" in PAGE
+    assert f"decoded more than {decode.MOST_DECODED} times" in PAGE
+    assert f"when at least {repository.EVERY} snapshots" in PAGE
 
 
 def test_the_page_lists_exactly_the_node_kinds_of_the_reader() -> None:

@@ -21,15 +21,15 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.cli import status
 from ckpt_engine.cli.main import commands
 from ckpt_engine.errors import CorruptError, StorageError, StorageMissingError
-from ckpt_engine.persist import control, sockets
-from ckpt_engine.persist.pulse import Beat
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore import memory as memory_module
 from ckpt_engine.restore.memory import MemoryStorage, SharedFile
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.writer import channel, control
+from ckpt_engine.writer.channel import Beat
 from tests.snapshot.passage import same
 
 N = 3_000_000
@@ -57,7 +57,7 @@ class Memory:
         self.fd = os.memfd_create("memory")
         os.ftruncate(self.fd, -(-file.nbytes // 4096) * 4096)
         os.pwrite(self.fd, disk.storage.get(file.name), 0)
-        self.texts = {name: disk.storage.get(name) for name in (layout.RECORD, layout.manifest_name(newest))}
+        self.texts = {name: disk.storage.get(name) for name in (names.RECORD, names.manifest_name(newest))}
         self.storage = MemoryStorage(self.texts, [SharedFile(file.name, os.dup(self.fd), file.nbytes)], beat)
         self.place = Repository(self.storage)
         self.pieces = disk.read(newest).entries["model/big"].pieces
@@ -126,8 +126,8 @@ def test_damage_is_mended_from_the_disk(disk: Repository, memory: Memory, into: 
 def test_damage_that_nobody_can_mend_costs_the_snapshot(tmp_path: Path, memory: Memory, into: bool) -> None:
     """The next older one is taken; the disk knows the run, and has only that."""
     disk = write(tmp_path / "run", 1)
-    record = memory.texts[layout.RECORD]
-    (tmp_path / "run" / layout.RECORD).write_bytes(record)
+    record = memory.texts[names.RECORD]
+    (tmp_path / "run" / names.RECORD).write_bytes(record)
     memory.flip()
     found = load(memory.place, Repository(disk.storage), into=zeros() if into else None)
     assert found.info.step == 1
@@ -174,15 +174,15 @@ def test_ranges_are_those_of_the_file(memory: Memory) -> None:
     assert storage.get(memory.file, 10, 20) == data[10:30]
     assert storage.get(memory.file, memory.nbytes - 5, 20) == data[-5:]
     assert storage.get(memory.file, memory.nbytes + 5, 20) == b""
-    record = memory.texts[layout.RECORD]
-    assert storage.get(layout.RECORD, 2, 3) == record[2:5]
+    record = memory.texts[names.RECORD]
+    assert storage.get(names.RECORD, 2, 3) == record[2:5]
     out = memoryview(bytearray(9))
     storage.get_into(memory.file, 4096, out)
     assert bytes(out) == data[4096:4105]
-    storage.get_into(layout.RECORD, 1, out)
+    storage.get_into(names.RECORD, 1, out)
     assert bytes(out) == record[1:10]
     storage.get_into(memory.file, 3, memoryview(bytearray()))
-    for name, start in ((memory.file, memory.nbytes - 8), (layout.RECORD, len(record) - 8)):
+    for name, start in ((memory.file, memory.nbytes - 8), (names.RECORD, len(record) - 8)):
         with pytest.raises(CorruptError, match="ends before"):
             storage.get_into(name, start, out)
     with pytest.raises(StorageMissingError):
@@ -191,7 +191,7 @@ def test_ranges_are_those_of_the_file(memory: Memory) -> None:
         **{name: len(text) for name, text in memory.texts.items()},
         memory.file: memory.nbytes,
     }
-    assert [item.name for item in storage.list(layout.DATA)] == [memory.file]
+    assert [item.name for item in storage.list(names.DATA)] == [memory.file]
 
 
 def test_nobody_writes_there(memory: Memory) -> None:
@@ -229,17 +229,17 @@ def stuck(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """A run whose name somebody has who takes no requests, or not even connections."""
     monkeypatch.setattr(control, "CONNECT_SECONDS", 0.01)
     place = tempfile.mkdtemp(dir="/tmp")  # names of sockets are short
-    monkeypatch.setattr(sockets, "_PLACES", (place,))
+    monkeypatch.setattr(channel, "_PLACES", (place,))
     with Checkpointer(str(tmp_path / "run")) as ckpt:
         ckpt.save({"x": 1}, step=1).wait(60)
-    monkeypatch.setattr(sockets, "_BACKLOG", 0)
-    name = sockets.name_of(str(tmp_path / "run"))
-    listener = sockets.Listener(name, 60.0)
+    monkeypatch.setattr(channel, "_BACKLOG", 0)
+    name = channel.name_of(str(tmp_path / "run"))
+    listener = channel.SocketListener(name, 60.0)
     clients = []
     while request.param == "full" and len(clients) < 2:
         clients.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
         with contextlib.suppress(BlockingIOError):
-            clients[-1].connect(f"{sockets.folders()[0]}/{name}")
+            clients[-1].connect(f"{channel.folders()[0]}/{name}")
     yield tmp_path / "run"
     listener.close()
     for one in clients:

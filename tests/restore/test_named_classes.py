@@ -23,8 +23,8 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.cli.main import commands
 from ckpt_engine.dcp import CkptReader
 from ckpt_engine.errors import CkptError, FormatError, NoUsableSnapshotError
-from ckpt_engine.restore import named
-from ckpt_engine.restore.rebuild import Rebuilder
+from ckpt_engine.state import json_types
+from ckpt_engine.state.rebuild import Rebuilder
 from tests.support.forged import forge
 
 RAN: list[str] = []
@@ -425,6 +425,6 @@ def test_the_lookup_itself_asks_nothing() -> None:
     """By itself, for all names, the lookup finds nothing but what lies there."""
     there = ("traps:Settable", "traps:Ordinary", "traps:Ordinary.Inner", "ctypes:CDLL")
     there += ("builtins:type", "builtins:object")
-    assert {name for name in NAMES if named.find_class(name) is not None} == set(there)
-    assert named.find_class("traps:Made") is Made
+    assert {name for name in NAMES if json_types.find_class(name) is not None} == set(there)
+    assert json_types.find_class("traps:Made") is Made
     assert "__del__" in vars(subprocess.Popen), "this is why no object of this class is made"

@@ -15,10 +15,10 @@ from ckpt_engine import Checkpointer
 from ckpt_engine.errors import OvertakenError
 from ckpt_engine.observe.events import Event, Notice
 from ckpt_engine.observe.log import LogSink
-from ckpt_engine.restore.line import TIDY_FROM
-from ckpt_engine.store.lease import Holder, LocalLease, acquire
-from ckpt_engine.store.lines import branches
+from ckpt_engine.restore.reach import TIDY_FROM
+from ckpt_engine.store.lease import LeaseHolder, LocalLease, acquire
 from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.retention_rules import branches
 from ckpt_engine.store.storage.local import LocalStorage
 
 WAIT_SECONDS = 60.0
@@ -192,7 +192,7 @@ def test_a_further_tier_leaves_the_line_of_another_job_alone(tmp_path: Path, cap
 def lease_of_the_dead(root: Path) -> LocalLease:
     """The lease of a run whose trainer is gone, still locked by its writer."""
     gone = subprocess.run(["sh", "-c", "echo $$"], capture_output=True, text=True, check=True, timeout=60)
-    lease = acquire(LocalStorage(root), Holder(int(gone.stdout), socket.gethostname(), 0.0, "train.py"))
+    lease = acquire(LocalStorage(root), LeaseHolder(int(gone.stdout), socket.gethostname(), 0.0, "train.py"))
     assert isinstance(lease, LocalLease)
     return lease
 

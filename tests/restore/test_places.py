@@ -17,16 +17,16 @@ import torch
 from ckpt_engine import Checkpointer
 from ckpt_engine.config import Tier
 from ckpt_engine.errors import NoUsableSnapshotError, SnapshotFailedError, StorageError
+from ckpt_engine.loop.resume import ReportDraft, publish
 from ckpt_engine.observe.events import Event, TierDegraded
 from ckpt_engine.observe.log import LogSink, level_of
-from ckpt_engine.persist.stall import Signs
 from ckpt_engine.restore import load as restore
 from ckpt_engine.restore import places
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.tracking.report import ReportDraft, publish
+from ckpt_engine.store.storage.watchdog import Signs
 from tests.snapshot.passage import same
 from tests.support.hanging import hanging
 
@@ -71,7 +71,7 @@ def ids(run: Path, place: str = "near") -> list[str]:
 def flip(run: Path, place: str, snapshot: str, entry: str) -> None:
     """Change one bit in the middle of an entry."""
     piece = Repository(LocalStorage(run / "far")).read(snapshot).entries[entry].pieces[0]
-    path = run / place / layout.data_name(snapshot)
+    path = run / place / names.data_name(snapshot)
     data = bytearray(path.read_bytes())
     data[piece.offset + piece.nbytes // 2] ^= 8
     path.write_bytes(data)
@@ -133,7 +133,7 @@ def test_a_tensor_that_is_damaged_everywhere_costs_the_snapshot(run: Path) -> No
 def test_a_damaged_manifest_is_taken_from_the_other_place(run: Path) -> None:
     """The manifest of any place will do for the data of all."""
     newest = ids(run)[-1]
-    (run / "near" / layout.manifest_name(newest)).write_bytes(b"{}")
+    (run / "near" / names.manifest_name(newest)).write_bytes(b"{}")
     found = loaded(run)
     assert (found.info.step, found.place) == (3, f"file://{run / 'far'}")
     assert any("CKPT40" in note for note in found.notes)
@@ -143,7 +143,7 @@ def test_two_halves_make_a_whole(run: Path) -> None:
     """A truncated near copy still serves what the far one has damaged."""
     newest = ids(run)[-1]
     flip(run, "far", newest, "model/a")
-    near = run / "near" / layout.data_name(newest)
+    near = run / "near" / names.data_name(newest)
     near.write_bytes(near.read_bytes()[: -N // 2])
     found = loaded(run)
     assert found.info.step == 3
@@ -285,7 +285,7 @@ def test_only_places_behind_one_with_a_snapshot_are_left_for_their_silence(
     run: Path, near: Any, far: Any, left: list[int]
 ) -> None:
     """Of the others the answer is needed."""
-    answers = [places.Answer(place, value) for place, value in zip(where(run), (near, far), strict=True)]
+    answers = [places.PlaceAnswer(place, value) for place, value in zip(where(run), (near, far), strict=True)]
     asked = places._Round(answers, len, places.until_one_has_some, print, 2.0)  # type: ignore[arg-type]
     asked._open = {number: threading.current_thread() for number, value in enumerate((near, far)) if value is None}
     assert asked._silent(2.5, 2.0) == left
@@ -332,7 +332,7 @@ def test_a_resume_that_finds_nothing_nearer_waits_longer_and_says_so(
     with hanging(monkeypatch) as hangs:
         hangs.later = places.ANSWER_SECONDS + 1.0
 
-        def question(place: Repository) -> tuple[layout.ParsedId, ...]:
+        def question(place: Repository) -> tuple[names.ParsedId, ...]:
             if place is far:
                 hangs.here()
             return places.ids(place)
@@ -495,7 +495,7 @@ def test_a_snapshot_without_its_optimizer_does_not_resume_a_run(tmp_path: Path) 
             ckpt.save({**state(step), "extra": torch.ones(1000)}, step=step).wait(30)
     repository = Repository(LocalStorage(tmp_path / "run"))
     assert [("extra" in info.components) for info in repository.list()] == [False, True]
-    (tmp_path / "run" / layout.data_name(repository.ids()[-1].id)).unlink()
+    (tmp_path / "run" / names.data_name(repository.ids()[-1].id)).unlink()
     with pytest.raises(NoUsableSnapshotError, match="retention took extra from it"):
         restore.load([repository])
     found = restore.load([repository], 1)

@@ -11,8 +11,8 @@ import torch
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import NoUsableSnapshotError
 from ckpt_engine.restore import load as restore
-from ckpt_engine.store import layout
-from ckpt_engine.store.digest import PIECE_BYTES
+from ckpt_engine.store import names
+from ckpt_engine.store.container import PIECE_BYTES
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.snapshot.passage import same
@@ -44,7 +44,7 @@ class Pair:
         assert len(self.ids) == 2
 
     def data(self, place: str, number: int = -1) -> Path:
-        return self.root / place / layout.data_name(self.ids[number])
+        return self.root / place / names.data_name(self.ids[number])
 
     def flip(self, place: str, entry: str, piece: int = 0) -> None:
         """Change the last bit of a piece."""

@@ -12,7 +12,7 @@ import torch
 from ckpt_engine import Checkpointer
 from ckpt_engine.observe.events import Event, SnapshotReplicated, TierDegraded, TierRecovered
 from ckpt_engine.restore import load as restore
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
@@ -69,11 +69,11 @@ def test_a_run_lives_on_s3_when_its_disk_is_gone(far: dict[str, Any], tmp_path: 
     local = Repository(LocalStorage(near))
     assert [info.step for info in remote.list()] == [2, 3]
     newest = local.list()[-1].id
-    for name in (layout.RECORD, layout.manifest_name(newest), layout.data_name(newest)):
+    for name in (names.RECORD, names.manifest_name(newest), names.data_name(newest)):
         assert remote.storage.get(name) == local.storage.get(name)
 
     piece = local.read(newest).entries["model/b"].pieces[0]
-    path = near / layout.data_name(newest)
+    path = near / names.data_name(newest)
     data = bytearray(path.read_bytes())
     data[piece.offset + 5] ^= 1
     path.write_bytes(data)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ckpt_engine.loop.distributed_models import GradientOrder
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.session import Session
-from ckpt_engine.tracking.ddp_order import GradientOrder
 
 BACKWARDS = array("i", [3, 2, 1, 0]).tobytes()
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckpt_engine.snapshot.flat import FlatPart, grid_of_runs
+from ckpt_engine.state.sharding import FlatPart, grid_of_runs
 
 
 @contextmanager

@@ -19,10 +19,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_engine.errors import ConfigError
-from ckpt_engine.snapshot import sharding
-from ckpt_engine.tracking import ddp_order, fsdp1
-from ckpt_engine.tracking.ddp_order import GradientOrder
-from ckpt_engine.tracking.parts import NamedParts
+from ckpt_engine.loop import distributed_models
+from ckpt_engine.loop.components import NamedParts
+from ckpt_engine.loop.distributed_models import GradientOrder
+from ckpt_engine.state import sharding
 from tests.sharded.pretend import mesh_of, part, pretended
 
 PACKAGE = Path(sharding.__file__).parents[1]
@@ -106,7 +106,7 @@ def test_what_is_here_becomes_a_tensor_again() -> None:
     assert sharding.divided_like(plain, plain) is plain
 
 
-@pytest.mark.parametrize("name", fsdp1.PRIVATE)
+@pytest.mark.parametrize("name", distributed_models.FSDP_PRIVATE)
 def test_fsdp1_has_it(name: str) -> None:
     """As above, for what FSDP1 and its rows of parameters are asked."""
     unit: Any = FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"), use_orig_params=True)
@@ -125,7 +125,7 @@ def test_every_rank_knows_the_rows_of_all() -> None:
     net = nn.Sequential(nn.Linear(7, 5), nn.LayerNorm(5), nn.Linear(5, 3))
     whole = {name: value.detach().clone() for name, value in net.named_parameters()}
     unit: Any = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
-    state = fsdp1.FlatModels([unit]).state(unit)
+    state = distributed_models.FlatModels([unit]).state(unit)
     assert list(state) == list(whole)
     for name, info in zip(unit._handle.flat_param._fqns, unit._handle.flat_param._shard_param_infos, strict=True):
         part = state[name]
@@ -143,7 +143,7 @@ def test_rows_of_many_parameters_are_refused() -> None:
     """Without the original parameters an optimizer knows rows only."""
     unit = FullyShardedDataParallel(nn.Linear(4, 3), device_id=torch.device("cpu"), use_orig_params=False)
     with pytest.raises(ConfigError, match="use_orig_params=True"):
-        fsdp1.flat_models([unit])
+        distributed_models.flat_models([unit])
 
 
 def flat(module: nn.Module) -> Any:
@@ -169,7 +169,7 @@ def test_a_unit_without_a_step_has_no_states() -> None:
     """Neither on the ranks that have something of a parameter nor, to be the same tree, on the others."""
     net = nn.Sequential(flat(nn.Linear(8, 8)), flat(nn.Linear(8, 8)))
     optimizer = torch.optim.AdamW(net.parameters())
-    models = fsdp1.FlatModels([net])
+    models = distributed_models.FlatModels([net])
     assert models.optimizer_state(optimizer)["state"] == {}
     for parameter in net[0].parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.numel() else None
@@ -177,7 +177,7 @@ def test_a_unit_without_a_step_has_no_states() -> None:
     assert list(models.optimizer_state(optimizer)["state"]) == [0, 1], "its weight, and its bias that is elsewhere"
 
 
-@pytest.mark.parametrize("name", ddp_order.PRIVATE)
+@pytest.mark.parametrize("name", distributed_models.DDP_PRIVATE)
 def test_ddp_has_it(name: str) -> None:
     """What tells and sets the order of sums; and the key under which it is told."""
     owner, _, attribute = name.partition(".")

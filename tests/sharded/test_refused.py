@@ -9,9 +9,9 @@ import pytest
 from accelerate.utils import DistributedType
 from torch import nn
 
-from accelerate_ckpt.ranks import ranks_of as accelerate_ranks_of
+from accelerate_ckpt.adaptive import ranks_of as accelerate_ranks_of
 from ckpt_engine.errors import ConfigError
-from lightning_ckpt.ranks import ranks_of as lightning_ranks_of
+from lightning_ckpt.strategy_ranks import ranks_of as lightning_ranks_of
 
 
 class DeepSpeedStrategy:

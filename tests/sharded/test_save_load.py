@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.errors import StateError
-from ckpt_engine.snapshot.sharding import here, is_sharded
+from ckpt_engine.state.sharding import here, is_sharded
 from tests.ranks.runs import on_all, open_ranks
 from tests.sharded.pretend import mesh_of, part, pretended, row
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from ckpt_engine.restore.rebuild import Rebuilder
-from ckpt_engine.snapshot.arena import Slot, slot_bytes
-from ckpt_engine.snapshot.flatten import Flattener
-from ckpt_engine.snapshot.plan import Capture, Planner
+from ckpt_engine.snapshot.arena import SharedSlot, slot_bytes
 from ckpt_engine.snapshot.stage import Copier, Staging
+from ckpt_engine.state.flatten import Flattener
+from ckpt_engine.state.layout import CapturedState, Planner
+from ckpt_engine.state.rebuild import Rebuilder
 
 
-def filled_tree(capture: Capture) -> dict[str, Any]:
+def filled_tree(capture: CapturedState) -> dict[str, Any]:
     """The manifest's tree: skeletons with the values put in."""
 
     def fill(node: Any, values: list[Any]) -> Any:
@@ -31,7 +31,7 @@ def filled_tree(capture: Capture) -> dict[str, Any]:
 def through_arena(state: Any, planner: Planner | None = None, pickle_paths: tuple[str, ...] = ()) -> Any:
     """`state` staged eagerly into a slot and rebuilt from it."""
     capture = (planner or Planner(Flattener(pickle_paths))).capture(state)
-    slot = Slot(0, slot_bytes(capture.plan))
+    slot = SharedSlot(0, slot_bytes(capture.plan))
     views = slot.views(capture.plan)
     errors: list[BaseException | None] = []
     Staging(capture, views, errors.append).begin(Copier(0))

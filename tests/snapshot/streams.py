@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from ckpt_engine.snapshot import draft
+from ckpt_engine.state import entries
 
 DEVICES = (torch.device("cuda", 0), torch.device("cuda", 1))
 WAIT_SECONDS = 30.0
@@ -204,4 +204,4 @@ def pumped(devices: FakeDevices) -> Iterator[None]:
 
 def on_devices(devices: FakeDevices, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans see the devices on which `devices` says that tensors are."""
-    monkeypatch.setattr(draft, "device_of", lambda tensor: devices.home(tensor) or tensor.device)
+    monkeypatch.setattr(entries, "device_of", lambda tensor: devices.home(tensor) or tensor.device)

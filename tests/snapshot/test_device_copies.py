@@ -15,14 +15,13 @@ from hypothesis import strategies as st
 from ckpt_engine import Checkpointer
 from ckpt_engine.observe.events import Event as EngineEvent
 from ckpt_engine.observe.events import Notice
-from ckpt_engine.restore import into, landing
-from ckpt_engine.snapshot import cuda_layout, cuda_pin
-from ckpt_engine.snapshot.arena import Slot, slot_bytes
-from ckpt_engine.snapshot.cuda_copies import DeviceCopies
-from ckpt_engine.snapshot.flatten import Flattener
-from ckpt_engine.snapshot.plan import Planner
-from ckpt_engine.snapshot.slots import Slots
+from ckpt_engine.restore import load_in_place
+from ckpt_engine.snapshot import cuda
+from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
+from ckpt_engine.snapshot.cuda import DeviceCopies
 from ckpt_engine.snapshot.stage import Copier, Staging
+from ckpt_engine.state.flatten import Flattener
+from ckpt_engine.state.layout import Planner
 from ckpt_engine.store.tree import TreePath
 from tests.snapshot.streams import DEVICES, FakeDevices, Stream, on_devices, pumped
 
@@ -33,10 +32,10 @@ BUFFER, DIRECT, PIECE = 4096, 1024, 4096
 def _small() -> Iterator[None]:
     """Sizes at which small tensors take every way that large ones do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_layout, "BUFFER_BYTES", BUFFER)
-        patch.setattr(cuda_layout, "DIRECT_BYTES", DIRECT)
-        patch.setattr(cuda_pin, "PIECE_BYTES", PIECE)
-        patch.setattr(landing, "LANDING_BYTES", 3000)
+        patch.setattr(cuda, "BUFFER_BYTES", BUFFER)
+        patch.setattr(cuda, "DIRECT_BYTES", DIRECT)
+        patch.setattr(cuda, "PIECE_BYTES", PIECE)
+        patch.setattr(load_in_place, "LANDING_BYTES", 3000)
         yield
 
 
@@ -119,7 +118,7 @@ class Training:
         self.mutate("lazy")  # the update before, which the device has not done yet
         self.mutate("eager")
         capture = self.planner.capture(self.state, lazy)
-        slot = Slot(0, slot_bytes(capture.plan), devices)
+        slot = SharedSlot(0, slot_bytes(capture.plan), devices)
         assert slot.pin(DEVICES[0]) is None
         views = slot.views(capture.plan)
         names = ["/".join(map(str, source.path)) for source in capture.plan.sources]
@@ -197,7 +196,7 @@ def test_the_writer_is_told_when_the_copies_have_landed_and_not_before(monkeypat
     devices = FakeDevices()
     training = Training(devices, monkeypatch)
     capture = training.planner.capture(training.state, lazily)
-    slot = Slot(0, slot_bytes(capture.plan), devices)
+    slot = SharedSlot(0, slot_bytes(capture.plan), devices)
     done: list[BaseException | None] = []
     staging = Staging(capture, slot.views(capture.plan), done.append)
     staging.begin(training.copier)
@@ -217,7 +216,7 @@ def test_a_tensor_that_training_lets_go_of_stays_until_it_is_copied(monkeypatch:
     gone = weakref.ref(state["t"])
     planner = Planner(Flattener())
     capture = planner.capture(state)
-    slot = Slot(0, slot_bytes(capture.plan), devices)
+    slot = SharedSlot(0, slot_bytes(capture.plan), devices)
     staging = Staging(capture, slot.views(capture.plan), lambda _: None)
     staging.begin(copier)
     del state, capture
@@ -233,7 +232,7 @@ def test_a_refused_copy_fails_the_snapshot_and_not_the_next_one(monkeypatch: pyt
     devices = FakeDevices()
     training = Training(devices, monkeypatch)
     capture = training.planner.capture(training.state, lazily)
-    slot = Slot(0, slot_bytes(capture.plan), devices)
+    slot = SharedSlot(0, slot_bytes(capture.plan), devices)
     done: list[BaseException | None] = []
     staging = Staging(capture, slot.views(capture.plan), done.append)
     devices.fail_next_copy = True
@@ -331,8 +330,8 @@ def test_snapshots_in_a_row_are_each_one_instant_and_come_back_onto_the_device(
             handles.append(ckpt.save(state, step=step, lazy=lazily))
         handles[-1].wait(30.0)
     assert not devices.registered, "nothing stays page-locked"
-    monkeypatch.setattr(into, "_takes_bytes", lambda live, entry: isinstance(live, torch.Tensor))
-    fill = landing.fill
+    monkeypatch.setattr(load_in_place, "_takes_bytes", lambda live, entry: isinstance(live, torch.Tensor))
+    fill = load_in_place.fill
     monkeypatch.setattr("ckpt_engine.restore.load.fill", lambda *rest: fill(*rest, runtime=devices))
     for step in (4, 5):
         with pumped(devices), Checkpointer(str(tmp_path)) as ckpt:
@@ -379,7 +378,7 @@ def test_a_device_that_is_late_gets_every_restored_byte(tmp_path: object, monkey
         ckpt.save(state, step=1).wait(30.0)
     devices = FakeDevices()
     devices.idle_until_waited_for = True
-    fill = landing.fill
+    fill = load_in_place.fill
     monkeypatch.setattr("ckpt_engine.restore.load.fill", lambda *rest: fill(*rest, runtime=devices))
     target = {name: devices.put(torch.zeros_like(tensor)) for name, tensor in state.items()}
     with Checkpointer(str(tmp_path)) as ckpt:

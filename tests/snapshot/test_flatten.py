@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from ckpt_engine.errors import FormatError, StateError, UnstorableLeafError
-from ckpt_engine.restore.rebuild import Rebuilder
-from ckpt_engine.snapshot.flatten import Flattener
-from ckpt_engine.snapshot.plan import Planner
+from ckpt_engine.state.flatten import Flattener
+from ckpt_engine.state.layout import Planner
+from ckpt_engine.state.rebuild import Rebuilder
 from tests.snapshot.passage import filled_tree, same, through_arena
 
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.persist.spawn import ProcessWriter
-from ckpt_engine.persist.thread import ThreadWriter
-from ckpt_engine.snapshot.headroom import RESERVE, Fit, Room, look, plan_arena
+from ckpt_engine.snapshot.host_memory import RESERVE, Fit, MemoryLimit, look, plan_arena
+from ckpt_engine.writer.launch import ProcessWriter, ThreadWriter
 
 GB = 10**9
 
@@ -40,7 +39,7 @@ class Host:
         (folder / "memory.usage_in_bytes").write_text(f"{usage}\n")
         (folder / "memory.stat").write_text(f"inactive_file 5\ntotal_inactive_file 0\ntotal_active_file {cache}\n")
 
-    def look(self) -> Room | None:
+    def look(self) -> MemoryLimit | None:
         return look(self.meminfo, self.membership, self.cgroups)
 
 
@@ -52,7 +51,7 @@ def host(tmp_path: Path) -> Host:
 def test_a_machine_without_limits_has_what_it_says(host: Host) -> None:
     """`max` is no limit."""
     host.group_v2("", "max", 5 * GB)
-    assert host.look() == Room(64 << 30, "MemAvailable of this machine")
+    assert host.look() == MemoryLimit(64 << 30, "MemAvailable of this machine")
 
 
 def test_the_limit_of_the_own_group_counts_and_its_page_cache_is_free(host: Host) -> None:
@@ -121,20 +120,20 @@ def test_this_machine_tells() -> None:
 )
 def test_first_fewer_slots_then_no_memory_tier(available: int, slots: int, memory: bool) -> None:
     """Three slots of 10 GB."""
-    fit = plan_arena(10 * GB, 3, memory=True, room=Room(available * GB, "limit of x"))
+    fit = plan_arena(10 * GB, 3, memory=True, room=MemoryLimit(available * GB, "limit of x"))
     assert (fit.slots, fit.memory) == (slots, memory)
     assert (fit.warning is None) == (slots == 3)
 
 
 def test_the_warning_says_needed_available_and_what_to_do() -> None:
     """One message, for people."""
-    fit = plan_arena(10 * GB, 3, memory=True, room=Room(12 * GB, "limit of control group /x"))
+    fit = plan_arena(10 * GB, 3, memory=True, room=MemoryLimit(12 * GB, "limit of control group /x"))
     assert fit.warning == (
         "too little host memory for the arena: 3 slots of 10 GB need 30 GB, 11 GB are available (limit of control "
         "group /x). Snapshots go on with 1 slot and without the memory tier. Give the job more memory, or set "
         "`slots: 1` and remove the memory tier"
     )
-    fit = plan_arena(10 * GB, 2, memory=False, room=Room(12 * GB, "y"))
+    fit = plan_arena(10 * GB, 2, memory=False, room=MemoryLimit(12 * GB, "y"))
     assert fit.warning is not None
     assert "go on with 1 slot. Give" in fit.warning
 
@@ -142,7 +141,7 @@ def test_the_warning_says_needed_available_and_what_to_do() -> None:
 @given(st.integers(1, 10**12), st.integers(1, 8), st.booleans(), st.integers(0, 10**13), st.integers(0, 10**12))
 def test_the_plan_has_room_or_is_the_least(nbytes: int, slots: int, memory: bool, room: int, held: int) -> None:
     """Never more slots than wanted or than there is room for, never none, and a memory tier only with two."""
-    fit = plan_arena(nbytes, slots, memory=memory, room=Room(room, "x"), held_bytes=held)
+    fit = plan_arena(nbytes, slots, memory=memory, room=MemoryLimit(room, "x"), held_bytes=held)
     assert 1 <= fit.slots <= slots
     assert fit.slots == 1 or fit.slots * nbytes <= room * (1.0 - RESERVE) + held + 1
     assert not fit.memory or memory
@@ -165,7 +164,7 @@ MB = 10**6
 )
 def test_where_a_writer_process_leaves_no_room_a_thread_writes(available: int, process: bool, slots: int) -> None:
     """Snapshots of 60 MB in small control groups: the process counts before it is started, and says so in one line."""
-    room = Room(available * MB, "limit of control group /x")
+    room = MemoryLimit(available * MB, "limit of control group /x")
     fit = plan_arena(60 * MB, 2, memory=False, room=room, process=True)
     assert (fit.process, fit.slots, fit.memory) == (process, slots, False)
     assert fit.process or "written by a thread of the trainer, with 1 slot. Give" in (fit.warning or "")
@@ -175,7 +174,7 @@ def test_where_a_writer_process_leaves_no_room_a_thread_writes(available: int, p
 
 def test_a_writer_process_is_not_started_into_too_little_memory() -> None:
     """Before any state is known; with the memory tier, which needs a process, that is lost too."""
-    room = Room(20 * MB, "limit of control group /x")
+    room = MemoryLimit(20 * MB, "limit of control group /x")
     fit = plan_arena(0, 3, memory=True, room=room, process=True)
     assert (fit.process, fit.slots, fit.memory) == (False, 3, False)
     assert fit.warning == (
@@ -183,7 +182,7 @@ def test_a_writer_process_is_not_started_into_too_little_memory() -> None:
         "on, written by a thread of the trainer, with 3 slots and without the memory tier. Give the job more memory, "
         "or set `writer: thread` and remove the memory tier"
     )
-    assert plan_arena(0, 3, memory=True, room=Room(40 * MB, "x"), process=True).process
+    assert plan_arena(0, 3, memory=True, room=MemoryLimit(40 * MB, "x"), process=True).process
 
 
 @pytest.mark.parametrize("started", [False, True])
@@ -192,7 +191,9 @@ def test_the_defaults_write_with_a_thread_where_a_process_would_be_killed(
     tmp_path: Path, started: bool, memory: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Found before the writer is started, or when the first state is seen: then the process is ended again."""
-    rooms = [Room(100 * MB, "limit of control group /x")] * started + [Room(10 * MB, "limit of control group /x")] * 9
+    rooms = [MemoryLimit(100 * MB, "limit of control group /x")] * started + [
+        MemoryLimit(10 * MB, "limit of control group /x")
+    ] * 9
     with Checkpointer(tiers=["memory", str(tmp_path)] if memory else str(tmp_path)) as ckpt:
         monkeypatch.setattr(ckpt._pipeline, "_room", lambda: rooms.pop(0))
         ckpt.start()

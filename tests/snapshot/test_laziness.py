@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from ckpt_engine.snapshot.laziness import copies_lazily
+from ckpt_engine.snapshot.stage import copies_lazily
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -13,17 +13,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from ckpt_engine.copy.job import ErrorRecord, JobDone, Layout, PersistJob
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotSkipped, WriterLost
-from ckpt_engine.persist.client import never
-from ckpt_engine.persist.job import ErrorRecord, JobDone, Layout, PersistJob
-from ckpt_engine.persist.mailbox import Message
 from ckpt_engine.snapshot import pipeline
-from ckpt_engine.snapshot.coming import Coming
-from ckpt_engine.snapshot.handle import SaveHandle
-from ckpt_engine.snapshot.headroom import Room
+from ckpt_engine.snapshot.host_memory import MemoryLimit
 from ckpt_engine.snapshot.pipeline import Pipeline
-from ckpt_engine.snapshot.request import Request
+from ckpt_engine.snapshot.save_request import Request, SaveHandle
+from ckpt_engine.snapshot.writer_link import Coming
+from ckpt_engine.writer.client import Message, never
 
 NUMBERS = 2000
 PATIENCE_SECONDS = 60.0
@@ -124,7 +122,7 @@ class FakeWriter:
 class Arena:
     """A pipeline with a memory tier and the writers it has had."""
 
-    def __init__(self, slots: int = 3, room: Room | None = None) -> None:
+    def __init__(self, slots: int = 3, room: MemoryLimit | None = None) -> None:
         self.writers: list[FakeWriter] = []
         self.events: list[Event] = []
         self.state = {"w": torch.zeros(NUMBERS), "step": 0}
@@ -400,7 +398,7 @@ def test_a_snapshot_that_cannot_be_handed_over_fails_and_frees_its_slot() -> Non
 @pytest.mark.parametrize(("slots", "memory"), [(2, True), (1, False)])
 def test_too_little_host_memory_means_fewer_slots_then_no_memory_tier(slots: int, memory: bool) -> None:
     """One warning; a writer that was started with a memory tier is replaced by one without."""
-    arena = Arena(3, Room(int((slots + 0.9) * (4 * NUMBERS + 4096)), "limit of x"))
+    arena = Arena(3, MemoryLimit(int((slots + 0.9) * (4 * NUMBERS + 4096)), "limit of x"))
     arena.pipeline.start()
     handle = arena.save()
     assert arena.pipeline.memory is memory

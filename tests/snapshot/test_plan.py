@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_engine.snapshot.flatten import Flattener
-from ckpt_engine.snapshot.plan import Planner
+from ckpt_engine.state.flatten import Flattener
+from ckpt_engine.state.layout import Planner
 from tests.snapshot.passage import same, through_arena
 
 

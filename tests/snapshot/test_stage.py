@@ -14,12 +14,11 @@ import torch
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import StateError
 from ckpt_engine.snapshot import pipeline
-from ckpt_engine.snapshot.arena import Slot, slot_bytes
-from ckpt_engine.snapshot.copying import Part
-from ckpt_engine.snapshot.flatten import Flattener
-from ckpt_engine.snapshot.plan import Planner
-from ckpt_engine.snapshot.slots import Slots
+from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
+from ckpt_engine.snapshot.copying import CopyTasks
 from ckpt_engine.snapshot.stage import Copier, Staging
+from ckpt_engine.state.flatten import Flattener
+from ckpt_engine.state.layout import Planner
 from ckpt_engine.store.tree import TreePath
 from tests.peers.writers import until
 from tests.persist.staged import WAIT_SECONDS
@@ -40,7 +39,7 @@ def big_state() -> dict[str, torch.Tensor]:
 
 def stage(state: dict, lazy=None, *, copier: Copier | None = None, check: bool = False):
     capture = Planner(Flattener()).capture(state, lazy)
-    slot = Slot(0, slot_bytes(capture.plan))
+    slot = SharedSlot(0, slot_bytes(capture.plan))
     done: list[BaseException | None] = []
     staging = Staging(capture, slot.views(capture.plan), done.append, check=check)
     staging.begin(copier or Copier(0))
@@ -99,7 +98,7 @@ class InPairs(Staging):
             def run(self) -> None:
                 both.wait(PATIENCE_SECONDS)
 
-        self.eager = Part([Task(), Task()])  # type: ignore[list-item]
+        self.eager = CopyTasks([Task(), Task()])  # type: ignore[list-item]
 
     def help_lazily(self) -> None:
         """There is nothing lazy."""
@@ -226,14 +225,14 @@ def test_a_warm_up_without_processor_time_makes_way_for_an_urgent_snapshot() -> 
 def test_a_snapshot_that_is_due_does_not_wait_until_cores_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """The warm-up runs at the lowest priority; where no share limits it and `ready` has been asked, another helps."""
     plan = Planner(Flattener()).capture({"a": torch.zeros(2_000_000)}).plan
-    prefault, idle = Slot.prefault, threading.Event()
+    prefault, idle = SharedSlot.prefault, threading.Event()
 
-    def starved(self: Slot, go_on: Callable[[], bool] = lambda: True) -> None:
+    def starved(self: SharedSlot, go_on: Callable[[], bool] = lambda: True) -> None:
         if threading.current_thread().name == "ckpt-prefault":
             idle.wait(WAIT_SECONDS)
         prefault(self, go_on)
 
-    monkeypatch.setattr(Slot, "prefault", starved)
+    monkeypatch.setattr(SharedSlot, "prefault", starved)
     slots, limited = Slots(2), Slots(2)
     slots.warm_up(plan)
     limited.warm_up(plan, share=0.5)

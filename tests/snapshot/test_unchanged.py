@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.errors import SnapshotFailedError
-from ckpt_engine.snapshot import unchanged
-from ckpt_engine.snapshot.arena import Slot, slot_bytes
-from ckpt_engine.snapshot.flatten import Flattener
-from ckpt_engine.snapshot.guard import Guard
-from ckpt_engine.snapshot.plan import Planner
-from ckpt_engine.snapshot.stage import Copier, Staging
-from ckpt_engine.snapshot.unchanged import PROVEN, Claims, Unchanged
+from ckpt_engine.snapshot import copying
+from ckpt_engine.snapshot.arena import SharedSlot, slot_bytes
+from ckpt_engine.snapshot.copying import PROVEN, Claims, Unchanged
+from ckpt_engine.snapshot.stage import Copier, Guard, Staging
+from ckpt_engine.state.flatten import Flattener
+from ckpt_engine.state.layout import Planner
 
 COUNT = 8192
 
@@ -28,7 +27,7 @@ COUNT = 8192
 def small() -> Iterator[None]:
     """Small tensors are no exception, so that the laws are quick."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unchanged, "LEAST_BYTES", 4 * COUNT)
+        patch.setattr(copying, "LEAST_BYTES", 4 * COUNT)
         yield
 
 
@@ -38,14 +37,14 @@ class Trainer:
     def __init__(self, slots: int = 1) -> None:
         self._planner = Planner(Flattener())
         self._unchanged = Unchanged()
-        self._slots: list[Slot] = []
+        self._slots: list[SharedSlot] = []
         self._count = slots
         self._taken = 0
 
     def begin(self, state: dict[str, Any]) -> tuple[Staging, Claims, Callable[[], dict[str, torch.Tensor]], list[Any]]:
         capture = self._planner.capture(state)
         if len(self._slots) < self._count:
-            self._slots.append(Slot(len(self._slots), slot_bytes(capture.plan)))
+            self._slots.append(SharedSlot(len(self._slots), slot_bytes(capture.plan)))
         slot = self._slots[self._taken % self._count]
         self._taken += 1
         claims = self._unchanged.claim(slot.index, [one.index for one in self._slots], capture)

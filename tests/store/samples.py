@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ckpt_engine.store import layout
-from ckpt_engine.store.container import build_header
-from ckpt_engine.store.digest import digest
+from ckpt_engine.store import names as layout
+from ckpt_engine.store.container import build_header, digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.repository import Repository
 

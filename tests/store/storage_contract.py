@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.errors import CorruptError, StorageError, StorageExistsError, StorageMissingError
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import ObjectInfo, Storage
 
 PATIENCE_SECONDS = 60.0
@@ -119,12 +119,12 @@ class StorageContract:
 
     def test_whole_reads_are_capped(self, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
         """An object that is larger than the format allows is damage, said with its name."""
-        monkeypatch.setattr(layout, "SMALL_BYTES", 10)
-        put(storage, layout.STATUS, b"0123456789")
-        assert storage.get(layout.STATUS) == b"0123456789"
-        put(storage, layout.STATUS, b"0123456789a", exclusive=False)
-        with pytest.raises(CorruptError, match=f"{layout.STATUS} has 11 bytes; the format allows 10"):
-            storage.get(layout.STATUS)
+        monkeypatch.setattr(names, "SMALL_BYTES", 10)
+        put(storage, names.STATUS, b"0123456789")
+        assert storage.get(names.STATUS) == b"0123456789"
+        put(storage, names.STATUS, b"0123456789a", exclusive=False)
+        with pytest.raises(CorruptError, match=f"{names.STATUS} has 11 bytes; the format allows 10"):
+            storage.get(names.STATUS)
 
     def test_what_is_missing_is_said_to_be(self, storage: Storage) -> None:
         """Reading an object that does not exist names it."""

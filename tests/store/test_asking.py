@@ -8,9 +8,9 @@ import socket
 import pytest
 
 from ckpt_engine.errors import StorageError
-from ckpt_engine.store.storage import retries
+from ckpt_engine.store.storage import object_requests
+from ckpt_engine.store.storage.object_requests import asking
 from ckpt_engine.store.storage.open import open_storage
-from ckpt_engine.store.storage.retries import asking
 from tests.servers.s3 import free_port
 
 FOR_EVER = {"retry_seconds": 1e9, "timeout_seconds": 1e6}
@@ -54,5 +54,5 @@ def test_only_nobody_is_hopeless_and_only_for_those_who_ask(error: OSError, hope
     wrapped = RuntimeError("of a library")
     wrapped.__cause__ = error
     with asking():
-        assert retries.is_hopeless(error) is retries.is_hopeless(wrapped) is hopeless
-    assert not retries.is_hopeless(error)
+        assert object_requests.is_hopeless(error) is object_requests.is_hopeless(wrapped) is hopeless
+    assert not object_requests.is_hopeless(error)

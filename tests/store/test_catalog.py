@@ -12,15 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.counted import CountedStorage
+from ckpt_engine.copy.make_room import collect, measure, prune
 from ckpt_engine.errors import CorruptError, StorageError
 from ckpt_engine.restore import choose
-from ckpt_engine.store import catalog, layout
-from ckpt_engine.store.collect import collect, prune
-from ckpt_engine.store.digest import digest
+from ckpt_engine.store import names, repository
+from ckpt_engine.store.container import digest
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import policy_from
-from ckpt_engine.store.retention_usage import measure
 from ckpt_engine.store.storage.base import ObjectInfo, Storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
@@ -48,7 +47,7 @@ def test_requests_grow_with_pages_not_with_snapshots(count: int) -> None:
     """A listing, a resume, and the reading of retention: pages, the record, the catalog, and what is newer than it."""
     storage = CountedStorage()
     fill(storage, count)
-    newer = fill(storage, catalog.EVERY - 1, count + 1)
+    newer = fill(storage, repository.EVERY - 1, count + 1)
     pages = -(-(count + len(newer)) // 1000)
 
     storage.requests.clear()
@@ -63,7 +62,7 @@ def test_requests_grow_with_pages_not_with_snapshots(count: int) -> None:
 
     storage.requests.clear()
     measure(Repository(storage))
-    storage.objects[layout.data_name(layout.snapshot_id(5, 5))] = b"garbage"
+    storage.objects[names.data_name(names.snapshot_id(5, 5))] = b"garbage"
     Repository(storage).unreferenced()
     assert storage.total <= 2 * (2 + len(newer)) + 4 * (pages + 1)
 
@@ -73,7 +72,7 @@ def test_without_a_catalog_everything_is_read_and_right() -> None:
     storage = CountedStorage()
     made = fill(storage, 150)
     with_it = Repository(storage).scan()
-    del storage.objects[layout.CATALOG]
+    del storage.objects[names.CATALOG]
     storage.requests.clear()
     assert Repository(storage).scan() == with_it
     assert storage.requests["get"] == len(made) + 2
@@ -82,13 +81,13 @@ def test_without_a_catalog_everything_is_read_and_right() -> None:
 def test_a_young_run_has_none() -> None:
     """Below the limit nothing is written, and few snapshots are read without asking for a catalog."""
     storage = CountedStorage()
-    fill(storage, catalog.EVERY - 1)
-    assert layout.CATALOG not in storage.objects
+    fill(storage, repository.EVERY - 1)
+    assert names.CATALOG not in storage.objects
     few = CountedStorage()
-    fill(few, catalog.FEW)
+    fill(few, repository.FEW)
     few.requests.clear()
     Repository(few).list()
-    assert few.requests == {"list": 1, "get": catalog.FEW}
+    assert few.requests == {"list": 1, "get": repository.FEW}
 
 
 def test_the_writer_keeps_it_up_to_date() -> None:
@@ -99,9 +98,9 @@ def test_the_writer_keeps_it_up_to_date() -> None:
     written = 0
     for seq in range(1, 301):
         repository.commit(manifest(info(seq), repository.run_id))
-        before = storage.objects.get(layout.CATALOG)
+        before = storage.objects.get(names.CATALOG)
         repository.write_catalog_if_due()
-        written += storage.objects.get(layout.CATALOG) != before
+        written += storage.objects.get(names.CATALOG) != before
     assert written == 3
     for _ in range(2):  # processes that are killed before their hundredth snapshot
         fill(storage, 60, Repository(storage).next_seq())
@@ -113,51 +112,51 @@ def test_the_writer_keeps_it_up_to_date() -> None:
     assert storage.requests["get"] == 2
 
 
-def card(name: str = "", nbytes: int = 7, version: str = "v1", **about: Any) -> catalog.Card:
+def card(name: str = "", nbytes: int = 7, version: str = "v1", **about: Any) -> repository.Card:
     facts = info(**about)
-    item = ObjectInfo(name or layout.manifest_name(facts.id), nbytes, version)
-    return catalog.Card(item, facts, (layout.data_name(facts.id),))
+    item = ObjectInfo(name or names.manifest_name(facts.id), nbytes, version)
+    return repository.Card(item, facts, (names.data_name(facts.id),))
 
 
-def listed(*cards: catalog.Card) -> dict[str, ObjectInfo]:
+def listed(*cards: repository.Card) -> dict[str, ObjectInfo]:
     return {one.info.id: one.manifest for one in cards}
 
 
 def test_a_catalog_says_what_it_was_told() -> None:
     """Also of metrics that JSON has no numbers for."""
     cards = [card(seq=1, metrics={"loss": math.inf}), card(seq=2, epoch=None)]
-    assert catalog.decode(catalog.encode(RUN, cards), RUN, listed(*cards)) == cards
+    assert repository.decode(repository.encode(RUN, cards), RUN, listed(*cards)) == cards
 
 
 def test_an_entry_counts_only_for_the_very_object() -> None:
     """Another size, another version, a version that is not told, and a name that is not listed: read it yourself."""
     one = card()
-    text = catalog.encode(RUN, [one])
-    assert catalog.decode(text, RUN, {one.info.id: ObjectInfo("x", 7, "v1")})
+    text = repository.encode(RUN, [one])
+    assert repository.decode(text, RUN, {one.info.id: ObjectInfo("x", 7, "v1")})
     for other in (ObjectInfo("x", 8, "v1"), ObjectInfo("x", 7, "v2"), ObjectInfo("x", 7)):
-        assert catalog.decode(text, RUN, {one.info.id: other}) == []
-    assert catalog.decode(text, RUN, {}) == []
+        assert repository.decode(text, RUN, {one.info.id: other}) == []
+    assert repository.decode(text, RUN, {}) == []
     unknown = card(version="")
-    assert catalog.decode(catalog.encode(RUN, [unknown]), RUN, listed(unknown)) == []
+    assert repository.decode(repository.encode(RUN, [unknown]), RUN, listed(unknown)) == []
 
 
 def test_what_is_not_a_whole_catalog_of_this_run_is_none() -> None:
     """Cut anywhere, any bit flipped, of another run, of a later version, or not JSON at all."""
     one = card()
-    text = catalog.encode(RUN, [one])
+    text = repository.encode(RUN, [one])
     for cut in range(len(text)):
         with pytest.raises(CorruptError):
-            catalog.decode(text[:cut], RUN, listed(one))
+            repository.decode(text[:cut], RUN, listed(one))
     for at in range(len(text) - 2):
         with pytest.raises(CorruptError):
-            catalog.decode(text[:at] + bytes([text[at] ^ 4]) + text[at + 1 :], RUN, listed(one))
+            repository.decode(text[:at] + bytes([text[at] ^ 4]) + text[at + 1 :], RUN, listed(one))
     with pytest.raises(CorruptError, match="another run"):
-        catalog.decode(text, "cd" * 16, listed(one))
+        repository.decode(text, "cd" * 16, listed(one))
     body = b'{"format":"ckpt-engine","version":1,"run":"%s","snapshots":[{"info":3}]}' % RUN.encode()
     for odd in (body, body.replace(b'"version":1', b'"version":2'), b"[]", b"{"):
         whole = b'{"digest":"%s","catalog":%s}\n' % (digest(odd).encode(), odd)
         with pytest.raises(CorruptError):
-            catalog.decode(whole, RUN, listed(one))
+            repository.decode(whole, RUN, listed(one))
 
 
 @pytest.mark.parametrize("text", [b"", b"\0" * 100, b'{"digest":"x","catalog":{}}\n'])
@@ -166,19 +165,19 @@ def test_a_damaged_catalog_costs_time_only(tmp_path: Path, text: bytes) -> None:
     storage = LocalStorage(tmp_path)
     made = fill(storage, 120)
     before = Repository(storage).scan()
-    (tmp_path / layout.CATALOG).write_bytes(text)
+    (tmp_path / names.CATALOG).write_bytes(text)
     repository = Repository(storage)
     assert repository.scan() == before
     assert [one.id for one in repository.list()] == made
     repository.write_catalog_if_due()
-    assert (tmp_path / layout.CATALOG).stat().st_size > 10_000
+    assert (tmp_path / names.CATALOG).stat().st_size > 10_000
 
 
 def test_a_manifest_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
     """Damage with the same name and size shows in a listing although the catalog has the snapshot."""
     storage = LocalStorage(tmp_path)
     made = fill(storage, 120)
-    path = tmp_path / layout.manifest_name(made[50])
+    path = tmp_path / names.manifest_name(made[50])
     path.write_bytes(b"\0" * path.stat().st_size)
     os.utime(path, ns=(1, 1))
     listing = Repository(storage).scan()
@@ -191,17 +190,17 @@ def test_collection_with_a_catalog_removes_what_it_removes_without(tmp_path: Pat
     storage = LocalStorage(tmp_path)
     repository = Repository(storage)
     first = save(repository, 1)
-    shared = layout.data_name(first)
+    shared = names.data_name(first)
     second = save(repository, 2, shared=[shared])
     fill(storage, 120, 3)
-    assert layout.CATALOG in {item.name for item in storage.list("")}
+    assert names.CATALOG in {item.name for item in storage.list("")}
     repository.forget([first])
-    orphan = layout.data_name(layout.snapshot_id(4, 4))
+    orphan = names.data_name(names.snapshot_id(4, 4))
     storage.put(orphan, [memoryview(b"garbage")])
     with acquire(storage) as lease:
         assert collect(Repository(storage), lease).removed == (orphan,)
-    assert shared in {item.name for item in storage.list(layout.DATA)}
-    assert Repository(storage).files_of(second) == (layout.data_name(second), shared)
+    assert shared in {item.name for item in storage.list(names.DATA)}
+    assert Repository(storage).files_of(second) == (names.data_name(second), shared)
 
 
 def test_it_breaks_no_limit(tmp_path: Path) -> None:
@@ -214,10 +213,10 @@ def test_it_breaks_no_limit(tmp_path: Path) -> None:
     with acquire(storage) as lease:
         tight = policy_from({"last": 1000, "quota": used + 70_000})
         assert prune(Repository(storage), lease, tight).plan.remove == ()
-        assert not (tmp_path / layout.CATALOG).exists()
+        assert not (tmp_path / names.CATALOG).exists()
         assert measure(repository).used_bytes <= used + 70_000
         prune(Repository(storage), lease, policy_from({"last": 1000, "quota": used + 1_000_000}))
-        assert (tmp_path / layout.CATALOG).exists()
+        assert (tmp_path / names.CATALOG).exists()
 
 
 def test_a_catalog_that_cannot_be_written_is_no_failure() -> None:
@@ -227,7 +226,7 @@ def test_a_catalog_that_cannot_be_written_is_no_failure() -> None:
         tried = 0
 
         def put(self, name: str, blocks: Any, *, exclusive: bool = True) -> None:
-            if name == layout.CATALOG:
+            if name == names.CATALOG:
                 self.tried += 1
                 raise StorageError("refused")
             super().put(name, blocks, exclusive=exclusive)
@@ -251,33 +250,33 @@ def test_a_listing_never_depends_on_the_catalog(data: st.DataObject) -> None:
     writer.create_if_absent()
     catalogs: list[bytes] = [b"torn"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(catalog, "EVERY", 3)
-        patch.setattr(catalog, "FEW", 1)
+        patch.setattr(repository, "EVERY", 3)
+        patch.setattr(repository, "FEW", 1)
         for _ in range(data.draw(st.integers(1, 25))):
             there = [parsed.id for parsed in writer.ids()]
             match data.draw(st.sampled_from(["commit", "commit", "catalog", "forget", "rot", "swap", "restart"])):
                 case "commit":
                     about = info(writer.next_seq())
-                    storage.objects[layout.data_name(about.id)] = b"data"
+                    storage.objects[names.data_name(about.id)] = b"data"
                     writer.commit(manifest(about, writer.run_id))
                 case "catalog":
                     writer.write_catalog_if_due()
-                    catalogs.append(storage.objects.get(layout.CATALOG, b""))
+                    catalogs.append(storage.objects.get(names.CATALOG, b""))
                 case "forget" if there:
                     writer.forget([data.draw(st.sampled_from(there))])
                 case "rot" if there:
-                    name = layout.manifest_name(data.draw(st.sampled_from(there)))
+                    name = names.manifest_name(data.draw(st.sampled_from(there)))
                     at = data.draw(st.integers(0, len(storage.objects[name]) - 1))
                     text = bytearray(storage.objects[name])
                     text[at] ^= 1
                     storage.objects[name] = bytes(text)
                     writer = Repository(storage)  # what a writer has written itself it believes
                 case "swap":
-                    storage.objects[layout.CATALOG] = data.draw(st.sampled_from(catalogs))
+                    storage.objects[names.CATALOG] = data.draw(st.sampled_from(catalogs))
                 case "restart":
                     writer = Repository(storage)
         bare = CountedStorage()
-        bare.objects = {name: text for name, text in storage.objects.items() if name != layout.CATALOG}
+        bare.objects = {name: text for name, text in storage.objects.items() if name != names.CATALOG}
         for question in (_shown, Repository.unreferenced, _measured):
             assert repr(question(Repository(storage))) == repr(question(Repository(bare)))
 
@@ -290,12 +289,12 @@ def _shown(place: Repository) -> Any:
 def _measured(place: Repository) -> Any:
     usage = measure(place)
     assert isinstance(place.storage, CountedStorage)
-    return sorted(usage.files.items()), usage.other_bytes - len(place.storage.objects.get(layout.CATALOG, b""))
+    return sorted(usage.files.items()), usage.other_bytes - len(place.storage.objects.get(names.CATALOG, b""))
 
 
 def test_requests_to_a_real_server(moto: Any, bucket: str, wire: Any, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """S3 over a socket: ETags are versions; a listing reads the record, the catalog and what is newer."""
-    monkeypatch.setattr(catalog, "EVERY", 20)
+    monkeypatch.setattr(repository, "EVERY", 20)
     options = moto.options(wire.url, verify="never")
     storage = open_storage(f"s3://{bucket}/run", options)
     made = fill(storage, 25)

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy.make_room import collect, plan_prune, prune
 from ckpt_engine.errors import LeaseHeldError, StorageError
-from ckpt_engine.store import layout
-from ckpt_engine.store.collect import collect, plan_prune, prune
+from ckpt_engine.store import names
 from ckpt_engine.store.lease import Lease, acquire
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepBest, KeepLast
+from ckpt_engine.store.retention_rules import KeepBest, KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.store.samples import data_file, files, info, manifest, save
 from tests.store.storage_contract import put
@@ -30,15 +30,15 @@ def lease(repository: Repository) -> Iterator[Lease]:
 
 
 def _names(*snapshots: str) -> set[str]:
-    made = {layout.RECORD, layout.LEASE}
+    made = {names.RECORD, names.LEASE}
     for snapshot in snapshots:
-        made |= {layout.manifest_name(snapshot), layout.data_name(snapshot)}
+        made |= {names.manifest_name(snapshot), names.data_name(snapshot)}
     return made
 
 
 def _orphan(repository: Repository, seq: int) -> str:
     """Data that was written and never committed."""
-    name = layout.data_name(layout.snapshot_id(seq, 1))
+    name = names.data_name(names.snapshot_id(seq, 1))
     put(repository.storage, name, data_file())
     return name
 
@@ -48,7 +48,7 @@ def test_pruning_forgets_and_frees(repository: Repository, lease: Lease, tmp_pat
     ids = [save(repository, step) for step in range(4)]
     done = prune(repository, lease, KeepLast(2))
     assert done.plan.remove == tuple(ids[:2])
-    assert set(done.collected.removed) == {layout.data_name(snapshot) for snapshot in ids[:2]}
+    assert set(done.collected.removed) == {names.data_name(snapshot) for snapshot in ids[:2]}
     assert done.collected.freed_bytes == 2 * len(data_file())
     assert files(tmp_path) == _names(*ids[2:])
     assert [one.id for one in repository.list()] == ids[2:]
@@ -71,7 +71,7 @@ def test_data_being_written_is_left_alone(repository: Repository, lease: Lease) 
     """Several ranks write before one commits: what is in flight is not garbage."""
     save(repository)
     busy, dead = _orphan(repository, 5), _orphan(repository, 6)
-    owner = layout.data_owner(busy)
+    owner = names.data_owner(busy)
     assert owner is not None
     assert collect(repository, lease, in_flight=[owner.id]).removed == (dead,)
 
@@ -81,13 +81,13 @@ def test_data_of_a_forgotten_snapshot_lives_while_another_needs_it(
 ) -> None:
     """Reachability, not ownership, decides."""
     first = save(repository, 1)
-    second = save(repository, 2, shared=[layout.data_name(first)])
+    second = save(repository, 2, shared=[names.data_name(first)])
     third = save(repository, 3)
     assert prune(repository, lease, KeepLast(2)).collected.removed == ()
-    assert layout.data_name(first) in files(tmp_path)
-    assert Repository(repository.storage).read(second).files[1].name == layout.data_name(first)
+    assert names.data_name(first) in files(tmp_path)
+    assert Repository(repository.storage).read(second).files[1].name == names.data_name(first)
     done = prune(repository, lease, KeepLast(1))
-    assert set(done.collected.removed) == {layout.data_name(first), layout.data_name(second)}
+    assert set(done.collected.removed) == {names.data_name(first), names.data_name(second)}
     assert files(tmp_path) == _names(third)
 
 
@@ -108,20 +108,20 @@ def test_a_damaged_manifest_keeps_its_own_data_and_what_it_may_share(
 ) -> None:
     """What an unreadable manifest refers to is unknown: nothing as old or older is collected, and that is told."""
     first = save(repository, 1)
-    middle = save(repository, 2, shared=[layout.data_name(first)])
+    middle = save(repository, 2, shared=[names.data_name(first)])
     last = save(repository, 3)
     newer = _orphan(repository, 9)
     repository.forget([first])
-    path = tmp_path / layout.manifest_name(middle)
+    path = tmp_path / names.manifest_name(middle)
     path.write_bytes(path.read_bytes()[:-20])
     done = collect(Repository(repository.storage), lease)
     assert done.removed == (newer,)
     assert done.withheld_bytes == len(data_file())
     assert [bad.id for bad in done.damaged] == [middle]
-    assert {layout.data_name(one) for one in (first, middle, last)} <= files(tmp_path)
+    assert {names.data_name(one) for one in (first, middle, last)} <= files(tmp_path)
     repository.forget([middle])
     freed = collect(Repository(repository.storage), lease)
-    assert set(freed.removed) == {layout.data_name(first), layout.data_name(middle)}
+    assert set(freed.removed) == {names.data_name(first), names.data_name(middle)}
     assert freed.damaged == ()
 
 
@@ -130,7 +130,7 @@ def test_a_damaged_newest_manifest_blocks_all_older_garbage(repository: Reposito
     save(repository, 1)
     _orphan(repository, 1)
     newest = save(repository, 2)
-    Path(repository.storage.path(layout.manifest_name(newest))).write_bytes(b"\0" * 500)  # type: ignore[attr-defined]
+    Path(repository.storage.path(names.manifest_name(newest))).write_bytes(b"\0" * 500)  # type: ignore[attr-defined]
     done = collect(Repository(repository.storage), lease)
     assert done.removed == ()
     assert done.withheld_bytes == len(data_file())
@@ -143,10 +143,10 @@ def test_the_newest_whole_snapshot_survives_damage_to_newer_ones(
     ids = [save(repository, step) for step in range(4)]
     for snapshot, damage in ((ids[3], "manifest"), (ids[2], "data")):
         if damage == "manifest":
-            path = tmp_path / layout.manifest_name(snapshot)
+            path = tmp_path / names.manifest_name(snapshot)
             path.write_bytes(path.read_bytes().replace(b'"note"', b'"nope"'))
         else:
-            path = tmp_path / layout.data_name(snapshot)
+            path = tmp_path / names.data_name(snapshot)
             path.write_bytes(path.read_bytes()[:-1])
     done = prune(Repository(repository.storage), lease, KeepLast(1))
     assert set(done.plan.keep) == {ids[1], ids[3]}
@@ -157,7 +157,7 @@ def test_the_newest_whole_snapshot_survives_damage_to_newer_ones(
 def test_nothing_is_forgotten_while_nothing_is_whole(repository: Repository, lease: Lease, tmp_path: Path) -> None:
     """With every snapshot damaged there is no ground to choose on."""
     for snapshot in [save(repository, step) for step in range(3)]:
-        (tmp_path / layout.data_name(snapshot)).unlink()
+        (tmp_path / names.data_name(snapshot)).unlink()
     done = prune(Repository(repository.storage), lease, KeepLast(1))
     assert done.plan.remove == ()
     assert len(done.plan.keep) == 3
@@ -234,8 +234,8 @@ def test_a_snapshot_committed_while_garbage_is_sought_keeps_its_data(repository:
     class Racing(LocalStorage):
         def list(self, prefix: str):  # type: ignore[no-untyped-def]
             items = list(super().list(prefix))
-            if prefix == layout.DATA and not (tmp_path / layout.manifest_name(about.id)).exists():
-                put(repository.storage, layout.data_name(about.id), data_file())
+            if prefix == names.DATA and not (tmp_path / names.manifest_name(about.id)).exists():
+                put(repository.storage, names.data_name(about.id), data_file())
                 items = list(super().list(prefix))
                 repository.commit(manifest(about, repository.run_id))
             return iter(items)
@@ -247,7 +247,7 @@ def test_what_an_interrupted_copy_has_left_beside_a_snapshot_is_removed(tmp_path
     """Data of a snapshot's own name that its manifest does not need; the snapshot, and what is being written, stay."""
     repository = Repository(LocalStorage(tmp_path))
     snapshot = save(repository)
-    left = layout.data_name(snapshot, part=7)
+    left = names.data_name(snapshot, part=7)
     for fresh in (False, True):  # with and without a manifest that was read before
         repository.storage.put(left, [memoryview(b"encoded otherwise")])
         place = Repository(repository.storage) if fresh else repository
@@ -257,7 +257,7 @@ def test_what_an_interrupted_copy_has_left_beside_a_snapshot_is_removed(tmp_path
         assert [info.id for info in Repository(place.storage).list()] == [snapshot]
         assert Repository(place.storage).read(snapshot).files[0].name in files(tmp_path)
     repository.storage.put(left, [memoryview(b"encoded otherwise")])
-    (tmp_path / layout.manifest_name(snapshot)).write_bytes(b"damaged")
+    (tmp_path / names.manifest_name(snapshot)).write_bytes(b"damaged")
     with acquire(repository.storage) as lease:
         kept = collect(Repository(repository.storage), lease)
     assert (kept.removed, left in files(tmp_path)) == ((), True)

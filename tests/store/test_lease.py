@@ -18,7 +18,7 @@ from ckpt_engine.errors import (
     StorageReadOnlyError,
 )
 from ckpt_engine.store import lease as lease_module
-from ckpt_engine.store.lease import Holder, acquire, read_holder
+from ckpt_engine.store.lease import LeaseHolder, acquire, read_holder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.store.samples import files, opened_below, save
@@ -189,9 +189,9 @@ def test_a_lease_given_back_while_waiting_is_taken(tmp_path: Path) -> None:
 def test_a_released_lease_names_nobody_and_proves_nothing(tmp_path: Path) -> None:
     """After release the file is empty, `check` fails, a second release is fine."""
     storage = LocalStorage(tmp_path)
-    lease = acquire(storage, Holder(1, "host", 0.0, "train.py"))
+    lease = acquire(storage, LeaseHolder(1, "host", 0.0, "train.py"))
     lease.check()
-    assert read_holder(storage) == Holder(1, "host", 0.0, "train.py")
+    assert read_holder(storage) == LeaseHolder(1, "host", 0.0, "train.py")
     lease.release()
     lease.release()
     assert read_holder(storage) is None
@@ -279,9 +279,9 @@ def test_a_full_disk_does_not_keep_a_writer_from_pruning_it(tmp_path: Path, monk
 def test_a_shorter_holder_replaces_a_longer_one(tmp_path: Path) -> None:
     """The file never shrinks, and still says only what is true."""
     storage = LocalStorage(tmp_path)
-    acquire(storage, Holder(1, "h", 0.0, "long " * 1000)).release()
-    with acquire(storage, Holder(2, "h", 0.0, "short")):
-        assert read_holder(storage) == Holder(2, "h", 0.0, "short")
+    acquire(storage, LeaseHolder(1, "h", 0.0, "long " * 1000)).release()
+    with acquire(storage, LeaseHolder(2, "h", 0.0, "short")):
+        assert read_holder(storage) == LeaseHolder(2, "h", 0.0, "short")
 
 
 def test_no_descriptor_leaks(tmp_path: Path) -> None:

@@ -21,9 +21,8 @@ import pytest
 
 from ckpt_engine.errors import LeaseHeldError, StorageError, StorageExistsError
 from ckpt_engine.store import lease_objects
-from ckpt_engine.store.lease import acquire, read_holder
-from ckpt_engine.store.lease_objects import ObjectLease, Place, Record, Slot, Timing, slot_of, take
-from ckpt_engine.store.mounts import locks_are_shared
+from ckpt_engine.store.lease import acquire, locks_are_shared, read_holder
+from ckpt_engine.store.lease_objects import LeaseRecord, ObjectLease, ProcessIdentity, Record, Timing, slot_of, take
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.objects_s3 import S3Storage
@@ -35,7 +34,7 @@ from tests.store.samples import save
 
 ME = {"pid": 1, "host": "a", "started": 0.0, "command": "train.py"}
 PATIENCE_SECONDS = 60.0
-ELSEWHERE = Place("another boot", "ns", 1, 1)
+ELSEWHERE = ProcessIdentity("another boot", "ns", 1, 1)
 
 
 class Cell:
@@ -145,7 +144,7 @@ def test_an_unreadable_lease_is_waited_for_too(clock: Clock, junk: bytes) -> Non
 
 def test_a_dead_process_of_this_machine_does_not_have_to_expire(clock: Clock) -> None:
     """The same boot, the same process namespace, no such process: taken at once."""
-    here = Place.current()
+    here = ProcessIdentity.current()
     assert here is not None
     assert not here.is_dead()
     cell = Cell()
@@ -251,7 +250,7 @@ def test_the_thread_beats() -> None:
 
 
 @pytest.fixture(params=["s3", "memory", "folder"])
-def slot(request: pytest.FixtureRequest, tmp_path: Path) -> Slot:
+def slot(request: pytest.FixtureRequest, tmp_path: Path) -> LeaseRecord:
     """The slots of all kinds of storage."""
     if request.param == "s3":
         server, name = request.getfixturevalue("moto"), request.getfixturevalue("bucket")
@@ -264,7 +263,7 @@ def slot(request: pytest.FixtureRequest, tmp_path: Path) -> Slot:
 class Settled:
     """A slot, and pauses in which every write is over that was under way when they began: what settling relies on."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: LeaseRecord) -> None:
         self.url = slot.url
         self._slot = slot
         self._under_way: dict[int, int] = {}
@@ -318,7 +317,7 @@ class Settled:
             self._changed.notify_all()
 
 
-def test_many_takers_on_a_real_storage_get_it_one_after_another(slot: Slot) -> None:
+def test_many_takers_on_a_real_storage_get_it_one_after_another(slot: LeaseRecord) -> None:
     """Threads stand for machines; nobody ever holds it beside another."""
     settled = Settled(slot)
     timing = Timing(ttl_seconds=60.0, pause=settled.pause)
@@ -411,7 +410,7 @@ def test_a_folder_whose_locks_others_do_not_see_gets_a_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """sshfs, CIFS and the like: a lock there would keep out nobody but this machine."""
-    monkeypatch.setattr("ckpt_engine.store.mounts.locks_are_shared", lambda _: False)
+    monkeypatch.setattr("ckpt_engine.store.lease.locks_are_shared", lambda _: False)
     storage = LocalStorage(tmp_path)
     with acquire(storage, pause=lambda _: None) as lease:
         assert isinstance(lease._lease, ObjectLease)  # type: ignore[attr-defined]
@@ -446,7 +445,7 @@ def test_mounts_tell_whose_locks_are_shared(path: str, shared: bool) -> None:
 
 def test_records_survive_the_trip() -> None:
     """And what is none is none."""
-    record = Record(dict(ME), "token", 7, 30.0, Place.current())
+    record = Record(dict(ME), "token", 7, 30.0, ProcessIdentity.current())
     assert Record.decode(record.encode()) == record
     bad: list[Any] = [b"", b"[]", b"{}", b"1", b'{"lease": {"token": 1, "beat": "x", "ttl_seconds": 1}}']
     assert [Record.decode(data) for data in bad] == [None] * len(bad)

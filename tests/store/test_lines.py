@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy.make_room import make_room, plan_prune, prune
 from ckpt_engine.errors import StorageFullError
-from ckpt_engine.store import catalog, manifest_codec
-from ckpt_engine.store.collect import make_room, plan_prune, prune
+from ckpt_engine.store import manifest_codec
+from ckpt_engine.store import repository as catalog
 from ckpt_engine.store.lease import acquire
-from ckpt_engine.store.lines import MOST_ATTEMPTS, OTHER_LINE, UNNAMED_BRANCH, branches, continued
 from ckpt_engine.store.manifest import Line, SnapshotInfo
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepLast, policy_from
+from ckpt_engine.store.retention import policy_from
+from ckpt_engine.store.retention_rules import MOST_ATTEMPTS, OTHER_LINE, UNNAMED_BRANCH, KeepLast, branches, continued
 from ckpt_engine.store.storage.base import ObjectInfo
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.store.samples import data_file, info, manifest

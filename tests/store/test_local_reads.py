@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.store.storage import blockio
+from ckpt_engine.store.storage import disk
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.store.samples import opened_below
 from tests.store.storage_contract import aligned
@@ -22,7 +22,7 @@ class _ReadLog:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[tuple[str, int]] = []
         self._real = os.preadv
-        monkeypatch.setattr(blockio.os, "preadv", self._preadv)
+        monkeypatch.setattr(disk.os, "preadv", self._preadv)
 
     def _preadv(self, fd: int, buffers: list[memoryview], at: int, flags: int = 0) -> int:
         direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
@@ -64,7 +64,7 @@ def test_cold_data_is_read_around_the_page_cache_in_large_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole pages in large slices, the tail through the cache; and no descriptor is left open."""
-    monkeypatch.setattr(blockio, "SLICE_BYTES", 1 << 20)
+    monkeypatch.setattr(disk, "SLICE_BYTES", 1 << 20)
     storage = LocalStorage(tmp_path)
     storage.put("data/x", [BIG])
     _evict(tmp_path / "data" / "x")

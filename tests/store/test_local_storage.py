@@ -19,7 +19,7 @@ from ckpt_engine.errors import (
     StorageMissingError,
     StorageReadOnlyError,
 )
-from ckpt_engine.store.storage import blockio
+from ckpt_engine.store.storage import disk as blockio
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpt_engine.errors import CorruptError, ForeignError, FormatError, NewerFormatError
 from ckpt_engine.store import manifest_codec
-from ckpt_engine.store.digest import digest
+from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece, SnapshotInfo
 from ckpt_engine.store.manifest_codec import decode, decode_info, encode
 from tests.store.samples import info, manifest

@@ -21,8 +21,8 @@ from s3fs import S3FileSystem
 from benchmarks.measure import PeakMemory
 from benchmarks.null_sink import NullSink
 from ckpt_engine.errors import StorageError, StorageExistsError
-from ckpt_engine.store.storage import objects_fsspec, ownrandom
-from ckpt_engine.store.storage.meter import Meter
+from ckpt_engine.store.storage import object_requests, objects_fsspec
+from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.objects_fsspec import FsspecStorage
 from ckpt_engine.store.storage.objects_s3 import S3Storage
 from ckpt_engine.store.storage.open import open_storage
@@ -198,7 +198,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """With what to install."""
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules, "ckpt_engine.store.storage.objects_s3")
-    monkeypatch.delitem(sys.modules, "ckpt_engine.store.storage.s3calls")
+    monkeypatch.delitem(sys.modules, "ckpt_engine.store.storage.s3_requests")
     with pytest.raises(StorageError, match=r"s3fs.*pip install 'ckpt-engine\[s3\]'"):
         open_storage("s3://bucket/run")
 
@@ -304,7 +304,7 @@ def test_client_libraries_get_a_random_source_of_their_own(monkeypatch: pytest.M
         module = types.ModuleType(name)
         module.random = random  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
-    ownrandom.shield()
+    object_requests.shield()
     assert sys.modules["gcsfs.retry"].random is not random  # type: ignore[attr-defined]
     assert sys.modules["mine.retry"].random is random  # type: ignore[attr-defined]
     state = random.getstate()

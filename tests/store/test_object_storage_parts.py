@@ -7,8 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.errors import StorageError
-from ckpt_engine.store.storage.objectoptions import ObjectOptions
-from ckpt_engine.store.storage.parts import MAX_PART_BYTES, MAX_PARTS, MIN_PART_BYTES, Blocks, plan_parts
+from ckpt_engine.store.storage.object_requests import (
+    MAX_PART_BYTES,
+    MAX_PARTS,
+    MIN_PART_BYTES,
+    MemoryBlocks,
+    ObjectOptions,
+    plan_parts,
+)
 
 MIB, GIB, TIB = 1 << 20, 1 << 30, 1 << 40
 
@@ -60,7 +66,7 @@ def test_parts_cover_the_object_within_the_limits(nbytes: int, wanted: int) -> N
 def test_any_range_of_blocks_is_what_their_concatenation_has(parts: list[bytes], data: st.DataObject) -> None:
     """Across borders, with empty blocks, in slices of any size."""
     whole = b"".join(parts)
-    blocks = Blocks([memoryview(part) for part in parts])
+    blocks = MemoryBlocks([memoryview(part) for part in parts])
     assert blocks.nbytes == len(whole)
     start = data.draw(st.integers(0, len(whole)))
     nbytes = data.draw(st.integers(0, len(whole) - start))
@@ -71,7 +77,7 @@ def test_any_range_of_blocks_is_what_their_concatenation_has(parts: list[bytes],
 def test_views_are_the_memory_itself() -> None:
     """Nothing is copied: what changes there is seen."""
     memory = bytearray(10)
-    (view,) = Blocks([memoryview(memory)]).views(2, 4, 100)
+    (view,) = MemoryBlocks([memoryview(memory)]).views(2, 4, 100)
     memory[3] = 7
     assert view[1] == 7
 

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy.make_room import execute, plan_prune, prune
 from ckpt_engine.errors import StorageMissingError
-from ckpt_engine.store import layout, pins
-from ckpt_engine.store.collect import execute, plan_prune, prune
+from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import Lease, acquire
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention import KeepLast, policy_from
+from ckpt_engine.store.retention import policy_from
+from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.store.samples import files, save
 
@@ -38,11 +39,11 @@ def test_a_pinned_snapshot_stays_with_its_reason(repository: Repository, lease: 
     pins.pin(repository, ids[1])
     done = prune(repository, lease, KeepLast(1))
     assert done.plan.keep == {ids[0]: "pinned: the paper", ids[1]: "pinned", ids[3]: "last 1 of 1"}
-    assert {layout.data_name(ids[0]), layout.manifest_name(ids[0]), layout.pin_name(ids[0])} <= files(tmp_path)
+    assert {names.data_name(ids[0]), names.manifest_name(ids[0]), names.pin_name(ids[0])} <= files(tmp_path)
     assert pins.unpin(repository, ids[0]) is True
     assert pins.unpin(repository, ids[0]) is False
     assert prune(repository, lease, KeepLast(1)).plan.remove == (ids[0],)
-    assert layout.pin_name(ids[0]) not in files(tmp_path)
+    assert names.pin_name(ids[0]) not in files(tmp_path)
 
 
 def test_a_limit_does_not_remove_a_pinned_snapshot(repository: Repository, lease: Lease) -> None:
@@ -68,7 +69,7 @@ def test_what_does_not_exist_cannot_be_pinned(repository: Repository, tmp_path: 
     """The error says how to find the right name; nothing is written."""
     save(repository)
     with pytest.raises(StorageMissingError, match="ckpt ls"):
-        pins.pin(repository, layout.snapshot_id(7, 7))
+        pins.pin(repository, names.snapshot_id(7, 7))
     assert not (tmp_path / "pins").exists()
 
 
@@ -76,7 +77,7 @@ def test_a_damaged_pin_still_pins(repository: Repository, lease: Lease, tmp_path
     """Its name is what counts: losing a note must not cost a snapshot. Foreign files there mean nothing."""
     first, _ = save(repository, 1), save(repository, 2)
     pins.pin(repository, first, "x")
-    (tmp_path / layout.pin_name(first)).write_bytes(b"\0\0")
+    (tmp_path / names.pin_name(first)).write_bytes(b"\0\0")
     (tmp_path / "pins/notes.txt").write_text("mine")
     assert prune(repository, lease, KeepLast(1)).plan.keep[first] == "pinned"
     assert (tmp_path / "pins/notes.txt").read_text() == "mine"
@@ -121,7 +122,7 @@ def test_a_pin_made_while_manifests_go_brings_its_snapshot_back(
     assert done.plan.remove == (ids[1],)
     fresh = Repository(repository.storage)
     assert [one.id for one in fresh.list()] == [ids[0], ids[2]]
-    assert fresh.read(ids[0]).files[0].name in {item.name for item in fresh.storage.list(layout.DATA)}
+    assert fresh.read(ids[0]).files[0].name in {item.name for item in fresh.storage.list(names.DATA)}
 
 
 def test_a_pin_that_comes_too_late_is_refused_and_gone(
@@ -171,7 +172,7 @@ def test_pinning_and_pruning_at_the_same_time_never_loses_a_pinned_snapshot(
     assert not pinning.is_alive()
     fresh = Repository(LocalStorage(tmp_path))
     alive = {one.id for one in fresh.list()}
-    data = {item.name for item in fresh.storage.list(layout.DATA)}
+    data = {item.name for item in fresh.storage.list(names.DATA)}
     assert set(acknowledged) <= alive
     assert all(file.name in data for snapshot in alive for file in fresh.read(snapshot).files)
 
@@ -205,9 +206,9 @@ def test_a_pin_outlives_a_pruner_that_was_killed(
     """It was acknowledged while manifests went: the next retention brings the snapshot back, data and all."""
     ids = _pinned_under_a_dying_pruner(repository, lease, monkeypatch)
     fresh = Repository(repository.storage)
-    assert layout.data_name(ids[1]) in prune(fresh, lease, KeepLast(1)).collected.removed
+    assert names.data_name(ids[1]) in prune(fresh, lease, KeepLast(1)).collected.removed
     assert [one.id for one in fresh.list()] == [ids[0], ids[2]]
-    assert fresh.read(ids[0]).files[0].name in {item.name for item in fresh.storage.list(layout.DATA)}
+    assert fresh.read(ids[0]).files[0].name in {item.name for item in fresh.storage.list(names.DATA)}
     again = prune(fresh, lease, KeepLast(1))
     assert (again.plan.remove, again.collected.removed) == ((), ())
     assert again.plan.keep[ids[0]] == "pinned: kept"
@@ -218,7 +219,7 @@ def test_a_snapshot_of_which_data_is_missing_is_not_brought_back(
 ) -> None:
     """A manifest never names data that is not there; the pin stays, and can be taken away."""
     ids = _pinned_under_a_dying_pruner(repository, lease, monkeypatch)
-    repository.storage.delete(layout.data_name(ids[0]))
+    repository.storage.delete(names.data_name(ids[0]))
     fresh = Repository(repository.storage)
     prune(fresh, lease, KeepLast(1))
     assert [one.id for one in fresh.list()] == ids[2:]
@@ -234,7 +235,7 @@ def test_without_its_pin_the_snapshot_goes_as_planned(
     fresh = Repository(repository.storage)
     prune(fresh, lease, KeepLast(1))
     assert [one.id for one in fresh.list()] == ids[2:]
-    assert {item.name for item in fresh.storage.list(layout.DATA)} == {layout.data_name(ids[2])}
+    assert {item.name for item in fresh.storage.list(names.DATA)} == {names.data_name(ids[2])}
 
 
 def test_a_long_note_is_read_whole(repository: Repository) -> None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_engine.store.preflight import preflight
-from ckpt_engine.store.retention import policy_from
+from ckpt_engine.store.retention import policy_from, preflight
 
 GB = 10**9
 

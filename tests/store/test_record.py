@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.errors import CorruptError, ForeignError, FormatError
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
+from ckpt_engine.store.container import seal, unseal
 from ckpt_engine.store.repository import Repository, encode_record, parse_record
-from ckpt_engine.store.sealed import seal, unseal
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.transfer import RunText, adopt_run
 from tests.store.samples import save
 
 
@@ -55,7 +55,7 @@ def test_text_without_a_digest_is_read_as_ever() -> None:
 def test_a_flipped_bit_in_the_record_never_makes_it_another_run(repository: Repository, tmp_path: Path) -> None:
     """The snapshots say whose it is, and the next writer mends it; without any it is damaged, and that is said."""
     run = repository.create_if_absent().run
-    path = tmp_path / "run" / layout.RECORD
+    path = tmp_path / "run" / names.RECORD
     text = path.read_bytes()
     for damaged in flips(text):
         with pytest.raises(FormatError):
@@ -77,7 +77,7 @@ def test_a_flipped_bit_in_the_record_never_makes_it_another_run(repository: Repo
 def test_an_older_record_is_believed_only_where_the_snapshots_agree(repository: Repository, tmp_path: Path) -> None:
     """It has no digest: each flipped bit of its run is found by the manifests, and the next writer protects it."""
     run = repository.create_if_absent().run
-    path = tmp_path / "run" / layout.RECORD
+    path = tmp_path / "run" / names.RECORD
     path.write_bytes(unprotected(run))
     assert Repository(repository.storage).run_id == run
     save(Repository(repository.storage))
@@ -97,7 +97,7 @@ def test_a_record_of_another_run_gives_way_to_the_snapshots(repository: Reposito
     run = repository.create_if_absent().run
     save(repository)
     other = Repository(LocalStorage(tmp_path / "other")).create_if_absent()
-    (tmp_path / "run" / layout.RECORD).write_bytes(encode_record(other))
+    (tmp_path / "run" / names.RECORD).write_bytes(encode_record(other))
     assert Repository(repository.storage).create_if_absent().run == run
     assert Repository(repository.storage).run_id == run
 
@@ -110,7 +110,7 @@ def test_a_place_whose_record_is_damaged_stays_a_place_of_its_run(
     mine = RunText.of(Repository(repository.storage)) if repository.create_if_absent() else None
     assert mine is not None
     save(repository)
-    path = tmp_path / "run" / layout.RECORD
+    path = tmp_path / "run" / names.RECORD
     text = path.read_bytes() if has_digest else unprotected(mine.run)
     at = text.index(mine.run.encode())
     path.write_bytes(text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :])
@@ -120,7 +120,7 @@ def test_a_place_whose_record_is_damaged_stays_a_place_of_its_run(
     other.create_if_absent()
     save(other)
     for content in (None, b"damaged"):
-        record = tmp_path / "other" / layout.RECORD
+        record = tmp_path / "other" / names.RECORD
         record.unlink() if content is None else record.write_bytes(content)
         with pytest.raises(ForeignError, match="another run"):
             adopt_run(mine, other.storage)

@@ -11,27 +11,27 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy.transfer import mapped
 from ckpt_engine.errors import CkptError, ConfigError, CorruptError, SnapshotFailedError
-from ckpt_engine.persist.status import StatusFile, read_status
-from ckpt_engine.store import layout, manifest_codec, pins
+from ckpt_engine.store import manifest_codec, names, pins
 from ckpt_engine.store.lease import acquire, read_holder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.transfer import mapped
+from ckpt_engine.writer.tier_status import StatusFile, read_status
 from tests.store.samples import info, manifest, save
 
 SNAPSHOT = "00000001-s0000000010-0123abcd"
 KINDS = {
-    "record": layout.RECORD,
-    "lease": layout.LEASE,
-    "status": layout.STATUS,
-    "catalog": layout.CATALOG,
-    "rollback": layout.ROLLBACK,
-    "manifest": layout.manifest_name(SNAPSHOT),
-    "data": layout.data_name(SNAPSHOT),
-    "part": layout.part_name(SNAPSHOT, 0),
-    "wanted": layout.wanted_name(SNAPSHOT),
-    "pin": layout.pin_name(SNAPSHOT),
+    "record": names.RECORD,
+    "lease": names.LEASE,
+    "status": names.STATUS,
+    "catalog": names.CATALOG,
+    "rollback": names.ROLLBACK,
+    "manifest": names.manifest_name(SNAPSHOT),
+    "data": names.data_name(SNAPSHOT),
+    "part": names.part_name(SNAPSHOT, 0),
+    "wanted": names.wanted_name(SNAPSHOT),
+    "pin": names.pin_name(SNAPSHOT),
 }
 WAIT_SECONDS = 20.0
 
@@ -128,9 +128,9 @@ def test_whole_reads_are_capped_by_the_kind_of_file(kind: str, tmp_path: Path, m
     os.truncate(path, 8 << 30)
     with pytest.raises(CorruptError, match=r"8,589,934,592 bytes; the format allows"):
         storage.get(name)
-    monkeypatch.setattr(layout, "MANIFEST_BYTES", 4000)
-    monkeypatch.setattr(layout, "SMALL_BYTES", 3000)
-    most = layout.most_bytes(name)
+    monkeypatch.setattr(names, "MANIFEST_BYTES", 4000)
+    monkeypatch.setattr(names, "SMALL_BYTES", 3000)
+    most = names.most_bytes(name)
     os.truncate(path, most)
     assert len(storage.get(name)) == most
     os.truncate(path, most + 1)
@@ -148,9 +148,9 @@ def test_no_writer_makes_what_no_reader_takes(tmp_path: Path, monkeypatch: pytes
     assert pins.pins(repository.storage) == []
     whole = manifest(info(2), repository.run_id)
     text = manifest_codec.encode(whole)
-    monkeypatch.setattr(layout, "MANIFEST_BYTES", len(text))
+    monkeypatch.setattr(names, "MANIFEST_BYTES", len(text))
     assert manifest_codec.encode(whole) == text
-    monkeypatch.setattr(layout, "MANIFEST_BYTES", len(text) - 1)
+    monkeypatch.setattr(names, "MANIFEST_BYTES", len(text) - 1)
     with pytest.raises(SnapshotFailedError, match="the format allows") as caught:
         repository.commit(whole)
     assert caught.value.hint is not None and "tensors" in caught.value.hint
@@ -179,7 +179,7 @@ def test_a_lease_that_is_a_link_is_refused_and_its_target_is_left_alone(tmp_path
     """Who can write into the folder must not be able to have us overwrite files elsewhere."""
     root = tmp_path / "run"
     save(Repository(LocalStorage(root)))
-    lease = root / layout.LEASE
+    lease = root / names.LEASE
     lease.symlink_to(victim)
     with pytest.raises(CorruptError, match="a link") as caught:
         acquire(LocalStorage(root))
@@ -198,8 +198,8 @@ def test_a_lease_that_is_a_link_is_refused_and_its_target_is_left_alone(tmp_path
 def test_a_lease_that_becomes_a_link_is_lost(tmp_path: Path) -> None:
     """Even one to the very file: what has this name is no lease of ours any more."""
     with acquire(LocalStorage(tmp_path)) as lease:
-        (tmp_path / layout.LEASE).rename(tmp_path / "moved")
-        (tmp_path / layout.LEASE).symlink_to(tmp_path / "moved")
+        (tmp_path / names.LEASE).rename(tmp_path / "moved")
+        (tmp_path / names.LEASE).symlink_to(tmp_path / "moved")
         with pytest.raises(CkptError, match="removed or replaced"):
             lease.check()
 
@@ -209,10 +209,10 @@ def test_no_put_writes_through_a_link(tmp_path: Path, victim: Path) -> None:
     root = tmp_path / "run"
     storage = LocalStorage(root)
     root.mkdir()
-    (root / layout.CATALOG).symlink_to(victim)
-    storage.put(layout.CATALOG, [memoryview(b"catalog")], exclusive=False)
-    assert storage.get(layout.CATALOG) == b"catalog"
-    name = layout.data_name(SNAPSHOT)
+    (root / names.CATALOG).symlink_to(victim)
+    storage.put(names.CATALOG, [memoryview(b"catalog")], exclusive=False)
+    assert storage.get(names.CATALOG) == b"catalog"
+    name = names.data_name(SNAPSHOT)
     temp = root / "data" / f".tmp-{'ab' * 8}-{Path(name).name}"
     temp.parent.mkdir()
     temp.symlink_to(victim)
@@ -227,11 +227,11 @@ def test_the_status_is_not_written_through_a_link(tmp_path: Path, victim: Path) 
     root = tmp_path / "run"
     root.mkdir()
     for make in (lambda path: path.symlink_to(victim), os.mkfifo):
-        for name in (f".tmp-{layout.STATUS}", layout.STATUS):
+        for name in (f".tmp-{names.STATUS}", names.STATUS):
             (root / name).unlink(missing_ok=True)
             make(root / name)
         assert _within_time(lambda: StatusFile(str(root), 1, "here").write([])) is None
-        assert stat.S_ISREG((root / layout.STATUS).lstat().st_mode)
+        assert stat.S_ISREG((root / names.STATUS).lstat().st_mode)
         status = read_status(LocalStorage(root))
         assert status is not None
         assert status.host == "here"
@@ -242,6 +242,6 @@ def test_a_pin_that_is_no_file_still_pins(tmp_path: Path) -> None:
     repository = Repository(LocalStorage(tmp_path))
     snapshot = save(repository)
     (tmp_path / "pins").mkdir()
-    os.mkfifo(tmp_path / layout.pin_name(snapshot))
+    os.mkfifo(tmp_path / names.pin_name(snapshot))
     assert [pin.id for pin in pins.pins(repository.storage)] == [snapshot]
     assert pins.orphans(repository) == []

@@ -16,7 +16,7 @@ from ckpt_engine.errors import (
     StorageExistsError,
     StorageMissingError,
 )
-from ckpt_engine.store import layout, manifest_codec
+from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.store.samples import files, info, manifest, save
@@ -136,17 +136,17 @@ def test_a_snapshot_that_does_not_exist_is_missing(repository: Repository, snaps
 
 def _spoil(repository: Repository, snapshot: str, data: bytes) -> None:
     assert isinstance(repository.storage, LocalStorage)
-    Path(repository.storage.path(layout.manifest_name(snapshot))).write_bytes(data)
+    Path(repository.storage.path(names.manifest_name(snapshot))).write_bytes(data)
 
 
 def test_damaged_manifests_are_listed_apart_with_their_reason(repository: Repository) -> None:
     """Truncated, foreign, newer and exchanged ones do not hide the healthy ones."""
     good, short, json_, newer, other = (save(repository, step) for step in range(5))
-    text = repository.storage.get(layout.manifest_name(newer))
-    _spoil(repository, short, repository.storage.get(layout.manifest_name(short))[:40])
+    text = repository.storage.get(names.manifest_name(newer))
+    _spoil(repository, short, repository.storage.get(names.manifest_name(short))[:40])
     _spoil(repository, json_, b'{"epoch": 3}')
     _spoil(repository, newer, text.replace(b'"version":1', b'"version":7'))
-    _spoil(repository, other, repository.storage.get(layout.manifest_name(good)))
+    _spoil(repository, other, repository.storage.get(names.manifest_name(good)))
     listing = Repository(repository.storage).scan()
     assert [one.id for one in listing.snapshots] == [good]
     assert {bad.id: type(bad.error) for bad in listing.damaged} == {
@@ -264,22 +264,22 @@ def test_ids_are_unique_and_say_seq_and_step() -> None:
 
     random.seed(1)
     before = random.getstate()
-    made = {layout.snapshot_id(3, 1234) for _ in range(1000)}
+    made = {names.snapshot_id(3, 1234) for _ in range(1000)}
     assert random.getstate() == before
     assert len(made) == 1000
-    parsed = layout.parse_id(made.pop())
+    parsed = names.parse_id(made.pop())
     assert parsed is not None
     assert (parsed.seq, parsed.step) == (3, 1234)
     with pytest.raises(ValueError, match="negative"):
-        layout.snapshot_id(1, -1)
+        names.snapshot_id(1, -1)
 
 
 def test_names_that_only_look_like_ours_are_foreign() -> None:
     """Case, whitespace, extra parts."""
-    good = layout.snapshot_id(1, 1)
-    assert layout.is_ours(layout.manifest_name(good))
-    assert layout.is_ours(layout.data_name(good, 12, 3))
-    owner = layout.data_owner(layout.data_name(good, 12, 3))
+    good = names.snapshot_id(1, 1)
+    assert names.is_ours(names.manifest_name(good))
+    assert names.is_ours(names.data_name(good, 12, 3))
+    owner = names.data_owner(names.data_name(good, 12, 3))
     assert owner is not None
     assert owner.id == good
     for name in (
@@ -292,4 +292,4 @@ def test_names_that_only_look_like_ours_are_foreign() -> None:
         f"data/{good}-r0000٣.safetensors",
         "ckpt.json.old",
     ):
-        assert not layout.is_ours(name), name
+        assert not names.is_ours(name), name

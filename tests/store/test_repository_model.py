@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ckpt_engine.store import layout
-from ckpt_engine.store.collect import collect, prune
+from ckpt_engine.copy.make_room import collect, prune
+from ckpt_engine.store import names
 from ckpt_engine.store.lease import Lease, acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import plan, policy_from
@@ -57,11 +57,11 @@ class RepositoryModel(RuleBasedStateMachine):
         there = sorted(name for names in self.needs.values() for name in names)
         shared = data.draw(st.lists(st.sampled_from(there), max_size=2, unique=True)) if there else []
         snapshot = save(self.repository, step, {} if loss is None else {"loss": loss}, shared)
-        self.needs[snapshot] = {layout.data_name(snapshot), *shared}
+        self.needs[snapshot] = {names.data_name(snapshot), *shared}
 
     @rule(seq=st.integers(1, 12))
     def leave_an_orphan(self, seq: int) -> None:
-        name = layout.data_name(layout.snapshot_id(seq, 1))
+        name = names.data_name(names.snapshot_id(seq, 1))
         put(self.repository.storage, name, data_file())
         self.orphans.add(name)
 
@@ -75,7 +75,7 @@ class RepositoryModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def damage_a_manifest(self, data: st.DataObject) -> None:
         snapshot = data.draw(st.sampled_from(sorted(self.needs)))
-        (self.root / layout.manifest_name(snapshot)).write_bytes(b'{"digest":"xx')
+        (self.root / names.manifest_name(snapshot)).write_bytes(b'{"digest":"xx')
         self.damaged[snapshot] = self.needs.pop(snapshot)
         self.restart()
 
@@ -101,8 +101,8 @@ class RepositoryModel(RuleBasedStateMachine):
 
     def _collected(self, removed: tuple[str, ...]) -> None:
         needed = set().union(*self.needs.values(), *self.damaged.values())
-        withheld_up_to = max((layout.parse_id(bad).seq for bad in self.damaged), default=-1)
-        free = {name for name in self.orphans - needed if layout.data_owner(name).seq > withheld_up_to}
+        withheld_up_to = max((names.parse_id(bad).seq for bad in self.damaged), default=-1)
+        free = {name for name in self.orphans - needed if names.data_owner(name).seq > withheld_up_to}
         assert set(removed) == free
         self.orphans -= free
 
@@ -115,8 +115,8 @@ class RepositoryModel(RuleBasedStateMachine):
         assert {bad.id for bad in listing.damaged} == set(self.damaged)
         assert [info.seq for info in listing.snapshots] == sorted(info.seq for info in listing.snapshots)
         data = set().union(*self.needs.values(), *self.damaged.values(), self.orphans)
-        manifests = {layout.manifest_name(snapshot) for snapshot in (*self.needs, *self.damaged)}
-        assert files(self.root) == {layout.RECORD, layout.LEASE} | data | manifests | self.foreign
+        manifests = {names.manifest_name(snapshot) for snapshot in (*self.needs, *self.damaged)}
+        assert files(self.root) == {names.RECORD, names.LEASE} | data | manifests | self.foreign
 
     def teardown(self) -> None:
         if hasattr(self, "lease") and self.lease:

@@ -12,18 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.store.retention import (
-    KeepAge,
-    KeepAll,
-    KeepBest,
-    KeepEveryNSteps,
-    KeepLast,
-    KeepPeriods,
-    Plan,
-    Retention,
-    plan,
-    policy_from,
-)
+from ckpt_engine.store.retention import Retention, RetentionPlan, plan, policy_from
+from ckpt_engine.store.retention_rules import KeepAge, KeepAll, KeepBest, KeepEveryNSteps, KeepLast, KeepPeriods
 from tests.store.samples import info
 
 _law = settings(max_examples=80, deadline=None)  # a busy machine is no failure
@@ -64,7 +54,7 @@ keeps = st.fixed_dictionaries(
 )
 
 
-def _after(infos: list[SnapshotInfo], done: Plan) -> list[SnapshotInfo]:
+def _after(infos: list[SnapshotInfo], done: RetentionPlan) -> list[SnapshotInfo]:
     return [one for one in infos if one.id not in done.remove]
 
 

@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.retention import (
     SLACK_BYTES,
-    KeepAll,
-    KeepLast,
-    Limits,
-    Plan,
+    ByteLimits,
     Retention,
+    RetentionPlan,
     Usage,
     plan,
     plan_before_write,
     policy_from,
 )
+from ckpt_engine.store.retention_rules import KeepAll, KeepLast
 from tests.store.samples import info
 from tests.store.test_retention import keeps, runs
 
@@ -42,7 +41,7 @@ class Disk:
     def usage(self) -> Usage:
         return Usage({info.id: self.files[info.id] for info in self.infos}, self.other_bytes)
 
-    def after(self, done: Plan) -> Disk:
+    def after(self, done: RetentionPlan) -> Disk:
         left = [info for info in self.infos if info.id not in done.remove]
         smaller = dataclasses.replace(self, infos=left)
         freed_bytes = self.usage.used_bytes - smaller.usage.used_bytes
@@ -61,7 +60,7 @@ def disks(draw: st.DrawFn) -> Disk:
 
 
 limits = st.builds(
-    Limits,
+    ByteLimits,
     quota_bytes=st.none() | st.integers(1, 80).map(lambda n: n * UNIT),
     min_free_bytes=st.none() | st.integers(1, 40).map(lambda n: n * UNIT),
 )
@@ -72,7 +71,7 @@ def _chosen(data: st.DataObject, disk: Disk) -> set[str]:
     return data.draw(st.sets(st.sampled_from([one.id for one in disk.infos]))) if disk.infos else set()
 
 
-def _planned(disk: Disk, policy: Retention, pinned: set[str], verified: str | None = None) -> Plan:
+def _planned(disk: Disk, policy: Retention, pinned: set[str], verified: str | None = None) -> RetentionPlan:
     protected = dict.fromkeys(pinned & {one.id for one in disk.infos}, "pinned")
     return plan(disk.infos, policy, protected, verified=verified, usage=disk.usage, free_bytes=disk.free_bytes)
 
@@ -146,7 +145,7 @@ def test_after_a_plan_the_limits_hold_or_it_says_what_is_missing(
         assert over_bytes <= 0
         return
     immune = [one for one in disk.infos if one.id in pinned or one.seq == _last(disk)]
-    least = disk.after(Plan({}, tuple(one.id for one in disk.infos if one not in immune)))
+    least = disk.after(RetentionPlan({}, tuple(one.id for one in disk.infos if one not in immune)))
     assert (quota is not None and least.usage.used_bytes > quota) or (floor is not None and least.free_bytes < floor)
 
 
@@ -175,10 +174,10 @@ def test_no_more_goes_than_is_needed(disk: Disk, policy: Retention, units: int) 
     """Without the last removal before a write, some limit, or the disk, would not hold."""
     incoming_bytes = units * UNIT
     done = plan_before_write(disk.infos, policy, incoming_bytes, disk.free_bytes, usage=disk.usage)
-    fits = policy.limits == Limits() and disk.free_bytes >= incoming_bytes + SLACK_BYTES
+    fits = policy.limits == ByteLimits() and disk.free_bytes >= incoming_bytes + SLACK_BYTES
     if fits:
         assert done.remove == ()
-    nothing = disk.after(Plan({}, ()))
+    nothing = disk.after(RetentionPlan({}, ()))
     quota, floor = policy.limits.quota_bytes, policy.limits.min_free_bytes
     had_room = (
         (quota is None or nothing.usage.used_bytes + incoming_bytes + SLACK_BYTES <= quota)
@@ -194,7 +193,7 @@ def test_the_quota_is_never_exceeded_at_any_instant(
     sizes: list[int], keep: dict[str, Any], quota: int, data: st.DataObject
 ) -> None:
     """A run of many writes, planned before and after each: used bytes, the one being written included, stay below."""
-    policy = Retention(policy_from(keep), Limits(quota_bytes=quota * UNIT))
+    policy = Retention(policy_from(keep), ByteLimits(quota_bytes=quota * UNIT))
     disk = Disk([], {}, 0, 1 << 60)
     for seq, size in enumerate(sizes, 1):
         before = plan_before_write(disk.infos, policy, size * UNIT, disk.free_bytes, usage=disk.usage)
@@ -219,21 +218,21 @@ def _run(*seqs: int, nbytes: int = UNIT) -> list[SnapshotInfo]:
 def test_the_oldest_go_first_and_the_best_last() -> None:
     """Under a quota of three, of five kept ones the two oldest go, except the best."""
     infos = _run(1, 2, 3, 4, 5)
-    policy = Retention(policy_from({"last": 5, "best": {"monitor": "loss"}}), Limits(quota_bytes=3 * UNIT))
+    policy = Retention(policy_from({"last": 5, "best": {"monitor": "loss"}}), ByteLimits(quota_bytes=3 * UNIT))
     done = plan(infos, policy)
     assert done.remove == (infos[1].id, infos[2].id)
     assert done.why[infos[1].id] == "over the quota of 3.1 MB"
-    tighter = plan(infos, Retention(policy.rule, Limits(quota_bytes=UNIT)))
+    tighter = plan(infos, Retention(policy.rule, ByteLimits(quota_bytes=UNIT)))
     assert set(tighter.keep) == {infos[4].id}
 
 
 def test_a_limit_takes_a_damaged_newest_before_the_newest_whole_one() -> None:
     """There is room for one: it is the one that can be resumed from, after a write and before the next."""
     infos = _run(1, 2, 3)
-    policy = Retention(KeepLast(3), Limits(quota_bytes=UNIT))
+    policy = Retention(KeepLast(3), ByteLimits(quota_bytes=UNIT))
     assert plan(infos, policy, verified=infos[1].id).remove == (infos[0].id, infos[2].id)
     assert plan(infos, policy).remove == (infos[0].id, infos[1].id)
-    roomy = Retention(KeepLast(3), Limits(quota_bytes=2 * UNIT + SLACK_BYTES))
+    roomy = Retention(KeepLast(3), ByteLimits(quota_bytes=2 * UNIT + SLACK_BYTES))
     before = plan_before_write(infos, roomy, UNIT, None, verified=infos[1].id)
     assert before.remove == (infos[0].id, infos[2].id)
     assert plan_before_write(infos, roomy, UNIT, None).remove == (infos[0].id, infos[1].id)
@@ -241,16 +240,16 @@ def test_a_limit_takes_a_damaged_newest_before_the_newest_whole_one() -> None:
 
 def test_a_limit_that_fails_without_snapshots_is_told() -> None:
     """Nothing to remove is no reason to call a full disk fine."""
-    assert plan([], Retention(KeepAll(), Limits(min_free_bytes=UNIT)), free_bytes=1).short_bytes == UNIT - 1
+    assert plan([], Retention(KeepAll(), ByteLimits(min_free_bytes=UNIT)), free_bytes=1).short_bytes == UNIT - 1
 
 
 def test_room_comes_first_from_what_would_go_anyway() -> None:
     """Before a write that pushes one out of `last`, that one goes, not an older one that another rule keeps."""
     infos = _run(1, 2, 3)
-    policy = Retention(policy_from({"last": 2, "every_n_steps": 10}), Limits(quota_bytes=4 * UNIT))
+    policy = Retention(policy_from({"last": 2, "every_n_steps": 10}), ByteLimits(quota_bytes=4 * UNIT))
     done = plan_before_write(infos, policy, UNIT // 2, None)
     assert done.remove == ()
-    lasting = Retention(policy_from({"last": 2, "best": {"monitor": "loss", "k": 1}}), Limits(quota_bytes=4 * UNIT))
+    lasting = Retention(policy_from({"last": 2, "best": {"monitor": "loss", "k": 1}}), ByteLimits(quota_bytes=4 * UNIT))
     assert plan_before_write(infos, lasting, UNIT, None).remove == (infos[1].id,)
 
 
@@ -266,9 +265,9 @@ def test_a_disk_without_room_costs_only_what_the_rules_drop_anyway() -> None:
 def test_a_limit_that_cannot_hold_removes_nothing_and_says_so() -> None:
     """A quota below the newest snapshot: history is not sacrificed for nothing."""
     infos = _run(1, 2, 3)
-    done = plan(infos, Retention(KeepAll(), Limits(quota_bytes=UNIT // 2)))
+    done = plan(infos, Retention(KeepAll(), ByteLimits(quota_bytes=UNIT // 2)))
     assert (done.remove, done.short_bytes) == ((), UNIT // 2)
-    before = plan_before_write(infos, Retention(KeepAll(), Limits(quota_bytes=UNIT)), UNIT, None)
+    before = plan_before_write(infos, Retention(KeepAll(), ByteLimits(quota_bytes=UNIT)), UNIT, None)
     assert (before.remove, before.short_bytes) == ((), UNIT + SLACK_BYTES)
 
 

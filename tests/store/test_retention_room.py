@@ -12,14 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckpt_engine.copy.make_room import SpaceReservation, make_room, measure, prune
 from ckpt_engine.errors import StorageError, StorageFullError
-from ckpt_engine.persist.room import Room
-from ckpt_engine.store import layout, manifest_codec, pins
-from ckpt_engine.store.collect import make_room, prune
+from ckpt_engine.store import manifest_codec, names, pins
 from ckpt_engine.store.lease import Lease, acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import SLACK_BYTES, policy_from
-from ckpt_engine.store.retention_usage import measure
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.store.measured import MeasuredDisk
 from tests.store.samples import data_file, files, info, manifest, save
@@ -45,12 +43,12 @@ class _Run:
         self.policy = policy_from(keep)
         self.warnings: list[str] = []
         self.lease: Lease
-        self.room: Room
+        self.room: SpaceReservation
 
     def start(self) -> None:
         self.lease = acquire(self.storage)
         self.repository.create_if_absent()
-        self.room = Room(self.repository, self.lease, self.policy, self.warnings.append)
+        self.room = SpaceReservation(self.repository, self.lease, self.policy, self.warnings.append)
 
     def used_bytes(self) -> int:
         """What is below the root, whoever wrote it."""
@@ -62,7 +60,7 @@ class _Run:
         text = b"%08d" % step * (nbytes // 8)
         made = manifest(about, self.repository.run_id, text=text)
         self.room.before(len(data_file(text)), lambda: made)
-        self.storage.put(layout.data_name(about.id), [memoryview(data_file(text))])
+        self.storage.put(names.data_name(about.id), [memoryview(data_file(text))])
         self.repository.commit(made)
         self.room.committed(about.id)
         prune(self.repository, self.lease, self.policy, verified=(about.id,))
@@ -124,7 +122,7 @@ def test_whatever_happens_the_quota_holds_at_every_instant(acts: list[tuple[str,
                 run.disk.broken = False
             elif act == "left over" and run.used_bytes() + number <= quota:
                 (run.root / "data").mkdir(exist_ok=True)
-                run.storage.put(layout.data_name(layout.snapshot_id(90 + step, step)), [memoryview(bytes(number))])
+                run.storage.put(names.data_name(names.snapshot_id(90 + step, step)), [memoryview(bytes(number))])
             elif act == "restart":
                 run.lease.release()
                 run.repository = Repository(run.storage)
@@ -176,7 +174,7 @@ def test_garbage_goes_before_a_write_is_refused(start: Any) -> None:
     """What a killed writer left behind does not cost a snapshot."""
     run = start(last=9, quota=3 * SIZE)
     run.save(1)
-    orphan = layout.data_name(layout.snapshot_id(9, 9))
+    orphan = names.data_name(names.snapshot_id(9, 9))
     run.storage.put(orphan, [memoryview(bytes(SIZE + 200_000))])
     run.save(2)
     assert orphan not in files(run.root)
@@ -221,11 +219,11 @@ def test_usage_is_what_the_files_are(start: Any) -> None:
     """Shared data counts once; garbage, pins and damaged snapshots count; foreign files do not."""
     run = start()
     first = save(run.repository, 1)
-    second = save(run.repository, 2, shared=[layout.data_name(first)])
+    second = save(run.repository, 2, shared=[names.data_name(first)])
     pins.pin(run.repository, first)
-    run.storage.put(layout.data_name(layout.snapshot_id(9, 9)), [memoryview(bytes(1000))])
+    run.storage.put(names.data_name(names.snapshot_id(9, 9)), [memoryview(bytes(1000))])
     damaged = save(run.repository, 3)
-    (run.root / layout.manifest_name(damaged)).write_bytes(b"\0" * 50)
+    (run.root / names.manifest_name(damaged)).write_bytes(b"\0" * 50)
     (run.root / "data/notes.txt").write_text("mine")
     usage = measure(Repository(run.storage))
     whole = sum(path.stat().st_size for path in run.root.rglob("*") if path.is_file() and path.name != "notes.txt")

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from ckpt_engine.copy import drop_components
+from ckpt_engine.copy.make_room import plan_prune, prune
 from ckpt_engine.errors import NoUsableSnapshotError
 from ckpt_engine.restore.choose import Search, candidates, none_usable
-from ckpt_engine.store import layout, pins, slim
-from ckpt_engine.store.collect import plan_prune, prune
+from ckpt_engine.store import names, pins
 from ckpt_engine.store.lease import Lease, acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import policy_from
@@ -54,7 +55,7 @@ def ids(run: RunFolder) -> list[str]:
 
 
 def _slim(ids: list[str]) -> list[str]:
-    return [slim.slim_id(one, ["optimizer"]) for one in ids]
+    return [drop_components.slim_id(one, ["optimizer"]) for one in ids]
 
 
 def test_old_snapshots_lose_the_component_and_keep_every_other_byte(
@@ -114,13 +115,13 @@ def test_a_pin_set_meanwhile_wins(
     run: RunFolder, lease: Lease, ids: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The slim form is given up."""
-    write = slim.write
+    write = drop_components.write
 
-    def pinned_first(repository: Repository, made: slim.Slim) -> None:
+    def pinned_first(repository: Repository, made: drop_components.Slim) -> None:
         write(repository, made)
         pins.pin(run.repository, made.whole.info.id)
 
-    monkeypatch.setattr(slim, "write", pinned_first)
+    monkeypatch.setattr(drop_components, "write", pinned_first)
     done = prune(run.repository, lease, POLICY)
     assert set(done.not_slimmed) == set(ids[:2])
     assert [one.id for one in Repository(run.repository.storage).list()] == ids
@@ -163,9 +164,9 @@ def test_an_interrupted_slimming_is_finished(run: RunFolder, lease: Lease, ids: 
 
     If they counted as two, an older snapshot would be one too many.
     """
-    made = slim.foresee(run.repository.read(ids[1]), ["optimizer"])
+    made = drop_components.foresee(run.repository.read(ids[1]), ["optimizer"])
     assert made is not None
-    slim.write(run.repository, made)
+    drop_components.write(run.repository, made)
     if damaged:
         run.data_file(made.manifest.info.id).write_bytes(b"")
     four = policy_from({"last": 4, "components": {"optimizer": {"last": 2}}})
@@ -178,22 +179,22 @@ def test_an_interrupted_slimming_is_finished(run: RunFolder, lease: Lease, ids: 
 
 def test_a_slim_twin_goes_if_the_rules_have_changed(run: RunFolder, lease: Lease, ids: list[str]) -> None:
     """Then the whole snapshot stays; or both go with it."""
-    made = slim.foresee(run.repository.read(ids[0]), ["optimizer"])
+    made = drop_components.foresee(run.repository.read(ids[0]), ["optimizer"])
     assert made is not None
-    slim.write(run.repository, made)
+    drop_components.write(run.repository, made)
     done = prune(run.repository, lease, policy_from({"last": 4}))
     assert done.plan.why == {made.manifest.info.id: f"part of {ids[0]}"}
     assert [one.id for one in run.repository.list()] == ids
-    slim.write(run.repository, made)
+    drop_components.write(run.repository, made)
     assert set(prune(run.repository, lease, policy_from({"last": 3})).plan.remove) == {ids[0], made.manifest.info.id}
 
 
 def test_data_left_by_a_killed_slimming_is_replaced(run: RunFolder, lease: Lease, ids: list[str]) -> None:
     """Killed before the commit: the same name is written again."""
-    run.repository.storage.put(layout.data_name(_slim(ids)[0]), [memoryview(b"left")])
-    made = slim.foresee(run.repository.read(ids[0]), ["optimizer"])
+    run.repository.storage.put(names.data_name(_slim(ids)[0]), [memoryview(b"left")])
+    made = drop_components.foresee(run.repository.read(ids[0]), ["optimizer"])
     assert made is not None
-    slim.write(run.repository, made)
+    drop_components.write(run.repository, made)
     assert run.data_file(made.manifest.info.id).stat().st_size == made.manifest.files[0].nbytes
 
 

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_engine.store.storage.base import Capabilities
+from ckpt_engine.store.storage.disk import Meter
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.meter import Meter
-from ckpt_engine.store.storage.wrappers import WrapperStorage, metered
-from ckpt_engine.store.throttle import BURST_SECONDS, SLICE_BYTES, Throttle
+from ckpt_engine.store.storage.wrappers import BURST_SECONDS, SLICE_BYTES, Throttle, WrapperStorage, metered
 
 RATE = 1000.0
 

@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from ckpt_engine.copy import transfer
+from ckpt_engine.copy.transfer import CopySourceError, RunText, adopt_run, copy_snapshot, scratch_of
 from ckpt_engine.errors import CorruptError, ForeignError, StorageError, StorageFullError, StorageMissingError
-from ckpt_engine.store import layout, transfer
-from ckpt_engine.store.digest import digest
+from ckpt_engine.store import names
+from ckpt_engine.store.container import digest
 from ckpt_engine.store.manifest import DataFile, Entry, Piece
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Capabilities
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.wrappers import WrapperStorage
-from ckpt_engine.store.transfer import RunText, SourceError, adopt_run, copy_snapshot, scratch_of
 from tests.store.samples import data_file, info, manifest, save
 
 
@@ -65,7 +66,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Repository, Re
     kinds = [LocalStorage if kind == "local" else Remote for kind in request.param.split(" to ")]
     local = Repository(LocalStorage(tmp_path / "source"))
     first = save(local, 10)
-    save(local, 20, shared=[layout.data_name(first)])
+    save(local, 20, shared=[names.data_name(first)])
     source = Repository(kinds[0](tmp_path / "source"))
     return source, adopt_run(RunText.of(source), kinds[1](tmp_path / "target"))
 
@@ -90,7 +91,7 @@ def test_the_manifest_goes_last(tmp_path: Path) -> None:
     """Whichever write fails, no snapshot is there that is not whole, and the next copy sends only what is missing."""
     local = Repository(LocalStorage(tmp_path / "source"))
     first = save(local, 10)
-    second = save(local, 20, shared=[layout.data_name(first)])
+    second = save(local, 20, shared=[names.data_name(first)])
     for failing in range(3):
         seen: list[str] = []
 
@@ -120,7 +121,7 @@ def test_damage_does_not_spread(kind: type, tmp_path: Path) -> None:
         root = tmp_path / damage
         source = Repository(LocalStorage(root))
         snapshot = save(source)
-        path = root / (layout.manifest_name(snapshot) if damage == "manifest" else layout.data_name(snapshot))
+        path = root / (names.manifest_name(snapshot) if damage == "manifest" else names.data_name(snapshot))
         text = bytearray(path.read_bytes())
         if damage == "missing":
             path.unlink()
@@ -128,11 +129,11 @@ def test_damage_does_not_spread(kind: type, tmp_path: Path) -> None:
             text[-3] ^= 1
             path.write_bytes(text[:-1] if damage == "short" else text)
         target = adopt_run(RunText.of(source), LocalStorage(tmp_path / f"{damage}-target"))
-        with pytest.raises(SourceError) as caught:
+        with pytest.raises(CopySourceError) as caught:
             copy_snapshot(Repository(kind(root)), target, snapshot)
         assert isinstance(caught.value.error, StorageMissingError if damage == "missing" else CorruptError)
         assert target.ids() == ()
-        assert list(target.storage.list(layout.DATA)) == []
+        assert list(target.storage.list(names.DATA)) == []
 
 
 def test_another_run_is_not_mixed_in(tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_data_of_another_size_is_replaced(tmp_path: Path) -> None:
     source = Repository(LocalStorage(tmp_path / "a"))
     snapshot = save(source)
     target = adopt_run(RunText.of(source), LocalStorage(tmp_path / "b"))
-    target.storage.put(layout.data_name(snapshot), [memoryview(b"half")])
+    target.storage.put(names.data_name(snapshot), [memoryview(b"half")])
     copy_snapshot(source, target, snapshot)
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
@@ -180,7 +181,7 @@ def test_a_full_scratch_disk_is_an_error_of_its_own(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr("os.posix_fallocate", full)
     target = adopt_run(RunText.of(source), Remote(tmp_path / "b"))
-    with pytest.raises(SourceError, match="CKPT301"):
+    with pytest.raises(CopySourceError, match="CKPT301"):
         copy_snapshot(source, target, snapshot)
     assert target.ids() == ()
 
@@ -197,7 +198,7 @@ def test_a_full_target_disk_is_the_targets_error(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(StorageFullError):
         copy_snapshot(source, target, snapshot)
-    assert set(files(tmp_path / "b")) == {layout.RECORD}
+    assert set(files(tmp_path / "b")) == {names.RECORD}
 
 
 class Streamed:
@@ -229,10 +230,10 @@ class Streamed:
         entry = Entry("uint8", (len(text),), parts, "U8")
         made = replace(
             manifest(about, local.run_id),
-            files=(DataFile(layout.data_name(about.id), len(whole)),),
+            files=(DataFile(names.data_name(about.id), len(whole)),),
             entries={"w": entry},
         )
-        local.storage.put(layout.data_name(about.id), [memoryview(whole)])
+        local.storage.put(names.data_name(about.id), [memoryview(whole)])
         local.commit(made)
         self.snapshot, self.nbytes = about.id, len(whole)
 
@@ -267,7 +268,7 @@ def test_what_is_remote_is_written_once(streamed: Streamed, tmp_path: Path, monk
     before = disk.written
     done = copy_snapshot(streamed.repository, target, streamed.snapshot)
     assert done.sent_bytes == streamed.nbytes == sum(nbytes for _, nbytes in streamed.asked)
-    manifest_bytes = (tmp_path / "target" / layout.manifest_name(streamed.snapshot)).stat().st_size
+    manifest_bytes = (tmp_path / "target" / names.manifest_name(streamed.snapshot)).stat().st_size
     assert disk.written - before == streamed.nbytes + manifest_bytes
     assert files(tmp_path / "source") == files(tmp_path / "target")
 
@@ -276,7 +277,7 @@ def test_an_interrupted_file_goes_on_where_it_was(streamed: Streamed, tmp_path: 
     """By another process too: what has arrived is compared with its digests and not fetched again."""
     target = adopt_run(RunText.of(streamed.repository), LocalStorage(tmp_path / "target"))
     streamed.break_after = 6
-    with pytest.raises(SourceError, match="the cable is out"):
+    with pytest.raises(CopySourceError, match="the cable is out"):
         copy_snapshot(streamed.repository, target, streamed.snapshot)
     assert list(target.storage.list("data/")) == []
     streamed.break_after = None
@@ -293,13 +294,13 @@ def test_garbage_of_an_earlier_attempt_is_not_believed(streamed: Streamed, tmp_p
     """After a power loss the half file may hold anything, and have any size."""
     target = adopt_run(RunText.of(streamed.repository), LocalStorage(tmp_path / "target"))
     streamed.break_after = 6
-    with pytest.raises(SourceError):
+    with pytest.raises(CopySourceError):
         copy_snapshot(streamed.repository, target, streamed.snapshot)
     (partial,) = (tmp_path / "target/data").iterdir()
     for text in (b"\xff" * (streamed.nbytes + 5000), b"", b"\0" * 3):
         partial.write_bytes(text)
         streamed.break_after = len(streamed.asked) + 6
-        with pytest.raises(SourceError):
+        with pytest.raises(CopySourceError):
             copy_snapshot(streamed.repository, target, streamed.snapshot)
     streamed.break_after = None
     copy_snapshot(streamed.repository, target, streamed.snapshot)
@@ -310,10 +311,10 @@ def test_a_half_file_is_swept_when_nobody_continues_it(streamed: Streamed, tmp_p
     """It is a temporary file as any: the next collection removes it."""
     target = adopt_run(RunText.of(streamed.repository), LocalStorage(tmp_path / "target"))
     streamed.break_after = 6
-    with pytest.raises(SourceError):
+    with pytest.raises(CopySourceError):
         copy_snapshot(streamed.repository, target, streamed.snapshot)
     assert target.storage.sweep() == streamed.nbytes
-    assert set(files(tmp_path / "target")) == {layout.RECORD}
+    assert set(files(tmp_path / "target")) == {names.RECORD}
 
 
 def test_scratch_is_next_to_local_data(tmp_path: Path) -> None:

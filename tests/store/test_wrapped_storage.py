@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.persist.replicate import Gate
-from ckpt_engine.persist.stall import AbandonedError, Progress
-from ckpt_engine.persist.watched import Source, WatchedStorage
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.storage.base import Capabilities, Storage, Versions
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.wrappers import WrapperStorage, metered
-from ckpt_engine.store.throttle import Throttle
+from ckpt_engine.store.storage.watchdog import AbandonedError, CallProgress, WatchedSource, WatchedStorage
+from ckpt_engine.store.storage.wrappers import Throttle, WrapperStorage, metered
+from ckpt_engine.writer.replicate import Gate
 from tests.persist.faulty import Faulty, Weather
 from tests.store.storage_contract import StorageContract, put
 
@@ -29,7 +27,7 @@ def limited(storage: Storage) -> Storage:
 
 
 def watched(storage: Storage) -> Storage:
-    return WatchedStorage(storage, Progress())
+    return WatchedStorage(storage, CallProgress())
 
 
 @pytest.mark.parametrize("kind", ["folder", "plain"])
@@ -43,7 +41,7 @@ class TestWrapped(StorageContract):
             "watched": lambda: watched(own),
             "both": lambda: watched(limited(own)),
             "twice": lambda: watched(watched(limited(own))),
-            "source": lambda: Source(own, Progress()).storage,
+            "source": lambda: WatchedSource(own, CallProgress()).storage,
             "faulty": lambda: watched(limited(Faulty(tmp_path / "root", Weather()))),
         }
         return wrappers[request.param]()
@@ -63,7 +61,7 @@ def test_abilities_show_through_wrappers(tmp_path: Path) -> None:
 
 def test_what_a_folder_is_asked_for_is_watched_too(tmp_path: Path) -> None:
     """The ability does not lead around the wrapper."""
-    progress = Progress()
+    progress = CallProgress()
     folder = watched(WatchedStorage(LocalStorage(tmp_path), progress)).capabilities.folder
     assert folder is not None
     progress.abandoned = True
@@ -91,7 +89,7 @@ def test_conditional_writes_are_watched(tmp_path: Path) -> None:
     """A lease that hangs is noticed."""
     asked: list[float] = []
 
-    class Counting(Progress):
+    class Counting(CallProgress):
         def asked(self, rest_seconds: float = 0.0) -> None:
             asked.append(rest_seconds)
             super().asked(rest_seconds)

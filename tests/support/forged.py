@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ckpt_engine.store.digest import digest
+from ckpt_engine.store.container import digest
 
 
 def sealed(body: Any, key: str = "manifest") -> bytes:

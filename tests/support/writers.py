@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import psutil
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.persist.spawn import ProcessWriter
+from ckpt_engine.writer.launch import ProcessWriter
 
 PATIENCE_SECONDS = 60.0
 

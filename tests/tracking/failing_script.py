@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.tracking import last_boundary
+from ckpt_engine.loop import failing_loop
 from tests.support.digests import seed_everything
 
 FAILS_AT = 9
@@ -83,7 +83,7 @@ class Script:
 
 
 def main() -> None:
-    last_boundary.affordable = lambda *_: True  # its steps take no longer than a record of one
+    failing_loop.affordable = lambda *_: True  # its steps take no longer than a record of one
     torch.set_num_threads(1)  # as in the tests that compare it bit for bit
     seed_everything(0)
     script = Script(Path(sys.argv[1]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ckpt_engine.tracking.elastic import Elastic
+from ckpt_engine.loop.capture import Elastic
 
 
 def elastic(saved: int) -> Elastic:

@@ -14,7 +14,7 @@ import torchmetrics
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckpt_engine.tracking import last_boundary
+from ckpt_engine.loop import failing_loop
 from tests.accelerate import runs as accelerate_runs
 from tests.accelerate.hf import Text, train_hf
 from tests.accelerate.runs import train_accelerate
@@ -62,7 +62,7 @@ def bomb(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bomb]:
     Steps of these models take no longer than a record of one; the policy has tests of its own.
     """
     bomb = Bomb()
-    monkeypatch.setattr(last_boundary, "affordable", lambda *_: True)
+    monkeypatch.setattr(failing_loop, "affordable", lambda *_: True)
     backward = torch.Tensor.backward
 
     def after_backward(self: torch.Tensor, *args: Any, **more: Any) -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_engine.errors import CkptError
-from ckpt_engine.snapshot.stage import Staging
-from ckpt_engine.tracking.fence import StepFence
+from ckpt_engine.snapshot.stage import Staging, StepFence
 from tests.tracking.runs import Case, every_boundary, saved, train_plain
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_engine.tracking.last_boundary import (
+from ckpt_engine.loop.failing_loop import (
     MOST_BYTES,
     ImpossibleError,
     LastBoundary,

@@ -24,7 +24,7 @@ from torchmetrics.wrappers import (
 
 from accelerate_ckpt import AdaptiveCheckpoint
 from ckpt_engine import Checkpointer
-from ckpt_engine.tracking import metrics
+from ckpt_engine.loop import components
 from tests.support.digests import seed_everything
 
 EPOCHS, BATCHES, CLASSES = 3, 5, 3
@@ -259,4 +259,4 @@ def test_a_metric_that_the_snapshot_lacks_is_named(tmp_path: Path) -> None:
 
 def test_the_private_names_of_the_library_exist() -> None:
     """An upgrade that renames one is seen here."""
-    assert all(name in vars(tm.SumMetric()) for name in metrics.PRIVATE_NAMES)
+    assert all(name in vars(tm.SumMetric()) for name in components.PRIVATE_NAMES)

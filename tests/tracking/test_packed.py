@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckpt_engine.errors import CorruptError, UnstorableLeafError
-from ckpt_engine.tracking.packed import Packer, unpack
+from ckpt_engine.loop.capture import Packer, unpack
 
 
 def tree(n: int = 3) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.tracking.tracker import Tracker
+from ckpt_engine.loop.tracker import Tracker
 from tests.tracking.runs import (
     BATCH,
     Augmented,

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from ckpt_engine.cli.rehearsal.patches import Rehearsal
-from ckpt_engine.cli.rehearsal.spec import Spec
+from ckpt_engine.cli.rehearsal.runs import Spec
 
 
 def main() -> None:

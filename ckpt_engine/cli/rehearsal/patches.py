@@ -19,7 +19,7 @@ from typing import Any
 
 import xxhash
 
-from ckpt_engine.cli.rehearsal.spec import Spec, event_line
+from ckpt_engine.cli.rehearsal.runs import Spec, event_line
 
 WAIT_SECONDS = 600.0
 _OURS = ("tiers", "keep", "overhead", "max_lost_work", "mtbf", "every_n_steps", "every_seconds", "at_end", "on_error")
@@ -181,8 +181,8 @@ class Attributes:
 
     def changed(self) -> dict[str, tuple[str, str]]:
         """Class and digest of those that are not what they were at the last call."""
+        from ckpt_engine.audit.audit import all_attributes
         from ckpt_engine.audit.carried import live_variables  # torch
-        from ckpt_engine.audit.hidden import all_attributes
 
         objects = {path: one for roots in self._roots for path, one in roots().items()}
         variables = {

@@ -1,4 +1,11 @@
-"""Runs of the script in processes of their own: uninterrupted, killed and started again."""
+"""Runs of a script or of a test suite in processes of their own, and what they are told.
+
+Runs a test suite without us and with our callback in every Trainer, and tells which tests that changes.
+
+Takes a command line such as `python -u train.py --lr 1` apart, so that its script runs in a rehearsal.
+
+What a rehearsal tells the process that runs the script, and what that process writes down.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +14,187 @@ import os
 import shutil
 import signal
 import subprocess
-from dataclasses import dataclass
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ckpt_engine.cli.rehearsal.command_line import PythonCommand
-from ckpt_engine.cli.rehearsal.spec import Spec, Trace
-from ckpt_engine.errors import ResumeError, WaitTimeoutError
+import click
+
+from ckpt_engine.errors import CorruptError, ResumeError, WaitTimeoutError
 from ckpt_engine.observe.resume_report import FILE_NAME, NotRestored, ResumeReport
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
+
+PLUGIN = "lightning_ckpt.pytest_plugin"
+_RAN = (0, 1)
+"""Exit codes of pytest where tests were run."""
+_LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """A test that passes without us and fails with us.
+
+    Args:
+        line: the first line of its failure.
+    """
+
+    test: str
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteReport:
+    """What our callback changes in a suite.
+
+    Args:
+        new_failures: pass without us, fail with us.
+        unsteady: of those that failed with us, the ones that failed without us when they were run again.
+        passed: with us.
+        failed_before: fail without us; they were not run with us.
+        skipped: by themselves, without us.
+    """
+
+    new_failures: tuple[Changed, ...]
+    unsteady: tuple[Changed, ...]
+    passed: int
+    failed_before: tuple[Changed, ...]
+    skipped: int
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one test: passed, failed or skipped."""
+
+    outcome: str
+    line: str
+
+
+class Suite:
+    """Starts pytest as often as needed, in the folder that we are in.
+
+    Args:
+        arguments: of pytest, as the user gives them.
+        scratch: an empty folder.
+        timeout: seconds that each run may take.
+        say: takes a line of progress, and whether it is the last one of a run.
+    """
+
+    def __init__(
+        self, arguments: Sequence[str], scratch: Path, timeout: float, say: Callable[[str, bool], None]
+    ) -> None:
+        self._arguments, self._scratch, self._timeout, self._say = arguments, scratch, timeout, say
+
+    def compare(self) -> SuiteReport:
+        """The whole procedure.
+
+        Raises:
+            ResumeError: pytest runs no test.
+            WaitTimeoutError: it takes too long.
+        """
+        without, _ = self._run("run 1: without ckpt-engine")
+        fine = [test for test, one in without.items() if one.outcome == "passed"]
+        if not fine:
+            raise ResumeError("no test passes without ckpt-engine", hint=f"see {self._log('run 1')}")
+        trainers = self._scratch / "trainers"
+        trainers.mkdir()
+        ours = [f"--ckpt-trainers={trainers}"]
+        found, code = self._run("run 2: with AdaptiveCheckpoint in every Trainer", ours, fine)
+        ended = Outcome("failed", f"the tests ended before it, with exit code {code}")
+        failed = {test: one for test in fine if (one := found.get(test, ended)).outcome == "failed"}
+        again: Mapping[str, Outcome] = {}
+        if failed:
+            again, _ = self._run("run 3: the new failures again, without ckpt-engine", (), list(failed))
+        shaky = {test for test, one in again.items() if one.outcome == "failed"}
+        return SuiteReport(
+            new_failures=tuple(Changed(test, one.line) for test, one in failed.items() if test not in shaky),
+            unsteady=tuple(Changed(test, failed[test].line) for test in failed if test in shaky),
+            passed=len(fine) - len(failed),
+            failed_before=tuple(Changed(test, one.line) for test, one in without.items() if one.outcome == "failed"),
+            skipped=sum(one.outcome == "skipped" for one in without.values()),
+        )
+
+    def _run(
+        self, title: str, more: Sequence[str] = (), only: Sequence[str] | None = None
+    ) -> tuple[dict[str, Outcome], int]:
+        name = title.partition(":")[0]
+        file = self._scratch / f"{name}.jsonl"
+        command = [sys.executable, "-m", "pytest", "-p", PLUGIN, f"--ckpt-outcomes={file}", *more]
+        if only is not None:
+            chosen = self._scratch / f"{name}.json"
+            chosen.write_text(json.dumps(only))
+            command += [f"--ckpt-only={chosen}"]  # as a word of its own, its path would move pytest's rootdir
+        with self._log(name).open("wb") as log:
+            process = subprocess.Popen(
+                [*command, *self._arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                self._watch(process, title, file)
+            finally:
+                with suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGKILL)
+                code = process.wait()
+        outcomes, _ = read_outcomes(file)
+        if only is None and code not in _RAN:
+            lines = self._log(name).read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+            text = "\n".join(f"  {line}" for line in lines)
+            raise ResumeError(
+                f"pytest ended with exit code {code} without ckpt-engine; its last lines:\n{text}\n",
+                hint=f"all of its output is in {self._log(name)}",
+            )
+        return outcomes, code
+
+    def _watch(self, process: subprocess.Popen[bytes], title: str, file: Path) -> None:
+        """Until it ends."""
+        deadline = time.monotonic() + self._timeout
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK_SECONDS)
+                break
+            outcomes, total = read_outcomes(file)
+            self._say(self._progress(title, outcomes, total), False)
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    f"pytest was not done after {self._timeout:g} s ({title})",
+                    hint=f"see {self._log(title.partition(':')[0])}; give fewer tests or a longer --timeout",
+                )
+        self._say(self._progress(title, *read_outcomes(file)), True)
+
+    @staticmethod
+    def _progress(title: str, outcomes: Mapping[str, Outcome], total: int) -> str:
+        failed = sum(one.outcome == "failed" for one in outcomes.values())
+        return f"{title}: {len(outcomes):,} of {total:,} tests, {failed:,} failed"
+
+    def _log(self, name: str) -> Path:
+        return self._scratch / f"{name}.log"
+
+
+def read_outcomes(file: Path) -> tuple[dict[str, Outcome], int]:
+    """What the plugin has written so far: outcomes by test, and how many tests there are.
+
+    Raises:
+        CorruptError: something else is in the file.
+    """
+    outcomes: dict[str, Outcome] = {}
+    total = 0
+    lines = file.read_text().split("\n")[:-1] if file.exists() else []
+    try:
+        for event in map(json.loads, lines):
+            if event["event"] == "collected":
+                total = event["tests"]
+            else:
+                outcomes[event["id"]] = Outcome(event["outcome"], event["line"])
+    except (ValueError, KeyError, TypeError) as err:
+        raise CorruptError(f"{file} is not what the pytest plugin writes: {err}") from err
+    return outcomes, total
+
 
 _TAIL_LINES = 12
 
@@ -81,10 +261,10 @@ class Runs:
         """A folder with the snapshots of the uninterrupted run up to a step, as if it had been killed there."""
         target = self.scratch / "cut"
         # Data is written once: a link is as good as a copy. The lease is not.
-        without = shutil.ignore_patterns(layout.LEASE, layout.CATALOG, layout.STATUS)
+        without = shutil.ignore_patterns(names.LEASE, names.CATALOG, names.STATUS)
         shutil.copytree(self.scratch / "uninterrupted", target, copy_function=os.link, ignore=without)
         for manifest in target.glob("*/snapshots/*.json"):
-            parsed = layout.manifest_id(f"snapshots/{manifest.name}")
+            parsed = names.manifest_id(f"snapshots/{manifest.name}")
             if parsed is not None and parsed.step > kill_at:
                 manifest.unlink()
         return target.name
@@ -152,3 +332,166 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         return  # all gone
+
+
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
+_LAUNCHERS = ("accelerate", "torchrun", "deepspeed", "srun", "mpirun", "horovodrun")
+
+
+@dataclass(frozen=True, slots=True)
+class PythonCommand:
+    """A Python program as a user starts it.
+
+    Args:
+        interpreter: with its options.
+        kind: "script" or "module".
+        name: of the file or module.
+    """
+
+    interpreter: tuple[str, ...]
+    kind: str
+    name: str
+    arguments: tuple[str, ...]
+
+    def rehearsed(self, spec: Path) -> list[str]:
+        """The command that runs it in a rehearsal."""
+        wrapper = ("-m", "ckpt_engine.cli.rehearsal", str(spec), self.kind, self.name)
+        return [*self.interpreter, *wrapper, *self.arguments]
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> PythonCommand:
+        """Understand a command line.
+
+        Raises:
+            click.UsageError: it is none that runs one Python program; says what to write instead.
+        """
+        first, rest = words[0], list(words[1:])
+        if not Path(first).name.startswith("python"):
+            return cls._of_program(first, rest)
+        options = [first]
+        while rest and rest[0].startswith("-") and rest[0] != "-m":
+            word = rest.pop(0)
+            if word in ("-c", "-"):
+                raise click.UsageError("a program given with -c or on standard input cannot be run twice: use a file")
+            options.append(word)
+            if word in _WITH_VALUE and rest:
+                options.append(rest.pop(0))
+        kind = "script"
+        if rest and rest[0] == "-m":
+            kind = "module"
+            rest.pop(0)
+        if not rest:
+            raise click.UsageError(f"{' '.join(words)} names no script: give python train.py ...")
+        if kind == "script" and not Path(rest[0]).is_file():
+            raise click.UsageError(f"{rest[0]} is no file: give the script as for python itself")
+        return cls(tuple(options), kind, rest[0], tuple(rest[1:]))
+
+    @classmethod
+    def _of_program(cls, name: str, rest: list[str]) -> PythonCommand:
+        if Path(name).name in _LAUNCHERS:
+            raise click.UsageError(f"{name} starts several processes: give the command of one, python train.py ...")
+        found = shutil.which(name)
+        shebang = _first_line(Path(found)) if found else ""
+        if found is None or "python" not in shebang:
+            raise click.UsageError(f"{name} is no Python program: give python train.py ...")
+        words = shebang.removeprefix("#!").split()
+        interpreter = words[1:] if Path(words[0]).name == "env" else words
+        return cls(tuple(interpreter), "script", found, tuple(rest))
+
+
+def _first_line(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.readline(256).decode(errors="replace").strip() if file.read(2) == b"#!" else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One run of the script.
+
+    Args:
+        folder: where its snapshots go; one folder in it per run folder that the script names.
+        trace: file to which one line of JSON per event is appended.
+        steps: the run ends right after the first snapshot of at least this step.
+        kill_at: the process kills itself before it would take a snapshot after this step; None: it does not.
+    """
+
+    folder: str
+    trace: str
+    steps: int
+    kill_at: int | None = None
+
+    def write(self, path: Path) -> Path:
+        """Put it into a file."""
+        path.write_text(json.dumps(asdict(self)))
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Spec:
+        """The inverse of `write`."""
+        return cls(**json.loads(path.read_text()))
+
+
+Attributes = Mapping[str, tuple[str, str]]
+"""Class and digest of values that may be hidden state, by path; that of a local variable begins with `function().`"""
+
+Batches = Mapping[tuple[int, int], str]
+"""Digests of batches, by loader and number within the epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What one run of the script wrote down.
+
+    Args:
+        roots: the run folders that the script named, in order of their first use.
+        loaded: ids of the snapshots it resumed from.
+        batches: what was fetched on the way to each step.
+        steps: of the snapshots it took, in order.
+        stopped: it was ended after its last step; otherwise it was killed, or ended by itself.
+        attributes: what its objects and its loop's variables were at each step.
+    """
+
+    roots: tuple[str, ...]
+    loaded: tuple[str, ...]
+    batches: Mapping[int, Batches]
+    steps: tuple[int, ...]
+    stopped: bool
+    attributes: Mapping[int, Attributes] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> Trace:
+        """The events of a trace file; none if there is no file.
+
+        Raises:
+            CorruptError: it holds something else.
+        """
+        lines = path.read_text().splitlines() if path.exists() else []
+        roots: list[str] = []
+        loaded: list[str] = []
+        steps: list[int] = []
+        batches: dict[int, dict[tuple[int, int], str]] = {}
+        attributes: dict[int, Attributes] = {}
+        now: dict[str, tuple[str, str]] = {}
+        stopped = False
+        try:
+            for event in map(json.loads, lines):
+                if event["event"] == "root":
+                    roots.append(event["url"])
+                elif event["event"] == "loaded":
+                    loaded.append(event["snapshot"])
+                elif event["event"] == "saving":
+                    steps.append(event["step"])
+                    found = {(loader, number): digest for loader, number, digest in event["batches"]}
+                    batches.setdefault(event["step"], {}).update(found)
+                    now = now | {path: (kind, digest) for path, (kind, digest) in event["attributes"].items()}
+                    attributes[event["step"]] = now
+                elif event["event"] == "stopped":
+                    stopped = True
+        except (ValueError, KeyError, TypeError) as err:
+            raise CorruptError(f"{path} is not what a rehearsal writes: {err}") from err
+        return cls(tuple(roots), tuple(loaded), batches, tuple(steps), stopped, attributes)
+
+
+def event_line(name: str, **values: Any) -> bytes:
+    """One event as it is appended to the trace."""
+    return json.dumps({"event": name, **values}).encode() + b"\n"

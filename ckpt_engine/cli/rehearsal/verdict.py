@@ -1,16 +1,21 @@
-"""What differences between two runs mean: which one is first, and what usually causes it. Pure functions of values."""
+"""What differences between two runs mean: which one is first, and what usually causes it. Pure functions of values.
+
+Pairs the snapshots of two runs that were taken at the same place of the training, and compares each pair.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 
-from ckpt_engine.audit.hidden import remedy
-from ckpt_engine.cli.compare import Difference, Kind
-from ckpt_engine.cli.rehearsal.pairing import Pair
-from ckpt_engine.cli.rehearsal.spec import Attributes, Trace
+from ckpt_engine.audit.audit import remedy
+from ckpt_engine.cli.compare import Comparison, DifferenceKind, LeafDifference
+from ckpt_engine.cli.rehearsal.runs import Attributes, Trace
+from ckpt_engine.cli.root import open_run
 from ckpt_engine.observe.resume_report import NotRestored
+from ckpt_engine.restore.choose import Candidate, assemble
 
 OTHERS = 5
 """Further differences of the same step that a verdict names."""
@@ -54,7 +59,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True)
-class Divergence:
+class FirstDifference:
     """Where two runs first differ.
 
     Args:
@@ -89,7 +94,7 @@ def area_of(path: str) -> Area:
     return Area.WEIGHTS
 
 
-def judge(pairs: Sequence[Pair], *, fresh: bool) -> Divergence | None:
+def judge(pairs: Sequence[Pair], *, fresh: bool) -> FirstDifference | None:
     """The first divergence, or None if all pairs are equal.
 
     Args:
@@ -103,8 +108,8 @@ def judge(pairs: Sequence[Pair], *, fresh: bool) -> Divergence | None:
 
 
 def explain(
-    divergence: Divergence, whole: Trace, killed: Trace, again: Trace, missing: Sequence[NotRestored]
-) -> Divergence:
+    divergence: FirstDifference, whole: Trace, killed: Trace, again: Trace, missing: Sequence[NotRestored]
+) -> FirstDifference:
     """The same divergence with the hidden state that explains it.
 
     What differs between two starts of which neither was resumed (a time, a path) explains nothing.
@@ -152,7 +157,7 @@ def _remedy(path: str, kind: str, *, by_hand: bool) -> str:
     return f"to make it exact: carry = Carry({variable}={variable}), track(…, carry=carry), and use carry.{variable}"
 
 
-def judge_end(whole: int, again: int) -> Divergence | None:
+def judge_end(whole: int, again: int) -> FirstDifference | None:
     """Whether the resumed run went on as far as the uninterrupted one.
 
     Args:
@@ -165,10 +170,10 @@ def judge_end(whole: int, again: int) -> Divergence | None:
         "resumed run"
     )
     first = f"the uninterrupted run went on to step {whole}, the resumed one to step {again}"
-    return Divergence(min(whole, again) + 1, Area.VALUE, first, cause, (), 0)
+    return FirstDifference(min(whole, again) + 1, Area.VALUE, first, cause, (), 0)
 
 
-def _divergence(pair: Pair, *, fresh: bool) -> Divergence:
+def _divergence(pair: Pair, *, fresh: bool) -> FirstDifference:
     ranked = _ranked(pair.differences)
     if pair.batch is not None:
         loader, number = pair.batch
@@ -176,7 +181,7 @@ def _divergence(pair: Pair, *, fresh: bool) -> Divergence:
     else:
         area, first, rest = _area(ranked[0]), _told(ranked[0]), ranked[1:]
     areas = {area, *map(_area, ranked)}
-    return Divergence(
+    return FirstDifference(
         pair.step,
         area,
         first,
@@ -187,7 +192,7 @@ def _divergence(pair: Pair, *, fresh: bool) -> Divergence:
     )
 
 
-def _ranked(differences: Sequence[Difference]) -> list[Difference]:
+def _ranked(differences: Sequence[LeafDifference]) -> list[LeafDifference]:
     """The most telling first, and one of each random stream: its state before its copies in data positions."""
     ranked = sorted(differences, key=lambda one: (list(Area).index(_area(one)), "rng" not in one.path.split("/")[:2]))
     told: set[str] = set()
@@ -206,12 +211,12 @@ def _stream(path: str) -> str:
     return parts[parts.index("rng") + 1] if "rng" in parts[:-1] else path
 
 
-def _area(difference: Difference) -> Area:
+def _area(difference: LeafDifference) -> Area:
     area = area_of(difference.path)
-    return Area.VALUE if area is Area.WEIGHTS and difference.kind is not Kind.TENSOR else area
+    return Area.VALUE if area is Area.WEIGHTS and difference.kind is not DifferenceKind.TENSOR else area
 
 
-def _told(difference: Difference) -> str:
+def _told(difference: LeafDifference) -> str:
     if area_of(difference.path) is Area.STREAM:
         return f"the random stream of {_stream(difference.path)} ({difference.path})"
     return str(difference)
@@ -260,3 +265,62 @@ def _cause_resumed(area: Area, areas: set[Area]) -> str:
         "this value is not put back, or counts something per process: the object that owns it needs a state_dict, "
         "or it has to be computed from the step"
     )
+
+
+Place = tuple[int, str, str]
+"""Step, batch in the epoch, and kind of the boundary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two snapshots of the same place.
+
+    Args:
+        differences: without those that two correct runs may have.
+        values: how many were compared.
+        batch: the first batch on the way to this step whose content differs: loader, number in the epoch.
+    """
+
+    step: int
+    differences: tuple[LeafDifference, ...]
+    values: int
+    batch: tuple[int, int] | None
+
+
+def compare(a: Path, b: Path, traces: tuple[Trace, Trace], first: int, last: int) -> Iterator[Pair]:
+    """Pairs of steps `first` to `last` in the order of training, compared one by one.
+
+    Args:
+        a, b: run folders.
+        traces: of the same runs.
+
+    Raises:
+        CkptError: a snapshot cannot be read.
+    """
+    ones, others = _by_place(a, first, last), _by_place(b, first, last)
+    for place in [place for place in ones if place in others]:
+        comparison = Comparison(ones[place], others[place])
+        found = [one for one in comparison if not one.measured]
+        yield Pair(place[0], tuple(found), comparison.compared, _batch(traces, place[0]))
+
+
+def without_counterpart(a: Path, b: Path, first: int, last: int) -> int:
+    """How many snapshots of `a` in these steps have none of the same place in `b`."""
+    ones, others = _by_place(a, first, last), _by_place(b, first, last)
+    return sum(place not in others for place in ones)
+
+
+def _by_place(folder: Path, first: int, last: int) -> Mapping[Place, Candidate]:
+    """The newest snapshot of each place, in the order of training."""
+    found: dict[Place, Candidate] = {}
+    for parsed, holders in open_run(str(folder)).holders.items():
+        if first <= parsed.step <= last:
+            candidate = assemble(parsed.id, holders)
+            notes = candidate.manifest.notes
+            found[parsed.step, str(notes.get("batch")), str(notes.get("kind"))] = candidate
+    return found
+
+
+def _batch(traces: tuple[Trace, Trace], step: int) -> tuple[int, int] | None:
+    one, other = (trace.batches.get(step, {}) for trace in traces)
+    return next((key for key in sorted(one) if key in other and one[key] != other[key]), None)

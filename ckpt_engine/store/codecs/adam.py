@@ -10,31 +10,39 @@ more     role (u32: 0 first moment, 1 second, 2 weights), kind (u32: 0 as it is,
          beta2, eps, weight decay (f64 each), step (u64)
 rest     the bytes, or blocks of planes
 ```
+
+What one step of Adam does to numbers, in the order of torch's operations: predicts the new state from the old one.
+
+Only additions, multiplications, divisions and square roots are used, which IEEE 754 defines to the last bit: the
+prediction is the same on every machine.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from operator import itemgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckpt_engine.errors import CorruptError
-from ckpt_engine.store.codecs.base import damaged
-from ckpt_engine.store.codecs.delta import fold_difference, unfold_difference
-from ckpt_engine.store.codecs.frames import PAYS
-from ckpt_engine.store.codecs.group import Stored
-from ckpt_engine.store.codecs.planes import HEADER_BYTES, Header, PlaneDecoder, PlaneEncoder, base_digest, scratch
-from ckpt_engine.store.codecs.predict import (
-    AdamStep,
-    Floats,
-    flushes_subnormals,
-    predict_second_moment,
-    predict_weights,
+from ckpt_engine.store.codecs.codec import Stored, damaged
+from ckpt_engine.store.codecs.numbers import fold_difference, unfold_difference
+from ckpt_engine.store.codecs.planes import (
+    HEADER_BYTES,
+    PlaneDecoder,
+    PlaneEncoder,
+    PlanesHeader,
+    Scratch,
+    Words,
+    base_digest,
+    scratch,
+    words_in,
 )
-from ckpt_engine.store.codecs.words import Words, words_in
+from ckpt_engine.store.codecs.simple import PAYS
 
 FIRST, SECOND, WEIGHTS = "m", "v", "p"
 TOLD = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
@@ -136,7 +144,7 @@ class AdamCodec:
         old: Mapping[str, Words],
         step: AdamStep,
     ) -> Stored:
-        header = Header(_MAGIC, 4, False, data.nbytes, base_digest(base))
+        header = PlanesHeader(_MAGIC, 4, False, data.nbytes, base_digest(base))
         check = base_digest(data)
         predict, words, store = _prediction(role, kind, new, old, step), new[role], scratch()
 
@@ -158,7 +166,7 @@ class AdamCodec:
         new: Mapping[str, Words],
         old: Mapping[str, Words],
     ) -> None:
-        header = Header.read(self.name, _MAGIC, stored, out.nbytes, base)
+        header = PlanesHeader.read(self.name, _MAGIC, stored, out.nbytes, base)
         if stored.nbytes < HEADER_BYTES + _MORE.size or header.width != 4 or out.nbytes % 4:
             raise damaged(self.name, "its header makes no sense")
         number, kind, check, lr, beta1, beta2, eps, decay, count = _MORE.unpack_from(stored, HEADER_BYTES)
@@ -201,3 +209,94 @@ def _prediction(
     if kind in (_PREDICTED, _CONTRACTED) and role != FIRST:
         return second if role == SECOND else weights
     return lambda start, stop: old[role][start:stop]
+
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class AdamStep:
+    """What the optimizer was told for the one step between base and state.
+
+    Args:
+        lr: learning rate of that step.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: added to the denominator.
+        weight_decay: decoupled (AdamW); 0 for Adam, whose decay is part of the gradient.
+        step: number of the step, counted from 1, as in the state after it.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+
+    def sensible(self) -> bool:
+        """Whether the formulas are defined for these numbers."""
+        numbers = (self.lr, self.beta1, self.beta2, self.eps, self.weight_decay)
+        return all(map(math.isfinite, numbers)) and 0 <= self.beta1 < 1 and 0 <= self.beta2 < 1 and self.step >= 1
+
+
+def flushes_subnormals() -> bool:
+    """Whether this thread takes tiny numbers for zero, as after `torch.set_flush_denormal(True)`.
+
+    Then its arithmetic is not that of IEEE 754, and nothing may be predicted.
+    """
+    tiny = np.array([np.finfo(np.float32).tiny], np.float32)
+    return not float((tiny * np.float32(0.5)).view(np.uint32)[0])
+
+
+def predict_second_moment(
+    old: Floats, old_first: Floats, new_first: Floats, told: AdamStep, contracted: bool, store: Scratch
+) -> Floats:
+    """The new second moment, from the gradient that the change of the first moment implies.
+
+    That gradient is known to a few last bits only, so that a few predictions are off by one.
+
+    Args:
+        contracted: whether the last multiplication and the addition were rounded once (fused multiply-add).
+    """
+    size = old.size
+    gradient, result = (store.words(4, number, size).view(np.float32) for number in (4, 5))
+    weight = np.float32(1 - told.beta1)
+    np.subtract(new_first, old_first, out=gradient)
+    np.divide(gradient, weight, out=gradient)
+    np.add(gradient, old_first, out=gradient)
+    np.multiply(old, np.float32(told.beta2), out=result)
+    scaled = store.words(4, 6, size).view(np.float32)
+    np.multiply(gradient, np.float32(1 - told.beta2), out=scaled)
+    if contracted:
+        wide = store.words(8, 4, size).view(np.float64)
+        np.multiply(scaled, gradient, out=wide, dtype=np.float64)
+        np.add(wide, result, out=wide)
+        np.copyto(result, wide, casting="same_kind")
+    else:
+        np.multiply(scaled, gradient, out=scaled)
+        np.add(result, scaled, out=result)
+    return _without_nan(result)
+
+
+def predict_weights(old: Floats, new_first: Floats, new_second: Floats, told: AdamStep, store: Scratch) -> Floats:
+    """The new weights, exactly as `torch.optim.AdamW` computes them from both new moments."""
+    size = old.size
+    denominator, result = (store.words(4, number, size).view(np.float32) for number in (4, 5))
+    np.sqrt(new_second, out=denominator)
+    np.divide(denominator, np.float32((1 - told.beta2**told.step) ** 0.5), out=denominator)
+    np.add(denominator, np.float32(told.eps), out=denominator)
+    update = store.words(4, 6, size).view(np.float32)
+    np.multiply(new_first, np.float32(-(told.lr / (1 - told.beta1**told.step))), out=update)
+    np.divide(update, denominator, out=update)
+    np.multiply(old, np.float32(1 - told.lr * told.weight_decay), out=result)
+    np.add(result, update, out=result)
+    return _without_nan(result)
+
+
+def _without_nan(result: Floats) -> Floats:
+    # Which bits an operation gives to NaN differs between processors.
+    nan = np.isnan(result)
+    if nan.any():
+        result[nan] = 0
+    return result

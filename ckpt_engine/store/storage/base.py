@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckpt_engine.store.manifest import Manifest
-from ckpt_engine.store.storage.meter import Meter
-from ckpt_engine.store.storage.partial import Partial
+from ckpt_engine.store.storage.disk import Meter, PartialFile
 
 READS_ON_MACHINE = 4
 READS_FROM_SERVER = 16
@@ -106,7 +105,7 @@ class Storage(Protocol):
         """At most `nbytes` bytes from `start` on; fewer where the object ends.
 
         Args:
-            nbytes: None: all that the format allows for an object of this name (`layout.most_bytes`).
+            nbytes: None: all that the format allows for an object of this name (`names.most_bytes`).
 
         Raises:
             StorageMissingError
@@ -165,7 +164,7 @@ class Folder(Storage, Protocol):
         """Make durable what is there under a folder such as `data/`: the process that put it may have died early."""
         ...
 
-    def receive(self, name: str, nbytes: int, token: str, fill: Callable[[Partial], None]) -> None:
+    def receive(self, name: str, nbytes: int, token: str, fill: Callable[[PartialFile], None]) -> None:
         """Store an object that arrives in parts: as `put`, but an interrupted one is continued by the next attempt.
 
         Args:

@@ -19,14 +19,23 @@ from typing import Self
 from urllib.parse import quote
 
 from ckpt_engine.errors import CorruptError, StorageError
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
-from ckpt_engine.store.storage.blockio import DIRECT_MIN_BYTES, SLICE_BYTES, read_into, write_blocks
-from ckpt_engine.store.storage.disk import Disk
-from ckpt_engine.store.storage.meter import Meter, MeteredDisk
-from ckpt_engine.store.storage.oserrors import translated, translating
-from ckpt_engine.store.storage.partial import Partial, reserve
-from ckpt_engine.store.storage.regular import open_regular, require_size
+from ckpt_engine.store.storage.disk import (
+    DIRECT_MIN_BYTES,
+    SLICE_BYTES,
+    Disk,
+    Meter,
+    MeteredDisk,
+    PartialFile,
+    open_regular,
+    read_into,
+    require_size,
+    reserve,
+    translated,
+    translating,
+    write_blocks,
+)
 
 TEMP = ".tmp-"
 """Begins the name of every file that is not yet an object."""
@@ -94,7 +103,7 @@ class LocalStorage:
                 raise translated(err, "write", path) from err
             raise
 
-    def receive(self, name: str, nbytes: int, token: str, fill: Callable[[Partial], None]) -> None:
+    def receive(self, name: str, nbytes: int, token: str, fill: Callable[[PartialFile], None]) -> None:
         path = self.path(name)
         folder, _, file = path.rpartition("/")
         temp = f"{folder}/{TEMP}{token}-{file}"
@@ -112,7 +121,7 @@ class LocalStorage:
                 except OSError:
                     self._disk.remove(temp)
                     raise
-                fill(Partial(self._disk, fd, temp, has_begun=has_begun))
+                fill(PartialFile(self._disk, fd, temp, has_begun=has_begun))
                 self._disk.sync(fd)
                 has_link = self._link(temp, path)
                 if not has_link:
@@ -134,7 +143,7 @@ class LocalStorage:
             try:
                 if nbytes is None:
                     size = os.fstat(fd).st_size
-                    require_size(path, size, layout.most_bytes(name))
+                    require_size(path, size, names.most_bytes(name))
                     nbytes = max(0, size - start)
                 parts = []
                 while nbytes > 0 and (part := os.pread(fd, min(nbytes, SLICE_BYTES), start)):

@@ -26,14 +26,11 @@ from ckpt_engine.errors import (
     StorageMissingError,
     StorageReadOnlyError,
 )
-from ckpt_engine.store import layout
-from ckpt_engine.store.storage import ownrandom, redaction
+from ckpt_engine.store import names
+from ckpt_engine.store.storage import object_requests
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
-from ckpt_engine.store.storage.objectnames import checked, split_url
-from ckpt_engine.store.storage.objectoptions import ObjectOptions
-from ckpt_engine.store.storage.oserrors import translated
-from ckpt_engine.store.storage.regular import require_size
-from ckpt_engine.store.storage.retries import Backoff, is_hopeless
+from ckpt_engine.store.storage.disk import require_size, translated
+from ckpt_engine.store.storage.object_requests import Backoff, ObjectOptions, checked, is_hopeless, split_url
 
 WHOLE_AT_CLOSE = frozenset({"gs", "gcs", "az", "abfs", "abfss", "oci", "ocilake", "oss", "s3", "s3a"})
 """Schemes of stores that show an object only when its upload is complete."""
@@ -64,16 +61,16 @@ class FsspecStorage:
         self.options, library_options = ObjectOptions.split(options)
         scheme, path = split_url(url)
         self.url = f"{scheme}://{path}"
-        self._secrets = redaction.secrets_of(library_options)
+        self._secrets = object_requests.secrets_of(library_options)
         try:
             filesystem, root = fsspec.core.url_to_fs(
                 self.url, **library_options, skip_instance_cache=bool(library_options), use_listings_cache=False
             )
         except (ValueError, TypeError, KeyError) as err:
-            reason = redaction.redacted(str(err), self._secrets)
+            reason = object_requests.redacted(str(err), self._secrets)
             told = StorageError(f"no storage for {scheme}:// URLs: {reason}", hint="use a path, s3:// or file://")
             raise told from self._shown(err)
-        ownrandom.shield()
+        object_requests.shield()
         self._fs: Any = filesystem
         self._root = root.rstrip("/")
         self._whole_at_close = scheme in WHOLE_AT_CLOSE
@@ -180,7 +177,7 @@ class FsspecStorage:
     def _read(self, name: str, path: str, start: int, nbytes: int | None) -> bytes:
         size = int(self._fs.info(path)["size"])
         if nbytes is None:
-            require_size(f"{self.url}/{name}", size, layout.most_bytes(name))
+            require_size(f"{self.url}/{name}", size, names.most_bytes(name))
         stop = size if nbytes is None else min(start + nbytes, size)
         if start >= stop:
             return b""
@@ -224,7 +221,7 @@ class FsspecStorage:
 
     def _shown(self, error: Exception) -> Exception | None:
         """`error`, if a traceback may show it."""
-        return None if redaction.shows(error, self._secrets) else error
+        return None if object_requests.shows(error, self._secrets) else error
 
     def _trying(self, work: Callable[[], _T], what: str, name: str) -> _T:
         backoff = Backoff(self.options.retry_seconds)

@@ -12,15 +12,20 @@ from typing import Any, Self
 from botocore.exceptions import ClientError  # type: ignore[import-untyped]
 
 from ckpt_engine.errors import CorruptError, StorageError, StorageExistsError, StorageMissingError
-from ckpt_engine.store import layout
+from ckpt_engine.store import names
 from ckpt_engine.store.storage.base import Capabilities, ObjectInfo
-from ckpt_engine.store.storage.meter import Meter
-from ckpt_engine.store.storage.objectnames import checked, split_url
-from ckpt_engine.store.storage.objectoptions import ObjectOptions
-from ckpt_engine.store.storage.parts import Blocks, Part, plan_parts
-from ckpt_engine.store.storage.s3calls import S3Calls
-from ckpt_engine.store.storage.s3errors import DamagedInTransitError, OthersError, code_of, status_of
-from ckpt_engine.store.storage.s3multipart import TOKEN, Multipart, arrived_whole, digest_of, plain_etag, server_time
+from ckpt_engine.store.storage.disk import Meter
+from ckpt_engine.store.storage.object_requests import (
+    MemoryBlocks,
+    ObjectOptions,
+    UploadPart,
+    checked,
+    plan_parts,
+    split_url,
+)
+from ckpt_engine.store.storage.s3_errors import DamagedInTransitError, OthersError, code_of, status_of
+from ckpt_engine.store.storage.s3_multipart import TOKEN, Multipart, arrived_whole, digest_of, plain_etag, server_time
+from ckpt_engine.store.storage.s3_requests import S3Calls
 
 _SMALL_BYTES = 1 << 20
 _LOOKS = 8
@@ -82,7 +87,7 @@ class S3Storage:
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         key = self._key(name)
-        whole = Blocks(blocks)
+        whole = MemoryBlocks(blocks)
         try:
             self._calls.run(self._put(name, key, whole, exclusive=exclusive), "write", name)
         finally:
@@ -156,7 +161,7 @@ class S3Storage:
 
     # Writing
 
-    async def _put(self, name: str, key: str, blocks: Blocks, *, exclusive: bool) -> None:
+    async def _put(self, name: str, key: str, blocks: MemoryBlocks, *, exclusive: bool) -> None:
         # Look before sending gigabytes, and because some stores ignore the condition.
         if exclusive and await self._multipart.head(key) is not None:
             raise StorageExistsError(f"cannot write {self.url}/{name}: it exists")
@@ -184,8 +189,8 @@ class S3Storage:
             if status_of(err) != 404:
                 cause.add_note(f"it may have become visible all the same: {err}")
 
-    async def _put_small(self, key: str, blocks: Blocks, token: str, *, exclusive: bool) -> None:
-        whole = Part(1, 0, blocks.nbytes)
+    async def _put_small(self, key: str, blocks: MemoryBlocks, token: str, *, exclusive: bool) -> None:
+        whole = UploadPart(1, 0, blocks.nbytes)
         digest = await digest_of(blocks, whole) if self._calls.verifying else None
         backoff = self._calls.backoff()
         while True:
@@ -221,7 +226,7 @@ class S3Storage:
                 raise DamagedInTransitError(f"{key} arrives with other bytes than were sent")
             await asyncio.sleep(wait)
 
-    async def _put_big(self, key: str, blocks: Blocks, token: str, *, exclusive: bool) -> None:
+    async def _put_big(self, key: str, blocks: MemoryBlocks, token: str, *, exclusive: bool) -> None:
         parts = plan_parts(blocks.nbytes, self.options.part_bytes)
         condition: dict[str, Any] = {"IfNoneMatch": "*"} if exclusive and self._conditional else {}
         try:
@@ -241,7 +246,7 @@ class S3Storage:
     async def _replace(self, key: str, data: bytes, version: str | None) -> None:
         condition: dict[str, Any] = {"IfNoneMatch": "*"} if version is None else {"IfMatch": f'"{version}"'}
         token = os.urandom(16).hex()
-        blocks = Blocks([memoryview(data)])
+        blocks = MemoryBlocks([memoryview(data)])
         for wanted in (condition, {}) if self._conditional else ({},):
             try:
                 await self._calls.send(
@@ -375,7 +380,7 @@ class S3Storage:
     async def _sweep(self) -> int:
         freed = 0
         for stale in await self._multipart.unfinished(self._prefix):
-            ours = layout.is_ours(stale.key[len(self._prefix) :])
+            ours = names.is_ours(stale.key[len(self._prefix) :])
             if ours and stale.age_seconds >= self.options.stale_upload_seconds:
                 sizes = (await self._multipart.parts_of(stale.key, stale.id)).values()
                 await self._multipart.abort(stale.key, stale.id)

@@ -1,4 +1,7 @@
-"""From a URL to the storage that serves it."""
+"""From a URL to the storage that serves it.
+
+From the URL of an object store to its storage: S3 by our own streaming uploads, all others through fsspec.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,7 @@ from urllib.parse import unquote, urlsplit
 from ckpt_engine.errors import StorageError
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
-from ckpt_engine.store.storage.objectnames import split_url
-from ckpt_engine.store.storage.objectoptions import ObjectOptions
+from ckpt_engine.store.storage.object_requests import ObjectOptions, split_url
 
 S3_SCHEMES = ("s3", "s3a")
 _NONE: Mapping[str, object] = MappingProxyType({})
@@ -32,8 +34,6 @@ def open_storage(url: str | os.PathLike[str], options: Mapping[str, object] = _N
     text = os.fspath(url)
     scheme = text.partition("://")[0].lower() if "://" in text else "file"
     if scheme != "file":
-        from ckpt_engine.store.storage.objects import open_objects  # slow to import, and local runs need none of it
-
         return open_objects(text, options)
     if options:
         raise StorageError(
@@ -67,3 +67,24 @@ def _local_path(text: str) -> str:
     if parts.query or parts.fragment:
         raise StorageError(f"'?' and '#' have no meaning here: {text}", hint="write them as %3F and %23")
     return path
+
+
+def open_objects(url: str, options: Mapping[str, object]) -> Storage:
+    """The storage at a URL that is not local. Touches nothing yet.
+
+    Raises:
+        StorageError: no library serves this scheme, it is not installed, or it refuses the options.
+    """
+    scheme = url.partition("://")[0].lower()
+    try:
+        if scheme in S3_SCHEMES:
+            from ckpt_engine.store.storage.objects_s3 import S3Storage
+
+            return S3Storage(url, options)
+        from ckpt_engine.store.storage.objects_fsspec import FsspecStorage
+
+        return FsspecStorage(url, options)
+    except ImportError as err:
+        missing = err.name or str(err)
+        hint = "pip install 'ckpt-engine[s3]'" if scheme in S3_SCHEMES else f"install what fsspec needs for {scheme}://"
+        raise StorageError(f"storage on {scheme}:// needs {missing}, which is not installed", hint=hint) from err

@@ -1,0 +1,391 @@
+"""`load_config`: any source of options → one validated `Config`, or one `ConfigError` that lists every problem.
+
+Says what is wrong with options: source, line, full key path, bad value, allowed keys and the nearest match.
+
+A YAML file → plain values plus the line of each key, read by YAML 1.2 rules and refusing duplicate keys.
+
+PyYAML follows YAML 1.1, where `on` is a boolean, `1e-3` a text, `10:00` six hundred and `010` eight.
+"""
+
+from __future__ import annotations
+
+import decimal
+import difflib
+import fractions
+import math
+import os
+import re
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from ckpt_engine.config.models import Config, Tier
+from ckpt_engine.config.sections import Best, Keep, Preemption, Section, Source, Status
+from ckpt_engine.errors import ConfigError
+
+KeyPath = tuple[str | int, ...]
+
+_RULES: tuple[tuple[str, str, str], ...] = (
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(?:0|[1-9][0-9]*)", "-+0123456789"),
+    ("float", r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("merge", r"<<", "<"),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the scalar rules above instead of YAML 1.1's."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012 - PyYAML's own class attribute
+
+
+for _tag, _pattern, _first in _RULES:
+    _first_characters = ["" if c == "\0" else c for c in _first]
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), _first_characters)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What a YAML file says. `lines` has the 1-based line of each key and list item."""
+
+    value: Any
+    lines: dict[KeyPath, int]
+
+
+def read_document(path: str | os.PathLike[str]) -> Document:
+    """Reads one YAML document.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, has several documents, or names a key twice.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as err:
+        raise ConfigError(f"{os.fspath(path)}: cannot be read: {err.strerror or err}") from err
+    try:
+        loader = _Loader(content)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return Document(None, {})
+            lines = dict(_lines(node, (), set()))
+            return Document(loader.construct_document(node), lines)
+        finally:
+            loader.dispose()
+    except _DuplicateKeyError as err:
+        raise ConfigError(f"{os.fspath(path)}, {err}") from err
+    except yaml.YAMLError as err:
+        raise ConfigError(f"{os.fspath(path)}{_where(err)}: not valid YAML: {_what(err)}") from err
+
+
+class _DuplicateKeyError(Exception):
+    """A mapping names a key twice; YAML readers would silently take the last one."""
+
+
+def _lines(node: yaml.Node, path: KeyPath, seen: set[int]) -> Iterator[tuple[KeyPath, int]]:
+    # A node reached twice is an alias; following it again would never end where it contains itself.
+    if id(node) in seen:
+        return
+    seen.add(id(node))
+    if isinstance(node, yaml.MappingNode):
+        first: dict[str, int] = {}
+        for key, value in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in first and key.tag != "tag:yaml.org,2002:merge":
+                raise _DuplicateKeyError(
+                    f"line {line}: {'.'.join(map(str, (*path, name)))}: given twice, first on line {first[name]}"
+                )
+            first[name] = line
+            yield (*path, name), line
+            yield from _lines(value, (*path, name), seen)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield (*path, index), item.start_mark.line + 1
+            yield from _lines(item, (*path, index), seen)
+
+
+def _where(err: yaml.YAMLError) -> str:
+    mark = getattr(err, "problem_mark", None) or getattr(err, "context_mark", None)
+    return f", line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+
+
+def _what(err: yaml.YAMLError) -> str:
+    if isinstance(err, yaml.MarkedYAMLError):
+        return ", ".join(part for part in (err.context, err.problem) if part)
+    return " ".join(str(err).split())
+
+
+_SECTIONS: Mapping[str, type[Section]] = {
+    "": Config,
+    "keep": Keep,
+    "keep.best": Best,
+    "tiers": Tier,
+    "preemption": Preemption,
+    "preemption.sources": Source,
+    "status": Status,
+}
+_MAX_VALUE_CHARACTERS = 60
+_MAX_DEPTH = 16
+
+
+@dataclass(frozen=True, slots=True)
+class OptionOrigin:
+    """Where options come from: a file with the lines of its keys, or `options` for keywords and mappings."""
+
+    name: str
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OptionProblem:
+    """One thing that is wrong, at one key."""
+
+    origin: OptionOrigin
+    path: KeyPath
+    text: str
+
+    @property
+    def line(self) -> int | None:
+        """The line of the key, or of the section where it is missing; None outside files."""
+        return next((self.origin.lines[p] for p in _shrinking(self.path) if p in self.origin.lines), None)
+
+    def __str__(self) -> str:
+        where = self.origin.name if self.line is None else f"{self.origin.name}, line {self.line}"
+        return f"{where}: {'.'.join(map(str, self.path))}: {self.text}"
+
+
+def plain_values(value: Any, path: KeyPath, origin: OptionOrigin, problems: list[OptionProblem]) -> Any:
+    """Mappings → dicts, sequences → lists, paths → texts; keys that are not texts become problems and are left out."""
+    if len(path) > _MAX_DEPTH:
+        problems.append(OptionProblem(origin, path[:1], "nested too deeply; does it contain itself?"))
+        return None
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json", exclude_unset=True)
+    try:
+        value = _plain_number(value)
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+    except Exception as err:  # noqa: BLE001 - of a class of the user's
+        problems.append(OptionProblem(origin, path, f"a {type(value).__qualname__} cannot be read: {err!r:.80}"))
+        return None
+    if isinstance(value, Mapping):
+        plain = {}
+        for key, item in value.items():
+            if isinstance(key, str) and key.encode(errors="replace").decode() == key:
+                plain[key] = plain_values(item, (*path, key), origin, problems)
+            else:
+                name = str(key) if isinstance(key, bool | float) else shown(key)
+                problems.append(OptionProblem(origin, (*path, name), _not_a_text(key)))
+        return plain
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+        return [plain_values(item, (*path, index), origin, problems) for index, item in enumerate(value)]
+    return value
+
+
+def _plain_number(value: Any) -> Any:
+    """Numbers of numpy and torch, fractions and decimals as numbers of Python; all else as it is."""
+    if isinstance(value, fractions.Fraction | decimal.Decimal):
+        return int(value) if value == int(value) else float(value)
+    if hasattr(value, "dtype") and hasattr(value, "item") and math.prod(getattr(value, "shape", (2,))) == 1:
+        return value.item()
+    return value
+
+
+def explain(
+    error: ValidationError, values: Mapping[str, Any], origins: Mapping[str, OptionOrigin], default: OptionOrigin
+) -> list[OptionProblem]:
+    """The problems behind a pydantic error, in the order of the options.
+
+    Args:
+        values: what was validated.
+        origins: where each top-level key of `values` comes from.
+        default: the origin of what is missing.
+    """
+    problems = []
+    for detail in error.errors(include_url=False):
+        loc: KeyPath = detail["loc"]
+        path = _as_written(loc, values, detail["type"])
+        problems.append(OptionProblem(origins.get(str(path[0]), default), path, _text(detail, loc, path, values)))
+    return problems
+
+
+def _text(detail: ErrorDetails, loc: KeyPath, path: KeyPath, values: Mapping[str, Any]) -> str:
+    kind = detail["type"]
+    if kind == "extra_forbidden":
+        return _unknown_key(loc)
+    if kind == "missing":
+        return "missing; name a folder for the snapshots" if loc in (("tiers",), ("tiers", 0, "url")) else "missing"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        text = f"must be a mapping with keys among {_listed(_section(loc))}"
+    else:
+        text = str(detail["msg"])
+    if "not supported by this version" in text:
+        return text
+    hint = detail.get("ctx", {}).get("hint", "")
+    value = _at(values, path)
+    secret = path[0] == "preemption" and ("headers" in path or isinstance(value, dict))
+    secret |= path[0] == "tiers" and (
+        path[-1] == "storage_options" or isinstance(value, dict | list) or "password" in text
+    )
+    if secret:
+        return f"{text}{hint}"  # the value may carry credentials
+    return f"{text}, got {shown(value)}{hint}"
+
+
+def _unknown_key(loc: KeyPath) -> str:
+    """Planned for later, known elsewhere, or a typing mistake. The value is not shown: it may be a secret."""
+    section, name = _section(loc[:-1]), str(loc[-1])
+    if name in section.planned:
+        return f"not supported by this version; allowed: {_listed(section)}"
+    near = difflib.get_close_matches(name, section.model_fields, 1)
+    elsewhere = [prefix for prefix, other in _SECTIONS.items() if name in other.model_fields]
+    if near:
+        hint = f"; did you mean '{near[0]}'?"
+    elif elsewhere:
+        hint = "; it belongs " + (f"under '{elsewhere[0]}'" if elsewhere[0] else "to the top level")
+    else:
+        hint = ""
+    return f"unknown key{hint} (allowed: {_listed(section)})"
+
+
+def _section(loc: KeyPath) -> type[Section]:
+    """The section whose keys are at `loc`."""
+    section: type[Section] = Config
+    for part in loc:
+        if isinstance(part, str) and part in section.model_fields:
+            section = _inner_section(section.model_fields[part].annotation) or section
+    return section
+
+
+def _inner_section(annotation: Any) -> type[Section] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next((s for s in map(_inner_section, typing.get_args(annotation)) if s is not None), None)
+
+
+def _as_written(loc: KeyPath, values: Any, kind: str) -> KeyPath:
+    """`loc` without the parts that the user did not write (a bare folder stands for `tiers.0.url`)."""
+    path: list[str | int] = []
+    for part in loc:
+        known = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
+        if not known:
+            # The missing key itself is named; below a value that is no mapping there is nothing more to name.
+            return (*path, part) if kind == "missing" and isinstance(values, dict) else tuple(path)
+        path.append(part)
+        values = values[part]
+    return tuple(path)
+
+
+def _at(values: Any, path: KeyPath) -> Any:
+    for part in path:
+        values = values[part]
+    return values
+
+
+def shown(value: Any) -> str:
+    """A value as it is shown in messages: short, and never an error."""
+    try:
+        text = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    except Exception:  # noqa: BLE001 - of a class of the user's, or a number of too many digits
+        text = f"a {type(value).__qualname__}"
+    return text if len(text) <= _MAX_VALUE_CHARACTERS else text[: _MAX_VALUE_CHARACTERS - 3] + "..."
+
+
+def _listed(section: type[Section]) -> str:
+    return ", ".join(section.model_fields)
+
+
+def _not_a_text(key: object) -> str:
+    trap = (
+        ": YAML 1.1 reads an unquoted on, yes, off or no as a boolean; put it in quotes" if key in (True, False) else ""
+    )
+    return f"a key must be a text, not the {type(key).__name__} {shown(key)}{trap}"
+
+
+def _shrinking(path: KeyPath) -> list[KeyPath]:
+    return [path[:n] for n in range(len(path), 0, -1)]
+
+
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
+_YAML_SUFFIXES = (".yaml", ".yml")
+
+
+def load_config(source: ConfigSource = None, /, **options: Any) -> Config:
+    """Makes a `Config` of a YAML file, a storage URL or folder, a mapping, another `Config` and keywords.
+
+    Args:
+        source: the path of a `.yaml`/`.yml` file; or a folder or storage URL, which is the tier; or a mapping with
+            the same keys as the file; or a `Config`; or None where keywords say everything.
+        options: the same keys again (`OPTION_NAMES`). They win over the source, key by key at the top level.
+            A keyword that is None counts as not given.
+
+    Raises:
+        ConfigError: every problem, one per line, with its source, full key path and what is allowed.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    base, origin = _read(source)
+    if "tiers" in given and isinstance(source, str | os.PathLike) and not origin.lines and "tiers" in base:
+        raise ConfigError(
+            f"the place for snapshots is given twice: as {os.fspath(source)!r} and as the keyword 'tiers'",
+            hint="give one of them",
+        )
+    problems: list[OptionProblem] = []
+    merged = plain_values(base, (), origin, problems) | plain_values(given, (), OptionOrigin("options"), problems)
+    origins = dict.fromkeys(base, origin) | dict.fromkeys(given, OptionOrigin("options"))
+    try:
+        config = Config.model_validate(merged)
+    except ValidationError as err:
+        problems += explain(err, merged, origins, origin)
+        raise _error(problems) from err
+    if problems:
+        raise _error(problems)
+    return config
+
+
+def _read(source: ConfigSource) -> tuple[Mapping[Any, Any], OptionOrigin]:
+    """The options in `source` and where they come from."""
+    if source is None:
+        return {}, OptionOrigin("options")
+    if isinstance(source, Config):
+        return source.options(), OptionOrigin("options")
+    if isinstance(source, Mapping):
+        return source, OptionOrigin("options")
+    text = _text_of(source)
+    if text is None:
+        raise ConfigError(
+            f"a {type(source).__name__} cannot be read as options: {shown(source)}",
+            hint="give the path of a YAML file, a folder or storage URL, or a mapping",
+        )
+    path = Path(text)
+    if not text.isprintable() or path.suffix.lower() not in _YAML_SUFFIXES or "://" in text or path.is_dir():
+        return {"tiers": text}, OptionOrigin("options")
+    if not path.exists():
+        raise ConfigError(f"{text}: no such file", hint="paths are relative to the working directory")
+    document = read_document(path)
+    if document.value is not None and not isinstance(document.value, Mapping):
+        raise ConfigError(f"{text}: must contain a mapping such as 'tiers: /data/run1', not a bare value or list")
+    return document.value or {}, OptionOrigin(text, document.lines)
+
+
+def _text_of(source: object) -> str | None:
+    """The text of a path or URL; None: it is neither."""
+    try:
+        text = os.fspath(source) if isinstance(source, str | os.PathLike) else None
+    except Exception:  # noqa: BLE001 - of a class of the user's
+        return None
+    return text if isinstance(text, str) else None
+
+
+def _error(problems: list[OptionProblem]) -> ConfigError:
+    hint = "`ckpt schema` prints every option"
+    if len(problems) == 1:
+        return ConfigError(str(problems[0]), hint=hint)
+    lines = [f"  {p}" for p in sorted(problems, key=lambda p: p.line or 0)]
+    return ConfigError("\n".join((f"{len(problems)} problems:", *lines, " ")), hint=hint)

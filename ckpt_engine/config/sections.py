@@ -1,0 +1,441 @@
+"""What options are made of: quantities as people write them, and the sections of the configuration.
+
+Quantities as people write them: `1%`, `10 min`, `500 GB` become plain numbers in base units.
+
+Every parser takes numbers and strings, because YAML 1.1 readers deliver `1e-3` as a string, and raises `ValueError`
+with a text that completes the sentence "<key>: ...".
+
+Retention as options: which snapshots a run or a tier keeps.
+
+Stopping in time as options: which signals, how long they leave, and who else is asked.
+
+Going back after a divergence, as options.
+
+Where a run says how it stands, as options.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import signal
+from collections.abc import Callable, Mapping
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+_NUMBER = r"[+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
+_TERM = re.compile(rf"\s*({_NUMBER})\s*([A-Za-zµ]*)")
+
+SECONDS_PER_UNIT: Mapping[str, float] = {
+    **dict.fromkeys(("ms", "millisecond", "milliseconds"), 1e-3),
+    **dict.fromkeys(("", "s", "sec", "secs", "second", "seconds"), 1.0),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60.0),
+    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), 3600.0),
+    **dict.fromkeys(("d", "day", "days"), 86400.0),
+    **dict.fromkeys(("w", "week", "weeks"), 604800.0),
+}
+_DECIMAL = ("", "k", "M", "G", "T", "P")
+BYTES_PER_UNIT: Mapping[str, int] = {
+    **{f"{prefix}{b}": 1000**n for n, prefix in enumerate(_DECIMAL) for b in ("B", "")},
+    **{f"{prefix.upper()}iB": 1024**n for n, prefix in enumerate(_DECIMAL) if n},
+    **{f"{prefix.lower()}b": 1000**n for n, prefix in enumerate(_DECIMAL)},
+    "KB": 1000,
+    "K": 1000,
+    "bytes": 1,
+    "byte": 1,
+}
+"""Powers of 1000, of 1024 with an `i`. `Mb` is not among them: that would be bits."""
+_FLAGS: Mapping[str, bool] = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def _number(value: object) -> float | None:
+    """The finite number in `value`, or None where there is none (booleans are not numbers)."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def parse_fraction(value: object) -> float:
+    """A share strictly between 0 and 1.
+
+    Args:
+        value: `0.01`, `"0.01"`, `"1e-2"` or `"1%"`.
+
+    Raises:
+        ValueError: not a share.
+    """
+    percent = isinstance(value, str) and value.rstrip().endswith("%")
+    number = _number(value.rstrip()[:-1]) if isinstance(value, str) and percent else _number(value)
+    if number is None:
+        raise ValueError("must be a share such as '1%' or 0.01")
+    share = number / 100 if percent else number
+    if not 0 < share < 1:
+        hint = "" if percent or not 1 <= number < 100 else f"; for {number:g} percent write '{number:g}%'"
+        raise ValueError(f"must be above 0% and below 100%{hint}")
+    return share
+
+
+def parse_wait_seconds(value: object) -> float:
+    """As `parse_duration_seconds`, or 0: no wait."""
+    return 0.0 if _number(value) == 0 else parse_duration_seconds(value)
+
+
+def parse_duration_seconds(value: object) -> float:
+    """A positive, finite duration in seconds.
+
+    Args:
+        value: seconds as a number, or a text of numbers with units ms, s, min, h, d, w: `"10 min"`, `"1h 30min"`.
+
+    Raises:
+        ValueError: not a duration.
+    """
+    seconds = _number(value)
+    if seconds is None and isinstance(value, str):
+        seconds = _sum_of_terms(value)
+    if seconds is None:
+        raise ValueError("must be a duration such as '10 min', '90 s', '1 h 30 min' or a number of seconds")
+    if not 0 < seconds < math.inf:
+        raise ValueError("must be a duration above 0")
+    return seconds
+
+
+def _sum_of_terms(text: str) -> float | None:
+    """Seconds in a text such as `1h 30min`; None where it is not of that form (a unit may be left out only alone)."""
+    total, position, text = 0.0, 0, text.strip()
+    while position < len(text):
+        term = _TERM.match(text, position)
+        unit = term[2] if term else ""
+        factor = SECONDS_PER_UNIT.get(unit if unit == "m" else unit.lower())
+        if term is None or unit in ("", "M") or factor is None:
+            return None
+        total += float(term[1]) * factor
+        position = term.end()
+    return total if text else None
+
+
+def parse_bytes(value: object) -> int:
+    """A positive number of bytes.
+
+    Args:
+        value: bytes as a number, or a text such as `"500 GB"`, `"1.5TB"` (powers of 1000) or `"64 GiB"` (of 1024).
+
+    Raises:
+        ValueError: not a size.
+    """
+    number = _number(value)
+    if number is None and isinstance(value, str):
+        term = _TERM.fullmatch(value.rstrip())
+        factor = BYTES_PER_UNIT.get(term[2]) if term else None
+        number = _number(float(term[1]) * factor) if term and factor else None
+    if number is None:
+        raise ValueError("must be a size such as '500 GB', '64 GiB' or a number of bytes")
+    if number < 1:
+        raise ValueError("must be a size of at least 1 byte")
+    return int(number)
+
+
+def parse_bytes_per_second(value: object) -> int:
+    """A positive rate in bytes per second.
+
+    Args:
+        value: bytes per second as a number, or a text such as `"200 MB/s"`.
+
+    Raises:
+        ValueError: not a rate.
+    """
+    try:
+        if isinstance(value, str) and _number(value) is None:
+            size, slash, second = value.strip().rpartition("/")
+            if not slash or second.strip() not in ("s", "sec", "second"):
+                raise ValueError
+            return parse_bytes(size)
+        return parse_bytes(value)
+    except ValueError:
+        raise ValueError("must be a rate such as '200 MB/s' or a number of bytes per second") from None
+
+
+def parse_count(value: object) -> int:
+    """A whole number of at least 1.
+
+    Args:
+        value: `500`, `"500"`, `1e3` or `"1e3"`.
+
+    Raises:
+        ValueError: not a whole number, or below 1.
+    """
+    number = _number(value)
+    if number is None or number != int(number):
+        raise ValueError("must be a whole number")
+    if number < 1:
+        raise ValueError("must be a whole number of at least 1")
+    return int(number)
+
+
+def parse_flag(value: object) -> bool:
+    """True or False; also `yes`/`no` and `on`/`off`, which are booleans to YAML 1.1 readers and texts to others.
+
+    Raises:
+        ValueError: anything else, 0 and 1 included.
+    """
+    flag = _FLAGS.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(flag, bool):
+        raise ValueError("must be true or false")
+    return flag
+
+
+def option_error(text: str, *, hint: str = "") -> PydanticCustomError:
+    """The error of one option, shown as `<key>: <text>, got <value><hint>`."""
+    return PydanticCustomError("option", "{text}", {"text": text, "hint": hint})
+
+
+def checked(parse: Callable[[object], object], *, also: str | None = None) -> BeforeValidator:
+    """Runs `parse` first; `also` is a word that is accepted as it is."""
+
+    def validate(value: object) -> object:
+        if also is not None and value == also:
+            return value
+        try:
+            return parse(value)
+        except ValueError as err:
+            raise option_error(f"{err}, or '{also}'" if also else str(err)) from err
+
+    return BeforeValidator(validate)
+
+
+def one_of(*words: str) -> BeforeValidator:
+    """Exactly one of `words`; the boolean that a YAML 1.1 reader makes of an unquoted `on` or `off` counts as it."""
+
+    def validate(value: object) -> object:
+        word = {True: "on", False: "off"}[value] if isinstance(value, bool) and "off" in words else value
+        if isinstance(word, str) and word in words:
+            return word
+        near = difflib.get_close_matches(str(value).lower(), words, 1)
+        choices = " or ".join(f"'{w}'" for w in words)
+        raise option_error(f"must be {choices}", hint=f"; did you mean '{near[0]}'?" if near else "")
+
+    return BeforeValidator(validate)
+
+
+def nonempty_text(value: object) -> str:
+    """A text with something in it.
+
+    Raises:
+        ValueError: anything else.
+    """
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError("must be a text that is not empty")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError("must be a text that has bytes in UTF-8, without lone surrogates") from None
+    return value
+
+
+_COUNT_SCHEMA = WithJsonSchema({"type": "integer", "minimum": 1})
+DURATION_SCHEMA = {
+    "anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "string"}],
+    "examples": ["10 min", "1 h 30 min", 90],
+}
+
+Count = Annotated[int, checked(parse_count), _COUNT_SCHEMA]
+Duration = Annotated[float, checked(parse_duration_seconds), WithJsonSchema(DURATION_SCHEMA)]
+Flag = Annotated[bool, checked(parse_flag), WithJsonSchema({"type": "boolean"})]
+Share = Annotated[
+    float,
+    checked(parse_fraction),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+                {"type": "string", "pattern": r"^\s*[0-9.eE+-]+\s*%?\s*$"},
+            ],
+            "examples": ["1%", 0.01],
+        }
+    ),
+]
+Text = Annotated[str, checked(nonempty_text), WithJsonSchema({"type": "string", "minLength": 1})]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and unknown keys are refused. `planned` keys belong to later versions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
+    planned: ClassVar[frozenset[str]] = frozenset()
+
+
+Size = Annotated[
+    int,
+    checked(parse_bytes),
+    WithJsonSchema({"anyOf": [{"type": "number", "minimum": 1}, {"type": "string"}], "examples": ["500 GB"]}),
+]
+
+
+class Best(Section):
+    """Keep the best snapshots by a metric given to `save` or logged by the trainer."""
+
+    monitor: Text = Field(description="Name of the metric. Snapshots without it, or where it is NaN, are never best.")
+    mode: Annotated[Literal["min", "max"], one_of("min", "max")] = Field(
+        default="min", description="Whether a small or a large value is good."
+    )
+    k: Count = Field(default=1, description="How many to keep.")
+
+
+class Rules(Section):
+    """What is kept: everything that any of these rules wants."""
+
+    last: Count | None = Field(default=None, description="The newest N.")
+    every_n_steps: Count | None = Field(default=None, description="The first at or after each multiple of N steps.")
+    hourly: Count | None = Field(default=None, description="The newest of each of the last N hours that have one.")
+    daily: Count | None = Field(default=None, description="The newest of each of the last N UTC days that have one.")
+    weekly: Count | None = Field(default=None, description="The newest of each of the last N ISO weeks that have one.")
+    age: Duration | None = Field(default=None, description="What was taken at most that long before the newest.")
+    best: Best | None = Field(default=None, description="The best by a metric.")
+
+
+class Keep(Rules):
+    """Which snapshots are kept: everything that any of these rules wants. The newest one is always kept."""
+
+    planned = frozenset({"tags"})
+
+    last: Count = Field(default=2, description="The newest N.")
+    quota: Size | None = Field(
+        default=None, description="Bytes the run may occupy at most, the snapshot being written included."
+    )
+    min_free: Size | None = Field(default=None, description="Bytes that stay free on the disk.")
+    components: dict[str, Rules] | None = Field(
+        default=None, description="Rules by component: older snapshots lose it and keep the rest."
+    )
+
+
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP")
+
+
+def _signal_names(value: object) -> list[str]:
+    """One name or a list of names → names with `SIG` in front."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        raise ValueError(f"must be a list of {', '.join(_SIGNALS)}")
+    names = []
+    for item in items:
+        text = str(item).upper()
+        name = text if text.startswith("SIG") else f"SIG{text}"
+        if name not in _SIGNALS:
+            raise ValueError(f"must be among {', '.join(_SIGNALS)}")
+        if name not in names:
+            names.append(name)
+    return names
+
+
+def _web_address(value: object) -> str:
+    text = nonempty_text(value)
+    if not re.match(r"https?://[^/]", text):
+        raise ValueError("must be a URL that starts with http:// or https://")
+    return text
+
+
+def _expression(value: object) -> str:
+    text = nonempty_text(value)
+    try:
+        re.compile(text)
+    except re.error as err:
+        raise ValueError(f"must be a regular expression ({err})") from err
+    return text
+
+
+def _command(value: object) -> list[str]:
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError("must be a list of a program and its arguments, such as [./preempted.sh, --now]")
+    if not all(isinstance(item, str) for item in value):
+        raise ValueError("must be a list of texts; put numbers in quotes")
+    return [nonempty_text(value[0]), *value[1:]]
+
+
+def _headers(value: object) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise ValueError("must be a mapping of names to texts")
+    return {str(name): str(text) for name, text in value.items()}
+
+
+class Source(Section):
+    """Who else is asked whether the run must stop: one of `file`, `http` and `command`."""
+
+    file: Text | None = Field(default=None, description="A file that appears or is touched.")
+    http: Annotated[str, checked(_web_address), WithJsonSchema({"type": "string"})] | None = Field(
+        default=None, description="A URL that answers with something else than 404, and with match if that is given."
+    )
+    match: Annotated[str, checked(_expression), WithJsonSchema({"type": "string"})] | None = Field(
+        default=None, description="A regular expression that the answer of http must contain."
+    )
+    headers: Annotated[dict[str, str], checked(_headers), WithJsonSchema({"type": "object"})] = Field(
+        default_factory=dict, repr=False, description="Headers of the request of http."
+    )
+    command: (
+        Annotated[
+            tuple[str, ...],
+            checked(_command),
+            WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 1}),
+        ]
+        | None
+    ) = Field(default=None, description="A command, without a shell, that ends with 0: stop, or with 1: go on.")
+    every: Duration = Field(default=5.0, description="How often it is asked.")
+    grace: Duration | None = Field(default=None, description="Time it leaves, instead of the general one.")
+
+    def __hash__(self) -> int:
+        return hash((self.file, self.http, self.command))
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        given = [name for name in ("file", "http", "command") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise option_error("give one of file, http and command")
+        if self.http is None and (self.match is not None or self.headers):
+            raise option_error("match and headers belong to http")
+        return self
+
+
+class Preemption(Section):
+    """Who may ask the run to stop, and how long it then has to make a snapshot durable."""
+
+    signals: Annotated[
+        tuple[str, ...],
+        checked(_signal_names),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}),
+    ] = Field(
+        default=("SIGTERM", "SIGINT"),
+        description="Signals after which a snapshot is taken and training stops; of SIGINT (Ctrl-C) a second one stops "
+        "at once.",
+    )
+    grace: Duration = Field(default=30.0, description="Time between such a signal and the end of the process.")
+    sources: tuple[Source, ...] = Field(default=(), description="Who else is asked whether the run must stop.")
+
+    def numbers(self) -> tuple[signal.Signals, ...]:
+        """`signals` as numbers."""
+        return tuple(signal.Signals[name] for name in self.signals)
+
+
+class Rollback(Section):
+    """What a restart does about a run whose loss has diverged."""
+
+    on: Annotated[Literal["nan", "loss_spike"], one_of("nan", "loss_spike")] = Field(
+        description="What ends training and makes the next start go back: as for guard."
+    )
+    skip_batches: Count = Field(
+        default=100, description="Batches that each rank leaves out from there on; whole optimizer steps."
+    )
+    at_most: Count = Field(default=3, description="Rollbacks in a run; one more divergence ends it for good.")
+
+
+class Status(Section):
+    """What schedulers and monitors read of a run: nothing, a file, a page, or both."""
+
+    file: Text | None = Field(default=None, description="A JSON file that is replaced again and again.")
+    every: Duration = Field(default=5.0, description="How often the file is replaced.")
+    port: Count | None = Field(default=None, description="Serve /metrics (for Prometheus) and /status (JSON) there.")
+    host: Text = Field(default="127.0.0.1", description="The address that the port is opened on.")

@@ -1,0 +1,373 @@
+"""Reads, verifies and encodes the pieces of a snapshot in threads of its own; differences are decoded to be sure.
+
+Puts together the data files and the manifest of an encoded copy from its encoded pieces.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import groupby
+from queue import SimpleQueue
+from typing import Any
+
+from ckpt_engine.copy.adam_groups import AdamGroup
+from ckpt_engine.copy.encoding_plan import MOST_BYTES, ROWS, Bases, EncodingPlan, Job, Key, Needed, Over, Work, placed
+from ckpt_engine.copy.transfer import CopySourceError
+from ckpt_engine.errors import CkptError
+from ckpt_engine.store import container, names
+from ckpt_engine.store.codecs.codec import Chunk, class_of, get_codec, get_group_codec
+from ckpt_engine.store.container import digest
+from ckpt_engine.store.decode import Decoder
+from ckpt_engine.store.manifest import RAW, DataFile, Entry, Manifest, Piece
+
+THREADS = max(1, min(4, os.cpu_count() or 1))
+DELTA = "delta"
+"""Stands for the codecs that need a base, where there is one, and for `FULL` where there is none."""
+FULL = "byteplane-zstd"
+ADAM = "adam"
+GROUPS_AT_ONCE = 2
+"""Nine arrays of a piece each are in memory for one."""
+_NUMBERS = {"float32": "<f", "float64": "<d", "int32": "<i", "int64": "<q"}
+LEAST_ROWS = 64
+"""In a piece; with fewer of them most pieces change in most rows."""
+
+Pick = Callable[[str], str]
+"""The codec of a class of tensors (`codec.class_of`), or `DELTA`."""
+_Told = dict[str, float]
+
+
+class Encoder:
+    """Encodes the jobs of one copy.
+
+    Args:
+        manifest: of what is copied.
+        decoder: reads that.
+        bases: reads what the target has.
+    """
+
+    def __init__(self, manifest: Manifest, decoder: Decoder, bases: Bases, pick: Pick) -> None:
+        self._manifest = manifest
+        self._decoder = decoder
+        self._bases = bases
+        self._pick = pick
+        self._rooms = threading.local()
+        self._group_rooms: SimpleQueue[dict[int, bytearray]] = SimpleQueue()
+        for _ in range(GROUPS_AT_ONCE):
+            self._group_rooms.put({})
+        self._steps: dict[str, float | None] = {}
+        self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode")
+
+    def ahead(self, parts: Sequence[Sequence[Job]]) -> Iterator[list[EncodedPiece]]:
+        """The parts, encoded; while one is in use the next one is worked on.
+
+        Raises:
+            SourceError: what is copied is damaged or cannot be read.
+        """
+        waiting: list[Future[list[EncodedPiece]]] | None = None
+        for part in parts:
+            begun = [self.pool.submit(self._encode, job) for job in part]
+            if waiting is not None:
+                yield [done for one in waiting for done in one.result()]
+            waiting = begun
+        if waiting is not None:
+            yield [done for one in waiting for done in one.result()]
+
+    def _encode(self, job: Job) -> list[EncodedPiece]:
+        if job.adam is not None and all(self._tried(one) == DELTA for one in job.work):
+            rooms = self._group_rooms.get()  # others give theirs back: what they do with it is bounded
+            try:
+                found = self._encode_group(job.work, job.adam, rooms)
+            finally:
+                self._group_rooms.put(rooms)
+            if found is not None:
+                return found
+        return [self._encode_one(one) for one in job.work]
+
+    def _encode_one(self, work: Work) -> EncodedPiece:
+        data = self._read(work)
+        # Of decoded bytes whose digest nobody has noted, this is the first one.
+        content = work.piece.content_digest or digest(data)
+        kind, tried = self._kind(work), self._tried(work)
+        if tried == RAW:
+            return EncodedPiece(work, data, RAW, RAW, kind, content, content, 0.0)
+        began = time.thread_time()
+        found = self._difference(work, data, content) if tried == DELTA else None
+        is_over = found is not None
+        if found is None:
+            codec = FULL if tried == DELTA else tried
+            stored = get_codec(codec).encode(data, self._chunk(work), None)
+            found = (codec, stored) if stored is not None else (RAW, data)
+        seconds = time.thread_time() - began
+        codec, stored = found
+        stored_digest = content if codec == RAW else digest(stored)
+        return EncodedPiece(work, _snug(stored), codec, tried, kind, stored_digest, content, seconds, is_over)
+
+    def _difference(self, work: Work, data: memoryview, content: str) -> tuple[str, bytes | memoryview] | None:
+        """A piece as difference to what the target has; None: it is better written in full."""
+        over = work.over
+        if over is None or not (over.alone or over.rows):
+            return None
+        base = _room(self._rooms.__dict__, "base", data.nbytes)
+        if not self._bases.read(work.name, work.start, over, base):
+            return None
+        rows = _in_rows(work.name, self._manifest.entries[work.name], work.piece)
+        tries = [(ROWS, rows)] if rows is not None else []
+        if not over.rows:
+            tries.append(("delta-byteplane-zstd", self._chunk(work)))
+        for codec, chunk in tries:
+            stored = get_codec(codec).encode(data, chunk, base)
+            if stored is not None and _is_worth_it([over], [stored]):
+                get_codec(codec).decode(memoryview(stored), base, base)
+                return (codec, stored) if digest(base) == content else None
+        return None
+
+    def _encode_group(
+        self, work: Sequence[Work], adam: AdamGroup, rooms: dict[int, bytearray]
+    ) -> list[EncodedPiece] | None:
+        """Moments and weights together; None: they are not one step of Adam later, or not worth it."""
+        step = self._step(adam.step)
+        if step is None:
+            return None
+        began = time.thread_time()
+        codec = get_group_codec(ADAM)
+        arrays = [self._read(one) for one in work]
+        contents = [one.piece.content_digest or digest(data) for one, data in zip(work, arrays, strict=True)]
+        bases = [_room(rooms, number, data.nbytes) for number, data in enumerate(arrays)]
+        overs = [one.over for one in work if one.over is not None]
+        for one, over, base in zip(work, overs, bases, strict=True):
+            if not self._bases.read(one.name, one.start, over, base):
+                return None
+        named = [dict(zip(codec.roles, data, strict=True)) for data in (arrays, bases)]
+        made = codec.encode(named[0], named[1], [{**one, "step": step} for one in adam.told])
+        if made is None:
+            return None
+        # Memory of the codec, which it uses again.
+        stored = {role: memoryview(data) for role, data in made.items()}
+        outs = {role: _room(rooms, 3 + number, arrays[0].nbytes) for number, role in enumerate(codec.roles)}
+        codec.decode(stored, outs, named[1])
+        if [digest(outs[role]) for role in codec.roles] != contents:
+            return None
+        if not _is_worth_it(overs, list(stored.values())):
+            return None
+        group = tuple(one.name for one in work)
+        seconds = (time.thread_time() - began) / len(work)
+        return [
+            EncodedPiece(one, _snug(data), ADAM, DELTA, self._kind(one), digest(data), content, seconds, True, group)
+            for one, data, content in zip(work, stored.values(), contents, strict=True)
+        ]
+
+    def _step(self, step: str | float) -> float | None:
+        """How many steps were taken; None: that is not a number."""
+        if not isinstance(step, str):
+            return step
+        entry = self._manifest.entries.get(step)
+        if entry is None or len(entry.pieces) != 1 or entry.pieces[0].raw_nbytes > 8:
+            return None
+        piece = entry.pieces[0]
+        known = piece.content_digest or step
+        if known not in self._steps:
+            data = memoryview(bytearray(piece.raw_nbytes))
+            self._fill(step, 0, piece, data)
+            self._steps[known] = _number(entry.dtype, data)
+        return self._steps[known]
+
+    def _read(self, work: Work) -> memoryview:
+        data = memoryview(bytearray(work.piece.raw_nbytes))
+        self._fill(work.name, work.start, work.piece, data)
+        return data
+
+    def _fill(self, name: str, start: int, piece: Piece, out: memoryview) -> None:
+        try:
+            self._decoder.read(name, start, piece, out)
+        except CkptError as err:
+            raise CopySourceError(err) from err
+
+    def _chunk(self, work: Work) -> Chunk:
+        return chunk_of(work.name, self._manifest.entries[work.name], work.piece)
+
+    def _kind(self, work: Work) -> str:
+        return class_of(self._chunk(work))
+
+    def _tried(self, work: Work) -> str:
+        return self._pick(self._kind(work))
+
+
+def _room(kept: dict[Any, bytearray], key: object, nbytes: int) -> memoryview:
+    """Memory that is used again."""
+    if len(kept.get(key, b"")) < nbytes:
+        kept[key] = bytearray(nbytes)
+    return memoryview(kept[key])[:nbytes]
+
+
+def chunk_of(name: str, entry: Entry, piece: Piece) -> Chunk:
+    """What a codec is told of a piece of an entry."""
+    return Chunk(entry.dtype, (piece.raw_nbytes,), name)
+
+
+def _in_rows(name: str, entry: Entry, piece: Piece) -> Chunk | None:
+    """A piece as rows of its entry; None: it has few of them."""
+    nbytes = sum(one.raw_nbytes for one in entry.pieces)
+    if len(entry.shape) < 2 or not entry.shape[0] or nbytes % entry.shape[0]:
+        return None
+    rows, rest = divmod(piece.raw_nbytes, nbytes // entry.shape[0] or 1)
+    return Chunk(entry.dtype, (rows, *entry.shape[1:]), name) if rest == 0 and rows >= LEAST_ROWS else None
+
+
+def _snug(stored: bytes | memoryview) -> bytes | memoryview:
+    """Stored bytes that do not keep much more memory than they need."""
+    whole = stored.obj if isinstance(stored, memoryview) else stored
+    return bytes(stored) if 2 * len(stored) < memoryview(whole).nbytes else stored
+
+
+def _number(dtype: str, data: memoryview) -> float | None:
+    """The one whole number in `data`."""
+    form = _NUMBERS.get(dtype)
+    if form is None or data.nbytes != struct.calcsize(form):
+        return None
+    found = float(struct.unpack(form, data)[0])
+    return found if found.is_integer() else None
+
+
+def _is_worth_it(overs: Sequence[Over], stored: Sequence[bytes | memoryview]) -> bool:
+    """Whether differences are smaller than what their chains end at, and the chains within their bounds."""
+    stored_bytes, full_bytes = sum(map(len, stored)), sum(over.chain[-1].nbytes for over in overs)
+    under_bytes = sum(piece.nbytes for over in overs for piece in over.chain)
+    raw_bytes = sum(over.chain[-1].raw_nbytes for over in overs)
+    return stored_bytes < full_bytes and stored_bytes + under_bytes <= MOST_BYTES * raw_bytes
+
+
+_PART_NUMBERS = 10**12
+"""Parts that are named by what they hold have numbers from here on: no others do."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPiece:
+    """A piece as it will be stored.
+
+    Args:
+        tried: the codec that it was given to, whether it paid or not.
+        kind: its class of tensors.
+        digest, raw_digest: of the stored and of the decoded bytes.
+        seconds: processor time of encoding.
+        is_over: whether it is a difference to what `work.over` tells.
+        group: as `Piece.group`.
+    """
+
+    work: Work
+    stored: bytes | memoryview
+    codec: str
+    tried: str
+    kind: str
+    digest: str
+    raw_digest: str
+    seconds: float
+    is_over: bool = False
+    group: tuple[str, ...] = ()
+
+    def piece_at(self, file: int, offset: int) -> Piece:
+        """As the manifest names it."""
+        nbytes = len(self.stored)
+        if self.codec == RAW:
+            return Piece(file, offset, nbytes, self.digest, nbytes)
+        base = self.work.over.base if self.is_over and self.work.over is not None else None
+        raw_nbytes = self.work.piece.raw_nbytes
+        return Piece(file, offset, nbytes, self.digest, raw_nbytes, self.codec, base, self.raw_digest, self.group)
+
+
+class Files:
+    """The files and the manifest of a copy, as they grow.
+
+    Args:
+        manifest: that of the source.
+        planned: how the copy is stored.
+    """
+
+    def __init__(self, manifest: Manifest, planned: EncodingPlan) -> None:
+        self._source = manifest
+        self._plan = planned
+        self._new: list[DataFile] = []
+        self._pieces: dict[Key, Piece] = {}
+        self._needed: dict[tuple[str, str, int], Piece] = {}
+        """Pieces of the older snapshot that are bases, by whose they are, entry and place."""
+        for (name, start), needed in planned.old.items():
+            self._keep(start, {key: piece for key, piece in needed.items() if key[0] is not None})
+            self._pieces[name, start] = needed[None, name]
+
+    def add(self, part: Sequence[EncodedPiece]) -> tuple[DataFile, bytes]:
+        """The next data file: its header, after which the pieces follow."""
+        entries = self._source.entries
+        runs = ((name, list(run)) for name, run in groupby(part, lambda one: one.work.name))
+        whole = {
+            name for name, run in runs if len(run) == len(entries[name].pieces) and all(one.codec == RAW for one in run)
+        }
+        rows: list[tuple[str, str, Sequence[int], int]] = []
+        for one in part:
+            name, start, nbytes = one.work.name, one.work.start, one.work.piece.raw_nbytes
+            if name not in whole:
+                codec = "" if one.codec == RAW else f"~{one.codec}"
+                rows.append((f"{name}~[{start}:{start + nbytes}]{codec}", "U8", (len(one.stored),), len(one.stored)))
+            elif start == 0:
+                size = sum(piece.raw_nbytes for piece in entries[name].pieces)
+                rows.append((name, *container.container_form(entries[name].dtype, entries[name].shape, size), size))
+        if not self._new:
+            rows += [
+                (name, *container.container_form(entry.dtype, entry.shape, 0), 0)
+                for name, entry in entries.items()
+                if not entry.pieces
+            ]
+        header = container.data_header(rows)
+        text = b"".join([header, *(one.digest.encode() for one in part)])
+        number = _PART_NUMBERS + int(digest(text).partition(":")[2], 16) % _PART_NUMBERS
+        nbytes = len(header) + sum(len(one.stored) for one in part)
+        file = DataFile(names.data_name(self._source.info.id, part=number), nbytes)
+        offset = len(header)
+        for one in part:
+            self._pieces[one.work.key] = one.piece_at(len(self._new), offset)
+            if one.is_over and one.work.over is not None:
+                self._keep(one.work.start, one.work.over.needed)
+            offset += len(one.stored)
+        self._new.append(file)
+        return file, header
+
+    def _keep(self, start: int, needed: Needed) -> None:
+        assert self._plan.before is not None
+        for (level, name), piece in needed.items():
+            self._needed[level or self._plan.before.info.id, name, start] = piece
+
+    def old_files(self) -> tuple[DataFile, ...]:
+        """The files of older snapshots that are needed, the oldest first."""
+        before = self._plan.before
+        if before is None:
+            return ()
+        used = {self._pieces[key].file for key in self._plan.old} | {piece.file for piece in self._needed.values()}
+        return tuple(sorted((before.files[index] for index in used), key=lambda file: file.name))
+
+    def manifest(self) -> Manifest:
+        """Of all that was added."""
+        old = self.old_files()
+        files = (*old, *self._new)
+        number = {file.name: index for index, file in enumerate(files)}
+        before = self._plan.before
+
+        def older(piece: Piece) -> Piece:
+            assert before is not None
+            return replace(piece, file=number[before.files[piece.file].name])
+
+        def placed_at(key: Key) -> Piece:
+            piece = self._pieces[key]
+            return older(piece) if key in self._plan.old else replace(piece, file=len(old) + piece.file)
+
+        entries = {
+            name: replace(entry, pieces=tuple(placed_at((name, start)) for start, _ in placed(entry.pieces)))
+            for name, entry in self._source.entries.items()
+        }
+        bases: dict[str, dict[str, dict[int, Piece]]] = {}
+        for (snapshot, name, start), piece in self._needed.items():
+            bases.setdefault(snapshot, {}).setdefault(name, {})[start] = older(piece)
+        return replace(self._source, files=files, entries=entries, bases=bases)

@@ -1,0 +1,408 @@
+"""The values that cross between trainer and writer: layouts, jobs, their outcome, the writer's configuration.
+
+Everything here is JSON-able (`to_json`, `from_json`) except the arena itself, which crosses as file descriptors.
+
+A job refers to what rarely changes by number. A *layout* describes the bytes of an arena slot: it already is the
+data file, header included. A *skeleton* is the JSON tree of one top-level key of the state in which every
+`{"$": "v", "i": n}` stands for `values[n]` of the job. Both are sent once, before the first job that names them.
+
+What the options of a run mean for its writer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_engine import errors
+from ckpt_engine.config import Config, Tier
+from ckpt_engine.store.manifest import UNNAMED, Line
+from ckpt_engine.store.manifest_codec import line_from_json, line_to_json
+
+
+@dataclass(frozen=True, slots=True)
+class EntryLayout:
+    """Where one array lies in the data file.
+
+    Args:
+        name: its name in the container, and in the manifest.
+        dtype: torch dtype name without `torch.`.
+        shape: logical shape.
+        container_dtype: dtype code in the container header.
+        offset: absolute byte offset in the file (header included).
+        nbytes: bytes of the array; its elements are C-contiguous, little endian.
+        whole: shape of the array of which this is a slice; None: it is the array.
+        start: byte in that array where the slice begins.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    container_dtype: str
+    offset: int
+    nbytes: int
+    whole: tuple[int, ...] | None = None
+    start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What an arena slot holds: a whole data file of `nbytes` bytes, of which the first `header_nbytes` are its header.
+
+    The header bytes MUST be in the slot before a job names this layout.
+
+    Args:
+        structure: what all ranks must have in common to make one snapshot; "" for one rank.
+    """
+
+    id: int
+    header_nbytes: int
+    nbytes: int
+    entries: tuple[EntryLayout, ...]
+    structure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PersistJob:
+    """One staged snapshot to make durable. The slot MUST NOT change until its `JobDone` has arrived (see there).
+
+    Args:
+        job: unique number within one trainer process.
+        slot: arena slot holding the bytes.
+        layout: id of the layout of those bytes.
+        tree: (top-level key, skeleton id) in the state's order.
+        values: per top-level key, what its skeleton's placeholders stand for (JSON nodes).
+        created: wall-clock seconds since the epoch.
+        instant_monotonic: `time.monotonic()` at the snapshot instant; that clock is the machine's, not the process's.
+        parent: id of the snapshot this run resumed from.
+        notes: free JSON for adapters.
+        software: versions by name.
+        snapshot: the id that all ranks have given it; None: the writer gives one.
+        rank: of the trainer.
+        common: where nodes have roots of their own: the newest snapshot that all of them are known to have.
+        line: of history, that of the trainer: retention is about the snapshots of this line.
+    """
+
+    job: int
+    slot: int
+    layout: int
+    tree: tuple[tuple[str, int], ...]
+    values: Mapping[str, list[Any]]
+    step: int
+    epoch: int | None
+    reason: str
+    metrics: Mapping[str, float]
+    created: float
+    instant_monotonic: float
+    parent: str | None = None
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    software: Mapping[str, str] = field(default_factory=dict)
+    snapshot: str | None = None
+    rank: int = 0
+    common: str | None = None
+    line: Line = UNNAMED
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorRecord:
+    """An error of this project's tree as a value, so that it can cross to the trainer and be raised there."""
+
+    code: str
+    message: str
+    hint: str | None = None
+
+    @classmethod
+    def of(cls, error: BaseException) -> ErrorRecord:
+        """The record of `error`; what is not of this project's tree becomes a `WriterError` naming its type."""
+        if isinstance(error, errors.CkptError):
+            return cls(error.code, error.message, error.hint)
+        return cls(errors.WriterError.code, f"{type(error).__name__}: {error}")
+
+    def exception(self) -> errors.CkptError:
+        """An exception of the same class with the same text."""
+        return _CLASSES.get(self.code, errors.WriterError)(self.message, hint=self.hint)
+
+
+def _classes() -> dict[str, type[errors.CkptError]]:
+    found: dict[str, type[errors.CkptError]] = {}
+    todo = [errors.CkptError]
+    while todo:
+        kind = todo.pop()
+        found[kind.code] = kind
+        todo += kind.__subclasses__()
+    return found
+
+
+_CLASSES = _classes()
+
+
+@dataclass(frozen=True, slots=True)
+class JobDone:
+    """The outcome of one job; its slot is free again, unless it is held.
+
+    Args:
+        snapshot_id: the id of the snapshot, which is durable (`error` is None), else None.
+        error: why it is not durable.
+        slot_held: a call that hangs may still read the slot: it MUST NOT change until a `SlotFreed` names it.
+    """
+
+    job: int
+    snapshot_id: str | None
+    error: ErrorRecord | None = None
+    slot_held: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether the snapshot is durable."""
+        return self.error is None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFreed:
+    """The call that held an arena slot after its `JobDone` has ended."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mirrored:
+    """The partners of all ranks have their shares of a snapshot."""
+
+    snapshot: str
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What was at the nearest tier when its lease was taken.
+
+    Args:
+        snapshots: how many there were.
+        newest: id of the newest one.
+        step, seq: of that.
+        created, attempt: of that, as of `SnapshotInfo` and `Line`; both None: its manifest cannot be read.
+    """
+
+    snapshots: int
+    newest: str
+    step: int
+    seq: int
+    created: float | None = None
+    attempt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """A further tier: a place that snapshots are copied to.
+
+    Args:
+        url: its root.
+        storage_options: passed to the storage as they are.
+        keep: its retention, as of `WriterConfig`.
+        every_seconds, every_n_steps: the least distance of its snapshots; both None: as often as it keeps up.
+        bandwidth_bytes_per_second: None: no limit.
+        fatal: its failures stop training instead of being reported.
+        codec: how it stores what it gets: a codec's name, or `auto`.
+    """
+
+    url: str
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    keep: Mapping[str, Any] = field(default_factory=dict)
+    every_seconds: float | None = None
+    every_n_steps: int | None = None
+    bandwidth_bytes_per_second: float | None = None
+    fatal: bool = False
+    codec: str = "raw"
+
+
+@dataclass(frozen=True, slots=True)
+class RankConfig:
+    """Which of several ranks a writer works for. Rank 0 is the coordinator: it holds the lease and commits.
+
+    Where nodes have roots of their own the ranks that see one root are a *place*: there its lowest rank, the leader,
+    is what rank 0 is otherwise.
+
+    Args:
+        rank, size: of `size` ranks.
+        session: unique text that the ranks have agreed on.
+        first_seq: snapshots of this session with lower numbers are settled; None: there are none yet.
+        wait_seconds: how long the coordinator waits for the part of a rank that does not get on.
+        node: name of the rank's machine.
+        replicate: the writer keeps its newest shares at a partner on another machine too.
+        parity: or, cut in chunks, as parity at the members of a group of so many machines; 0: not.
+        mirror_bytes_per_second: at most so fast; None: as fast as the link takes it.
+        place: the ranks of this one's place, in order; empty: all ranks see one root.
+        places: of all ranks, in the order of their leaders; empty: as `place`.
+        record: of the run, as other places have it: what a root without snapshots takes. Empty: nobody else has one.
+        address: where other machines reach this one, and the writer listens for them; empty: nowhere.
+    """
+
+    rank: int
+    size: int
+    session: str
+    first_seq: int | None
+    wait_seconds: float
+    node: str = ""
+    replicate: bool = False
+    parity: int = 0
+    mirror_bytes_per_second: float | None = None
+    place: tuple[int, ...] = ()
+    places: tuple[tuple[int, ...], ...] = ()
+    record: str = ""
+    address: str = ""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that see the root of this one, in order."""
+        return self.place or tuple(range(self.size))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this writer holds the lease of its root and commits there."""
+        return self.rank == self.members[0]
+
+
+@dataclass(frozen=True, slots=True)
+class WriterConfig:
+    """What a writer needs to know before its first job.
+
+    Args:
+        url: root of the run (a path or `file://`).
+        storage_options: passed to the storage as they are.
+        keep: retention as plain JSON, `{"last": n, "every_n_steps": n, "best": {"monitor": m, "mode": "min", "k": k}}`;
+            each key optional, empty keeps everything.
+        lease_wait_seconds: how long `start` waits for another holder of the run's lease.
+        holder: who asks for the lease: `pid`, `host`, `command`; filled with this process where absent.
+        drain_seconds: how long a writer whose trainer is gone may go on to finish its jobs.
+        end_wait_seconds: how long a trainer that ends waits for what further tiers still want.
+        nice: lower the CPU and I/O priority of the writer process.
+        tiers: further tiers, nearest first.
+        fatal: a snapshot that `url` does not take fails, even if a further tier would.
+        memory: the writer is a tier too: it keeps the newest job it was told of, makes it durable if the trainer is
+            gone, and serves it from memory.
+        linger_seconds: how long it goes on serving that once it is durable.
+        ranks: where several ranks write the run together; None: one rank.
+        codec: how snapshots are stored at `url`: a codec's name, or `delta`.
+    """
+
+    url: str
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    keep: Mapping[str, Any] = field(default_factory=dict)
+    lease_wait_seconds: float = 0.0
+    holder: Mapping[str, Any] = field(default_factory=dict)
+    drain_seconds: float = 600.0
+    end_wait_seconds: float = 600.0
+    nice: bool = True
+    tiers: tuple[TierConfig, ...] = ()
+    fatal: bool = False
+    memory: bool = False
+    linger_seconds: float = 0.0
+    ranks: RankConfig | None = None
+    codec: str = "raw"
+
+
+def layout_to_json(layout: Layout) -> dict[str, Any]:
+    """`layout` as JSON; entries become rows without their field names, because there may be 10,000 of them."""
+    rows = [
+        [e.name, e.dtype, list(e.shape), e.container_dtype, e.offset, e.nbytes, e.whole, e.start]
+        for e in layout.entries
+    ]
+    return {
+        "id": layout.id,
+        "header_nbytes": layout.header_nbytes,
+        "nbytes": layout.nbytes,
+        "entries": rows,
+        "structure": layout.structure,
+    }
+
+
+def layout_from_json(data: Mapping[str, Any]) -> Layout:
+    """The inverse of `layout_to_json`."""
+    entries = tuple(
+        EntryLayout(n, d, tuple(s), c, o, b, None if w is None else tuple(w), a)
+        for n, d, s, c, o, b, w, a in data["entries"]
+    )
+    return Layout(data["id"], data["header_nbytes"], data["nbytes"], entries, data["structure"])
+
+
+def job_to_json(job: PersistJob) -> dict[str, Any]:
+    """`job` as JSON. Shallow: what is in the mappings is not copied."""
+    fields = {f.name: getattr(job, f.name) for f in dataclasses.fields(job)} | {"line": line_to_json(job.line)}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in fields.items()}
+
+
+def job_from_json(data: Mapping[str, Any]) -> PersistJob:
+    """The inverse of `job_to_json`."""
+    tree = tuple((key, skeleton) for key, skeleton in data["tree"])
+    return PersistJob(**{**data, "tree": tree, "line": line_from_json(data["line"])})
+
+
+def done_to_json(done: JobDone) -> dict[str, Any]:
+    """`done` as JSON."""
+    return dataclasses.asdict(done)
+
+
+def done_from_json(data: Mapping[str, Any]) -> JobDone:
+    """The inverse of `done_to_json`."""
+    error = data["error"]
+    return JobDone(data["job"], data["snapshot_id"], None if error is None else ErrorRecord(**error), data["slot_held"])
+
+
+def config_to_json(config: WriterConfig) -> dict[str, Any]:
+    """`config` as JSON."""
+    return dataclasses.asdict(config)
+
+
+def config_from_json(data: Mapping[str, Any]) -> WriterConfig:
+    """The inverse of `config_to_json`."""
+    tiers = tuple(TierConfig(**tier) for tier in data["tiers"])
+    return WriterConfig(**{**data, "tiers": tiers, "ranks": data["ranks"] and _ranks_from_json(data["ranks"])})
+
+
+def _ranks_from_json(data: Mapping[str, Any]) -> RankConfig:
+    places = tuple(tuple(place) for place in data["places"])
+    return RankConfig(**{**data, "place": tuple(data["place"]), "places": places})
+
+
+LEASE_WAIT_SECONDS = 60.0
+DRAIN_SECONDS = 600.0
+"""How long a writer whose trainer is gone, or waits no more, may go on."""
+REUNION_WAIT_SECONDS = 240.0
+"""Writers of dead ranks may write several shares each, and wait for each other; less than ranks wait to start."""
+
+
+def writer_config(config: Config, *, memory: bool, ranks: bool) -> WriterConfig:
+    """How the writer of a run works.
+
+    Args:
+        memory: whether it holds the newest snapshot in memory.
+        ranks: whether it is one of several.
+    """
+    nearest, *further = config.tiers
+    return WriterConfig(
+        url=nearest.url,
+        storage_options=nearest.for_storage(),
+        keep=config.root_keep_rules(),
+        drain_seconds=DRAIN_SECONDS + config.wait_at_end,
+        end_wait_seconds=config.wait_at_end,
+        lease_wait_seconds=REUNION_WAIT_SECONDS if ranks and memory else LEASE_WAIT_SECONDS,
+        tiers=tuple(_tier(config, tier) for tier in further),
+        fatal=nearest.on_failure == "fail",
+        memory=memory,
+        linger_seconds=config.linger,
+        codec=nearest.codec,
+    )
+
+
+def _tier(config: Config, tier: Tier) -> TierConfig:
+    return TierConfig(
+        url=tier.url,
+        storage_options=tier.for_storage(),
+        keep=config.keep_rules(tier),
+        every_seconds=tier.every,
+        every_n_steps=tier.every_n_steps,
+        bandwidth_bytes_per_second=tier.bandwidth,
+        fatal=tier.on_failure == "fail",
+        codec=tier.codec,
+    )

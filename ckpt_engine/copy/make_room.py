@@ -1,0 +1,536 @@
+"""Making room: forget what retention does not keep, then collect the data nothing needs.
+
+Deletion has an order (crash rule 4): manifests, durably, then data. A crash in between leaves garbage, never a snapshot
+without its data; the next collection removes it. Pinned snapshots stay (see `pins`), and so do those of
+another line of history (see `lines`).
+
+Room for the next snapshot: made before it is written, and foreseen before the first one.
+
+Where the bytes of a run are: the one reading that limits need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from ckpt_engine.copy import drop_components
+from ckpt_engine.errors import FormatError, StorageFullError, StorageMissingError
+from ckpt_engine.observe import units
+from ckpt_engine.store import manifest_codec, names, pins
+from ckpt_engine.store.lease import Lease
+from ckpt_engine.store.manifest import UNNAMED, Line, Manifest, SnapshotInfo
+from ckpt_engine.store.repository import Damaged, Repository
+from ckpt_engine.store.retention import (
+    SLACK_BYTES,
+    ByteLimits,
+    Retention,
+    RetentionPlan,
+    Usage,
+    plan,
+    plan_before_write,
+    preflight,
+)
+from ckpt_engine.store.retention_rules import OTHER_LINE, RetentionPolicy, branches
+from ckpt_engine.store.storage.base import ObjectInfo
+
+_NOTHING: Mapping[str, str] = MappingProxyType({})
+_NO_LIMITS = ByteLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """What a collection did.
+
+    Args:
+        removed: names of data files.
+        freed_bytes: their bytes and those of interrupted writes.
+        withheld_bytes: data that cannot be proven unneeded because of `damaged` manifests.
+    """
+
+    removed: tuple[str, ...]
+    freed_bytes: int
+    withheld_bytes: int
+    damaged: tuple[Damaged, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What `prune` did: the plan it executed and the collection that followed.
+
+    Args:
+        slimmed: snapshots that lost components → what they are now.
+        not_slimmed: those that should have, and why they are as they were.
+    """
+
+    plan: RetentionPlan
+    collected: Collected
+    slimmed: Mapping[str, str] = field(default_factory=dict)
+    not_slimmed: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def forgotten(self) -> tuple[str, ...]:
+        """All ids that no longer exist."""
+        return (*self.plan.remove, *self.slimmed)
+
+
+def plan_prune(
+    repository: Repository,
+    policy: RetentionPolicy,
+    *,
+    line: Line | None = None,
+    protected: Mapping[str, str] = _NOTHING,
+    verified: Collection[str] = (),
+) -> RetentionPlan:
+    """What `prune` would forget. Reads only.
+
+    The newest snapshot that is whole (manifest verified, data files there) stays whatever the policy says, and so do
+    pinned ones; if none is whole, everything stays. Rules see the snapshots of one line only; all others stay.
+
+    Args:
+        line: whose snapshots may go; None: that of the newest snapshot.
+        protected: ids to keep besides, with the reason.
+        verified: ids known to be whole, such as the one just committed.
+    """
+    scanned, others = _of_line(repository, line)
+    doubles = drop_components.twins(scanned)
+    infos = [info for info in scanned if info.id not in doubles]
+    whole = _newest_whole(repository, infos, verified)
+    if whole is None and infos:
+        return RetentionPlan({info.id: "no snapshot is whole: nothing is removed" for info in scanned} | others, ())
+    limited = Retention.of(policy).limits != ByteLimits()
+    keep = pins.protection(repository.storage) | dict(protected)
+    decided = plan(
+        infos,
+        policy,
+        keep,
+        verified=whole,
+        usage=measure(repository) if limited else None,
+        free_bytes=repository.storage.free_bytes() if limited else None,
+    )
+    decided = _with_doubles(repository, decided, doubles, keep) if doubles else decided
+    return replace(decided, keep={**decided.keep, **others})
+
+
+def prune(
+    repository: Repository,
+    lease: Lease,
+    policy: RetentionPolicy,
+    *,
+    line: Line | None = None,
+    protected: Mapping[str, str] = _NOTHING,
+    verified: Collection[str] = (),
+    in_flight: Container[str] = (),
+) -> Pruned:
+    """Forget what `policy` does not keep, then collect. Arguments as of `plan_prune` and `collect`."""
+    decided = plan_prune(repository, policy, line=line, protected=protected, verified=verified)
+    limits = Retention.of(policy).limits
+    done = execute(repository, lease, decided, limits, in_flight=in_flight)
+    catalogue(repository, limits)
+    return done
+
+
+def execute(
+    repository: Repository,
+    lease: Lease,
+    decided: RetentionPlan,
+    limits: ByteLimits = _NO_LIMITS,
+    *,
+    in_flight: Container[str] = (),
+) -> Pruned:
+    """Forget what a plan removes, except what was pinned since, collect, and slim what it slims.
+
+    Raises:
+        LeaseHeldError: the lease is lost; nothing was removed.
+        StorageError: some of it may have been removed; planning and executing again continues.
+    """
+    late = _forget(repository, lease, decided.remove)
+    if late:
+        decided = _without(decided, late)
+    collected = collect(repository, lease, in_flight=in_flight)
+    if not decided.slim:
+        return Pruned(decided, collected)
+    slimmed: dict[str, str] = {}
+    not_slimmed: dict[str, str] = {}
+    for snapshot, lost in decided.slim.items():
+        try:
+            slimmed[snapshot] = _slim(repository, lease, snapshot, lost, limits)
+        except (FormatError, StorageMissingError, StorageFullError) as err:
+            not_slimmed[snapshot] = err.message
+    again = collect(repository, lease, in_flight=in_flight)
+    collected = replace(
+        again, removed=collected.removed + again.removed, freed_bytes=collected.freed_bytes + again.freed_bytes
+    )
+    return Pruned(decided, collected, slimmed, not_slimmed)
+
+
+def make_room(
+    repository: Repository,
+    lease: Lease,
+    policy: RetentionPolicy,
+    incoming_bytes: int,
+    *,
+    line: Line | None = None,
+    incoming: SnapshotInfo | None = None,
+    protected: Mapping[str, str] = _NOTHING,
+    verified: Collection[str] = (),
+    in_flight: Container[str] = (),
+) -> Pruned | None:
+    """Before a write: forget and collect so much that it breaks no limit at any instant. None: there is room.
+
+    Args:
+        incoming_bytes: everything the write will store: data files and manifest.
+        incoming: the snapshot to be written, as far as it is known.
+        line, protected, verified, in_flight: as of `prune`.
+
+    Raises:
+        StorageFullError: it does not fit beside what must stay; nothing was forgotten. Do not write.
+        LeaseHeldError, StorageError: as of `prune`.
+    """
+    storage, limits = repository.storage, Retention.of(policy).limits
+    free_bytes = storage.free_bytes()
+    needed_bytes = incoming_bytes + SLACK_BYTES + (limits.min_free_bytes or 0)
+    if limits.quota_bytes is None and (free_bytes is None or free_bytes >= needed_bytes):
+        return None
+    keep = pins.protection(storage) | dict(protected)
+
+    def planned() -> RetentionPlan:
+        infos, others = _of_line(repository, line)
+        whole = _newest_whole(repository, infos, verified)
+        if whole is None:
+            # Nothing tells which one is worth most: none goes.
+            keep.update(dict.fromkeys((info.id for info in infos), "no snapshot is whole"))
+        found = plan_before_write(
+            infos,
+            policy,
+            incoming_bytes,
+            storage.free_bytes(),
+            protected=keep,
+            verified=whole,
+            usage=measure(repository),
+            incoming=incoming,
+        )
+        return replace(found, keep={**found.keep, **others})
+
+    decided = planned()
+    if decided.short_bytes:
+        collect(repository, lease, in_flight=in_flight)
+        decided = planned()
+    if decided.short_bytes:
+        raise _full(repository, line, limits, incoming_bytes, decided.short_bytes)
+    if not decided.remove:
+        return None
+    done = execute(repository, lease, decided, limits, in_flight=in_flight)
+    if len(done.plan.remove) < len(decided.remove):
+        # Somebody pinned one of them meanwhile.
+        decided = planned()
+        if decided.short_bytes:
+            raise _full(repository, line, limits, incoming_bytes, decided.short_bytes)
+    return done
+
+
+def collect(repository: Repository, lease: Lease, *, in_flight: Container[str] = ()) -> Collected:
+    """Remove the data files no snapshot needs and what interrupted writes left. Never touches a foreign file.
+
+    Args:
+        lease: proof that nobody else writes this run.
+        in_flight: ids of snapshots whose data is being written now.
+
+    Raises:
+        LeaseHeldError: the lease is lost; nothing was removed.
+        StorageError: some of it may have been removed; calling again continues.
+    """
+    garbage = repository.unreferenced(in_flight)
+    # After the look at manifests: whoever pinned a snapshot that it missed had its pin written before.
+    orphans = pins.orphans(repository)
+    spared = {file.name for orphan in orphans for file in orphan.manifest.files}
+    unneeded = [item for item in garbage.unreferenced if item.name not in spared]
+    lease.check()
+    if unneeded:
+        _settle(repository, unneeded)
+        repository.storage.delete(*(item.name for item in unneeded))
+    freed_bytes = sum(item.nbytes for item in unneeded) + repository.storage.sweep()
+    # Last, because a full disk has room for it only now.
+    pins.put_back(repository, orphans)
+    return Collected(
+        removed=tuple(item.name for item in unneeded),
+        freed_bytes=freed_bytes,
+        withheld_bytes=sum(item.nbytes for item in garbage.withheld),
+        damaged=garbage.damaged,
+    )
+
+
+def _settle(repository: Repository, garbage: Sequence[ObjectInfo]) -> None:
+    """Make it durable that the owners of `garbage` have no manifest.
+
+    A process may have removed those manifests and died before that survived a power loss; they must not come back once
+    their data is gone.
+    """
+    owners = {owner.id for item in garbage if (owner := names.data_owner(item.name))}
+    repository.forget(sorted(owners - {parsed.id for parsed in repository.ids()}))
+
+
+def _of_line(repository: Repository, line: Line | None) -> tuple[list[SnapshotInfo], dict[str, str]]:
+    """The snapshots that retention may remove, oldest first, and all others with the reason why they stay."""
+    scanned = repository.list()
+    if line is None:
+        line = scanned[-1].line if scanned else UNNAMED
+    return [one for one in scanned if line.has(one)], {one.id: OTHER_LINE for one in scanned if not line.has(one)}
+
+
+def _newest_whole(repository: Repository, infos: Sequence[SnapshotInfo], verified: Collection[str]) -> str | None:
+    return next((info.id for info in reversed(infos) if info.id in verified or _is_whole(repository, info.id)), None)
+
+
+def _forget(repository: Repository, lease: Lease, snapshots: Collection[str]) -> set[str]:
+    """Forget snapshots, except those that are pinned by now; returns these."""
+    if not snapshots:
+        return set()
+    late = set(pins.pinned_ids(repository.storage) & set(snapshots))
+    going = set(snapshots) - late
+    if going:
+        lease.check()
+        repository.forget(going)
+        # A pin made after the look above, and before its snapshot was gone: its maker saw the snapshot. Data is there.
+        if pins.pinned_ids(repository.storage) & going:
+            late |= pins.put_back(repository, pins.orphans(repository)) & going
+    return late
+
+
+def _slim(repository: Repository, lease: Lease, snapshot: str, lost: Sequence[str], limits: ByteLimits) -> str:
+    """Replace a snapshot by itself without the components `lost`; returns its new id.
+
+    Raises:
+        FormatError, StorageMissingError, StorageFullError: it is as it was.
+    """
+    manifest = repository.read(snapshot)
+    if manifest.info.partial is not None:
+        raise FormatError(f"{snapshot} has what {manifest.info.partial} wrote, and cannot be taken apart")
+    made = drop_components.foresee(manifest, lost)
+    if made is None:
+        raise FormatError(f"the data of {snapshot} is encoded and cannot be taken apart")
+    new = made.manifest.info.id
+    if any(parsed.id == new for parsed in repository.ids()) and not _is_whole(repository, new):
+        lease.check()
+        repository.forget([new])
+    if all(parsed.id != new for parsed in repository.ids()):
+        _require_room(repository, limits, made.nbytes)
+        lease.check()
+        drop_components.write(repository, made)
+    if _forget(repository, lease, [snapshot]):
+        repository.forget([new])
+        raise StorageMissingError(f"{snapshot} was pinned meanwhile")
+    return new
+
+
+def compact(repository: Repository, lease: Lease, snapshot: str, limits: ByteLimits = _NO_LIMITS) -> str:
+    """Write a snapshot anew as one plain file, and forget it as it was; returns its new id.
+
+    A crash leaves the first one, or both, or the new one; the next retention, or doing it again, cleans up.
+
+    Raises:
+        FormatError, StorageMissingError, StorageFullError: it is as it was; it is damaged, pinned, or there is no room.
+        LeaseHeldError, StorageError: as it was, or done; calling again continues.
+    """
+    if snapshot in pins.pinned_ids(repository.storage):
+        raise StorageMissingError(f"{snapshot} is pinned", hint="`ckpt unpin` it first")
+    new = _slim(repository, lease, snapshot, (), limits)
+    collect(repository, lease)
+    return new
+
+
+def catalogue(repository: Repository, limits: ByteLimits = _NO_LIMITS) -> None:
+    """Write the run's catalog if that is due and breaks no limit. Needs the lease. Never raises for its own sake."""
+    repository.write_catalog_if_due(lambda nbytes: _require_room(repository, limits, nbytes))
+
+
+def _require_room(repository: Repository, limits: ByteLimits, nbytes: int) -> None:
+    """Raises `StorageFullError` unless `nbytes` more break no limit."""
+    short_bytes = 0
+    if limits.quota_bytes is not None:
+        short_bytes = measure(repository).used_bytes + nbytes + SLACK_BYTES - limits.quota_bytes
+    free_bytes = repository.storage.free_bytes()
+    if free_bytes is not None:
+        short_bytes = max(short_bytes, nbytes + SLACK_BYTES + (limits.min_free_bytes or 0) - free_bytes)
+    if short_bytes > 0:
+        raise StorageFullError(f"writing it without them needs {units.size(short_bytes)} more room")
+
+
+def _with_doubles(
+    repository: Repository, decided: RetentionPlan, doubles: Mapping[str, str], protected: Mapping[str, str]
+) -> RetentionPlan:
+    """A plan with the slim snapshots that stand beside what they were made of: an interrupted slimming.
+
+    They replace what they were made of if the plan slims that; else they go, unless they are all that is whole.
+    """
+    keep, remove, why = dict(decided.keep), list(decided.remove), dict(decided.why)
+    for double, original in doubles.items():
+        if double in protected:
+            keep[double] = protected[double]
+        elif original in decided.slim:
+            keep[double] = f"will replace {original}"
+        elif original in decided.why or _is_whole(repository, original):
+            remove.append(double)
+            why[double] = f"part of {original}"
+        else:
+            keep[double] = f"{original} is damaged"
+    return replace(decided, keep=keep, remove=tuple(sorted(remove)), why=why)
+
+
+def _without(decided: RetentionPlan, late: Collection[str]) -> RetentionPlan:
+    """The plan as it was carried out: what was pinned meanwhile stayed."""
+    return replace(
+        decided,
+        keep={**decided.keep, **dict.fromkeys(sorted(late), "pinned meanwhile")},
+        remove=tuple(one for one in decided.remove if one not in late),
+        why={one: why for one, why in decided.why.items() if one not in late},
+    )
+
+
+def _full(
+    repository: Repository, line: Line | None, limits: ByteLimits, incoming_bytes: int, short_bytes: int
+) -> StorageFullError:
+    url, others = repository.storage.url, _of_line(repository, line)[1]
+    finished = [one.id for one in branches(repository.list()) if one.newest.id in others]
+    beside = f"what is pinned or {OTHER_LINE}" if finished else "what is pinned"
+    finish = f"`ckpt prune {url} --branch {finished[0]}` removes a finished branch, " if finished else ""
+    quota = [] if limits.quota_bytes is None else [f"quota {units.size(limits.quota_bytes)}"]
+    floor = [] if limits.min_free_bytes is None else [f"min_free {units.size(limits.min_free_bytes)}"]
+    return StorageFullError(
+        f"a snapshot of {units.size(incoming_bytes)} does not fit at {url} beside the newest one and {beside}: "
+        f"{units.size(short_bytes)} too much for {' and '.join(quota + floor)}",
+        hint=f"{finish}raise the limit, or `ckpt prune {url} --keep last=1 --dry-run` shows what stays and why",
+    )
+
+
+def _is_whole(repository: Repository, snapshot: str) -> bool:
+    try:
+        manifest = repository.read(snapshot)
+    except (FormatError, StorageMissingError):
+        return False
+    sizes: dict[str, int] = {}
+    for file in manifest.files:
+        sizes.update((item.name, item.nbytes) for item in repository.storage.list(file.name))
+    return all(sizes.get(file.name) == file.nbytes for file in manifest.files)
+
+
+ROOMY_BYTES = 256 << 20
+"""With so much left beside the data nobody asks how big the manifest will be."""
+
+Warn = Callable[[str], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Also(Container[str]):
+    """One more snapshot that is being written."""
+
+    snapshot: str
+    others: Container[str]
+
+    def __contains__(self, snapshot: object) -> bool:
+        return snapshot == self.snapshot or snapshot in self.others
+
+
+class SpaceReservation:
+    """Makes room for the snapshots of one writer, one after another.
+
+    Args:
+        warn: told once, before the first snapshot, if what the policy keeps will not fit.
+        in_flight: snapshots that others may be writing.
+        protected: snapshots that nothing may remove now, and why.
+    """
+
+    def __init__(
+        self,
+        repository: Repository,
+        lease: Lease,
+        policy: RetentionPolicy,
+        warn: Warn,
+        in_flight: Container[str] = (),
+        protected: Callable[[], Mapping[str, str]] = dict,
+    ) -> None:
+        self._repository = repository
+        self._lease = lease
+        self._policy = policy
+        self._warn = warn
+        self._in_flight = in_flight
+        self._protected = protected
+        self._warned = False
+        self._whole: tuple[str, ...] = ()
+
+    def before(self, data_bytes: int, foresee: Callable[[], Manifest]) -> Pruned | None:
+        """Forget what has to go before a snapshot is written. None: there was room.
+
+        Args:
+            data_bytes: its data files.
+            foresee: its manifest as it will be, except that the digests may be any of the same length. Only asked for
+                where it matters.
+
+        Raises:
+            StorageFullError: it does not fit within the limits; nothing was forgotten. Do not write.
+            LeaseHeldError, StorageError
+        """
+        self._warn_once(data_bytes)
+        free_bytes = self._repository.storage.free_bytes()
+        plenty = free_bytes is None or free_bytes >= data_bytes + ROOMY_BYTES
+        if plenty and Retention.of(self._policy).limits == ByteLimits():
+            return None
+        coming = foresee()
+        return make_room(
+            self._repository,
+            self._lease,
+            self._policy,
+            data_bytes + len(manifest_codec.encode(coming)),
+            line=coming.info.line,
+            incoming=coming.info,
+            protected=self._protected(),
+            verified=self._whole,
+            in_flight=Also(coming.info.id, self._in_flight),
+        )
+
+    def committed(self, snapshot: str) -> None:
+        """Note that a snapshot was committed: it is known to be whole."""
+        self._whole = (snapshot,)
+
+    def _warn_once(self, data_bytes: int) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        used_bytes = sum(item.nbytes for item in self._repository.storage.list(names.DATA))
+        free_bytes = self._repository.storage.free_bytes()
+        found = preflight(self._policy, data_bytes, used_bytes=used_bytes, free_bytes=free_bytes)
+        if not found.fits:
+            self._warn(f"{self._repository.storage.url}: {found.text}")
+
+
+def measure(repository: Repository) -> Usage:
+    """The bytes of every snapshot and of all the rest of ours. What a put has not finished yet is not counted.
+
+    A damaged snapshot counts as `other_bytes`: nothing is known to become free with it.
+    """
+    data: dict[str, int] = {}
+    manifests: dict[str, int] = {}
+    other_bytes = 0
+    listed = list(repository.storage.list(""))
+    repository.learn(listed)
+    for item in listed:
+        if names.data_owner(item.name):
+            data[item.name] = item.nbytes
+        elif parsed := names.manifest_id(item.name):
+            manifests[parsed.id] = item.nbytes
+        elif names.is_ours(item.name):
+            other_bytes += item.nbytes
+    files: dict[str, dict[str, int]] = {}
+    for snapshot, nbytes in manifests.items():
+        try:
+            needed = repository.files_of(snapshot)
+        except StorageMissingError:
+            continue  # forgotten meanwhile
+        except FormatError:
+            other_bytes += nbytes
+            continue
+        files[snapshot] = {names.manifest_name(snapshot): nbytes, **{name: data.get(name, 0) for name in needed}}
+    needed_by_any = {name for one in files.values() for name in one}
+    other_bytes += sum(nbytes for name, nbytes in data.items() if name not in needed_by_any)
+    return Usage(files, other_bytes)

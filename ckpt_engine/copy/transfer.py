@@ -1,0 +1,361 @@
+"""Copies snapshots from one run folder to another of the same run: byte for byte, data before manifests.
+
+Bounded memory: what is local is mapped; what is remote is streamed in ranges to a local target, each piece verified
+before it is written, and comes through a mapped scratch file to a remote one. Whatever is interrupted goes on where it
+was (see also `storage.s3multipart`); nothing half-copied is ever seen as a snapshot.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Self
+
+from ckpt_engine.errors import CkptError, CorruptError, ForeignError, StorageExistsError
+from ckpt_engine.store import manifest_codec, names
+from ckpt_engine.store.container import digest
+from ckpt_engine.store.decode import stored_pieces
+from ckpt_engine.store.manifest import DataFile, Manifest, Piece, require_whole
+from ckpt_engine.store.repository import Repository, encode_record, parse_record
+from ckpt_engine.store.storage.base import Folder, Storage
+from ckpt_engine.store.storage.disk import PartialFile, open_regular, translating
+
+RANGE_BYTES = 16 << 20
+"""Bytes per read of a remote object, and at most per read of the check before a copy."""
+RANGES_AT_ONCE = 4
+
+
+class CopySourceError(Exception):
+    """The copy failed at its source; `error` says how. The target is not to blame."""
+
+    def __init__(self, error: CkptError) -> None:
+        self.error = error
+        super().__init__(str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What a copy did: bytes sent, and bytes that were there already."""
+
+    sent_bytes: int
+    present_bytes: int
+
+
+def _ignore(_: int) -> None:
+    return None
+
+
+def copy_snapshot(
+    source: Repository,
+    target: Repository,
+    snapshot: str,
+    *,
+    sink: Storage | None = None,
+    scratch: str | None = None,
+    advance: Callable[[int], object] = _ignore,
+) -> Copied:
+    """Copy one snapshot. Its bytes are verified on the way: damage does not spread. Needs the target's lease.
+
+    Args:
+        sink: what the objects are put into instead of `target.storage`: the same place at another pace.
+        scratch: a folder for what is not local on its way; default: the system's temporary one.
+        advance: told bytes that are at the target now.
+
+    Raises:
+        SourceError: the snapshot is missing or damaged at the source, or the source cannot be read or has a part of it.
+        StorageError: from the target.
+    """
+    put = sink or target.storage
+    try:
+        text = source.storage.get(names.manifest_name(snapshot))
+        manifest = manifest_codec.decode(text)
+        require_whole(manifest.info, source.storage.url)
+    except CkptError as err:
+        raise CopySourceError(err) from err
+    copied = copy_data(source, target, manifest, sink=put, scratch=scratch, advance=advance)
+    try:
+        put.put(names.manifest_name(snapshot), [memoryview(text)])
+    except StorageExistsError:
+        if target.storage.get(names.manifest_name(snapshot)) != text:
+            raise
+    target.remember(manifest)
+    return copied
+
+
+def copy_data(
+    source: Repository,
+    target: Repository,
+    manifest: Manifest,
+    *,
+    sink: Storage,
+    scratch: str | None = None,
+    advance: Callable[[int], object] = _ignore,
+) -> Copied:
+    """Copy the data files of one manifest, and make sure that they are durable. Arguments and errors as above."""
+    sent = present = 0
+    for index, file in enumerate(manifest.files):
+        if has_file(target.storage, file):
+            present += file.nbytes
+        else:
+            sent_bytes = _copy_file(source.storage, sink, manifest, index, scratch)
+            sent += sent_bytes
+            present += file.nbytes - sent_bytes
+        advance(file.nbytes)
+    if present:
+        settle_data(target.storage)
+    return Copied(sent, present)
+
+
+@dataclass(frozen=True, slots=True)
+class RunText:
+    """The record of a run as it is to be stored, the same at each of its places."""
+
+    run: str
+    text: bytes
+
+    @classmethod
+    def of(cls, repository: Repository) -> Self:
+        """Read it.
+
+        Raises:
+            CkptError: there is none that can be read.
+        """
+        record = repository.require_record()
+        return cls(record.run, encode_record(record))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The record with this text.
+
+        Raises:
+            CorruptError, ForeignError, NewerFormatError: it is none.
+        """
+        return cls(parse_record(text.encode(), "another node").run, text.encode())
+
+
+def adopt_run(run: RunText, target: Storage) -> Repository:
+    """The repository at `target`, which is a place of `run` from now on. Needs the target's lease.
+
+    Raises:
+        ForeignError: the target holds another run, or other files; nothing is changed.
+        CorruptError, NewerFormatError, StorageError: from the target.
+    """
+    found = Repository(target)
+    is_empty = not found.ids()
+    try:
+        record = found.record()
+    except CorruptError:
+        if not is_empty:
+            raise
+        record = None
+    there = record.run if record is not None else None
+    if not is_empty and (there := found.run_of_manifests() or there) not in (None, run.run):
+        raise ForeignError(
+            f"{target.url} holds another run ({there[:8]}…, this one is {run.run[:8]}…)",
+            hint="give this run a place of its own",
+        )
+    if there == run.run:
+        found.create_if_absent()  # mends it
+        return found
+    target.put(names.RECORD, [memoryview(run.text)], exclusive=False)
+    return Repository(target)
+
+
+def has_file(storage: Storage, file: DataFile) -> bool:
+    """Whether the data file is there whole. One of another size is none of ours to rely on: it is removed."""
+    for item in storage.list(file.name):
+        if item.name == file.name:
+            if item.nbytes == file.nbytes:
+                return True
+            storage.delete(file.name)
+    return False
+
+
+def settle_data(storage: Storage) -> None:
+    """Make durable that the data files are there which an earlier attempt has left: it may have died before that."""
+    folder = storage.capabilities.folder
+    if folder is not None:
+        folder.settle(names.DATA)
+
+
+def _copy_file(source: Storage, sink: Storage, manifest: Manifest, index: int, scratch: str | None) -> int:
+    """Copy a data file; returns the bytes that were sent, fewer than it has where an earlier attempt is continued."""
+    file = manifest.files[index]
+    pieces = _pieces_of(manifest, index)
+    folder = sink.capabilities.folder
+    if folder is not None and source.capabilities.folder is None:
+        return _stream(source, folder, file, pieces)
+    with _mapped(source, file, pieces, scratch) as image:
+        try:
+            sink.put(file.name, [image])
+        except StorageExistsError:
+            if not has_file(sink, file):
+                raise
+    return file.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """Bytes of a file that are fetched together, and the pieces in them. `is_covered`: these are all of its bytes."""
+
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def is_covered(self) -> bool:
+        return sum(piece.nbytes for piece in self.pieces) == self.stop - self.start
+
+
+def _stream(source: Storage, sink: Folder, file: DataFile, pieces: Sequence[Piece]) -> int:
+    """Write a remote file once, straight to the disk where it belongs; returns the bytes that were fetched."""
+    text = f"{file.name} {file.nbytes} {' '.join(piece.digest for piece in pieces)}"
+    token = digest(text.encode()).partition(":")[2][:16]
+    fetched: list[int] = []
+
+    def fill(partial: PartialFile) -> None:
+        def move(part: _Range) -> int:
+            buffer = memoryview(bytearray(part.stop - part.start))
+            if partial.has_begun and part.is_covered and partial.read(part.start, buffer) and _is_good(part, buffer):
+                return 0
+            try:
+                source.get_into(file.name, part.start, buffer)
+                for piece in part.pieces:
+                    _require_digest(file, piece, buffer[piece.offset - part.start :][: piece.nbytes])
+            except CkptError as err:
+                raise CopySourceError(err) from err
+            partial.write(part.start, buffer)
+            return len(buffer)
+
+        pool = ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="ckpt-fetch")
+        try:
+            fetched.extend(pool.map(move, _ranges(file.nbytes, pieces)))
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    try:
+        sink.receive(file.name, file.nbytes, token, fill)
+    except StorageExistsError:
+        if not has_file(sink, file):
+            raise
+    return sum(fetched)
+
+
+def _ranges(nbytes: int, pieces: Sequence[Piece]) -> list[_Range]:
+    """A file cut between pieces, into ranges of about `RANGE_BYTES` with what lies between them."""
+    found: list[_Range] = []
+    start = 0
+    inside: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: piece.offset):
+        end = max((one.offset + one.nbytes for one in inside), default=start)
+        if inside and piece.offset >= end and piece.offset + piece.nbytes - start > RANGE_BYTES:
+            found.append(_Range(start, end, tuple(inside)))
+            start, inside = end, []
+        inside.append(piece)
+    return [*found, _Range(start, nbytes, tuple(inside))] if nbytes else []
+
+
+def _is_good(part: _Range, data: memoryview) -> bool:
+    return all(digest(data[one.offset - part.start :][: one.nbytes]) == one.digest for one in part.pieces)
+
+
+@contextmanager
+def mapped(source: Storage, file: DataFile, pieces: Sequence[Piece]) -> Iterator[memoryview]:
+    """The bytes of a data file in mapped memory, in which `pieces` have been verified.
+
+    Raises:
+        CkptError: it is damaged, missing or cannot be read.
+    """
+    try:
+        with _mapped(source, file, pieces, None) as image:
+            yield image
+    except CopySourceError as err:
+        raise err.error from err
+
+
+@contextmanager
+def _mapped(source: Storage, file: DataFile, pieces: Sequence[Piece], scratch: str | None) -> Iterator[memoryview]:
+    """The verified bytes of a data file, mapped."""
+    try:
+        folder = source.capabilities.folder
+        memory = _fetch(source, file, pieces, scratch) if folder is None else _map_local(folder, file, pieces)
+    except CkptError as err:
+        raise CopySourceError(err) from err
+    try:
+        with memoryview(memory) as image:
+            yield image
+    finally:
+        with suppress(BufferError):  # as in `_fetch`: of a put that failed
+            memory.close()
+
+
+def _map_local(source: Folder, file: DataFile, pieces: Sequence[Piece]) -> mmap.mmap:
+    # Read before it is mapped: a disk that cannot read raises here, where a mapped page would kill the process.
+    buffer = memoryview(bytearray(max((piece.nbytes for piece in pieces), default=0)))
+    for piece in pieces:
+        source.get_into(file.name, piece.offset, buffer[: piece.nbytes])
+        _require_digest(file, piece, buffer[: piece.nbytes])
+    path = source.path(file.name)
+    with translating("read", path):
+        fd = open_regular(path, os.O_RDONLY)
+        try:
+            if os.fstat(fd).st_size != file.nbytes:
+                raise CorruptError(f"{path} does not have {file.nbytes} bytes")
+            return mmap.mmap(fd, file.nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        finally:
+            os.close(fd)
+
+
+def _fetch(source: Storage, file: DataFile, pieces: Sequence[Piece], scratch: str | None) -> mmap.mmap:
+    """The verified file in a scratch file that has no name and is gone when unmapped."""
+    folder = scratch or tempfile.gettempdir()
+    with translating("write", folder), tempfile.TemporaryFile(dir=folder) as temporary:
+        # Reserved: a full disk raises here, where a mapped page would kill the process.
+        os.posix_fallocate(temporary.fileno(), 0, file.nbytes)
+        memory = mmap.mmap(temporary.fileno(), file.nbytes)
+    try:
+        with (
+            memoryview(memory) as image,
+            ThreadPoolExecutor(RANGES_AT_ONCE, thread_name_prefix="ckpt-fetch") as pool,
+        ):
+            starts = range(0, file.nbytes, RANGE_BYTES)
+            parts = [image[start : start + RANGE_BYTES] for start in starts]
+            try:
+                list(pool.map(partial(source.get_into, file.name), starts, parts))
+            finally:
+                pool.shutdown(cancel_futures=True)
+                for part in parts:
+                    part.release()
+            for piece in pieces:
+                with image[piece.offset : piece.offset + piece.nbytes] as part:
+                    _require_digest(file, piece, part)
+    except BaseException:
+        # The frames of what was raised in a thread may still hold views: then the memory goes with them.
+        with suppress(BufferError):
+            memory.close()
+        raise
+    return memory
+
+
+def _pieces_of(manifest: Manifest, index: int) -> list[Piece]:
+    found = {(piece.offset, piece.nbytes): piece for _, piece in stored_pieces(manifest) if piece.file == index}
+    return [found[key] for key in sorted(found)]
+
+
+def _require_digest(file: DataFile, piece: Piece, found: memoryview) -> None:
+    if digest(found) != piece.digest:
+        end = piece.offset + piece.nbytes
+        raise CorruptError(f"bytes {piece.offset} to {end} of {file.name} do not match their digest")
+
+
+def scratch_of(storage: Storage) -> str | None:
+    """A folder for `copy_snapshot` on the disk of `storage`, where it has one."""
+    folder = storage.capabilities.folder
+    return folder.root if folder is not None and Path(folder.root).is_dir() else None

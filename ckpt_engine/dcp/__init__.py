@@ -1,6 +1,0 @@
-"""Snapshots through `torch.distributed.checkpoint`: what `dcp.save`, `dcp.async_save` and `dcp.load` are given."""
-
-from ckpt_engine.dcp.reader import CkptReader
-from ckpt_engine.dcp.writer import CkptWriter
-
-__all__ = ["CkptReader", "CkptWriter"]

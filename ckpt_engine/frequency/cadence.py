@@ -1,0 +1,456 @@
+"""When a run takes its snapshots: the stateful piece trainer adapters ask at every boundary."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckpt_engine.frequency.measure import (
+    CLEAN_WINDOW,
+    CostMeter,
+    FailureRate,
+    Learned,
+    Settled,
+    StepTimes,
+    UnsettledSnapshot,
+    measured,
+)
+from ckpt_engine.frequency.policy import Decision, FrequencySettings
+from ckpt_engine.frequency.triggers import INTERVAL, Account, AdaptiveTrigger, FixedTriggers, MemoryTrigger, Moment
+from ckpt_engine.observe.events import (
+    Clock,
+    Event,
+    EventSink,
+    IntervalChanged,
+    Notice,
+    SnapshotCommitted,
+    SnapshotFailed,
+    SnapshotSkipped,
+)
+
+WARM_UP_STEPS = 2
+RETRY_SECONDS = 10.0
+_MOST_IN_FLIGHT = 64
+_NOT_STARTED = -1
+
+
+class Cadence:
+    """Decides at each boundary whether a snapshot is due, and learns from what each one costs.
+
+    Everything is called on the training thread. Call order, per training step:
+
+        cadence.emit(event) / committed / failed      for what the writer reported since the last boundary
+        reason = cadence.boundary(step)               at the snapshot instant
+        if reason: save, then cadence.taken(step, stall) - or cadence.skipped(step, "busy") if no slot is free
+        cadence.fence(seconds)                        after the fence, before the state is mutated
+
+    With a memory tier also, where none was taken: `if cadence.memory_due(step)`, save it into memory and call `held`;
+    then, taken or not, `memory_over`.
+
+    plus `exclude(seconds)` for time that is not training (validation) and `validation_ended()`. A due snapshot that
+    is not taken stays due: `boundary` returns its reason again until `taken` is called.
+
+    Args:
+        settings: what the user asked for.
+        clock: the source of durations.
+        sink: gets `IntervalChanged`, `SnapshotSkipped` (once per due snapshot) and `Notice`.
+    """
+
+    _account: Account
+    _add_clean: Callable[[float], None]
+    _disturbed: bool
+    _durable_instant: float
+    _durable_step: int
+    _failures_in_a_row: int
+    _fixed: FixedTriggers
+    _held_back: bool
+    _in_flight: deque[UnsettledSnapshot]
+    _mark: float
+    _next: int
+    _paused: float
+    _pending: str | None
+    _quiet_step: int
+    _retry_time: float
+    _settled: list[Settled]
+    _skip_told: bool
+    _taken_step: int
+    _taken_time: float
+    _taken_trained: float
+    _wake_step: float
+    _wake_time: float
+    _warm_up: int
+
+    def __init__(self, settings: FrequencySettings, clock: Clock, sink: EventSink) -> None:
+        self._settings = settings
+        self._now: Callable[[], float] = clock.monotonic
+        self._sink = sink
+        self._adaptive = AdaptiveTrigger(settings) if settings.overhead is not None else None
+        self._memory = MemoryTrigger(settings.memory, settings.budget) if settings.memory is not None else None
+        self._failures = FailureRate.prior()
+        self._failures_since = self._now()
+        self._background_seconds = 0.0
+        self._meter = CostMeter()
+        self._steps = StepTimes()
+        self._begin(0, self._failures_since)
+        self._next = _NOT_STARTED
+
+    # ------------------------------------------------------------------ the step
+
+    def start(self, step: int) -> None:
+        """Training starts or resumes at `step` (all of whose work is safe); the time base starts here.
+
+        Optional: the first call of `boundary` does it too, and then returns None.
+        """
+        self._begin(step, self._now())
+
+    def retune(self, settings: FrequencySettings) -> None:
+        """Other settings from the next boundary on. What was measured stays; what was due is not any more."""
+        self._settings = settings
+        now, step = self._now(), self._next - 1
+        self._fixed = FixedTriggers(settings, step=step, now=now)
+        self._adaptive = AdaptiveTrigger(settings) if settings.overhead is not None else None
+        if self._adaptive is not None:
+            self._adaptive.restart(step)
+        if self._memory is not None:
+            self._memory.retune(settings.budget)
+        self._pending = None
+        self._wake_step = -1
+
+    def boundary(self, step: int) -> str | None:
+        """The reason of the snapshot that is due now, or None.
+
+        Args:
+            step: number of the training step just completed. Repeating a number (gradient accumulation) measures
+                nothing; a jump counts as so many equal steps; going back starts the measurement again.
+        """
+        now = self._now()
+        if step != self._next:
+            return self._irregular(step, now)
+        seconds = now - self._mark - self._paused
+        if seconds < 0.0:
+            seconds = 0.0
+        self._mark = now
+        self._paused = 0.0
+        self._next = step + 1
+        self._account.training_seconds += seconds
+        if self._disturbed:
+            self._steps.add_disturbed(seconds)
+        else:
+            self._add_clean(seconds)
+        if step < self._wake_step and now < self._wake_time:
+            return None
+        return self._wake(step, now)
+
+    def memory_due(self, step: int) -> bool:
+        """Whether a snapshot that only stays in memory is due; ask after `boundary`, where no durable one was taken."""
+        return self._memory is not None and self._memory.due(step, self._now(), self._account.training_seconds)
+
+    def memory_over(self, step: int) -> None:
+        """The snapshot that `memory_due` has asked for at `step` was taken, or cannot be."""
+
+    def background(self, seconds: float) -> None:
+        """Work for snapshots that no snapshot is charged for took `seconds` of training in all, until now."""
+        self._account.slowdown_seconds += seconds - self._background_seconds
+        self._background_seconds = seconds
+
+    def exclude(self, seconds: float) -> None:
+        """`seconds` since the last boundary were not training: validation, logging of the user, a debugger."""
+        self._paused += measured(seconds)
+
+    def validation_ended(self) -> None:
+        """A validation ended; the snapshot it may trigger is due at the next boundary."""
+        self._fixed.validation_ended()
+        self._wake_step = -1
+
+    def ended(self, step: int) -> str | None:
+        """The reason of the snapshot due because training ends at `step`, if that work is in no snapshot yet."""
+        safe = max((snapshot.step for snapshot in self._in_flight), default=self._durable_step)
+        return self._fixed.at_end(step, safe) or (self._pending if step > safe else None)
+
+    # ------------------------------------------------------------------ what became of a snapshot
+
+    def taken(self, step: int, stall_seconds: float, wait_seconds: float = 0.0) -> None:
+        """A snapshot was taken at `step`, whoever asked for it.
+
+        Args:
+            stall_seconds: how long it blocked training, `wait_seconds` not included.
+            wait_seconds: how long training waited for a free slot before (0 where snapshots are skipped instead).
+        """
+        now = self._now()
+        stall, wait = measured(stall_seconds), measured(wait_seconds)
+        self._paused += stall + wait
+        self._account.paused_seconds += stall + wait
+        if wait > 0.0:
+            self._held_back = True
+        if len(self._in_flight) == _MOST_IN_FLIGHT:
+            self._in_flight.popleft()
+        if self._adaptive is not None:
+            self._adaptive.window_began(0 if self._disturbed else step - self._quiet_step)
+        self._in_flight.append(UnsettledSnapshot(step, now - stall, stall))
+        self._disturbed = True
+        self._pending = None
+        self._skip_told = False
+        self._retry_time = -math.inf
+        self._taken_step, self._taken_time, self._taken_trained = step, now, self._account.training_seconds
+        self._wake_step = -1
+        if self._memory is not None:
+            self._memory.newer(step, now)
+
+    def held(self, step: int, stall_seconds: float) -> None:
+        """A snapshot that only stays in memory was taken at `step`; it blocked training for `stall_seconds`."""
+        if self._memory is None:
+            return
+        stall = measured(stall_seconds)
+        self._paused += stall
+        self._account.elsewhere_seconds += stall
+        self._memory.took(step, self._now(), stall)
+
+    def fence(self, seconds: float) -> None:
+        """Training waited `seconds` for staging to finish; part of the newest snapshot's stall."""
+        seconds = measured(seconds)
+        if seconds == 0.0:
+            return
+        self._paused += seconds
+        if self._memory is not None and self._memory.fenced(seconds):
+            self._account.elsewhere_seconds += seconds
+            return
+        self._account.paused_seconds += seconds
+        if self._in_flight:
+            self._in_flight[-1].stall_seconds += seconds
+
+    def skipped(self, step: int, reason: str) -> None:
+        """The due snapshot could not be taken at this boundary (`busy`, `accumulating`, ...); it stays due.
+
+        It is offered again at the next boundary, after an `error` ten seconds later: trying costs a stall.
+        """
+        if reason == "busy":
+            self._held_back = True
+        elif reason == "error":
+            self._retry_time = self._now() + RETRY_SECONDS
+        if not self._skip_told:
+            self._skip_told = True
+            self._sink.emit(SnapshotSkipped(step=step, reason=reason))
+
+    def committed(
+        self, step: int, latency_seconds: float, written_bytes: float, busy_seconds: float | None = None
+    ) -> None:
+        """The snapshot taken at `step` is durable on the nearest durable tier.
+
+        Args:
+            latency_seconds: from the snapshot instant.
+            busy_seconds: how long it occupied the writer; None: all of the latency.
+        """
+        latency = measured(latency_seconds)
+        snapshot = next((one for one in self._in_flight if one.step == step), None)
+        instant = snapshot.instant if snapshot else self._now() - latency
+        self._failures_in_a_row = 0
+        self._durable_step = max(self._durable_step, step)
+        self._durable_instant = max(self._durable_instant, instant)
+        busy = latency if busy_seconds is None else measured(busy_seconds)
+        self._settle(snapshot, latency, busy, measured(written_bytes))
+
+    def failed(self, step: int) -> None:
+        """The snapshot taken at `step` will not become durable. The next one comes at the usual interval."""
+        snapshot = next((one for one in self._in_flight if one.step == step), None)
+        self._failures_in_a_row += 1
+        self._settle(snapshot, None, 0.0, 0.0)
+
+    def emit(self, event: Event) -> None:
+        """Takes the writer's events, so that a cadence can be one of the sinks; other kinds are ignored."""
+        if isinstance(event, SnapshotCommitted):
+            self.committed(event.step, event.latency_seconds, event.written_bytes, event.write_seconds)
+        elif isinstance(event, SnapshotFailed):
+            self.failed(event.step)
+
+    def announce(self, nbytes: int) -> None:
+        """The size of the state, so that the first snapshot waits until the budget has earned its likely stall."""
+        if self._adaptive is not None:
+            self._adaptive.announce(nbytes)
+        if self._memory is not None:
+            self._memory.announce(nbytes)
+
+    @property
+    def interval_steps(self) -> int | None:
+        """The interval in force; None before the first snapshot was measured, or where there is none in steps."""
+        if self._adaptive is None:
+            return self._settings.every_n_steps
+        return self._adaptive.decision.interval_steps if self._adaptive.decision else None
+
+    @property
+    def why(self) -> str:
+        """One line that explains the interval."""
+        if self._adaptive is None:
+            return self._fixed.describe()
+        decision = self._adaptive.decision
+        return decision.why if decision else "the first snapshot has yet to show what one costs"
+
+    @property
+    def decision(self) -> Decision | None:
+        """The decision behind `interval_steps`; None without an adaptive trigger or before anything was measured."""
+        return self._adaptive.decision if self._adaptive else None
+
+    @property
+    def overhead_fraction(self) -> float:
+        """(stalls + fences + waits + slowdown) / training time without them, since `start`."""
+        return self._account.overhead_fraction
+
+    def age_of_last_durable(self) -> float:
+        """Seconds since the instant of the newest durable snapshot, or since `start`: the work at risk."""
+        return self._now() - self._durable_instant
+
+    def state(self) -> dict[str, Any]:
+        """What was learned, as JSON; store it with each snapshot (never needed to rebuild the training state)."""
+        step_seconds = self._steps.step_seconds() if self._steps.known else None
+        failures = self._failures.survived(self._now() - self._failures_since)
+        return Learned(failures, self._meter, step_seconds, self.interval_steps).to_json()
+
+    def restore(self, state: Mapping[str, Any], *, failed: bool = True) -> None:
+        """Starts from what an earlier run of this training had learned. Call before `start`.
+
+        A state this version cannot read is reported as a `Notice` and ignored: it only costs a little learning.
+
+        Args:
+            failed: the earlier run did not end by itself, so the restart is a failure to learn from. The time it ran
+                after that snapshot is unknown; half an interval is the expectation.
+        """
+        try:
+            learned = Learned.from_json(state)
+        except (KeyError, TypeError, ValueError, OverflowError) as err:
+            self._sink.emit(Notice("INFO", f"what the earlier run learned about snapshot costs is not usable: {err}"))
+            return
+        self._failures = learned.after_failure if failed else learned.failures
+        self._meter = learned.meter
+        self._steps = StepTimes(learned.step_seconds)
+        self._add_clean = self._add_warm_up
+
+    def _begin(self, step: int, now: float) -> None:
+        self._failures = self._failures.survived(now - self._failures_since)
+        self._steps = StepTimes(self._steps.prior)
+        self._account = Account()
+        self._fixed = FixedTriggers(self._settings, step=step, now=now)
+        if self._adaptive is not None:
+            self._adaptive.restart(step)
+        if self._memory is not None:
+            self._memory.restart(step, now)
+        self._in_flight = deque()
+        self._settled = []
+        self._pending = None
+        self._skip_told = self._held_back = self._disturbed = False
+        self._mark = self._failures_since = self._taken_time = self._durable_instant = now
+        self._paused = self._taken_trained = 0.0
+        self._failures_in_a_row = 0
+        self._retry_time = -math.inf
+        self._next = step + 1
+        self._taken_step = self._durable_step = self._quiet_step = step
+        self._warm_up = WARM_UP_STEPS
+        self._add_clean = self._add_warm_up
+        self._wake_step = -1
+        self._wake_time = math.inf
+
+    def _add_warm_up(self, _seconds: float) -> None:
+        """Drops the first steps: compilation, cold caches and autotuning are not what a step takes."""
+        self._warm_up -= 1
+        if self._warm_up <= 0:
+            self._add_clean = self._steps.clean.append
+
+    def _irregular(self, step: int, now: float) -> str | None:
+        if self._next == _NOT_STARTED or step < self._next - 1:
+            self._begin(step, now)
+            return None
+        if step == self._next - 1:
+            return self._wake(step, now) if self._pending or self._fixed.validation_due else None
+        seconds = max(0.0, now - self._mark - self._paused)
+        self._mark = now
+        self._paused = 0.0
+        count = step - self._next + 1
+        self._next = step + 1
+        self._account.training_seconds += seconds
+        add = self._steps.add_disturbed if self._disturbed else self._add_clean
+        for _ in range(min(count, CLEAN_WINDOW)):
+            add(seconds / count)
+        return self._wake(step, now)
+
+    def _settle(self, snapshot: UnsettledSnapshot | None, latency: float | None, busy: float, written: float) -> None:
+        """Notes the end of a snapshot; it is learned from at the next boundary, when that step is measured too."""
+        if snapshot is None or any(one.snapshot is snapshot for one in self._settled):
+            return
+        self._settled.append(Settled(snapshot, latency, busy, written))
+        self._wake_step = -1
+
+    def _wake(self, step: int, now: float) -> str | None:
+        """The slow path of `boundary`: something may be due, or was learned."""
+        if self._settled:
+            self._learn(step, now)
+            if not self._in_flight:
+                self._disturbed = False
+                self._quiet_step = step
+        fired = self._fixed.fire(step, now)
+        self._wake_step, self._wake_time = self._fixed.wake_step, self._fixed.wake_time
+        if self._pending is None:
+            self._pending = fired or (INTERVAL if self._interval_due(step, now) else None)
+        if self._pending is None:
+            return None
+        if now < self._retry_time:
+            self._wake_time = min(self._wake_time, self._retry_time)
+            return None
+        self._wake_step = -1
+        return self._pending
+
+    def _learn(self, step: int, now: float) -> None:
+        for settled in self._settled:
+            self._in_flight.remove(settled.snapshot)
+            stall, slowdown = settled.snapshot.stall_seconds, self._steps.take_slowdown()
+            self._account.slowdown_seconds += self._meter.add_cost(stall, slowdown)
+            if settled.latency_seconds is not None:
+                self._meter.add_durable(settled.latency_seconds, settled.busy_seconds, settled.written_bytes)
+            if self._adaptive is not None:
+                self._adaptive.calibrating = not self._steps.enough_for(self._settings.overhead or 0.0)
+        self._settled.clear()
+        self._decide(step, now)
+        self._held_back = False
+
+    def _decide(self, step: int, now: float) -> None:
+        if not (self._meter.known and self._steps.known):
+            return
+        costs = self._meter.costs(self._steps.step_seconds())
+        rate, part = self._failures_per_second(now), None
+        if self._memory is not None:
+            part = self._memory.share_out(self._settings, costs, self.decision, rate)
+            rate *= 1.0 - self._memory.covered
+        if self._adaptive is None:
+            return
+        if part is not None:
+            self._adaptive.rebudget(part)
+        before = self._adaptive.decision
+        after = self._adaptive.decide(step, costs, rate, held_back=self._held_back)
+        falls_short = not after.bounds.feasible and (before is None or before.bounds.feasible)
+        if before is None or after.interval_steps != before.interval_steps:
+            why = after.reasons if falls_short else after.why
+            self._sink.emit(IntervalChanged(step=step, interval_steps=after.interval_steps, why=why))
+        if falls_short:
+            self._sink.emit(Notice("WARNING", after.shortfall))
+
+    def _failures_per_second(self, now: float) -> float:
+        if self._settings.mtbf_seconds is not None:
+            return 1.0 / self._settings.mtbf_seconds
+        return self._failures.survived(now - self._failures_since).per_second
+
+    def _interval_due(self, step: int, now: float) -> bool:
+        """Whether the adaptive trigger fires; if not, it is asked again at the moment it names."""
+        if self._adaptive is None:
+            return False
+        if step >= self._adaptive.review_step or self._adaptive.decision is None:
+            self._decide(step, now)
+        if self._adaptive.decision is None and (self._in_flight or not self._steps.known):
+            self._wake_step = min(self._wake_step, step + 1)
+            return False
+        quiet = 0 if self._disturbed else step - self._quiet_step
+        safe = max([self._durable_instant, *(one.instant for one in self._in_flight)])
+        trained = self._account.training_seconds - self._taken_trained
+        moment = Moment(step, now, self._taken_step, self._taken_time, trained, safe, self._failures_in_a_row, quiet)
+        answer = self._adaptive.ask(moment, self._account)
+        self._wake_step = min(self._wake_step, answer.again_step)
+        self._wake_time = min(self._wake_time, answer.again_time)
+        return answer.due

@@ -1,0 +1,184 @@
+"""The formats of other programs under one signature: recognised, read, refused and written.
+
+Which foreign format a path is, and its reader.
+
+A snapshot as a folder of `torch.distributed.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from ckpt_engine.errors import CkptError, ForeignError, MismatchError, StorageMissingError
+from ckpt_engine.interop import accelerate_folder, dcp_import, safe_load, transformers_folder
+from ckpt_engine.interop.safe_load import Advance, Imported
+from ckpt_engine.interop.state_parts import recognise
+from ckpt_engine.store import names
+from ckpt_engine.store.manifest import SnapshotInfo
+
+Check = Callable[[Any, SnapshotInfo], None]
+"""Raises MismatchError if a state cannot become this format; the tensors' values do not matter."""
+Writer = Callable[[Any, SnapshotInfo, Path], tuple[str, ...]]
+"""Writes a state into an empty folder; returns notes."""
+
+
+_MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, pickle.PicklingError)
+"""What the writers of others raise for values that they do not take."""
+
+
+@contextmanager
+def fitting(form: str, snapshot: str) -> Iterator[None]:
+    """Runs a check or a writer; what it cannot take is said in our words.
+
+    Raises:
+        MismatchError: a state that can be stored need not be one that others can store.
+    """
+    try:
+        yield
+    except CkptError:
+        raise
+    except _MISFITS as err:
+        raise MismatchError(
+            f"the state of {snapshot} cannot become {form}: {type(err).__name__}: {err}",
+            hint="--to safetensors exports its tensors",
+        ) from err
+
+
+def _check_dcp(state: Any, info: SnapshotInfo) -> None:
+    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+        raise MismatchError(f"the state of {info.id} is no dict with text keys, as dcp needs it", hint="--to torch")
+
+
+def _check_accelerate(state: Any, info: SnapshotInfo) -> None:
+    accelerate_folder.require(recognise(state), info.id)
+
+
+def _check_transformers(state: Any, info: SnapshotInfo) -> None:
+    transformers_folder.require(recognise(state), info.id)
+
+
+def _write_dcp(state: Any, _: SnapshotInfo, folder: Path) -> tuple[str, ...]:
+    return write_dcp_folder(state, folder)
+
+
+def _write_accelerate(state: Any, info: SnapshotInfo, folder: Path) -> tuple[str, ...]:
+    return accelerate_folder.write(recognise(state), info.step, folder)
+
+
+def _write_transformers(state: Any, _: SnapshotInfo, folder: Path) -> tuple[str, ...]:
+    return transformers_folder.write(recognise(state), folder)
+
+
+CHECKS: dict[str, Check] = {
+    "dcp": _check_dcp,
+    "accelerate": _check_accelerate,
+    "transformers": _check_transformers,
+}
+WRITERS: dict[str, Writer] = {
+    "dcp": _write_dcp,
+    "accelerate": _write_accelerate,
+    "transformers": _write_transformers,
+}
+
+
+Reader = Callable[[Path, Advance], Imported]
+
+FORMATS: dict[str, Reader] = {
+    "lightning": safe_load.read_lightning_file,
+    "torch": safe_load.read_torch_file,
+    "dcp": dcp_import.read,
+    "accelerate": accelerate_folder.read,
+    "transformers": transformers_folder.read,
+}
+_FILES = ("lightning", "torch")
+
+
+def read(path: Path, form: str | None, advance: Advance) -> Imported:
+    """Read `path` as `form`, or as what it is if that is None.
+
+    Raises:
+        StorageMissingError: there is nothing of that name.
+        ForeignError: it is nothing of what can be read, or not of `form`.
+        MismatchError: it is known, and cannot be imported; says what to do instead.
+        UnstorableLeafError: it holds objects that are not loaded; names them.
+        CorruptError, StorageError: it cannot be read.
+    """
+    if not path.exists():
+        raise StorageMissingError(f"{path} does not exist")
+    if form is not None and path.is_dir() == (form in _FILES):
+        kind, wanted = ("folder", "file") if path.is_dir() else ("file", "folder")
+        raise ForeignError(f"{path} is a {kind}; --as {form} reads a {wanted}")
+    return FORMATS[form or (_folder_form(path) if path.is_dir() else _file_form(path))](path, advance)
+
+
+def nbytes(path: Path) -> int:
+    """Bytes that reading it takes, about."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _folder_form(path: Path) -> str:
+    there = {child.name for child in path.iterdir()}
+    if names.RECORD in there:
+        raise MismatchError(f"{path} is a run of ckpt-engine already", hint="`ckpt cp` copies it")
+    if dcp_import.METADATA in there:
+        return "dcp"
+    sharded = [name for name in sorted(there) if name.startswith(("pytorch_model_fsdp", "optimizer_0", "mp_rank_"))]
+    inner = [name for name in sharded if (path / name / dcp_import.METADATA).exists()]
+    if inner:
+        raise MismatchError(
+            f"{path} was sharded by FSDP: {', '.join(inner)}",
+            hint=f"import its parts: ckpt import {path / inner[0]} ...",
+        )
+    if sharded or "zero_to_fp32.py" in there:
+        raise MismatchError(
+            f"{path} was sharded by DeepSpeed or FSDP, whose files only their own programs put together",
+            hint="put it together first: `python zero_to_fp32.py`, `accelerate merge-weights`; then import the result",
+        )
+    if transformers_folder.TRAINER_STATE in there:
+        return "transformers"
+    marks = {accelerate_folder.MODEL, accelerate_folder.MODEL_TORCH, accelerate_folder.OPTIMIZER}
+    if there & (marks | {accelerate_folder.STREAMS.format(0), f"{accelerate_folder.MODEL}.index.json"}):
+        return "accelerate"
+    numbered = sorted((name for name in there if name.startswith("checkpoint")), key=lambda name: (len(name), name))
+    hint = f"name one of its folders, for example {path / numbered[-1]}" if numbered else "name the kind with --as"
+    raise ForeignError(f"{path} is no checkpoint folder of Accelerate, transformers or dcp", hint=hint)
+
+
+def _file_form(path: Path) -> str:
+    if path.suffix == ".safetensors":
+        raise MismatchError(
+            f"{path} has weights only, and a training state has more",
+            hint="weights need no import: safetensors.torch.load_file reads them into a model",
+        )
+    if not safe_load.is_zip(path):
+        return "torch"  # of an old torch, or nothing: its reader tells
+    state = safe_load.load(path, lambda _: True).value
+    lightning = isinstance(state, dict) and safe_load.VERSION_KEY in state
+    return "lightning" if lightning else "torch"
+
+
+def write_dcp_folder(state: dict[str, Any], folder: Path) -> tuple[str, ...]:
+    """Write the state into `folder`, which exists and is empty, from this one process; returns notes.
+
+    Raises:
+        MismatchError: something in it cannot be pickled.
+    """
+    try:
+        save(state, storage_writer=FileSystemWriter(folder, single_file_per_rank=True), no_dist=True)
+    except CheckpointException as err:  # no Exception: whoever catches those does not see it
+        cause = next((one[0] if isinstance(one, tuple) else one for one in err.failures.values()), err)
+        if isinstance(cause, OSError):
+            raise cause from err
+        raise MismatchError(
+            f"the state cannot become dcp: {type(cause).__name__}: {cause}", hint="--to safetensors exports its tensors"
+        ) from err
+    return ("dcp writes keys that are no text as text, and leaves empty dicts out",)

@@ -1,0 +1,547 @@
+"""The state of a loop at one instant, packed as the tree the engine stores, and what each rank has of its own.
+
+Packs a small tree whose structure changes all the time into one tensor whose shape does not.
+
+The engine plans a snapshot once and reuses the plan while the structure of the state stays the same. Loader positions,
+metrics and logged values differ in structure from step to step, so they travel as the bytes of one array:
+
+    8 bytes, little endian: length of the text; the text: JSON {"tree": ..., "arrays": [...]}; the arrays; padding
+
+`tree` is of the same typed JSON as a manifest's (docs/format.md, "Tree"); its array leaves have as `entry` an index
+into `arrays`, each of which says dtype, shape and the byte range behind the text.
+
+What one rank has otherwise than rank 0, whose values a snapshot has of all that is not divided among the ranks.
+
+A callback of Lightning that looks at a metric of its own rank, averaged weights with the statistics of a batch norm, a
+metric: each rank keeps its own beside its streams and positions. What is the same on all ranks is left out, and so is
+what is large: of that a digest tells at the resume whether it was different.
+
+What another number of ranks goes on with: random streams by the user's policy, and what each rank had of its own.
+
+What of tracked objects a snapshot is read into where they are: divided models, and their optimizers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ckpt_engine.audit.attributes import PLAIN, digest, freeze
+from ckpt_engine.audit.audit import Audit
+from ckpt_engine.data import rng, sample_assignment
+from ckpt_engine.data.position import LoaderPosition
+from ckpt_engine.data.rng import RngState, Teams, derive, repeat
+from ckpt_engine.data.sample_assignment import Dealing
+from ckpt_engine.errors import CorruptError, ResumeError
+from ckpt_engine.loop import components
+from ckpt_engine.loop.components import OWN_KEY, Components, managed, state_of, stored
+from ckpt_engine.loop.distributed_models import GradientOrder, clean_name, is_flat, wrappers_of
+from ckpt_engine.observe.resume_report import NotRestored, resumed_by_others
+from ckpt_engine.ranks.process_group import ProcessGroupRanks
+from ckpt_engine.ranks.world import Ranks
+from ckpt_engine.restore.load import Live, Loaded
+from ckpt_engine.state.compatibility import require_size, size_of
+from ckpt_engine.state.flatten import Flattener, problems
+from ckpt_engine.state.json_types import dtype_of
+from ckpt_engine.state.rebuild import Rebuilder
+from ckpt_engine.state.sharding import FlatPart, here, is_sharded, optimizer_shell
+from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.tree import KeySkeleton as Filler
+from ckpt_engine.store.tree import check
+
+OWN_VERSION = 1
+
+
+class LoopCapture:
+    """Makes the state tree of one run; also the predicate that says which of its leaves may be copied lazily.
+
+    Args:
+        parts: the components.
+        ranks: this one is one of them.
+    """
+
+    def __init__(self, parts: Components, ranks: Ranks | None = None) -> None:
+        self._parts = parts
+        self._ranks = ranks
+        if isinstance(ranks, ProcessGroupRanks):
+            ranks.divide(alike(parts))
+        self._packer = Packer(OWN_KEY)
+        self._state: Mapping[str, Any] = {}
+        self._managed: frozenset[int] | None = None
+        self._order: GradientOrder | None = None
+
+    def state(
+        self,
+        own: Mapping[str, Any],
+        gradients: Mapping[str, Any],
+        audit: Audit,
+        before: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    ) -> dict[str, Any]:
+        """The whole state, with references to live tensors; draws nothing from any global random stream.
+
+        Args:
+            own: small values that an exact resume needs besides the components; with `before`, streams and metrics too.
+            gradients: of optimizers that wait for more, by component and parameter name.
+            audit: what it finds is part of the state.
+            before: makes of the components those of an earlier moment.
+        """
+        hidden, large = audit.state()
+        streams = rng.capture()
+        state = self._parts.state()
+        if rng.capture() != streams:
+            rng.restore(streams)  # a state_dict of the user may draw; the run must not notice that it is captured
+        if before is not None:
+            state = before(state)
+        self._state, self._managed = state, None
+        return state | {
+            OWN_KEY: {
+                "version": OWN_VERSION,
+                "gradients": dict(gradients),
+                "hidden": large,
+                "packed": self._packer.pack(
+                    {
+                        "rng": streams,
+                        "metric_states": components.dump_all(self._parts.objects),
+                        **own,
+                        "audit": hidden,
+                        "gradient_order": self._gradient_order(),
+                        "values": own_values(state, self._ranks),
+                    }
+                ),
+            }
+        }
+
+    def _gradient_order(self) -> list[bytes]:
+        if self._order is None:
+            self._order = GradientOrder(wrappers_of(self._parts.modules.values()))
+        return self._order.state()
+
+    def gradients(self, stepped: set[int]) -> dict[str, dict[str, Any]]:
+        """Gradients that wait for an optimizer step.
+
+        Args:
+            stepped: ids of optimizers that have used up theirs.
+        """
+        waiting = [optimizer for optimizer in self._parts.optimizers.values() if id(optimizer) not in stepped]
+        if not waiting:
+            return {}
+        ids = {id(parameter) for parameter in managed(waiting) if parameter.grad is not None}
+        return {
+            name: found
+            for name, module in self._parts.modules.items()
+            if (
+                found := {
+                    key: stored(p.grad) for key, p in module.named_parameters() if id(p) in ids and p.grad is not None
+                }
+            )
+        }
+
+    def is_lazy(self, path: tuple[Any, ...]) -> bool:
+        """Whether this leaf changes in an optimizer step only: an optimizer's parameter or state.
+
+        Buffers change in forward, learning rates at the scheduler, and parameters that no optimizer manages whenever
+        their owner likes (averaged weights), so these are not lazy.
+        """
+        if len(path) < 2:
+            return False
+        if path[0] in self._parts.optimizers:
+            return bool(path[1] == "state")
+        if path[0] not in self._parts.modules or len(path) != 2:
+            return False
+        tensor = self._state[path[0]][path[1]]
+        if self._managed is None:
+            self._managed = frozenset(here(p).data_ptr() for p in managed(self._parts.optimizers.values()))
+        if not isinstance(tensor, torch.Tensor | FlatPart):
+            return False
+        live = here(tensor)
+        return live.numel() > 0 and live.data_ptr() in self._managed
+
+
+_SMALLEST_BYTES = 16 << 10
+
+
+class Packer:
+    """Packs the trees of one run; the result never gets smaller, so that it seldom changes its shape.
+
+    Args:
+        root: where the tree sits in the state, for error messages.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._flattener = Flattener()
+        self._nbytes = _SMALLEST_BYTES
+
+    def pack(self, tree: Any) -> torch.Tensor:
+        """The tree as a uint8 tensor; copies everything, so that later changes of the tree do not reach it.
+
+        Raises:
+            UnstorableLeafError: a leaf would need pickle; names it.
+        """
+        scan = self._flattener.scan(tree, (self._root,))
+        skeleton = self._flattener.describe(tree, (self._root,))
+        arrays, blocks, at = [], [], 0
+        for index, (leaf, array) in enumerate(zip(skeleton.leaves, scan.arrays, strict=True)):
+            leaf.node["entry"] = str(index)
+            block = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            dtype = str(array.dtype).removeprefix("torch.")
+            arrays.append({"dtype": dtype, "shape": list(array.shape), "at": at, "nbytes": block.numel()})
+            blocks.append(block)
+            at += block.numel()
+        text = json.dumps(
+            {"tree": Filler(skeleton.tree).fill(scan.values), "arrays": arrays}, separators=(",", ":")
+        ).encode()
+        self._nbytes = max(self._nbytes, _rounded(8 + len(text) + at))
+        packed = torch.zeros(self._nbytes, dtype=torch.uint8)
+        head = torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
+        packed[: len(head)] = head
+        if blocks:
+            packed[len(head) : len(head) + at] = torch.cat(blocks)
+        return packed
+
+
+def unpack(packed: torch.Tensor) -> tuple[Any, list[str]]:
+    """The tree, and notes about classes that came back as plain equivalents.
+
+    Raises:
+        CorruptError: these are not the bytes of `Packer.pack`.
+        FormatError: as `state.rebuild.Rebuilder.node`.
+    """
+    data = packed.contiguous().numpy().tobytes()
+    length = int.from_bytes(data[:8], "little")
+    try:
+        content = json.loads(data[8 : 8 + length])
+        entries = {
+            str(index): _tensor(data[8 + length + a["at"] : 8 + length + a["at"] + a["nbytes"]], a)
+            for index, a in enumerate(content["arrays"])
+        }
+        tree = content["tree"]
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as err:
+        raise CorruptError(f"the packed part of the snapshot cannot be read: {err}") from err
+    rebuilder = Rebuilder(entries)
+    check({"packed": tree}, None)
+    return rebuilder.node(tree, ()), rebuilder.notes
+
+
+def _tensor(data: bytes, array: Any) -> torch.Tensor:
+    dtype = dtype_of(array["dtype"])
+    if not data:
+        return torch.empty(array["shape"], dtype=dtype)
+    # A copy of its own is aligned as torch aligns, which the last bit of a sum may depend on.
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(array["shape"]).clone()
+
+
+def _rounded(nbytes: int) -> int:
+    """The next size in steps of an eighth to a quarter, so that small changes of the tree keep the size."""
+    step = max(4096, 1 << (nbytes.bit_length() - 3))
+    return -(-nbytes // step) * step
+
+
+_DEEPEST = 64
+_NUMBERS = ("param_groups", "params")
+"""Where an optimizer's state has the numbers of its parameters."""
+MOST_BYTES = 16 << 20
+"""Of all tensors that a rank keeps for itself."""
+LARGE_BYTES = 1 << 18
+"""A tensor that is larger is not kept."""
+_COMMON = "ckpt_engine: as on rank 0"
+"""Stands for a value that is left out: alone, before its digest, or in a dict as the key of those digests."""
+_ABSENT: Any = object()
+
+
+def own_values(state: Mapping[str, Any], ranks: Ranks | None) -> dict[str, Any]:
+    """What `merged` needs beside rank 0's `state`, for this rank's own component; copies nothing."""
+    if ranks is None or ranks.rank == 0:
+        return {}
+    found = _Walk(ranks).kept(dict(state), ())
+    return found if isinstance(found, dict) else {}
+
+
+def merged(state: dict[str, Any], own: Mapping[str, Any]) -> list[NotRestored]:
+    """Put this rank's values into the state as it was read; returns those that are rank 0's although they were not."""
+    missing: list[NotRestored] = []
+    if own:
+        _merge(own, state, "", missing)
+    return missing
+
+
+def alike(parts: Components) -> Callable[[tuple[Any, ...]], bool]:
+    """Which arrays of a loop's components are the same on all ranks: parameters, and what optimizers know of them.
+
+    All else, buffers too, may differ.
+    """
+
+    @cache
+    def parameters(component: str) -> frozenset[str]:
+        named = parts.modules[component].named_parameters(remove_duplicate=False)
+        return frozenset(clean_name(name) for name, _ in named)
+
+    def is_alike(path: tuple[Any, ...]) -> bool:
+        if path[0] in parts.optimizers:
+            return len(path) > 1 and path[1] == "state"
+        return len(path) == 2 and path[0] in parts.modules and path[1] in parameters(path[0])
+
+    return is_alike
+
+
+class _Walk:
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._left = MOST_BYTES
+        self._flattener = Flattener()
+
+    def kept(self, value: Any, path: tuple[Any, ...]) -> Any:
+        """The value without what is common to all ranks."""
+        if path and (self._ranks.divides(path) or len(path) > _DEEPEST or path[-3::2] == _NUMBERS):
+            return _COMMON
+        if isinstance(value, dict):
+            return _dict_of({key: self.kept(one, (*path, key)) for key, one in value.items()})
+        if type(value) in (list, tuple):
+            found = [self.kept(one, (*path, index)) for index, one in enumerate(value)]
+            return type(value)(found) if not found or any(one is not _COMMON for one in found) else _COMMON
+        if isinstance(value, torch.Tensor | np.ndarray):
+            return self._kept_of_array(value)
+        return value if type(value) in PLAIN or problems(value, path, self._flattener) is None else _COMMON
+
+    def _kept_of_array(self, value: Any) -> Any:
+        if type(value) not in (torch.Tensor, torch.nn.Parameter, np.ndarray):
+            return _COMMON  # each rank saves its part of it
+        if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_meta):
+            return _COMMON
+        if value.nbytes > min(LARGE_BYTES, self._left):
+            return _COMMON + digest(freeze(value))
+        self._left -= value.nbytes
+        return value
+
+
+def _dict_of(found: dict[Any, Any]) -> Any:
+    common = {key: one for key, one in found.items() if _is_common(one)}
+    if not common:
+        return found
+    digests = {key: one.removeprefix(_COMMON) for key, one in common.items() if one is not _COMMON}
+    if len(common) == len(found) and not digests:
+        return _COMMON
+    return {_COMMON: digests, **{key: one for key, one in found.items() if key not in common}}
+
+
+def _merge(own: Any, there: Any, where: str, missing: list[NotRestored]) -> Any:
+    if _is_common(own):
+        expected = own.removeprefix(_COMMON)
+        if there is _ABSENT or (expected and digest(freeze(there)) != expected):
+            why = f"it was not the same on all ranks, and is larger than {LARGE_BYTES} bytes: it is that of rank 0 now"
+            missing.append(NotRestored(where, why))
+        return None if there is _ABSENT else there
+    if isinstance(own, dict):
+        return _merge_dict(own, there, where, missing)
+    if type(own) in (list, tuple):
+        others = there if isinstance(there, list | tuple) else ()
+        pairs = ((one, others[index] if index < len(others) else _ABSENT) for index, one in enumerate(own))
+        return type(own)(_merge(*pair, f"{where}/{index}", missing) for index, pair in enumerate(pairs))
+    return own
+
+
+def _merge_dict(own: dict[Any, Any], there: Any, where: str, missing: list[NotRestored]) -> Any:
+    others = there if isinstance(there, dict) else {}
+    digests = own.get(_COMMON)
+    found = dict(others) if digests is not None or not where else {}
+    own = {**{key: _COMMON + one for key, one in (digests or {}).items()}, **own}
+    for key, one in own.items():
+        if key != _COMMON:
+            found[key] = _merge(one, others.get(key, _ABSENT), f"{where}/{key}".removeprefix("/"), missing)
+    if not isinstance(there, dict):
+        return found
+    there.clear()  # it keeps its class
+    there.update(found)
+    return there
+
+
+def _is_common(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith(_COMMON)
+
+
+DERIVE = "derive"
+STRICT = "strict"
+
+
+@dataclass(frozen=True, slots=True)
+class Elastic:
+    """A snapshot of other ranks than those of this run.
+
+    Args:
+        rank, size: of this run.
+        own: what each of the saved ranks had of its own, in order.
+        policy: the option `rng`.
+        teams: which ranks share a model.
+    """
+
+    rank: int
+    size: int
+    own: Sequence[Mapping[str, Any]]
+    policy: str
+    teams: Teams | None = None
+
+    @property
+    def saved_size(self) -> int:
+        """How many ranks took it."""
+        return len(self.own)
+
+    @property
+    def streams(self) -> RngState:
+        """The random streams of this rank."""
+        saved = [own["rng"] for own in self.own]
+        return (derive if self.policy == DERIVE else repeat)(saved, self.rank, self.teams)
+
+    def position(self, position: LoaderPosition, saved: Sequence[Any]) -> dict[str, Any]:
+        """The state of a loader's position for this rank.
+
+        Args:
+            position: of the loader of this rank.
+            saved: the states of the saved ranks, in order.
+
+        Raises:
+            ResumeError: the rest of its epoch cannot be divided anew.
+        """
+        return position.for_another_number(saved, self.rank, self.size, self.streams, self.own[0]["rng"])
+
+    def gradients(
+        self, saved: Sequence[Mapping[str, torch.Tensor]], module: torch.nn.Module
+    ) -> tuple[dict[str, torch.Tensor], list[NotRestored]]:
+        """Gradients that wait for a step, those of all saved ranks together: their mean, as DDP would make it.
+
+        Args:
+            saved: by name of the parameter, of each saved rank in order.
+            module: whose they are.
+        """
+        whole = {name: p.shape for name, p in module.named_parameters() if here(p) is p}
+        found = {name: [one[name] for one in saved] for name in saved[0] if all(name in one for one in saved)}
+        divided = [
+            name
+            for name, parts in found.items()
+            if any(not isinstance(part, torch.Tensor) or part.shape != whole.get(name) for part in parts)
+        ]
+        gone = [name for name in saved[0] if name not in found]
+        why = "it is sparse, divided among the ranks, or not all have it: it is left out of the next step"
+        missing = [NotRestored(f"gradient of {name!r}", why) for name in (*divided, *gone)]
+        return {name: _mean(parts) for name, parts in found.items() if name not in divided}, missing
+
+    def notes(self, dealings: Iterable[tuple[Dealing, int] | None]) -> list[str]:
+        """What was done, as sentences for the report.
+
+        Args:
+            dealings: `LoaderPosition.dealt` of the loaders.
+        """
+        said = []
+        for dealing, total in filter(None, dealings):
+            said.append(_dealt(dealing, total))
+            if dealing.size != self.size:
+                said.append(
+                    f"the loader divides its samples by {dealing.size}: that many of the ranks have different ones"
+                )
+        if self.policy == DERIVE:
+            said.append("rng: derive: rank 0 has its random streams, those of other ranks are made from them")
+        return [resumed_by_others(self.saved_size, self.size), *said]
+
+    def not_restored(self) -> list[NotRestored]:
+        """What is not as it was, apart from what `notes` says."""
+        if self.policy == DERIVE:
+            return []
+        twins = f"; with more than {self.saved_size} several draw the same" if self.size > self.saved_size else ""
+        why = f"rng: {self.policy}: each rank has those of saved rank r mod {self.saved_size}{twins}"
+        return [NotRestored("random streams", why)]
+
+
+def elastic_of(loaded: Loaded, own: Mapping[str, Any], key: str, ranks: tuple[int, int], policy: str) -> Elastic | None:
+    """How these ranks go on; None: they are as many as took the snapshot.
+
+    Args:
+        own: of this rank, as it was loaded.
+        key: component that each rank has of its own.
+        ranks: number of this rank, and how many there are.
+        policy: the option `rng`.
+
+    Raises:
+        CorruptError, FormatError: as `capture.unpack`.
+    """
+    rank, size = ranks
+    if size_of(loaded.manifest) == size:
+        return None
+    found = [loaded.own[number][key] for number in sorted(loaded.own)] if loaded.own else [own]
+    return Elastic(rank, size, [{**one, **unpack(one["packed"])[0]} for one in found], policy)
+
+
+def require_ranks(manifest: Manifest, size: int, policy: str) -> None:
+    """Refuse another number of ranks where the user wants that.
+
+    Raises:
+        ResumeError: says both numbers.
+    """
+    if policy == STRICT:
+        require_size(manifest, size)
+
+
+def numbers_of(ranks: Ranks | None) -> tuple[int, int]:
+    """The number of this rank, and how many there are."""
+    return (0, 1) if ranks is None else (ranks.rank, ranks.size)
+
+
+def _dealt(dealing: Dealing, total: int) -> str:
+    left = dealing.origin.samples - dealing.seen
+    more = (
+        sample_assignment.given(left, dealing.size, dealing.batch_size, dealing.tail, drop_last=dealing.drop_last)
+        - left
+    )
+    said = f"{dealing.seen:,} samples of the epoch were seen, the other {left:,} come once"
+    said += f"; batches for each rank: {total - dealing.first:,}"
+    if more > 0:
+        return f"{said}; {more:,} come twice, to fill the last batches"
+    return f"{said}; the last {-more:,} are left out, as they fill no batch" if more else said
+
+
+def _mean(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = gradients[0]
+    if all(torch.equal(one, first) for one in gradients[1:]):
+        return first
+    wide = torch.promote_types(first.dtype, torch.float64)
+    return torch.stack([one.to(wide) for one in gradients]).mean(0).to(first.dtype)
+
+
+def live_of(parts: Components) -> Live | None:
+    """None: no model is divided, and everything is put back by `load_state_dict`."""
+    if not any_sharded(parts.modules.values()):
+        return None
+
+    def live(manifest: Manifest) -> Any:
+        found: dict[str, Any] = {name: state_of(module, parts.flat) for name, module in parts.modules.items()}
+        divided = {} if parts.flat is None else parts.flat.parts()
+        for name, optimizer in parts.optimizers.items():
+            if name in manifest.tree:
+                found[name] = optimizer_shell(optimizer, manifest.tree[name], manifest.entries, divided)
+        return found
+
+    return live
+
+
+def require_whole_gradients(modules: Iterable[nn.Module], saved_size: int) -> None:
+    """Raise where gradients of another number of ranks are parts that fit nowhere.
+
+    Raises:
+        ResumeError: a model is divided.
+    """
+    if any_sharded(modules):
+        raise ResumeError(
+            f"the snapshot was taken by {saved_size} ranks in the middle of gradient accumulation, and the "
+            "gradients of a sharded model are stored as their parts",
+            hint=f"start it with {saved_size} ranks, or load an older snapshot",
+        )
+
+
+def any_sharded(modules: Iterable[nn.Module]) -> bool:
+    """Whether ranks have parts of a model."""
+    return any(is_flat(module) or any(map(is_sharded, module.parameters())) for module in modules)

@@ -1,0 +1,537 @@
+"""The objects of a run whose states are the components of its snapshots.
+
+The counters of a framework around the loop, which are neither in the tracked objects nor in the loaders.
+
+What lies between the weights and states of a snapshot and those of live modules and optimizers.
+
+Which parameters are frozen and which modules are in eval mode: a state that no `state_dict` has.
+
+The states of torchmetrics objects in a module, which a `state_dict` leaves out unless they are made persistent.
+
+Besides what a metric declares with `add_state`, wrappers keep tensors and private numbers of their own: the place in a
+window, a minimum, the groups of a collection. A `MetricTracker` gets a metric more at each `increment()`.
+
+Gradients: those that wait, as a snapshot stores them, and a watch that says when one arrives.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from ckpt_engine.audit.attributes import is_metric
+from ckpt_engine.errors import ConfigError, MismatchError
+from ckpt_engine.loop.distributed_models import FlatModels, flat_models
+from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.state.compatibility import tensor_shapes
+from ckpt_engine.state.flatten import Flattener, problems
+from ckpt_engine.state.sharding import FlatPart, divided_like, here
+from ckpt_engine.store.manifest import Manifest
+
+OWN_KEY = "ckpt_engine"
+_EXTRA_STATE = "_extra_state"
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Components(Protocol):
+    """What a snapshot of a loop consists of, besides the loop's position."""
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """The models, by component."""
+
+    @property
+    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]:
+        """The torch optimizers, by component, out of whatever wraps them."""
+
+    @property
+    def objects(self) -> Mapping[str, Any]:
+        """Whatever takes part in training, by the names that users know it by."""
+
+    @property
+    def flat(self) -> FlatModels | None:
+        """What of the models FSDP1 divides."""
+
+    def state(self) -> dict[str, Any]:
+        """The components, with references to live tensors."""
+
+    def shapes(self) -> Mapping[str, Shapes]:
+        """Shapes of the weights that a snapshot must have to fit, by component."""
+
+    def load(self, saved: Mapping[str, Any]) -> tuple[list[Restored], list[NotRestored]]:
+        """Put the components back.
+
+        Raises:
+            MismatchError: a component is of another model or optimizer.
+        """
+
+
+class NamedParts:
+    """Objects with `state_dict` and `load_state_dict`, each a component of its own.
+
+    Args:
+        objects: by component.
+
+        flat: what FSDP1 divides of models that are not among them; None: what it divides of those that are.
+
+    Raises:
+        ConfigError: an object has no state to save, its name is taken, or a model is divided in ways that are not
+            supported.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], flat: FlatModels | None = None) -> None:
+        for name, value in objects.items():
+            if name == OWN_KEY:
+                raise ConfigError(f"{name!r} is the name of our own component", hint="track it by another name")
+            if not callable(getattr(value, "state_dict", None)) or not callable(
+                getattr(value, "load_state_dict", None)
+            ):
+                raise ConfigError(
+                    f"{name!r}, a {type(value).__name__}, has no state_dict() and load_state_dict()",
+                    hint="track modules, optimizers, schedulers, scalers, loaders, or give the class these two methods",
+                )
+        self.objects: Mapping[str, Any] = dict(objects)
+        self.modules = {name: value for name, value in objects.items() if isinstance(value, nn.Module)}
+        self.optimizers = {
+            name: unwrapped(value) for name, value in objects.items() if isinstance(value, torch.optim.Optimizer)
+        }
+        self.flat = flat or flat_models(self.modules.values())
+        if self.flat is not None:
+            for optimizer in self.optimizers.values():
+                self.flat.require_trained(optimizer)
+
+    def state(self) -> dict[str, Any]:
+        return {name: state_of(value, self.flat) for name, value in self.objects.items()}
+
+    def shapes(self) -> dict[str, Shapes]:
+        return {name: weight_shapes(module, self.flat) for name, module in self.modules.items()}
+
+    def load(self, saved: Mapping[str, Any]) -> tuple[list[Restored], list[NotRestored]]:
+        restored: list[Restored] = []
+        missing: list[NotRestored] = []
+        for name, value in self.objects.items():
+            if name not in saved:
+                missing.append(NotRestored(name, "the snapshot has no such component: it is as the script made it"))
+                continue
+            put_back(name, value, saved[name], self.flat)
+            restored.append(Restored(name, type(value).__name__))
+        into_own_memory(self.optimizers.values())
+        gone = [name for name in saved if name not in self.objects]
+        missing += [NotRestored(name, "nothing of that name is tracked now") for name in gone]
+        return restored, missing
+
+
+def state_of(value: Any, flat: FlatModels | None) -> Any:
+    """`value.state_dict()`; what FSDP1 divides as the parts that are here."""
+    if flat is not None and isinstance(value, nn.Module):
+        return flat.state(value)
+    if flat is not None and isinstance(value, torch.optim.Optimizer):
+        return flat.optimizer_state(unwrapped(value))
+    return value.state_dict()
+
+
+def put_back(name: str, value: Any, saved: Any, flat: FlatModels | None = None) -> None:
+    """`value.load_state_dict(saved)`, the inverse of `state_of`; `name` is for the message.
+
+    Raises:
+        MismatchError: the object refuses the state.
+    """
+    mine = isinstance(value, nn.Module | torch.optim.Optimizer)  # both copy, or are copied afterwards
+    saved = own_extra_state(saved) if isinstance(value, nn.Module) else saved
+    try:
+        if flat is not None and isinstance(value, nn.Module):
+            flat.load(value, saved)
+        elif flat is not None and isinstance(value, torch.optim.Optimizer):
+            flat.load_optimizer(unwrapped(value), saved)
+        else:
+            value.load_state_dict(saved if mine else own_copy(saved))
+    except (ValueError, KeyError) as err:
+        raise MismatchError(
+            f"component {name!r} of the snapshot does not fit this {type(value).__name__}: {err}",
+            hint="use the objects this run was started with, or another folder for the new run",
+        ) from err
+
+
+def own_extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A model's state where modules may keep what `set_extra_state` gets: torch hands it on as it is."""
+    return {key: own_copy(value) if key.endswith(_EXTRA_STATE) else value for key, value in state.items()}
+
+
+def weight_shapes(module: nn.Module, flat: FlatModels | None = None) -> Shapes:
+    """Shapes of the tensors of a model's state; lazy ones have none yet."""
+    found = {
+        key: tuple(value.shape)
+        for key, value in state_of(module, flat).items()
+        if isinstance(value, FlatPart) or (isinstance(value, torch.Tensor) and not nn.parameter.is_lazy(value))
+    }
+    return _without_extra_state(without_metrics(module, found))
+
+
+def saved_shapes(manifest: Manifest, component: str) -> Shapes:
+    """The same of a model in a snapshot."""
+    return _without_extra_state(tensor_shapes(manifest, (component,)))
+
+
+def _without_extra_state(shapes: Shapes) -> Shapes:
+    """What `get_extra_state` returns may be of another shape each time; `set_extra_state` decides what fits."""
+    return {key: shape for key, shape in shapes.items() if not key.split("/")[0].endswith(_EXTRA_STATE)}
+
+
+def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The torch optimizer inside of the wrappers of Accelerate and Lightning Fabric, whose hooks run."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return optimizer
+
+
+def managed(optimizers: Iterable[torch.optim.Optimizer]) -> Iterable[torch.Tensor]:
+    """The parameters that optimizers manage."""
+    return (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+
+
+def device_of(parts: Components) -> torch.device:
+    """Where training computes."""
+    parameters = (p for module in parts.modules.values() for p in module.parameters())
+    return next((p.device for p in parameters), torch.device("cpu"))
+
+
+class Counters(Protocol):
+    """The counters as they were at one moment."""
+
+    def dump(self) -> dict[str, Any]:
+        """Values that a snapshot stores."""
+
+    def notes(self) -> dict[str, Any]:
+        """JSON values that a manifest keeps, to be read before a snapshot is loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A few numbers.
+
+    Args:
+        values: by name.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def dump(self) -> dict[str, Any]:
+        return dict(self.values)
+
+    def notes(self) -> dict[str, Any]:
+        return {}
+
+
+class Surroundings(Protocol):
+    """What runs the loop, as far as a snapshot has to know it."""
+
+    def accumulating(self) -> bool:
+        """Gradients of the last batch wait for those of the next one."""
+
+    def now(self) -> Counters:
+        """Its counters; cheap, as it is called at every boundary."""
+
+    def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
+        """Put back what `Counters.dump` gave; called when the run resumes, and again right before its first batch."""
+
+    def adopt(self, state: dict[str, Any]) -> tuple[list[Restored], list[NotRestored]]:
+        """Take out of the state of an imported checkpoint what belongs to the surroundings, and put it back."""
+
+    def audited(self) -> Mapping[str, Any]:
+        """The user's objects that it calls while it trains, by name: what they remember may be hidden state."""
+
+
+class Nothing:
+    """A plain loop has no surroundings."""
+
+    def accumulating(self) -> bool:
+        return False
+
+    def now(self) -> Counters:
+        return Counted()
+
+    def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:  # noqa: ARG002
+        return []
+
+    def adopt(self, state: dict[str, Any]) -> tuple[list[Restored], list[NotRestored]]:  # noqa: ARG002
+        return [], []
+
+    def audited(self) -> Mapping[str, Any]:
+        return {}
+
+
+_T = TypeVar("_T")
+
+
+def with_tied(module: torch.nn.Module, values: Mapping[str, _T]) -> dict[str, _T]:
+    """Values by name, those of tied weights under all of their names: other programs store them under one."""
+    names: dict[tuple[int, torch.Size], list[str]] = {}
+    for name, tensor in module.state_dict().items():
+        if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor) and tensor.numel():
+            names.setdefault((here(tensor).data_ptr(), tensor.shape), []).append(name)
+    found = dict(values)
+    for tied in names.values():
+        stored = next((name for name in tied if name in values), None)
+        if stored is not None:
+            found |= {name: found[stored] for name in tied if name not in values}
+    return found
+
+
+def into_own_memory(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Copy the state of optimizers out of the memory that the snapshot was read into.
+
+    An optimizer keeps the tensors it is given. In that memory they are not aligned as torch aligns its own, which
+    changes the last bit of sums and products that a library computes in aligned blocks (L-BFGS), and one of them would
+    keep all of it.
+    """
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                state[name] = own_copy(value)
+
+
+def own_copy(value: Any) -> Any:
+    """The value with every tensor in lists, tuples and dicts in memory of its own."""
+    if isinstance(value, torch.Tensor):
+        return value.clone() if value.device.type == "cpu" else value
+    if type(value) in (list, tuple):
+        return type(value)(own_copy(item) for item in value)
+    if type(value) is dict:
+        return {key: own_copy(item) for key, item in value.items()}
+    return value
+
+
+def dump_flags(module: torch.nn.Module) -> dict[str, list[str]]:
+    """Names of frozen parameters and of modules in eval mode."""
+    return {
+        "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],
+        "eval": [name for name, m in module.named_modules() if not m.training],
+    }
+
+
+def restore_flags(module: torch.nn.Module, saved: Mapping[str, list[str]]) -> None:
+    """Freeze, unfreeze and switch modes as saved."""
+    frozen, evaluating = set(saved["frozen"]), set(saved["eval"])
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad == (name in frozen):
+            parameter.requires_grad_(name not in frozen)
+    for name, submodule in module.named_modules():
+        submodule.training = name not in evaluating
+
+
+_LIBRARY = "torchmetrics"
+PRIVATE_NAMES = _COUNT, _CACHE, _COMPUTED = "_update_count", "_forward_cache", "_computed"
+"""Of the library; a test fails where it does not have them."""
+States = dict[str, Any]
+
+
+def found_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The metrics in a module by path, those inside of others too."""
+    return ((path, one) for path, one in module.named_modules() if is_metric(one))
+
+
+def topmost(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The metrics that are not inside of another one: others come and go."""
+    found: list[tuple[str, nn.Module]] = []
+    for path, one in found_in(module):
+        if not any(path == top or path.startswith(f"{top}." if top else "") for top, _ in found):
+            found.append((path, one))
+    return found
+
+
+def those_with(objects: Mapping[str, Any]) -> list[tuple[str, nn.Module]]:
+    """The modules among the components that have a metric."""
+    found = ((name, one) for name, one in objects.items() if isinstance(one, nn.Module))
+    return [(name, one) for name, one in found if any(True for _ in found_in(one))]
+
+
+def dump_all(objects: Mapping[str, Any]) -> dict[str, States]:
+    """See `dump`, by component."""
+    return {name: dump(module) for name, module in those_with(objects)}
+
+
+def dump(module: nn.Module) -> States:
+    """All metrics in a module and their states, live, by the path to them; "" is the module itself."""
+    return dump_below(found_in(module), deeper=False)
+
+
+def dump_below(metrics: Iterable[tuple[str, nn.Module]], *, deeper: bool = True, own: bool = False) -> States:
+    """The same of metrics that were found before.
+
+    Args:
+        deeper: those that are inside of them too, as of `topmost`.
+        own: in memory of its own; tensors in lists are only ever added to and replaced.
+    """
+    found: States = {}
+    flattener = Flattener()
+    for path, metric in (row for top in metrics for row in (_below(*top) if deeper else [top])):
+        state = _state(metric)
+        cache = getattr(metric, _CACHE, None)
+        entry = {
+            "state": state,
+            "update_count": getattr(metric, _COUNT, 0),
+            "cache": cache if isinstance(cache, torch.Tensor) else None,
+            "attributes": {
+                name: value
+                for name, value in _attributes(metric, state)
+                if problems(value, (path, name), flattener) is None
+            },
+        }
+        found[path] = _copied(entry) if own else entry
+    return found
+
+
+def grow(module: nn.Module, paths: Iterable[str]) -> None:
+    """Give each `MetricTracker` as many metrics as the saved one had: `load_state_dict` and `restore` find theirs."""
+    found: list[tuple[str, Any]] = [
+        (path, one) for path, one in found_in(module) if isinstance(one, nn.ModuleList) and hasattr(one, "increment")
+    ]
+    for path, tracker in found:
+        prefix = f"{path}." if path else ""
+        inside = {one.removeprefix(prefix).partition(".")[0] for one in paths if one.startswith(prefix) and one != path}
+        if not inside:
+            continue
+        size = 1 + max((int(one) for one in inside if one.isdigit()), default=0)  # the first is the one it copies
+        while len(tracker) < size:
+            tracker.increment()
+        while len(tracker) > size:
+            delattr(tracker, [name for name, _ in tracker.named_children()][-1])
+
+
+def restore(module: nn.Module, saved: Mapping[str, Any], name: str = "") -> list[NotRestored]:
+    """Put the states back.
+
+    Args:
+        saved: what `dump` gave.
+        name: of the component, for the report.
+    """
+    grow(module, saved)
+    live, missing = dict(found_in(module)), []
+    for path in [*saved, *(one for one in live if one not in saved)]:
+        metric, entry = live.get(path), saved.get(path)
+        called = f"metric object {'.'.join(filter(None, (name, path)))!r}"
+        if metric is None or (entry is not None and set(_state(metric)) != set(entry["state"])):
+            missing.append(NotRestored(called, "there is no such metric now, or it has other states"))
+        elif entry is None:
+            missing.append(NotRestored(called, "the snapshot does not have it: it is as the script made it"))
+        else:
+            _put_back(metric, entry)
+    return missing
+
+
+def without_metrics(module: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Shapes of what a `state_dict` has besides metrics: theirs may be of another shape each time."""
+    prefixes = tuple(f"{path}." if path else "" for path, _ in found_in(module))
+    return {key: shape for key, shape in shapes.items() if not (prefixes and key.startswith(prefixes))}
+
+
+def _below(path: str, metric: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((".".join(filter(None, (path, inner))), one) for inner, one in found_in(metric))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {name: _copied(one) for name, one in value.items()}
+    return list(value) if type(value) is list else value
+
+
+def _state(metric: Any) -> dict[str, Any]:
+    """What it declares with `add_state`; a collection has only what its metrics have."""
+    return dict(metric.metric_state) if hasattr(metric, "add_state") else {}
+
+
+def _attributes(metric: Any, state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Tensors, and private values that not every metric has: what is public and plain is how the script sets it up."""
+    for name, value in list(vars(metric).items()):
+        if name in state or name in _of_every():
+            continue
+        if isinstance(value, torch.Tensor) or (name.startswith("_") and isinstance(value, bool | int | float | dict)):
+            yield name, value
+
+
+@functools.cache
+def _of_every() -> frozenset[str]:
+    """Attributes that each metric has."""
+    library: Any = sys.modules[_LIBRARY]
+    return frozenset(vars(library.SumMetric()))
+
+
+def _put_back(metric: Any, entry: Mapping[str, Any]) -> None:
+    device = getattr(metric, "device", None)
+    for name, value in {**entry["state"], **entry.get("attributes", {})}.items():
+        # Assigned, never copied into: metrics share tensors with each other and with their defaults.
+        setattr(metric, name, _to(own_copy(value), device))
+    if hasattr(metric, _COUNT):
+        setattr(metric, _COUNT, entry["update_count"])
+        setattr(metric, _CACHE, _to(own_copy(entry["cache"]), device))
+        setattr(metric, _COMPUTED, None)
+
+
+def _to(value: Any, device: torch.device | None) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value if device is None else value.to(device)
+    return [_to(item, device) for item in value] if isinstance(value, list) else value
+
+
+def stored(gradient: torch.Tensor) -> Any:
+    """A gradient as a tensor that a snapshot can hold, or the parts of a sparse one; of a DTensor what is here."""
+    tensor = here(gradient)
+    if tensor.layout is not torch.sparse_coo:
+        return tensor
+    # Values of the same place are not added up here: that would round in another order. torch documents these two
+    # methods for tensors that are not coalesced.
+    return {"indices": tensor._indices(), "values": tensor._values(), "coalesced": tensor.is_coalesced()}
+
+
+def put_back_gradients(parameter: torch.nn.Parameter, saved: Any) -> None:
+    """The inverse of `stored`."""
+    if isinstance(saved, Mapping):
+        indices, values = (saved[name].to(parameter.device, copy=True) for name in ("indices", "values"))
+        shape = tuple(parameter.shape)
+        parameter.grad = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=saved["coalesced"])
+    else:
+        parameter.grad = divided_like(parameter, saved.to(parameter.device, copy=True))
+
+
+class GradientWatch:
+    """Hooks on the parameters that optimizers manage, from `install` to `remove`.
+
+    Args:
+        parts: of the run.
+        arrived: called with every gradient, maybe on one of autograd's own threads.
+    """
+
+    def __init__(self, parts: Components, arrived: Callable[[], None]) -> None:
+        self._parts = parts
+        self._arrived = arrived
+        self._handles: list[Any] = []
+
+    @property
+    def installed(self) -> bool:
+        return bool(self._handles)
+
+    def install(self) -> None:
+        """Start watching; harmless when installed already."""
+        if self.installed:
+            return
+
+        def arrived(_: torch.Tensor) -> None:
+            self._arrived()
+
+        parameters: Any = managed(self._parts.optimizers.values())
+        self._handles = [p.register_post_accumulate_grad_hook(arrived) for p in parameters if p.requires_grad]
+
+    def remove(self) -> None:
+        """Stop watching. Not from within a hook: autograd walks through them then."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

@@ -1,0 +1,548 @@
+"""A loop that ends by an exception: what its last boundary was, as far as a step changes it before its optimizers do.
+
+Weights and the state of optimizers change behind the fence only; without one they are those of the boundary. All else
+is recorded at each boundary, or compared with what it was, or its change cannot be seen: then nothing is saved.
+
+What a step changes before it changes weights, as it was at the last boundary: for a step that fails before that.
+
+Parameters that an optimizer manages, and its state, change behind the fence only. As long as the fence was not passed
+they are those of the boundary. With a record of everything else the boundary can still be saved.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import PurePath
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from ckpt_engine.audit.attributes import Frozen, of_framework
+from ckpt_engine.audit.audit import Audit
+from ckpt_engine.data import rng
+from ckpt_engine.errors import CkptError
+from ckpt_engine.frequency.cadence import Cadence
+from ckpt_engine.loop import components
+from ckpt_engine.loop.capture import LoopCapture
+from ckpt_engine.loop.components import Components, Counters, Surroundings, managed
+from ckpt_engine.loop.engine import Engine
+from ckpt_engine.loop.loops import Taker
+from ckpt_engine.loop.stopping import EXCEPTION_WAIT_SECONDS, Stopping
+from ckpt_engine.state.flatten import LazyPredicate
+from ckpt_engine.state.sharding import here
+
+_EACH_ELEMENTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StepStart:
+    """A boundary, as far as a step changes it before its optimizers do.
+
+    Args:
+        own: our own entries of a snapshot.
+        streams: the random streams.
+        counters: of the surroundings.
+        stepped: optimizers that have used up their gradients.
+        modes: of modules, and which parameters are trained.
+        tensors: that change in forward.
+        versions: of the weights.
+        seen: what is compared, by component.
+        obstacle: why nothing can be saved once a batch is there, or "".
+        attributes: those that training had changed, as values that compare.
+    """
+
+    own: Mapping[str, Any]
+    streams: Callable[[], rng.RngState]
+    counters: Counters
+    stepped: frozenset[int]
+    modes: tuple[list[bool], list[bool]]
+    tensors: list[torch.Tensor]
+    versions: list[tuple[int, int]]
+    seen: Mapping[str, Any]
+    obstacle: str
+    attributes: Mapping[str, Frozen]
+
+
+class Saver:
+    """Takes the snapshot of a loop that ends by an exception.
+
+    Args:
+        engine: of the run.
+        taker: takes its snapshots.
+        stopping: knows how long may be waited.
+        cadence: of the run.
+        lazy: what changes in optimizer steps only.
+        trainer: for the snapshot's notes.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        taker: Taker,
+        stopping: Stopping,
+        cadence: Cadence,
+        lazy: LazyPredicate | None,
+        trainer: str,
+    ) -> None:
+        self.engine, self.stopping = engine, stopping
+        self._taker, self._cadence, self._lazy, self._trainer = taker, cadence, lazy, trainer
+
+    def ready(self) -> bool:
+        """Wait until there is room for one more; False if there is none in time."""
+        return self.engine.ready() or self.engine.wait(self.stopping.seconds_left(EXCEPTION_WAIT_SECONDS))
+
+    def take(self, state: Callable[[Mapping[str, Any]], dict[str, Any]], before: StepStart) -> str:
+        """Take it, wait for it, and say what came of it.
+
+        Args:
+            state: makes the tree, with these of our own entries.
+            before: the boundary.
+        """
+        step = int(before.own["step"])
+        handle = self._taker.take(
+            lambda: state({"cadence": self._cadence.state()}),
+            step=step,
+            durable=True,
+            epoch=before.own["epoch"],
+            reason="exception",
+            metrics=before.own["metrics"],
+            lazy=self._lazy,
+            notes={"trainer": self._trainer, "batch": before.own["batch"], **before.counters.notes()},
+        )
+        self.engine.before_update()
+        if handle is None:
+            return f"step {step} is not saved"
+        try:
+            handle.wait(self.stopping.seconds_left(EXCEPTION_WAIT_SECONDS))
+        except CkptError as err:
+            return str(err)
+        return "that is the last step"
+
+
+class FailingLoop:
+    """Training thread only.
+
+    Args:
+        parts: the components of a snapshot.
+        capture: makes the state tree.
+        audit: of the run.
+        surroundings: what runs the loop.
+        saver: takes the snapshot.
+    """
+
+    def __init__(
+        self, parts: Components, capture: LoopCapture, audit: Audit, surroundings: Surroundings, saver: Saver
+    ) -> None:
+        self._parts, self._capture = parts, capture
+        self._audit, self._surroundings, self._saver = audit, surroundings, saver
+        self.last: LastBoundary[StepStart] = LastBoundary(self._make, saver.engine.config.overhead)
+        self.saved_step: int | None = None
+        """Of the newest durable snapshot that was taken."""
+        self._around = sys.exception()
+        """Being handled while all of this trains: it does not end the loop."""
+        self._ended = False
+        self.waits = False
+        """The loop waits for the first batch after the boundary: no code but the loader's has run since."""
+        self._now: tuple[Callable[[], Mapping[str, Any]], set[int]]
+        self._tensors: _Tensors
+        self._left: list[list[float]] | None = None
+        self._count = 0
+
+    def reached(self, own: Callable[[], Mapping[str, Any]], stepped: set[int]) -> None:
+        """A boundary where a snapshot can be taken; the next step begins when this returns.
+
+        Args:
+            own: makes our own entries of a snapshot. Raises ImpossibleError where there can be none after all.
+            stepped: optimizers that have used up their gradients.
+        """
+        if self._saver.engine.ranks is None:
+            self._now, self._left, self.waits = (own, stepped), None, False
+            self.last.reached()
+
+    def left(self) -> None:
+        """The loop over a loader was left: by an exception, or the script goes on and may exchange the weights."""
+        if self._left is None and self.last.holds:
+            self._left = self._tensors.samples()
+
+    def end(self, error: BaseException) -> None:
+        """An exception ends the loop: save its last boundary where that is exact, and say what is durable.
+
+        Never raises: `error` is what the user must see.
+        """
+        saver = self._saver
+        if self._ended or error is self._around or isinstance(error, CkptError) or saver.stopping.stops:
+            return
+        self._ended = True
+        try:
+            found = self._save() if saver.engine.ranks is None else "of several ranks none takes one after a failure"
+        except ImpossibleError as err:
+            found = f"the last boundary is not saved: {err}"
+        except Exception as err:  # noqa: BLE001 - a device may be unusable; the user must see what stopped training
+            found = f"the last boundary is not saved: {type(err).__name__}: {err}"
+        self.last.missed("an exception has ended the loop")
+        saver.stopping.failed(error, found)
+
+    def _save(self) -> str:
+        """Raises ImpossibleError where the last boundary cannot be had."""
+        before = self._before()
+        step = int(before.own["step"])
+        if step == self.saved_step:
+            return "that is the last step"
+        if not self._saver.ready():
+            return f"step {step} is not saved: earlier snapshots are still being written"
+        return self._saver.take(lambda more: self._state(before, more), before)
+
+    def _before(self) -> StepStart:
+        before, tensors = self.last.record(), self._tensors
+        require_unmoved(before.attributes, self._audit.frozen())
+        if not tensors.are_those_of(self._parts):
+            raise ImpossibleError("the model has other parameters or buffers than at that boundary")
+        if tensors.versions() != before.versions or self._left not in (None, tensors.samples()):
+            raise ImpossibleError("weights have changed since that boundary")
+        if not self.waits:
+            if before.obstacle:
+                raise ImpossibleError(before.obstacle)
+            require_unmoved(before.seen, self._seen())
+        require_finite(self._parts.optimizers.values())
+        return before
+
+    def _state(self, before: StepStart, more: Mapping[str, Any]) -> dict[str, Any]:
+        own = {
+            **before.own,
+            **more,
+            "rng": before.streams(),
+            "surroundings": before.counters.dump(),
+            "flags": self._tensors.flags(before.modes),
+        }
+        undo = None if self.waits else partial(self._tensors.put, before.tensors)
+        return self._capture.state(own, self._capture.gradients(set(before.stepped)), self._audit, undo)
+
+    # ---- at every boundary
+
+    def _make(self) -> StepStart:
+        make, stepped = self._now
+        own = make()
+        self._count += 1
+        if self._count % AGAIN == 1:
+            self._tensors = _Tensors(self._parts)
+        streams = rng.capture_later()
+        obstacle, compared = self._tensors.obstacle, {}
+        if not obstacle and self._capture.gradients(stepped):
+            obstacle = "it has gradients of earlier batches"
+        if not obstacle:
+            try:
+                compared = self._seen()
+            except ImpossibleError as err:
+                obstacle = str(err)
+        if not all(map(of_framework, self._others().values())) and rng.capture() != (now := streams()):
+            rng.restore(now)  # a state_dict of the user may draw
+        return StepStart(
+            own={**own, "metric_states": self._tensors.metric_states()},
+            streams=streams,
+            counters=self._surroundings.now(),
+            stepped=frozenset(stepped),
+            modes=self._tensors.modes(),
+            tensors=[] if obstacle else self._tensors.copies(),
+            versions=self._tensors.versions(),
+            seen=compared,
+            obstacle=obstacle,
+            attributes=self._audit.frozen(quick=True),
+        )
+
+    def _others(self) -> dict[str, Any]:
+        parts = self._parts
+        return {k: v for k, v in parts.objects.items() if k not in parts.modules and k not in parts.optimizers}
+
+    def _seen(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, optimizer in self._parts.optimizers.items():
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            found[name] = seen(name, groups)
+        for name, value in self._others().items():
+            if isinstance(value, torch.amp.GradScaler):  # its state_dict waits for the device
+                tensors = (one for one in vars(value).values() if isinstance(one, torch.Tensor))
+                found[name] = [(id(one), one._version) for one in tensors]
+            else:
+                found[name] = seen(name, value.state_dict())
+        return found
+
+
+class _Tensors:
+    """The tensors of the models, and the modules they are in, found once for many boundaries.
+
+    Attributes:
+        obstacle: why what changes in forward cannot be copied, or "".
+    """
+
+    def __init__(self, parts: Components) -> None:
+        self._models, optimizers = parts.modules, parts.optimizers.values()
+        self._weights = [one for one in managed(optimizers) if not torch.nn.parameter.is_lazy(one)]
+        self._modules = [(name, path, one) for name, m in self._models.items() for path, one in m.named_modules()]
+        self._parameters = [(name, path, p) for name, m in self._models.items() for path, p in m.named_parameters()]
+        self._metrics = [(name, components.topmost(one)) for name, one in components.those_with(parts.objects)]
+        self._loose: list[tuple[str, Loose]] = []
+        self.obstacle = ""
+        if parts.flat is not None or any(here(one) is not one for one in self._weights):
+            self.obstacle, self._weights = "the model is divided", []
+        try:
+            found = {name: loose_tensors(module, optimizers) for name, module in self._models.items()}
+            self._loose = [(name, one) for name, rows in found.items() for one in rows]
+        except ImpossibleError as err:
+            self.obstacle = str(err)
+
+    def are_those_of(self, parts: Components) -> bool:
+        """Whether nothing was added to the models or optimizers, or taken away."""
+        return self._identity() == _Tensors(parts)._identity()
+
+    def _identity(self) -> list[Any]:
+        named = [(name, path, id(one)) for name, path, one in (*self._modules, *self._parameters)]
+        return [named, self._loose, [id(one) for one in self._weights], self.obstacle]
+
+    def versions(self) -> list[tuple[int, int]]:
+        """Of the weights: others where something was written, but for what torch does not count."""
+        return [(one.data_ptr(), one._version) for one in self._weights]
+
+    def samples(self) -> list[list[float]]:
+        """A few elements of each weight."""
+        flat = (one.detach().reshape(-1) for one in self._weights)
+        return [one[:: max(1, one.numel() // _EACH_ELEMENTS)].tolist() for one in flat]
+
+    def modes(self) -> tuple[list[bool], list[bool]]:
+        """Which modules train, and which parameters are trained."""
+        return [one.training for _, _, one in self._modules], [one.requires_grad for _, _, one in self._parameters]
+
+    def flags(self, modes: tuple[list[bool], list[bool]]) -> dict[str, dict[str, list[str]]]:
+        """As `dump_flags` of each model at the moment of `modes`."""
+        found: dict[str, dict[str, list[str]]] = {name: {"frozen": [], "eval": []} for name in self._models}
+        for kind, rows, values in (("eval", self._modules, modes[0]), ("frozen", self._parameters, modes[1])):
+            for (name, path, _), value in zip(rows, values, strict=True):
+                if not value:
+                    found[name][kind].append(path)
+        return found
+
+    def copies(self) -> list[torch.Tensor]:
+        """Of what changes in forward."""
+        return [one.tensor.detach().clone() for _, one in self._loose]
+
+    def metric_states(self) -> dict[str, components.States]:
+        """As `components.dump_all`, in memory of its own."""
+        return {name: components.dump_below(found, own=True) for name, found in self._metrics}
+
+    def put(self, copies: list[torch.Tensor], state: dict[str, Any]) -> dict[str, Any]:
+        """Components with these copies in the place of the live tensors.
+
+        Raises:
+            ImpossibleError: a model's has what only its own code knows.
+        """
+        new = dict(state)
+        for name, module in self._models.items():
+            new[name] = dict(state.get(name, {}))
+            if new[name].keys() != {one.key for one, _ in keys_of(module)}:
+                raise ImpossibleError(f"only the state_dict of {name} knows what of it the step has changed")
+        for (name, one), copy in zip(self._loose, copies, strict=True):
+            if new[name][one.key].data_ptr() != one.tensor.data_ptr():
+                raise ImpossibleError(f"only the state_dict of {name} knows what of {one.key} the step has changed")
+            new[name][one.key] = copy
+        return new
+
+
+R = TypeVar("R")
+
+MOST_BYTES = 1 << 20
+_MOST_VALUES = 256
+_PLAIN = (float, int, str, bool, type(None), bytes, PurePath)
+_SHARE = 0.5
+AGAIN = 64
+"""Boundaries after which what was found out about a run is looked at again."""
+_SMOOTH = 0.9
+
+
+def affordable(cost_seconds: float, step_seconds: float, budget: float) -> bool:
+    """Whether a record may be made at every boundary: of the budget for snapshots it takes half at most."""
+    return cost_seconds <= _SHARE * budget * step_seconds
+
+
+class ImpossibleError(Exception):
+    """The state of the last boundary cannot be had; the message says why."""
+
+
+class LastBoundary(Generic[R]):
+    """The record of the last boundary, while nothing was changed that is not in it. Training thread only.
+
+    Args:
+        make: makes a record.
+        budget: the share of training time that snapshots may cost.
+        now: the source of moments.
+    """
+
+    def __init__(self, make: Callable[[], R], budget: float, now: Callable[[], float] = time.perf_counter) -> None:
+        self._make, self._budget, self._now = make, budget, now
+        self._record: R | None = None
+        self._why = "no step was begun"
+        self._cost: float | None = None
+        self._step: float | None = None
+        self._ended: float | None = None
+        self._count = 0
+
+    def reached(self) -> None:
+        """A boundary; the next step begins when this returns."""
+        began = self._now()
+        if self._ended is not None:
+            taken = began - self._ended
+            self._step = taken if self._step is None else _SMOOTH * self._step + (1.0 - _SMOOTH) * taken
+        self._count += 1
+        if self._cost is None or self._step is None or self._count % AGAIN == 0 or self._affords():
+            try:
+                self._record = self._make()
+            except ImpossibleError as err:
+                self._record, self._why = None, str(err)
+            cost = self._now() - began
+            self._cost = cost if self._cost is None else min(cost, _SMOOTH * self._cost + (1.0 - _SMOOTH) * cost)
+        else:
+            self._record, self._why = None, "steps are too short to record what each of them changes"
+        self._ended = self._now()
+
+    @property
+    def holds(self) -> bool:
+        """Whether there is a record."""
+        return self._record is not None
+
+    def missed(self, why: str) -> None:
+        """A boundary that no snapshot can be taken at."""
+        self._record, self._why = None, why
+        self._ended = None
+
+    def changes(self) -> None:
+        """Weights may change from here on."""
+        if self._record is not None:
+            self._record, self._why = None, "weights may have changed since that boundary"
+
+    def record(self) -> R:
+        """The record of the last boundary.
+
+        Raises:
+            ImpossibleError: more has changed since, or there is none.
+        """
+        if self._record is None:
+            raise ImpossibleError(self._why)
+        return self._record
+
+    def _affords(self) -> bool:
+        assert self._cost is not None
+        assert self._step is not None
+        return affordable(self._cost, self._step, self._budget)
+
+
+@dataclass(frozen=True, slots=True)
+class Loose:
+    """A tensor of a model that a forward or a hook may change at any time.
+
+    Args:
+        key: its name in the model's `state_dict`.
+        owner: the module that has it, as a buffer or a parameter.
+        name: its name there.
+    """
+
+    key: str
+    owner: torch.nn.Module
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """As it is now: some modules make a new one in each step."""
+        found = self.owner._buffers.get(self.name)
+        return self.owner._parameters[self.name] if found is None else found  # type: ignore[return-value]
+
+
+def keys_of(module: torch.nn.Module) -> Iterator[tuple[Loose, torch.Tensor]]:
+    """What a `state_dict` has where nobody has changed what it does; tied tensors under each of their names."""
+    for path, owner in module.named_modules(remove_duplicate=False):
+        left_out = owner._non_persistent_buffers_set
+        for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None and name not in left_out:
+                yield Loose(f"{path}.{name}" if path else name, owner, name), tensor
+
+
+def loose_tensors(module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[Loose]:
+    """Buffers, and parameters that no optimizer manages.
+
+    Raises:
+        ImpossibleError: they are too large to be copied at every step.
+    """
+    behind_the_fence = {id(parameter) for parameter in managed(optimizers)}
+    found = [
+        (one, tensor)
+        for one, tensor in keys_of(module)
+        if id(tensor) not in behind_the_fence and not torch.nn.parameter.is_lazy(tensor)
+    ]
+    size = sum(here(tensor).numel() * tensor.element_size() for _, tensor in found)
+    if size > MOST_BYTES:
+        raise ImpossibleError(f"what changes in forward is too large to be copied at every step: {size / 1e6:.0f} MB")
+    return [one for one, _ in found]
+
+
+def require_unmoved(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Nothing has moved since the boundary.
+
+    Raises:
+        ImpossibleError: something has; names it.
+    """
+    for name in before.keys() | now.keys():
+        if now.get(name) != before.get(name):
+            raise ImpossibleError(f"{name} has changed in the step that failed")
+
+
+def seen(name: str, state: Any) -> Any:
+    """See `fingerprint`; `name` is for its message."""
+    try:
+        return fingerprint(state)
+    except ImpossibleError as err:
+        raise ImpossibleError(f"{name} has {err}") from err
+
+
+def fingerprint(value: Any) -> Any:
+    """A value that equals that of an equal state, of small states.
+
+    Raises:
+        ImpossibleError: `value` holds what cannot be compared at every step.
+    """
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.device.type != "cpu" or value.numel() > _MOST_VALUES:
+            raise ImpossibleError("a tensor that is too large to be compared at every step")
+        return (tuple(value.shape), value.detach().tolist())
+    if kind is dict or isinstance(value, Mapping):
+        return [(key, item if type(item) in _PLAIN else fingerprint(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [item if type(item) in _PLAIN else fingerprint(item) for item in value]
+    raise ImpossibleError(f"a {type(value).__name__}, which cannot be compared at every step")
+
+
+def require_finite(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """No weight and no state of an optimizer is NaN or infinite.
+
+    Raises:
+        ImpossibleError: one is: training has diverged.
+    """
+    for optimizer in optimizers:
+        states = (value for state in optimizer.state.values() for value in state.values())
+        found = (value for value in (*managed([optimizer]), *states) if isinstance(value, torch.Tensor))
+        if not all(map(_is_finite, found)):
+            raise ImpossibleError("the weights or the optimizer's state are not finite: training has diverged")
+
+
+def _is_finite(value: torch.Tensor) -> bool:
+    if not (value.is_floating_point() or value.is_complex()):
+        return True
+    # A mask of all elements would need memory that a device may not have now.
+    return bool(torch.isfinite(here(value).detach().sum(dtype=_wide(value))))
+
+
+def _wide(value: torch.Tensor) -> torch.dtype:
+    return value.dtype if value.is_complex() or value.dtype is torch.float64 else torch.float32

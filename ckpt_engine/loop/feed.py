@@ -1,0 +1,457 @@
+"""One followed loader: says when its consumer asks for the next batch, and how many batches that one has had.
+
+A loader may be a torch `DataLoader`, or a wrapper around one (Accelerate, Lightning Fabric). The consumer iterates the
+wrapper; the position is that of the `DataLoader` inside.
+
+Where a snapshot of a loop may be taken: a boundary that a resumed script comes back to.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import CodeType
+from typing import Any, Protocol
+
+from torch.utils.data import DataLoader
+
+from ckpt_engine.data import exactness, position, rng
+from ckpt_engine.data.exactness import Level, OnChange, Restoration
+from ckpt_engine.data.position import LoaderPosition, attach
+from ckpt_engine.data.sampling import deref
+from ckpt_engine.loop.shape import Followed, Lead
+
+State = dict[str, Any]
+_clock = itertools.count(1)
+
+
+class FeedListener(Protocol):
+    """Who is told about the passes over a feed."""
+
+    def asked(self, feed: Feed) -> None:
+        """The consumer asks for the next batch: the fetch boundary."""
+
+    def given(self, feed: Feed) -> None:
+        """It gets one."""
+
+    def failed(self, feed: Feed, error: Exception) -> None:
+        """It could not: an exception is on its way to the consumer."""
+
+    def over(self, feed: Feed) -> None:
+        """The pass over the loader is complete, or its consumer left it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderSource:
+    """A loader as the consumer sees it and the torch loader inside.
+
+    Args:
+        outer: what the consumer iterates.
+        base: where batches come from; `outer` itself, if it is a torch loader.
+        lookahead: batches that `outer` has fetched when it gives one, beyond that one.
+        counter: attribute of `outer` that counts its passes, or "".
+        share: batches of `base` that make one of `outer`; 0: `base` is never asked, as another rank has the batches.
+        ended: attribute of `outer` that is true once it has given its last batch; asked where `share` is 0.
+        dispatched: one process fetches the batches of all.
+        inexact: why a resume within an epoch is less exact than the position of `base`, or "".
+    """
+
+    outer: Any
+    base: DataLoader[Any]
+    lookahead: int = 0
+    counter: str = ""
+    share: int = 1
+    ended: str = ""
+    dispatched: bool = False
+    inexact: str = ""
+
+
+class Feed:
+    """Follows one loader until `release`.
+
+    Args:
+        name: for reports.
+        source: the loader.
+        listener: is told about passes.
+    """
+
+    def __init__(self, name: str, source: LoaderSource, listener: FeedListener) -> None:
+        self.name = name
+        self.kind = type(source.outer).__name__
+        self.delivered = 0
+        """Batches of the current or last pass that the consumer was given, those before a resume included."""
+        self.epochs = 0
+        """Passes that are over and in which weights changed."""
+        self.finished = False
+        """The consumer of the last pass was told that there are no more batches."""
+        self.trained = False
+        """Weights changed during the current or last pass."""
+        self.longest: int | None = 0
+        """Most batches of one pass that the consumer was given before a step; None: not known."""
+        self._stepped_at = 0
+        self.interior = False
+        """A snapshot could have been taken in the middle of it."""
+        self.starts_only = False
+        """In the last pass in which weights changed, none could: epochs are too short."""
+        self.alone = False
+        """It changed weights in its last pass, and no other pass that did was running when that ended."""
+        self.skips = 0
+        """Passes from now on that were complete before the snapshot: they have no batches."""
+        self.restarts = False
+        """A pass began while the one before could still be asked."""
+        self.says: list[str] = []
+        """Why passes over this loader cannot be repeated."""
+        self.asked_from: Sequence[tuple[CodeType, int]] = ()
+        """Functions and instructions that have asked for the last batch, innermost first."""
+        self.asked_at = self.begun_at = self.left_at = 0
+        """When a batch was last asked for, the last pass began, and the one before it was over; in order."""
+        self.lead = Lead()
+        self.starts = False
+        """The current pass was not asked for a batch yet."""
+        self._lookahead = source.lookahead
+        self._recorded = 0
+        self.dispatched, self._inexact = source.dispatched, source.inexact
+        self._counter, self._share, self._ended_by = source.counter, source.share, source.ended
+        self._count_at_begin = 0
+        self._base_begun = False
+        self._open = False
+        self._resumed: State | None = None
+        self._streams: Mapping[str, Any] | None = None
+        """Where no batch of the torch loader is fetched: what is to be installed once its iterator is there."""
+        self._before = (0, 0, False, False, 0)
+        self._pass: weakref.ref[_Pass] | None = None
+        # Weak, as all that a loader reaches: a loader in a cycle would wait for the garbage collector, and a worker
+        # forked meanwhile would try to join its siblings.
+        self._outer = weakref.ref(source.outer)
+        self._listener = weakref.ref(listener)
+        self.position: LoaderPosition = attach(source.base, lookahead=source.lookahead)
+        self._length = exactness.known_length(source.base) if source.share == 1 else None
+        if source.outer is source.base:
+            self.position.aside = lambda _: self._before_pass()
+            self.position.wrap = self._begin_plain
+        else:
+            self.position.wrap = self._base_begin
+            position.swap_in(source.outer, self)
+
+    @property
+    def active(self) -> bool:
+        """The consumer is in the middle of a pass."""
+        return self._open
+
+    @property
+    def at_end(self) -> bool:
+        """Every batch of the pass was given, as far as that is known."""
+        dealt = self.position.dealt
+        length = self._length if dealt is None else dealt[1]
+        exhausted = bool(getattr(self._live(), self._ended_by)) if self._share == 0 else self.position.exhausted
+        return self.delivered > 0 and (self.delivered == length or exhausted)
+
+    @property
+    def running(self) -> Any:
+        """The pass that the consumer is in; None if there is none."""
+        return self._pass() if self._open and self._pass is not None else None
+
+    @property
+    def resuming(self) -> bool:
+        """A loaded state waits for the consumer's first batch."""
+        return self._resumed is not None
+
+    @property
+    def restoration(self) -> Restoration | None:
+        """How exactly the position was put back."""
+        found = self.position.restoration
+        if found is None or not self._inexact or found.phase != "within":
+            return found
+        return replace(found, exactness=found.exactness.lowered(Level.ORDER_ONLY, self._inexact))
+
+    @property
+    def trained_on(self) -> int:
+        """Batches of the current pass that the consumer does not have to ask for again."""
+        return max(self.delivered - (self.lead.ahead or 0), 0)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the position of the first batch that is to be asked for again was recorded."""
+        return self._recorded >= (self.lead.ahead or 0)
+
+    @property
+    def without_step(self) -> int:
+        """Batches of the pass that the consumer was given since the last step, or since it resumed."""
+        return self.delivered - self._stepped_at
+
+    def stepped(self) -> None:
+        """Weights have changed."""
+        self.trained = True
+        self.longest = max(self.longest or 0, self.without_step)
+        self._stepped_at = self.delivered
+
+    def say(self, problem: str) -> None:
+        """Passes over this loader cannot be repeated."""
+        if problem not in self.says:
+            self.says.append(problem)
+
+    def lead_known(self) -> None:
+        """It is known how far the loop reads ahead: the positions of that many batches are recorded from now on."""
+        ahead, unclear = self.lead.ahead or 0, self.lead.unclear
+        if ahead and self._share != 1:
+            self.lead.ahead, unclear = 0, ahead
+        elif ahead:
+            self.position.lookahead, self._recorded = self._lookahead + ahead, 0
+        if unclear:
+            self.say(
+                f"the first step of a pass over {self.name!r} takes {unclear} batches more than the next: a loop that "
+                "skips or keeps batches does so again after a resume: skip by the count from run.resumed_batches on"
+            )
+
+    def state(self) -> State:
+        """Where the consumer is, at a fetch boundary of any feed."""
+        if self._resumed is not None:
+            return self._resumed
+        if self._open and (self.delivered > 0 or self._base_begun):
+            state = self._assemble(self._position(), self.trained_on, self._count_at_begin)
+            return state | {"open": True, "trained": self.trained, "ahead": self.lead.ahead}
+        return self.next_pass_state()
+
+    def next_pass_state(self) -> State:
+        """Where the consumer will be when it starts its next pass."""
+        if self._resumed is not None:
+            return self._resumed
+        return self._assemble(self.position.next_epoch_state(), 0, self._count())
+
+    def load(self, state: State, streams: Mapping[str, Any] | None, on_change: OnChange = OnChange.REFUSE) -> None:
+        """The next pass continues at `state`; `streams` are installed before the first batch that was not fetched yet.
+
+        Args:
+            on_change: what becomes of a pass that is resumed in its middle with a changed loader.
+
+        Raises:
+            MismatchError: the loader is not the one that was saved.
+        """
+        self._before = (self.delivered, self.epochs, self.starts_only, self.finished, self._count())
+        # The position installs them at the first fetch of a batch.
+        late = self._share == 0 and state["position"]["phase"] == "within"
+        self._streams = streams if late else None
+        if self.dispatched and on_change is OnChange.CONTINUE:
+            on_change = OnChange.REFUSE  # one process fetches for all: no rank has samples of its own to divide
+        # An iterator that is running is asked until it ends, also by who counts batches.
+        at_end: Any = "finish_epoch" if state.get("open") else "next_epoch"
+        found = self.position.load_state(
+            state["position"], rng=None if late else streams, at_end=at_end, on_change=on_change
+        )
+        if found.restarted:
+            state = {**state, "position": self.position.state(), "delivered": 0}
+        self._resumed = state
+        self.delivered, self.epochs = int(state["delivered"]), int(state["epochs"])
+        self.starts_only, self.finished = bool(state["starts_only"]), False
+        self.longest = state.get("longest")
+        if (ahead := state.get("ahead")) is not None:
+            self.lead.ahead, self._recorded = ahead, ahead
+            self.position.lookahead = self._lookahead + ahead
+        if self._counter:
+            setattr(self._live(), self._counter, state["counter"])
+
+    def begin_after(self, epochs: int, batches: int) -> None:
+        """The next pass comes after so many others, and starts after so many of its batches.
+
+        For a run whose position nobody has recorded. The loader must have been told its epoch before.
+        """
+        if batches:
+            position = self.position.state_after(batches * self._share)
+            state = {"position": position, "counter": self._count(), "delivered": batches}
+            self.load({**state, "epochs": epochs, "starts_only": False}, None)
+        self.epochs = epochs
+
+    def forget(self) -> None:
+        """The next pass starts by itself: what was loaded, and not begun yet, does not count any more."""
+        if self._resumed is None:
+            return
+        self._resumed = self._streams = None
+        self.delivered, self.epochs, self.starts_only, self.finished, count = self._before
+        if self._counter:
+            setattr(self._live(), self._counter, count)
+        self.position.forget()
+
+    def release(self) -> None:
+        """Give the loader back as it was."""
+        outer = self._outer()
+        if outer is None:
+            return
+        self.position.wrap = self.position.aside = None
+        self.position.detach()
+        if position.followed_by(outer) is self:
+            position.swap_back(outer)
+
+    # -- swap.Iterations, for wrappers
+    def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+        """Called in place of the wrapper's `__iter__`."""
+        instead = self._before_pass()
+        if instead is not None:
+            return instead
+        self._base_begun = False
+        return self._begin(make())
+
+    def _before_pass(self) -> Iterator[Any] | None:
+        """What a pass that would begin now is instead."""
+        if self.running is not None:
+            self.restarts = True
+        self._close()
+        if not self.skips:
+            return None
+        self.skips -= 1
+        return iter(())
+
+    def _base_begin(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        self._base_begun = True
+        if self._streams is not None:
+            rng.restore(self._streams)
+            self._streams = None
+        return iterator
+
+    def _begin_plain(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        self._base_begun = True
+        return self._begin(iterator)
+
+    def _begin(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        resumed = self._resumed
+        if resumed is None:
+            self.delivered = 0
+        self.trained = resumed is not None and bool(resumed.get("trained", self.delivered > 0))
+        self.starts, self.begun_at, self._stepped_at = True, next(_clock), self.delivered
+        unknown = self.lead.ahead is None
+        self.lead.begin()
+        if unknown and self.lead.ahead is not None:
+            self.lead_known()
+        self.finished, self.interior = False, self.delivered > 0  # what resumes within a pass had a boundary there
+        self._count_at_begin = self._count()
+        self._open = True
+        running = _Pass(self, iterator)
+        self._pass = weakref.ref(running, self._dropped)
+        return running
+
+    def _dropped(self, reference: weakref.ref[_Pass]) -> None:
+        if reference is self._pass:
+            self._close()
+
+    def _close(self) -> None:
+        if not self._open:
+            return
+        self._open, self.left_at = False, next(_clock)
+        if self.trained:
+            self.epochs += 1
+            self.starts_only = not self.interior
+        if (listener := self._listener()) is not None:
+            listener.over(self)
+
+    def _position(self) -> State:
+        """Of the torch loader, after what was given of it."""
+        taken = self.trained_on * self._share
+        if self._share > 1 and self.position.exhausted:
+            taken = min(taken, self.position.fetched)  # the last batch may be made of fewer
+        return self.position.state(taken)
+
+    def _assemble(self, position: State, delivered: int, counter: int) -> State:
+        return {
+            "position": position,
+            "delivered": delivered,
+            "counter": counter,
+            # A pass that is left and not closed yet counts for the next one.
+            "epochs": self.epochs + (self._open and self.trained and not delivered),
+            "starts_only": self.starts_only,
+            "alone": self.alone,
+            "longest": self.longest,
+        }
+
+    def _count(self) -> int:
+        return int(getattr(self._live(), self._counter)) if self._counter else 0
+
+    def _live(self) -> Any:
+        return deref(self._outer)
+
+    # -- what the pass reports
+    def _asked(self) -> None:
+        self.asked_at = next(_clock)
+        if (listener := self._listener()) is not None:
+            listener.asked(self)
+        self._resumed, self.starts = None, False
+
+    def _asked_beside(self) -> None:
+        self.say(f"two passes over {self.name!r} run at the same time: make a second DataLoader and track both")
+
+    def _given(self, batch: Any) -> None:
+        self.delivered += 1
+        self._recorded += 1
+        if self.lead.ahead is None:
+            self.lead.given(batch)
+        if (listener := self._listener()) is not None:
+            listener.given(self)
+        if self._share == 0:
+            self.position.forget()  # a loaded position holds until a batch is fetched
+
+    def _failed(self, error: Exception) -> None:
+        if (listener := self._listener()) is not None:
+            listener.failed(self, error)
+
+    def _ended(self) -> None:
+        self.finished = True
+        self._close()
+
+
+class _Pass(Followed):
+    """One pass over a feed; behaves as the loader's own iterator in every other way."""
+
+    def __init__(self, feed: Feed, inner: Iterator[Any]) -> None:
+        self._feed, self._inner = feed, inner
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._inner)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["_inner"], name)
+
+    def __next__(self) -> Any:
+        feed = self._feed
+        current = feed._open and feed._pass is not None and feed._pass() is self
+        if current:
+            feed._asked()
+        try:
+            batch = next(self._inner)
+        except StopIteration:
+            if current:
+                feed._ended()
+            raise
+        except Exception as err:
+            if current:
+                feed._failed(err)
+            raise
+        if current:
+            feed._given(batch)
+        elif feed._open:
+            feed._asked_beside()
+        return batch
+
+
+def obstacle_of(feed: Feed | None, *, accumulating: bool) -> str | None:
+    """Why no snapshot is taken when `feed` is asked for a batch, or None where one may be.
+
+    At the end of an epoch what the script does between epochs is still to come, and at the start of a pass nobody
+    knows whether it will train: both wait for the next batch, unless epochs are too short for that.
+    """
+    if accumulating:
+        return "accumulating"
+    if feed is None:
+        return None
+    if feed.delivered == 0:
+        return None if feed.starts_only else "start of an epoch"
+    return "end of an epoch" if feed.at_end else None
+
+
+def is_at_end(state: Mapping[str, Any]) -> bool:
+    """Whether this state of a feed is after its last batch, although its length was not known."""
+    return bool(state["delivered"]) and state["position"]["phase"] != "within"

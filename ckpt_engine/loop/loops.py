@@ -1,0 +1,350 @@
+"""The loop around its tracker: what it reads, how it ends, and whether it goes on as the saved one did.
+
+What a loop reads of its tracker, and how it ends it.
+
+Asks the engine for a snapshot of a loop, and tells the cadence what came of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, UnstorableLeafError, WriterError
+from ckpt_engine.frequency.cadence import Cadence
+from ckpt_engine.loop.engine import Engine
+from ckpt_engine.loop.feed import Feed
+from ckpt_engine.loop.shape import (
+    Around,
+    Ask,
+    Count,
+    code_now,
+    differences,
+    is_before,
+    is_in_body,
+    is_same,
+    later,
+    place_of,
+)
+from ckpt_engine.snapshot.save_request import SaveHandle
+
+_MOST_LOOKS = 64
+_MANY_STEPS = 50
+
+
+class Loops:
+    """Watches how the loaders of one tracker are asked. Training thread only.
+
+    Args:
+        feeds: the loaders, all of them.
+        log: of the adapter.
+    """
+
+    def __init__(self, feeds: Sequence[Feed], log: logging.Logger) -> None:
+        self._feeds = feeds
+        self._log = log
+        self._home = code_now()
+        self._saved: Mapping[str, Any] = {}
+        self._stepped_at = 0
+        self._resumed: Feed | None = None
+        self._done: tuple[int, ...] = (0,)
+        """Batches of the epoch, and steps, that the saved run had trained."""
+        self._around: dict[str, tuple[list[Count], int, bool]] = {}
+        self._logged: set[str] = set()
+
+    # ---- while the loop runs
+
+    def asked(self, feed: Feed) -> list[str]:
+        """A batch is asked for; why the iterators around this loader do not go on where they were."""
+        ask = Ask(self._home)
+        feed.asked_from = ask.at
+        if feed.lead.ahead is None and feed.delivered < _MOST_LOOKS:
+            feed.lead.asked(ask.at)
+        if not feed.starts or not ask.of_user:
+            return []
+        saved = self._saved.get("around", {}).get(feed.name) if feed.resuming and feed.delivered else None
+        around = Around(feed.running, ask, everywhere=saved is not None)
+        if around.keeps:
+            feed.say(
+                f"itertools.{around.keeps} around {feed.name!r} ({ask.line()}) keeps batches, or that the loader has "
+                "ended: call iter() and next() instead, and iter() again at StopIteration"
+            )
+            self._log_new()
+        if saved is not None:
+            around.advance(saved)
+        counts = around.counts()
+        self._around[feed.name] = (counts, feed.delivered, ask.keeps(feed.running))
+        return [] if saved is None else differences(feed.name, saved, counts, feed.delivered, ask)
+
+    def stepped(self) -> None:
+        """An optimizer has made a step."""
+        self._resumed = None
+        self._stepped_at = max(feed.asked_at for feed in self._feeds) if self._feeds else 0
+
+    def over(self, feed: Feed) -> None:
+        """A pass has ended, or was left."""
+        feed.alone = feed.trained and not any(one.active and one.trained for one in self._feeds if one is not feed)
+
+    def boundary(self, feed: Feed | None, due: Collection[Feed]) -> tuple[Feed | None, str | None]:
+        """A step is complete: the loader whose loop this one is in the body of, and why no snapshot may be taken."""
+        unknown = [one for one in due if one.active and one.lead.ahead is None]
+        if unknown:
+            ask = Ask(self._home)
+            for one in unknown:
+                one.lead.boundary(ask)
+                if one.lead.ahead is not None:
+                    one.lead_known()
+            self._log_new()
+        if feed is None:
+            return None, None
+        outer = self._outer(feed)
+        if outer is not None:
+            return outer, f"in the body of the loop over {outer.name!r}"
+        if any(one.lead.ahead is None for one in unknown) or not all(
+            one.remembers for one in self._feeds if one.active
+        ):
+            return None, "how far the loop reads ahead is not recorded yet"
+        for one in self._feeds:
+            if one is not feed and one.active and one.asked_at > self._stepped_at:
+                before, inside = is_before(one.asked_from, feed.asked_from)
+                if before and not inside:
+                    return None, f"{one.name!r} was asked first"
+        return None, None
+
+    def _outer(self, feed: Feed) -> Feed | None:
+        found = [
+            one for one in self._feeds if one is not feed and one.active and is_in_body(one.asked_from, feed.asked_from)
+        ]
+        return min(found, key=lambda one: one.asked_at, default=None)
+
+    def _log_new(self) -> None:
+        new = [problem for feed in self._feeds for problem in feed.says if problem not in self._logged]
+        self._logged.update(new)
+        for problem in new:
+            self._log.warning("a resume within an epoch will not be exact: %s", problem)
+
+    # ---- for a snapshot
+
+    def positions(self) -> dict[str, Any]:
+        """Where each loader is. A pass that nothing can ask any more is over."""
+        ask = Ask(self._home)
+        return {
+            one.name: one.next_pass_state() if one.active and self._is_left(one, ask) else one.state()
+            for one in self._feeds
+        }
+
+    def _is_left(self, feed: Feed, ask: Ask) -> bool:
+        newest = max(self._feeds, key=lambda one: one.asked_at)
+        return feed is not newest and (feed.restarts or any(one is feed.running for one in ask.local_values()[1]))
+
+    def state(self, feed: Feed | None) -> dict[str, Any]:
+        """What a resumed process compares itself with."""
+        ask = Ask(self._home)
+        return {
+            "place": [] if feed is None else place_of(feed.asked_from),
+            "numbers": ask.numbers(),
+            "around": {one.name: self._counts(one, ask) for one in self._feeds if one.active},
+            "says": [problem for one in self._feeds for problem in (*one.says, *self._again(one, feed))],
+        }
+
+    def _counts(self, feed: Feed, ask: Ask) -> list[list[Any]]:
+        """Of the iterators around a loader. Of one that the loop keeps they come and go: only young ones are known."""
+        counts, given, kept = self._around.get(feed.name, ([], 0, False))
+        if not kept:
+            return later(counts, feed.trained_on - given)
+        now = Around(feed.running, ask, everywhere=False).counts() if ask.may_wrap() else []
+        return later(now, 0) if now else [[kind, None, sign] for kind, _, sign in counts]
+
+    def _again(self, one: Feed, feed: Feed | None) -> list[str]:
+        """A batch that a loop has asked for before it began the loop over `feed`."""
+        if feed is None or one is feed or not one.active or not feed.left_at < one.asked_at < feed.begun_at:
+            return []
+        if not all(is_before(one.asked_from, feed.asked_from)):
+            return []
+        return [
+            f"the batch of {one.name!r} that is asked for before the loop over {feed.name!r} is another one: keep it "
+            "in track(…, carry=Carry(batch=None))"
+        ]
+
+    # ---- after a resume
+
+    def expect(self, own: Mapping[str, Any], training: Feed) -> None:
+        """The loop goes on from this snapshot. Passes that were complete in its epoch are not repeated."""
+        self._saved, self._done = own.get("loop", {}), (own["batch"], own["step"])
+        if not self._saved:
+            return
+        for one in self._feeds:
+            if one is not training and own["feeds"].get(one.name, {}).get("alone"):
+                one.skips = max(one.epochs - training.epochs, 0)
+
+    def arrives(self, feed: Feed) -> bool:
+        """Whether this loader is asked from where it was when the snapshot was taken."""
+        if not self._saved or not is_same(self._saved["place"], place_of(feed.asked_from)):
+            return False
+        for one in self._feeds:
+            one.skips = 0
+        self._resumed = feed
+        return True
+
+    def skips_again(self, *, ended: bool = False) -> str | None:
+        """What is wrong where a loop leaves out batches after the resume, as one had to do before; once. Cheap.
+
+        A loop that accumulates gradients, or leaves out some batches for what they are, has taken as many before a
+        step in the saved run: more are left out by a count. After few steps they may still be the first of their kind,
+        and only as many as were trained on before show it.
+
+        Args:
+            ended: the resumed pass is over without a step; else the first one begins.
+        """
+        feed = self._resumed
+        if feed is None or feed.longest is None or (taken := feed.without_step) <= feed.longest:
+            return None
+        least, most = (taken, None) if ended else (taken - feed.longest, taken - 1)
+        as_before = any(least <= one <= (most or one) for one in self._done)
+        if not as_before and max(self._done) < _MANY_STEPS:
+            return None
+        self._resumed = None
+        return (
+            f"it takes {taken} batches of {feed.name!r} before its first step after the resume, and never took more "
+            f"than {feed.longest} before: the loader goes on where it was by itself, so leave out what skips batches, "
+            "as `if step < resume_step: continue` does"
+        )
+
+    def problems(self) -> list[str]:
+        """What differs from the saved loop, at the place of the snapshot; once."""
+        saved, self._saved = self._saved, {}
+        ask, found = Ask(self._home), list(saved["says"])
+        for name, now in ask.numbers().items():
+            before = saved["numbers"].get(name, now)
+            if before != now:
+                function, _, variable = name.rpartition(".")
+                found.append(
+                    f"{variable} was {before} in {function} ({ask.line()}) and is {now}: start it from run.epoch, "
+                    "run.global_step or run.resumed_batches, or keep it in track(…, carry=Carry(…))"
+                )
+        return found
+
+
+class LoopProgress:
+    """The part of a tracker that takes no snapshots."""
+
+    _engine: Engine
+    _log: logging.Logger
+    _cadence: Cadence
+    _feeds: list[Feed]
+    _training: Feed | None
+    _resumed: Feed | None
+    _resumed_batches: int
+    _steps: int
+
+    def finish(self, *, complete: bool | None = None) -> None:
+        """See the tracker."""
+        raise NotImplementedError
+
+    @property
+    def epoch(self) -> int:
+        """Epochs whose training is complete: `for epoch in range(tracker.epoch, n)`."""
+        return self._training.epochs if self._training is not None else 0
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps so far, those before a resume included; several optimizers in one batch count once."""
+        return self._steps
+
+    @property
+    def resumed_batches(self) -> int:
+        """Batches of the running epoch that were trained before the resume; 0 in all other epochs."""
+        return self._resumed_batches if self._resumed is not None else 0
+
+    def evaluated(self, seconds: float) -> None:
+        """An evaluation took so long, which was not training. Passes over tracked loaders announce themselves."""
+        self._cadence.exclude(seconds)
+        self._cadence.validation_ended()
+
+    def close(self) -> None:
+        """`finish`, then wait until everything is durable.
+
+        Raises:
+            WaitTimeoutError, SnapshotFailedError: as `Checkpointer.close`.
+        """
+        try:
+            self.finish()
+        finally:
+            self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.close()
+        except CkptError as err:
+            if kind is None:
+                raise
+            self._log.error("while handling %s: %s", kind.__name__, err)
+
+    def _within(self, feed: Feed) -> bool:
+        """Another pass is not over: this one is an evaluation in an epoch, or they are zipped."""
+        return any(one.active for one in self._feeds if one is not feed)
+
+    def _counters(self, feed: Feed | None) -> set[int]:
+        """Numbers that a loop may count along with the tracker."""
+        delivered = 0 if feed is None else feed.delivered
+        return {self._steps, self._steps + 1, self.epoch, self.epoch + 1, delivered, delivered + 1}
+
+
+class Taker:
+    """Takes the snapshots of one loop. Training thread only.
+
+    Args:
+        engine: takes them.
+        cadence: is told of each.
+        log: of the adapter.
+    """
+
+    def __init__(self, engine: Engine, cadence: Cadence, log: logging.Logger) -> None:
+        self._engine = engine
+        self._cadence = cadence
+        self._log = log
+        self._took = False
+
+    def take(self, state: Callable[[], Any], *, step: int, durable: bool, **options: Any) -> SaveHandle | None:
+        """A snapshot of `step`; None: there is none, and that was said.
+
+        Args:
+            state: makes the state; its time counts as part of the stall.
+            step: of the run.
+            durable: False: into memory only.
+            options: more of `Checkpointer.save`.
+
+        Raises:
+            LeaseHeldError: another process writes this run.
+            StorageError, WriterError: with `on_error: raise`, as `Checkpointer.save`.
+            UnstorableLeafError: the same, and if it is the first one: then it is for the user to mend now.
+        """
+        began = time.perf_counter()
+        try:
+            handle = self._engine.save(state(), step=step, durable=durable, **options)
+        except (StorageError, WriterError, UnstorableLeafError) as err:
+            wrong = isinstance(err, UnstorableLeafError) and not self._took
+            if wrong or isinstance(err, LeaseHeldError) or self._engine.config.on_error == "raise":
+                raise
+            self._log.error("no snapshot of step %d: %s", step, err)
+            self._cadence.skipped(step, "error")
+            return None
+        stall = time.perf_counter() - began
+        if handle.skipped is not None:
+            if durable:
+                self._cadence.skipped(step, "busy")
+            return None
+        self._took = True
+        if durable:
+            self._cadence.taken(step, stall)
+        else:
+            self._cadence.held(step, stall)
+        return handle

@@ -1,0 +1,622 @@
+"""When several ranks take a snapshot or end: rank 0 decides one step ahead, the others learn it from the store.
+
+Rank 0 publishes what happens after optimizer step n before it begins that step. Whoever has finished step n has taken
+part in its all-reduce, which rank 0 entered after it had published: one look into the store then finds the decision. No
+collective is added to a step. A rank that looks too early after all (no all-reduce in that step) has no part in that
+snapshot, says so, and goes on.
+
+How several ranks whose run has diverged end with one error: each tells what it has seen, and rank 0 says the rest.
+
+Everything is said through the ranks' store. Nothing here is said or asked before some rank has seen a divergence, but
+once at the end of a training with a guard. Every wait has an end, and signals are handled while it lasts.
+
+The cadence of one of several ranks: what `rank_decisions` has decided looks like what the rank has decided itself.
+
+What the options of a run mean for its cadence.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ckpt_engine.config import Config
+from ckpt_engine.errors import RanksError, WaitTimeoutError
+from ckpt_engine.frequency.cadence import Cadence
+from ckpt_engine.frequency.policy import FrequencySettings
+from ckpt_engine.frequency.triggers import MEMORY
+from ckpt_engine.loop.engine import Engine
+from ckpt_engine.observe.events import Clock, EventSink
+from ckpt_engine.preempt.divergence import Divergence, earliest
+from ckpt_engine.preempt.stop_requests import Stop, StopNotice
+from ckpt_engine.ranks.world import Ranks, Store
+from ckpt_engine.snapshot.save_request import SaveHandle
+from ckpt_engine.snapshot.stage import copies_lazily
+
+_DECISIONS = "decisions"
+_STOP = "stop"
+"""What rank 0 looks for at each boundary: the reason to end that another rank was the first to tell."""
+_OVER = "over"
+_LEFT = "left"
+_HEARD_SECONDS = 2.0
+"""So long rank 0 stays for those that may not know yet that it is over."""
+_STUCK = "stuck"
+_STUCK_SECONDS = 15.0
+"""How much later than others a rank may find that no batch comes: torch looks for dead workers every 5 seconds."""
+_REMEMBERED = 64
+"""Decisions in the store: more than a rank can be behind rank 0."""
+
+Take = Callable[[str], SaveHandle | None]
+"""Takes a snapshot with that reason; None: it could not be taken, and that was said."""
+
+
+class SharedEngine(Protocol):
+    """The part of `ckpt_engine.Checkpointer` that this uses."""
+
+    def ready(self, *, durable: bool = True) -> bool: ...
+
+    def miss(self, step: int, why: str, *, durable: bool = True) -> None: ...
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RankDecision:
+    """What all ranks do at one boundary after an optimizer step.
+
+    Args:
+        number: counts decisions.
+        boundary: counts such boundaries since the start.
+        step: of the run there, as far as rank 0 could foresee it.
+        reason: of the snapshot that is taken (`MEMORY`: into memory only); None: none is.
+        stop: who stops the run; None: nobody.
+        left_seconds: then, how long it had at the boundary before.
+        exit_code, interrupts: see `StopNotice`.
+        diverged: the run ends here, because of that (a `Divergence`) too or alone: `reason` is None.
+    """
+
+    number: int
+    boundary: int
+    step: int
+    reason: str | None
+    stop: str | None = None
+    left_seconds: float = 0.0
+    exit_code: int = 0
+    interrupts: bool = False
+    diverged: dict[str, Any] | None = None
+
+    def as_stop(self, since: float) -> Stop:
+        """The stop, with its deadline on this machine's clock.
+
+        Args:
+            since: monotonic seconds of the boundary after which this was published, as this rank has passed it.
+        """
+        return stop_of_json(asdict(self), since)
+
+
+class Together:
+    """One rank's side of the decisions. Training thread only.
+
+    Args:
+        ranks: all of them.
+        due: the reason of the snapshot that is due after a step, or None; asked on rank 0, one step ahead.
+        engine: takes them.
+        memory_due: whether one into memory is, where no other one is taken; asked as `due`.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        due: Callable[[int], str | None],
+        engine: SharedEngine,
+        memory_due: Callable[[int], bool] = lambda _: False,
+    ) -> None:
+        self._ranks = ranks
+        self._memory_due = memory_due
+        self._leads = ranks.rank == 0
+        self._due = due
+        self._engine = engine
+        self._published: deque[RankDecision] = deque(maxlen=_REMEMBERED)
+        self._text: str | None = None
+        self._handled = self._made = 0
+        self._boundaries, self._step, self._stride = 0, 0, 1
+        self._led = -1
+        self._told_stop = False
+        """On rank 0: how the run ends was decided."""
+        self.diverged: Divergence | None = None
+        """What this rank has seen itself."""
+        self.verdicts = Verdicts(ranks)
+        self._passed = self._before = time.monotonic()
+        """When this rank was at the last two boundaries."""
+
+    def start(self, step: int) -> None:
+        """Training goes on after `step`: what happens after the next one is decided now."""
+        self._step = step
+        self._passed = self._before = time.monotonic()
+        self.lead(step, None, asked=False, fits=lambda _: False)
+
+    def decided(self, step: int) -> RankDecision | None:
+        """What to do now that optimizer step `step` is complete; at most once for each step.
+
+        A decision that this rank has missed is answered with `miss`, so that the ranks go on counting alike.
+        """
+        if step == self._step:
+            return None  # gradients are being accumulated
+        self._boundaries, self._step, self._stride = self._boundaries + 1, step, step - self._step
+        self._before, self._passed = self._passed, time.monotonic()
+        found = None
+        for one in self._read():
+            if one.number <= self._handled or one.boundary > self._boundaries:
+                continue
+            self._handled = one.number
+            if one.boundary == self._boundaries or one.diverged is not None:
+                found = one  # who is past the boundary at which a run ends that has diverged ends late
+            elif one.reason is not None:
+                self._engine.miss(one.step, "it was past that step already", durable=one.reason != MEMORY)
+        return found
+
+    def lead(self, step: int, stop: Stop | None, *, asked: bool, fits: Callable[[Stop], bool]) -> None:
+        """After the snapshot of `step`, before the next step: decide what happens after that (rank 0); else hand on.
+
+        Args:
+            stop: what this rank knows of a stop.
+            asked: somebody wants a snapshot.
+            fits: whether a last snapshot after the next step fits into the time that a stop leaves.
+
+        A divergence that is told after a stop was decided changes nothing. Of both at once all end as stopped, with
+        the time that the stop leaves, and the divergence is what the next start is told.
+        """
+        if self._boundaries == self._led:
+            return
+        self._led = self._boundaries
+        if not self._leads:
+            if stop is not None and not self._told_stop:
+                self._told_stop = True
+                self._tell_first(stop_to_json(stop, self._passed))
+            return
+        reason = self._due(step + self._stride) or ("manual" if asked else None)
+        stop, seen = (None, None) if self._told_stop else self._end(stop)
+        if stop is not None or seen is not None:
+            self._told_stop = True
+            last = "signal" if seen is None and stop is not None and fits(stop) else None
+            end: dict[str, Any] = {} if stop is None else stop_to_json(stop, self._passed)
+            self._publish(step + self._stride, last, **end, diverged=None if seen is None else asdict(seen))
+        elif reason is not None and self._engine.ready():
+            self._publish(step + self._stride, reason)
+        elif self._memory_due(step + self._stride) and self._engine.ready(durable=False):
+            self._publish(step + self._stride, MEMORY)
+
+    def tell(self, found: Divergence) -> None:
+        """This rank has seen a divergence, and takes part in no snapshot any more: the run ends on all ranks.
+
+        Idempotent. On rank 0 before `lead`.
+
+        Raises:
+            RanksError: the store is gone.
+        """
+        if self.diverged is not None:
+            return
+        self.diverged = found
+        if not self._leads:
+            self.verdicts.tell(found)
+            self._tell_first({"diverged": asdict(found)})
+
+    def _tell_first(self, why: dict[str, Any]) -> None:
+        """Two ranks that do this at once are as good as told in any order."""
+        if self._ranks.store.get(_STOP) is None:
+            self._ranks.store.set(_STOP, json.dumps(why))
+
+    def stop_of(self, decision: RankDecision) -> Stop:
+        """The stop that was decided, asked at its boundary."""
+        return decision.as_stop(self._before)
+
+    def halt(self, stop: Stop, reason: str | None, take: Take) -> None:
+        """The run stops here: take the last snapshot if that was decided, and wait as long as there is time."""
+        if reason is not None:
+            if not self._engine.ready():
+                # A slot is free when what is in flight is durable. A rank without one would make it absent for all.
+                self._engine.wait(max(0.0, stop.deadline - time.monotonic()))
+            take(reason)
+        self._engine.wait(max(0.0, stop.deadline - time.monotonic()))
+
+    def all_stuck(self, where: str, seconds: float) -> bool:
+        """No batch comes on this rank; whether none does on all others, before the same step.
+
+        Then nobody is in a step that waits for the others, and all can stop here.
+
+        Args:
+            where: the place of the batch in the data of a rank; the same text on all ranks that are at the same batch.
+            seconds: that there is time for it at most.
+        """
+        store, size = self._ranks.store, self._ranks.size
+        deadline = time.monotonic() + min(seconds, _STUCK_SECONDS)
+        mine = f"{self._boundaries} {where}"
+        try:
+            if not self._leads:
+                store.set(f"{_STUCK}/{self._ranks.rank}", mine)
+                return hear(store, _STUCK, max(0.1, seconds)) == mine
+            left = (max(0.1, deadline - time.monotonic()) for _ in range(size))
+            others = [hear(store, f"{_STUCK}/{rank}", next(left)) for rank in range(1, size)]
+            store.set(_STUCK, mine if all(one == mine for one in others) else "")
+            return all(one == mine for one in others)
+        except (WaitTimeoutError, RanksError):
+            return False
+
+    def leave(self, seconds: float) -> None:
+        """This rank has nothing more to do, and its process may end: rank 0 says so, others wait for that.
+
+        Rank 0, whose process may keep the store, stays for a moment until they have heard: torch complains at length of
+        a store that is gone.
+
+        Who has started the processes takes the first one that ends before its time for a failure, and kills the others:
+        that must not be in the middle of what rank 0 does for all.
+
+        Args:
+            seconds: that others wait at most.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C came meanwhile.
+        """
+        store = self._ranks.store
+        with suppress(WaitTimeoutError, RanksError):  # then it is gone, or there is no time left
+            if self._leads:
+                store.set(_OVER, "")
+                deadline = time.monotonic() + min(seconds, _HEARD_SECONDS)
+                for rank in range(1, self._ranks.size):
+                    hear(store, f"{_LEFT}/{rank}", max(0.0, deadline - time.monotonic()))
+            elif seconds > 0.0:
+                hear(store, _OVER, seconds)
+                store.set(f"{_LEFT}/{self._ranks.rank}", "")
+
+    def _publish(self, step: int, reason: str | None, **end: Any) -> None:
+        self._made += 1
+        self._published.append(RankDecision(self._made, self._boundaries + 1, step, reason, **end))
+        self._ranks.store.set(_DECISIONS, json.dumps([asdict(one) for one in self._published]))
+
+    def _read(self) -> deque[RankDecision]:
+        if not self._leads:
+            text = self._ranks.store.get(_DECISIONS)
+            if text is not None and text != self._text:
+                self._text = text
+                self._published = deque((RankDecision(**one) for one in json.loads(text)), maxlen=_REMEMBERED)
+        return self._published
+
+    def _end(self, stop: Stop | None) -> tuple[Stop | None, Divergence | None]:
+        """Why the run is to end, as rank 0 knows it by now."""
+        text = self._ranks.store.get(_STOP)
+        row = None if text is None else json.loads(text)
+        if row is None:
+            return stop, self.diverged
+        if "diverged" in row:
+            return stop, earliest((Divergence(**row["diverged"]), self.diverged))
+        # What is left counts from this boundary on, or the one before.
+        return stop or stop_of_json(row, self._before), self.diverged
+
+
+TURN_SECONDS = 0.1
+"""Between two looks for what another rank says: handlers of signals run there, and none while the store waits."""
+HEAR_SECONDS = 180.0
+"""Longer than rank 0 takes to find where to go on: see `rollback`."""
+HEARD_SECONDS = 10.0
+"""How long rank 0 stays for those that have not heard yet."""
+FLUSH_SECONDS = 20.0
+"""How long it waits for those that ask the writers of their machine."""
+_SEEN = "diverged"
+_THERE = "there"
+_VERDICT = "verdict"
+_HOLDS = "holds"
+_HEARD = "heard"
+FLUSHED = "flushed"
+
+Patience = Callable[[float], float]
+"""Asked again and again: how much of so many seconds may be waited. A stop, or a second Ctrl-C, leaves less."""
+
+
+def hear(
+    store: Store, key: str, seconds: float, patience: Patience = lambda seconds: seconds, other_than: str | None = None
+) -> str:
+    """What another rank says; a Ctrl-C ends the wait, unlike one in the store.
+
+    Args:
+        patience: see `Patience`.
+        other_than: what was heard already.
+
+    Raises:
+        WaitTimeoutError: nobody has said it in time. It is looked for once at least.
+        RanksError: the store is gone.
+    """
+    deadline, pause = time.monotonic() + seconds, threading.Event()
+    while (text := store.get(key)) is None or text == other_than:
+        left = patience(deadline - time.monotonic())
+        if left <= 0.0:
+            raise WaitTimeoutError(f"no rank has said {key!r} within {seconds:.0f} s")
+        pause.wait(min(TURN_SECONDS, left))
+    return text
+
+
+def stop_to_json(stop: Stop, at: float) -> dict[str, Any]:
+    """A stop as other ranks understand it, whose clocks are others.
+
+    Args:
+        at: monotonic seconds from which the time left is counted.
+    """
+    return {
+        "stop": stop.notice.who,
+        "left_seconds": max(0.0, stop.deadline - at),
+        "exit_code": stop.notice.exit_code,
+        "interrupts": stop.notice.interrupts,
+    }
+
+
+def stop_of_json(row: dict[str, Any], since: float) -> Stop:
+    """What another rank has said with `stop_to_json`, its time left counted from `since` on."""
+    notice = StopNotice(row["stop"], since, float(row["left_seconds"]), row["exit_code"], row["interrupts"])
+    return Stop(notice, since + float(row["left_seconds"]))
+
+
+class Verdicts:
+    """One rank's side. Training thread only. Everything raises `RanksError` if the store is gone.
+
+    Args:
+        ranks: all of them.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._store = ranks, ranks.store
+        self.leads = ranks.rank == 0
+        self.patience: Patience = lambda seconds: seconds
+        """Set by whoever knows of stops."""
+        self.stop: Callable[[], Stop | None] = lambda: None
+        """What this rank knows of a stop; set as well."""
+        self._told_stop = False
+
+    def tell(self, found: Divergence) -> None:
+        """This rank has seen a divergence."""
+        self._store.set(f"{_SEEN}/{self._ranks.rank}", json.dumps(asdict(found)))
+
+    def come(self) -> None:
+        """This rank, not rank 0, has told what it has seen, and waits for the verdict; also tells of a stop."""
+        self._tell_stop()
+        if not self._told_stop:
+            self._store.set(f"{_THERE}/{self._ranks.rank}", "")
+
+    def _tell_stop(self) -> None:
+        """Also one that comes while this rank waits already."""
+        if not self._told_stop and (stop := self.stop()) is not None:
+            self._told_stop = True
+            text = json.dumps(stop_to_json(stop, time.monotonic()))
+            self._store.set(f"{_THERE}/{self._ranks.rank}", text)
+
+    def hear(self, other_than: str | None = None) -> dict[str, Any]:
+        """The verdict, or a question of rank 0 before it: one entry, `ask`.
+
+        Args:
+            other_than: the question that was heard already.
+
+        Raises:
+            WaitTimeoutError: rank 0 is silent.
+        """
+
+        def patience(seconds: float) -> float:
+            self._tell_stop()
+            return self.patience(seconds)
+
+        found: dict[str, Any] = json.loads(hear(self._store, _VERDICT, HEAR_SECONDS, patience, other_than))
+        return found
+
+    def answer(self, question: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+        """Tell rank 0 what it has asked for; the verdict, or its next question. Raises as `hear`."""
+        self._store.set(f"{question['ask']}/{self._ranks.rank}", json.dumps(answer))
+        return self.hear(json.dumps(question))
+
+    def heard(self) -> None:
+        """This rank knows the verdict."""
+        self._store.set(f"{_HEARD}/{self._ranks.rank}", "")
+
+    # ---- rank 0
+
+    def seen(self) -> list[Divergence]:
+        """What other ranks have told by now."""
+        found = [self._store.get(f"{_SEEN}/{rank}") for rank in range(1, self._ranks.size)]
+        return [Divergence(**json.loads(text)) for text in found if text is not None]
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Until all others have come; no longer than that."""
+        self._said_by_others(_THERE, seconds)
+
+    def stops(self) -> list[Stop]:
+        """What those that have come know of stops, of which this rank may know nothing."""
+        found = [self._store.get(f"{_THERE}/{rank}") for rank in range(1, self._ranks.size)]
+        return [stop_of_json(json.loads(text), time.monotonic()) for text in found if text]
+
+    def ask_to_flush(self) -> None:
+        """All others ask the writers of their machines: rank 0 reaches those of its own only."""
+        self.say({"ask": FLUSHED})
+        self._said_by_others(FLUSHED, FLUSH_SECONDS)
+
+    def ask(self, seconds: float) -> list[dict[str, Any]]:
+        """What other ranks hold, of those that answer in time."""
+        self.say({"ask": _HOLDS})
+        return [json.loads(text) for text in self._said_by_others(_HOLDS, seconds)]
+
+    def say(self, verdict: dict[str, Any]) -> None:
+        """All others may hear it now."""
+        self._store.set(_VERDICT, json.dumps(verdict))
+
+    def stay(self) -> None:
+        """Until all others have heard it; not long."""
+        self._said_by_others(_HEARD, HEARD_SECONDS)
+
+    def _said_by_others(self, key: str, seconds: float) -> list[str]:
+        deadline, said = time.monotonic() + seconds, []
+        for rank in range(1, self._ranks.size):
+            try:
+                said.append(hear(self._store, f"{key}/{rank}", deadline - time.monotonic(), self.patience))
+            except WaitTimeoutError:
+                continue  # those that come after it are looked for once more
+        return said
+
+
+class SharedCadence(Cadence):
+    """Asked like any cadence. At each boundary `stop` MUST be called before `boundary`."""
+
+    def __init__(self, settings: FrequencySettings, clock: Clock, sink: EventSink, engine: Engine) -> None:
+        super().__init__(settings, clock, sink)
+        assert engine.ranks is not None
+        self._engine = engine
+        self._together = Together(engine.ranks, super().boundary, engine, self._memory_is_due)
+        self._decision: RankDecision | None = None
+        self._halting: tuple[Stop, str | None] | None = None
+        """How all ranks stop, and the reason of the last snapshot if there is to be one."""
+        self.diverged: Divergence | None = None
+        """What all ranks have agreed to end for, once they are there."""
+        self._own_stop: Stop | None = None
+        self._asked = False
+        self._fits: Callable[[Stop], bool] = lambda _: False
+        self._counted: int | None = None
+        self._in_memory: int | None = None
+        """The step after which all ranks take a snapshot into memory."""
+
+    def start(self, step: int) -> None:
+        super().start(step)
+        self._together.start(step)
+
+    def stop(self, step: int, own: Stop | None, *, asked: bool, fits: Callable[[Stop], bool]) -> Stop | None:
+        """The stop of all ranks after `step`, if there is one; `diverged` tells if they end for another reason too.
+
+        Args:
+            own: what this rank knows of a stop.
+            asked: somebody has asked it for a snapshot.
+            fits: see `Together.lead`.
+        """
+        self._settle_memory()
+        self._own_stop, self._asked, self._fits = own, asked, fits
+        self._decision = self._together.decided(step)
+        decision = self._decision
+        if decision is not None and decision.stop is not None:
+            self._halting, self._decision = (self._together.stop_of(decision), decision.reason), None
+        if decision is not None and decision.diverged is not None:
+            self.diverged, self._decision = Divergence(**decision.diverged), None
+        return self.halting
+
+    def stop_too(self, stop: Stop) -> None:
+        """See `Halt.stop_too`; one that was agreed on before stays."""
+        if self._halting is None:
+            self._halting = stop, None
+
+    @property
+    def due(self) -> bool:
+        """Between `stop` and `boundary`: whether all ranks take a snapshot now, be it into memory."""
+        return self._decision is not None and self._decision.reason is not None
+
+    def tell(self, found: Divergence) -> None:
+        """See `Together.tell`. Between `stop` and `boundary`."""
+        self._together.tell(found)
+
+    @property
+    def verdicts(self) -> Verdicts:
+        """How the ranks end for a divergence."""
+        return self._together.verdicts
+
+    def halt(self, take: Take) -> None:
+        """See `Together.halt`."""
+        assert self._halting is not None
+        self._together.halt(*self._halting, take)
+
+    def stop_stuck(self, stop: Stop, where: str) -> bool:
+        """No batch comes because of `stop`; whether all ranks stop here, see `Together.all_stuck`."""
+        if self._together.all_stuck(where, (stop.deadline - time.monotonic()) / 2.0):
+            self._halting = stop, "signal"
+        return self._halting is not None
+
+    @property
+    def halting(self) -> Stop | None:
+        """The stop that all ranks have agreed on, once they are there."""
+        return None if self._halting is None else self._halting[0]
+
+    def leave(self, seconds: float) -> None:
+        """See `Together.leave`."""
+        self._together.leave(seconds)
+
+    def boundary(self, step: int) -> str | None:
+        decision, self._decision = self._decision, None
+        if decision is None or decision.reason is None:
+            self._lead(step)
+            return None
+        self._counted = self._engine.count
+        if decision.reason == MEMORY:
+            self._in_memory = step
+            return None
+        return decision.reason
+
+    def memory_due(self, step: int) -> bool:
+        return self._in_memory == step
+
+    def memory_over(self, step: int) -> None:
+        self._settle_memory()
+        self._lead(step)
+
+    def taken(self, step: int, stall_seconds: float, wait_seconds: float = 0.0) -> None:
+        super().taken(step, stall_seconds, wait_seconds)
+        self._done(step)
+
+    def skipped(self, step: int, reason: str) -> None:
+        super().skipped(step, reason)
+        if self._counted is not None and self._counted == self._engine.count:
+            self._engine.miss(step, reason)  # the other ranks count it
+        self._done(step)
+
+    def ended(self, step: int) -> str | None:
+        self._settle_memory()
+        return self._engine.agree(lambda: super(SharedCadence, self).ended(step))
+
+    def _memory_is_due(self, step: int) -> bool:
+        return self._engine.memory and super().memory_due(step)
+
+    def _settle_memory(self) -> None:
+        """The ranks count a snapshot into memory also where this one did not take it."""
+        step, self._in_memory = self._in_memory, None
+        if step is None:
+            return
+        if self._counted == self._engine.count:
+            self._engine.miss(step, "it was not taken", durable=False)
+        self._counted = None
+
+    def _done(self, step: int) -> None:
+        if self._counted is not None:
+            self._counted = None
+            self._lead(step)
+
+    def _lead(self, step: int) -> None:
+        self._together.lead(step, self._own_stop, asked=self._asked, fits=self._fits)
+
+
+def cadence_of(settings: FrequencySettings, clock: Clock, engine: Engine) -> Cadence:
+    """The cadence of a run, for one process or for one of several ranks."""
+    if engine.ranks is None:
+        return Cadence(settings, clock, engine.events)
+    return SharedCadence(settings, clock, engine.events, engine)
+
+
+def cadence_settings(config: Config) -> FrequencySettings:
+    """The triggers and the budget that the user asked for."""
+    return FrequencySettings.from_options(**config.frequency_options())
+
+
+def prepare_share(config: Config, device: torch.device) -> float | None:
+    """The share of a core that making the arena ready may take: the budget, where training pays for it.
+
+    Args:
+        device: where training computes.
+    """
+    training_pays = not copies_lazily("auto", device)
+    budget_decides = cadence_settings(config).overhead is not None and config.max_lost_work is None
+    return config.overhead if training_pays and budget_decides else None

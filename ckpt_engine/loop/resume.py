@@ -1,0 +1,487 @@
+"""Resuming a loop: the objects at once, the position and what the script sets up again right before the first batch.
+
+Collects the resume report of a run while it resumes, logs it and writes it beside the snapshots.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt_engine.audit.audit import Audit
+from ckpt_engine.data import rng
+from ckpt_engine.data.changed_loader import require_between_epochs
+from ckpt_engine.data.exactness import Level, OnChange
+from ckpt_engine.data.rng import Teams
+from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
+from ckpt_engine.loop import components
+from ckpt_engine.loop.capture import (
+    OWN_VERSION,
+    Elastic,
+    any_sharded,
+    elastic_of,
+    live_of,
+    merged,
+    numbers_of,
+    require_ranks,
+    require_whole_gradients,
+    unpack,
+)
+from ckpt_engine.loop.components import OWN_KEY, Components, Surroundings, put_back_gradients, saved_shapes, with_tied
+from ckpt_engine.loop.distributed_models import GradientOrder, not_restored, wrappers_of
+from ckpt_engine.loop.engine import Engine
+from ckpt_engine.loop.feed import Feed
+from ckpt_engine.observe.log import Aloud, announce
+from ckpt_engine.observe.resume_report import (
+    FILE_NAME,
+    NotRestored,
+    Rejected,
+    Restored,
+    ResumeReport,
+    resumed_from_memory,
+)
+from ckpt_engine.restore.load import Loaded
+from ckpt_engine.state.compatibility import as_rank, require_match
+from ckpt_engine.store.manifest import Manifest
+
+IMPORTED = "imported"
+"""The note of a snapshot that was made of a checkpoint of another program."""
+_NOT_OF_OBJECTS = ("loaders", "rng")
+_NOT_FROM_OTHERS = {
+    "random streams": "streams without a data position repeat nothing: they go on as this process has seeded them",
+    "data position": "other programs do not store it: epochs count from 0, and loaders start at their beginning",
+}
+
+
+class LoopResume:
+    """What one process takes over from an earlier one.
+
+    Args:
+        engine: opens the run's folder.
+        parts: the components.
+        feeds: the loaders, all of them.
+        surroundings: of the loop.
+        folder: where the report is written if the run's own place is not a local folder.
+        log: of the adapter.
+        audit: of the run.
+        fresh: nothing is resumed, and that was said.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        parts: Components,
+        feeds: Sequence[Feed],
+        surroundings: Surroundings,
+        folder: Path,
+        log: logging.Logger,
+        audit: Audit,
+        fresh: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._fresh = fresh
+        self._parts = parts
+        self._feeds = feeds
+        self._surroundings = surroundings
+        self._folder = folder
+        self._log = log
+        self._audit = audit
+        self._own: Mapping[str, Any] = {}
+        self._flags: dict[str, dict[str, list[str]]] = {}
+        self._draft: ReportDraft | None = None
+        self._report: ResumeReport | None = None
+        self._elastic = self._order_later = False
+        self.waiting: dict[str, Any] = {}
+        """Positions of loaders that this process has not made yet; they belong to its snapshots as they are."""
+
+    def load(self) -> Mapping[str, Any] | None:
+        """Choose a snapshot and put it back; what the loop saved about itself, or None for a fresh start.
+
+        Of a snapshot that was imported only the step is known: its `cadence` is None.
+
+        Raises:
+            NoUsableSnapshotError: there are snapshots, and none is usable.
+            MismatchError: the snapshot is of another model; names the keys, before any data is read.
+            ResumeError: the snapshot is not of such a loop.
+        """
+        if self._fresh:
+            return None
+        if self._engine.config.resume == "off":
+            self._engine.start_fresh("leave out resume='off'")
+            return None
+        self._flags = self._flags_now()
+        self._audit.begin("start")
+        url = self._engine.root_url
+        state = self._engine.load(live=live_of(self._parts), check=self._fits)
+        loaded = self._engine.loaded
+        if loaded is None:
+            if self._rank == 0:
+                announce(self._log, f"no snapshot in {url} yet, starting fresh")
+            return None
+        assert state is not None
+        own = state.pop(OWN_KEY, None)
+        if own is None:
+            return self._load_imported(state, loaded)
+        if own["version"] > OWN_VERSION:
+            raise NewerFormatError(
+                f"snapshot {loaded.info.id} was written by a later version of ckpt-engine", hint="update ckpt-engine"
+            )
+        packed, notes = unpack(own["packed"])
+        elastic = elastic_of(loaded, own, OWN_KEY, numbers_of(self._engine.ranks), self._engine.config.rng)
+        self._own = {**packed, "gradients": own["gradients"], "hidden": own.get("hidden", {})}
+        missing: list[NotRestored] = []
+        if elastic is not None:
+            self._own, missing = self._resplit(self._own, elastic)  # first of all: this may be impossible
+        own = self._own
+        self._draft = draft = ReportDraft(url, loaded)
+        differing = merged(state, own.get("values", {})) if elastic is None else []
+        self._load_parts(draft, state)
+        draft.not_restored += differing
+        draft.not_restored += missing if self._rank == 0 else []
+        draft.notes += [_where(own), *notes]
+        self._elastic = elastic is not None
+        self._load_feeds()
+        draft.not_restored += self._restore_order(loaded.info.step, last=own["training"] is None or own["finished"])
+        # A loop that asks no loader has no later moment.
+        draft.not_restored += [NotRestored("random streams", problem) for problem in rng.restore(own["rng"])]
+        if elastic is None:
+            draft.restored.append(Restored("random streams", ", ".join(own["rng"])))
+        else:
+            draft.notes += elastic.notes(feed.position.dealt for feed in self._feeds)
+            draft.not_restored += elastic.not_restored() if self._rank == 0 else []
+            if self._rank == 0 and own.get("metric_states"):
+                why = f"each rank has those of saved rank r mod {elastic.saved_size}, not of all batches so far"
+                draft.not_restored.append(NotRestored("metric objects", why))
+        self._surroundings.restore(own["surroundings"])
+        if elastic is None:
+            self._audit.expect(packed.get("audit", {}), own.get("hidden", {}))
+        if own["training"] is None or own["finished"]:
+            self._restore_hidden("start")
+        if own["training"] is None:
+            draft.not_restored += self._put_back_gradients()
+        if own["training"] is None or own["finished"]:
+            self._put_back_flags()  # the script's code at the start of an epoch is still to come
+            self.publish()
+        return own
+
+    def _load_imported(self, state: dict[str, Any], loaded: Loaded) -> Mapping[str, Any]:
+        """A checkpoint of another program: what has a component of its name is put back, and the loop starts there."""
+        self._draft = draft = ReportDraft(self._engine.root_url, loaded)
+        adopted, missing = self._surroundings.adopt(state)
+        for name in _NOT_OF_OBJECTS:
+            state.pop(name, None)
+        for name, module in self._parts.modules.items():
+            if name in state:
+                state[name] = with_tied(module, state[name])
+        self._load_parts(draft, state)
+        draft.restored += adopted
+        found = {one.name for one in adopted}
+        draft.not_restored += [NotRestored(name, why) for name, why in _NOT_FROM_OTHERS.items() if name not in found]
+        draft.not_restored += missing
+        source = loaded.manifest.notes[IMPORTED]["from"]
+        as_there = found >= _NOT_FROM_OTHERS.keys()
+        worth = "goes on as its own program would" if as_there else "from its step on the run is not an exact repeat"
+        draft.notes.append(f"imported from {source}: {worth}")
+        self.publish()
+        return {"step": loaded.info.step, "metrics": {}, "cadence": None, "training": None}
+
+    def at_first_fetch(self) -> None:
+        """The script has set itself up again, and asks for its first batch."""
+        for feed in self._feeds:
+            if not feed.active:
+                self.again(feed)  # an evaluation before training has moved it
+        missing = self._surroundings.restore(self._own["surroundings"])
+        if self._order_later and self._draft is not None:
+            missing += self._restore_order(self._draft.loaded.info.step, last=True)  # clears gradients
+        missing += self._put_back_gradients()
+        if not self._own["finished"]:
+            self._restore_metrics()  # a script that resets them when an epoch starts has just done so
+            missing += self._put_back_flags()
+            self._restore_hidden("batch")
+        if self._draft is not None:
+            self._draft.not_restored += missing
+
+    def say(self, problem: str) -> None:
+        """The loop does not go on as it would have."""
+        row = NotRestored("the loop", problem)
+        if self._draft is not None:
+            self._draft.not_restored.append(row)
+            return
+        self._log.warning("not restored: %s: %s", row.name, row.why)
+        if self._report is not None:
+            self._report = replace(self._report, not_restored=(*self._report.not_restored, row))
+            write(self._report, self._report_folder, self._log, self._rank)
+
+    def late(self, feed: Feed) -> None:
+        """`feed` is followed from now on only: what the snapshot has of it has not changed since."""
+        state = self.waiting.pop(feed.name, None)
+        if state is not None:
+            feed.load(state, None, OnChange(self._engine.config.data))
+        for problem in _problems(feed):
+            self._log.warning("not restored: %s: %s", problem.name, problem.why)
+
+    def again(self, feed: Feed) -> None:
+        """A pass over `feed` ended before anything was trained: the next one starts where this one did."""
+        state = self._own["feeds"].get(feed.name)
+        if state is not None:
+            on_change = OnChange(self._engine.config.data)
+            feed.load(state, self._own["rng"] if feed.name == self._own["training"] else None, on_change)
+
+    def note(self, text: str) -> None:
+        """One more sentence for the report."""
+        if self._draft is not None:
+            self._draft.notes.append(text)
+
+    def publish(self) -> None:
+        """Log and write the report, once."""
+        if self._draft is None:
+            return
+        draft, self._draft = self._draft, None
+        draft.not_restored += [problem for feed in self._feeds for problem in _problems(feed)]
+        self._report = draft.finish()
+        publish(self._report, self._report_folder, self._log, rank=self._rank)
+
+    @property
+    def _report_folder(self) -> Path:
+        url = self._engine.root_url.removeprefix("file://")
+        return Path(url) if "://" not in url else self._folder
+
+    @property
+    def _rank(self) -> int:
+        return 0 if self._engine.ranks is None else self._engine.ranks.rank
+
+    def _restore_order(self, step: int, *, last: bool) -> list[NotRestored]:
+        """Of the sums of gradients; a loop may wrap its models after they are tracked."""
+        order = GradientOrder(wrappers_of(self._parts.modules.values()))
+        why, self._order_later = order.restore(self._own.get("gradient_order", []), self._engine, step, last=last)
+        return not_restored(why) if why and not self._elastic and self._rank == 0 else []
+
+    def _resplit(self, own: Mapping[str, Any], elastic: Elastic) -> tuple[Mapping[str, Any], list[NotRestored]]:
+        """What the loop saved about itself, for another number of ranks."""
+        elastic = replace(elastic, teams=self._teams(own, elastic))
+        streams, feeds = elastic.streams, dict(own["feeds"])
+        for feed in self._feeds:
+            positions = [one["feeds"][feed.name]["position"] for one in elastic.own if feed.name in one["feeds"]]
+            if feed.dispatched:
+                require_between_epochs(positions)
+            if len(positions) == elastic.saved_size:
+                position = elastic.position(feed.position, positions)
+                # Loops often accumulate gradients over other numbers of batches then.
+                feeds[feed.name] = {**feeds[feed.name], "position": position, "longest": None}
+        if own["gradients"]:
+            require_whole_gradients(self._parts.modules.values(), elastic.saved_size)
+        gradients, missing = {}, []
+        for name, module in self._parts.modules.items():
+            if name in own["gradients"]:
+                saved = [one["gradients"].get(name, {}) for one in elastic.own]
+                gradients[name], left_out = elastic.gradients(saved, module)
+                missing += left_out
+        return {**own, "rng": streams, "feeds": feeds, "gradients": gradients}, missing
+
+    def _teams(self, own: Mapping[str, Any], elastic: Elastic) -> Teams | None:
+        """Ranks that share a model have the same samples: the training loader tells. Not asked where none does."""
+        name = own["training"]
+        if not any_sharded(self._parts.modules.values()):
+            return None
+        feed = next((one for one in self._feeds if one.name == name), None)
+        saved = [one["feeds"].get(name, {}).get("position", {}).get("recipe", {}).get("rank") for one in elastic.own]
+        mine = None if feed is None else feed.position.place
+        return None if mine is None or None in saved else Teams(tuple(saved), mine)
+
+    def _load_feeds(self) -> None:
+        saved, training, draft = self._own["feeds"], self._own["training"], self._draft
+        assert draft is not None
+        names = [feed.name for feed in self._feeds]
+        if training is not None and training not in names:
+            raise MismatchError(
+                f"the saved run trained on the loader {training!r}, and this run has {', '.join(names) or 'none'}",
+                hint="use the loaders of the saved run, or start in another folder",
+            )
+        for feed in self._feeds:
+            self.again(feed)
+            if (found := feed.restoration) is not None and found.again:
+                draft.notes.append(f"{feed.name}: {found.again}")
+                if self._rank == 0:
+                    announce(self._log, draft.notes[-1])  # now, as that may take long
+            if feed.name not in saved:
+                why = "the snapshot has no loader of that name: it starts at its beginning"
+                draft.not_restored.append(NotRestored(f"position of {feed.name!r}", why))
+        if not self._elastic:
+            self.waiting = {name: state for name, state in saved.items() if name not in names}
+        if saved:
+            draft.restored.append(Restored("data position", f"{len(saved)} loaders"))
+
+    def _put_back_gradients(self) -> list[NotRestored]:
+        missing = []
+        for component, gradients in self._own["gradients"].items():
+            module = self._parts.modules.get(component)
+            live = {} if module is None else dict(module.named_parameters())
+            for name, gradient in gradients.items():
+                if name in live:
+                    put_back_gradients(live[name], gradient)
+                else:
+                    missing.append(NotRestored(f"gradient of {name!r}", "the model has no such parameter now"))
+        return missing
+
+    def _load_parts(self, draft: ReportDraft, state: Mapping[str, Any]) -> None:
+        for name, module in components.those_with(self._parts.objects):
+            components.grow(module, self._own.get("metric_states", {}).get(name, {}))
+        draft.restored, draft.not_restored = self._parts.load(state)
+        without = self._restore_metrics()
+        draft.restored = [one for one in draft.restored if one.name not in without]
+        draft.not_restored += [problem for problems in without.values() for problem in problems]
+
+    def _restore_metrics(self) -> dict[str, list[NotRestored]]:
+        """What could not be, by component."""
+        saved = self._own.get("metric_states", {})
+        found = {
+            name: components.restore(module, saved.get(name, {}), name)
+            for name, module in components.those_with(self._parts.objects)
+        }
+        return {name: problems for name, problems in found.items() if problems}
+
+    def _put_back_flags(self) -> list[NotRestored]:
+        saved, now = self._own["flags"], self._flags_now()
+        if now == saved:
+            return []
+        if now == self._flags:
+            for name, module in self._parts.modules.items():
+                if name in saved:
+                    components.restore_flags(module, saved[name])
+        elif {name: one["frozen"] for name, one in now.items()} != {n: one["frozen"] for n, one in saved.items()}:
+            return [NotRestored("frozen parameters", "the script sets others now")]
+        return []
+
+    def _restore_hidden(self, moment: str) -> None:
+        """What no `state_dict` has, when the script has set itself up as it had then."""
+        restored, missing = self._audit.restore(moment)
+        if self._draft is not None:
+            self._draft.restored += restored
+            self._draft.not_restored += missing
+
+    def _flags_now(self) -> dict[str, dict[str, list[str]]]:
+        return {name: components.dump_flags(module) for name, module in self._parts.modules.items()}
+
+    def _fits(self, written: Manifest) -> None:
+        """Raises where the weights of the snapshot are not those of these models."""
+        rank, size = numbers_of(self._engine.ranks)
+        manifest = as_rank(written, rank)
+        require_ranks(manifest, size, self._engine.config.rng)
+        tracked = OWN_KEY in manifest.tree or IMPORTED in manifest.notes
+        if not tracked or "state_dict" in manifest.tree:
+            raise ResumeError(
+                f"snapshot {manifest.info.id} was not taken by a tracked loop",
+                hint="give this run its own folder, or use Checkpointer.load",
+            )
+        for name, expected in self._parts.shapes().items():
+            found = components.without_metrics(self._parts.modules[name], saved_shapes(manifest, name))
+            if IMPORTED in manifest.notes:
+                found = with_tied(self._parts.modules[name], found)
+            require_match(expected, found, what=f"model ({name!r})", snapshot=manifest.info.id)
+
+
+def _problems(feed: Feed) -> list[NotRestored]:
+    restoration = feed.restoration
+    if restoration is None or restoration.exactness.level is Level.EXACT:
+        return []
+    exactness = restoration.exactness
+    why = f"{exactness.level}: {'; '.join(exactness.reasons)}"
+    return [NotRestored(f"position of {feed.name!r}, a {feed.kind}", why)]
+
+
+def _where(own: Mapping[str, Any]) -> str:
+    if own["finished"]:
+        return f"epoch {own['epoch'] - 1} was complete"
+    return f"continues in epoch {own['epoch']} after {own['batch']} batches"
+
+
+@dataclass(slots=True)
+class ReportDraft:
+    """What is known so far.
+
+    Args:
+        url: the run's root.
+        loaded: the snapshot.
+    """
+
+    url: str
+    loaded: Loaded
+    restored: list[Restored] = field(default_factory=list)
+    not_restored: list[NotRestored] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def finish(self) -> ResumeReport:
+        """The report as a value."""
+        info, notes = self.loaded.info, self.notes
+        if self.loaded.from_memory:
+            notes = [resumed_from_memory(self.loaded.lost_steps), *notes]
+        return ResumeReport(
+            url=self.url,
+            snapshot=info.id,
+            step=info.step,
+            epoch=info.epoch,
+            restored=tuple(self.restored),
+            not_restored=tuple(self.not_restored),
+            rejected=tuple(Rejected(r.snapshot, r.code, r.reason) for r in self.loaded.rejected),
+            notes=(*notes, *self.loaded.notes),
+            seconds=self.loaded.seconds,
+            read_bytes=self.loaded.read_bytes,
+            place="" if self.loaded.from_memory else self.loaded.place,
+            away=self.loaded.left_out,
+        )
+
+
+def publish(
+    report: ResumeReport, folder: Path, log: logging.Logger, aloud: Aloud | None = None, rank: int = 0
+) -> Path | None:
+    """Log the report to `log` and write it to `folder` as `resume-report.json`; returns the file.
+
+    Of several ranks the first one does. Another one only warns of what it could not restore.
+
+    A folder that cannot be written costs a warning, never the run.
+
+    Args:
+        aloud: shows the report's first line to a user who has configured no logging, see `announce`.
+        rank: of this process.
+    """
+    if rank:
+        if report.not_restored:
+            log.warning("rank %d: %s", rank, report.text())
+        return None
+    if report.not_restored or report.rejected or report.away:
+        log.warning("%s", report.text())
+    else:
+        announce(log, report.text(), line=report.line(), aloud=aloud)
+    return write(report, folder, log)
+
+
+def write(report: ResumeReport, folder: Path, log: logging.Logger, rank: int = 0) -> Path | None:
+    """The file alone, of the first rank."""
+    if rank:
+        return None
+    try:
+        return _replace(folder / FILE_NAME, json.dumps(report.to_json(), indent=2) + "\n")
+    except OSError as err:
+        log.warning("the resume report could not be written to %s: %s", folder, err)
+        return None
+
+
+def _replace(path: Path, text: str) -> Path:
+    """Replace the file in one step, so that a reader never sees half a report."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".tmp-{path.name}-")
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return path

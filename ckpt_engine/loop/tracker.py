@@ -1,0 +1,500 @@
+"""The snapshots of one loop: takes them at fetch boundaries when they are due, and resumes from the newest one."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ckpt_engine.audit.audit import Audit, roots_of_loader
+from ckpt_engine.frequency.triggers import MEMORY
+from ckpt_engine.loop import components
+from ckpt_engine.loop.capture import LoopCapture
+from ckpt_engine.loop.components import Components, GradientWatch, Surroundings, device_of
+from ckpt_engine.loop.engine import Engine
+from ckpt_engine.loop.failing_loop import FailingLoop, ImpossibleError, Saver
+from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
+from ckpt_engine.loop.loops import LoopProgress, Loops, Taker
+from ckpt_engine.loop.rank_decisions import cadence_of, cadence_settings, prepare_share
+from ckpt_engine.loop.resume import LoopResume
+from ckpt_engine.loop.stopping import END_WAIT_SECONDS, Stopping, uncaught
+from ckpt_engine.observe.events import SystemClock
+from ckpt_engine.observe.log import FanOutSink
+from ckpt_engine.snapshot import arguments
+from ckpt_engine.snapshot.save_request import SaveHandle
+from ckpt_engine.snapshot.stage import StepFence, copies_lazily
+
+_UNSEEN_STEPS = 100
+
+
+class Tracker(LoopProgress):
+    """Snapshots of a training loop whose body stays as it is; resumes when it is made.
+
+    A snapshot is taken when a followed loader is asked for the next batch after an optimizer step. All methods belong
+    to the training thread. The run itself is bit for bit the same as without a tracker.
+
+    Args:
+        engine: takes and restores the snapshots.
+        parts: the components of a snapshot.
+        sources: the loaders to follow, by name.
+        surroundings: what runs the loop.
+        trainer: its name, for the snapshot's notes and the log.
+        folder: where the resume report goes if the run's place is not a local folder.
+        fresh: nothing is resumed, and that was said.
+
+    Raises:
+        LeaseHeldError, StorageError, WriterError: as `Checkpointer.start`.
+        NoUsableSnapshotError, MismatchError, ResumeError: as `LoopResume.load`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        parts: Components,
+        sources: Mapping[str, LoaderSource],
+        surroundings: Surroundings,
+        *,
+        trainer: str,
+        folder: Path,
+        fresh: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._config = engine.config
+        self._parts = parts
+        self._surroundings = surroundings
+        self._trainer = trainer
+        self._log = logging.getLogger(f"ckpt_engine.{trainer}")
+        self.metrics: dict[str, float] = {}
+        """Numbers that retention may rank snapshots by; the loop keeps them up to date."""
+        self._cadence = cadence_of(cadence_settings(self._config), SystemClock(), engine)
+        engine.events = sinks = FanOutSink(engine.events, self._cadence)
+        self._stopping = Stopping(engine, self._cadence, sinks, self._log)
+        self._taker = Taker(engine, self._cadence, self._log)
+        device = device_of(parts)
+        self._capture = LoopCapture(parts, engine.ranks)
+        self._audit = Audit(self._config.hidden, self._audited, self._log, ahead=self._ahead)
+        self._lazy = self._capture.is_lazy if copies_lazily(self._config.lazy, device) else None
+        self._share = prepare_share(self._config, device)
+        saver = Saver(engine, self._taker, self._stopping, self._cadence, self._lazy, trainer)
+        self._failing = FailingLoop(parts, self._capture, self._audit, surroundings, saver)
+        self._steps = 0
+        self._counted = self._dirty = False
+        self._boundaries_missed = 0
+        self._stepped: set[int] = set()
+        self._ids = {id(optimizer) for optimizer in parts.optimizers.values()}
+        self._recent: set[Feed] = set()
+        self._due: set[Feed] = set()
+        self._training = self._resumed = None
+        self._restoring = self._begun_again = False
+        self._gradients = GradientWatch(parts, self._trains_again)
+        self._reloaded: list[Feed] = []
+        self._announced = False
+        self._asked_at: dict[Feed, float] = {}
+        self._closed = False
+        engine.start(resumes=not fresh and engine.config.resume != "off")
+        self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
+        self._feeds = [Feed(name, source, self) for name, source in sources.items()]
+        self._loops = Loops(self._feeds, self._log)
+        self._resume = LoopResume(engine, parts, self._feeds, surroundings, folder, self._log, self._audit, fresh)
+        try:
+            self._take_over()
+        except BaseException:
+            self._release_feeds()
+            raise
+        self._fence = StepFence(self.before_update)
+        self._fence.install()
+        self._after = register_optimizer_step_post_hook(self._after_step)
+        engine.tenure.release = self._abandoned
+        self._cadence.start(self._steps)
+        self._stopping.start(self._steps)
+
+    # ---- what the loop reads and calls
+
+    def step(self) -> None:
+        """A boundary that the loop announces itself, as the last statement of its body.
+
+        For loops that do not ask a followed loader for each batch.
+
+        Raises:
+            SnapshotFailedError: as `Checkpointer.poll`.
+            ClosedError: this is closed, or a newer one of this process has taken the run over.
+            SystemExit, KeyboardInterrupt: the run was told to stop; what fits into the grace is durable.
+        """
+        feed = next((one for one in self._due if one.active), None)
+        self._engine.tenure.require_open()
+        if self._dirty:
+            self._boundary(feed)
+
+    def before_update(self) -> None:
+        """The fence: call before code that changes weights without an optimizer. Cheap if nothing is being copied.
+
+        Raises:
+            StateError: as `Checkpointer.before_update`.
+        """
+        self._failing.last.changes()
+        self._say_what_is_skipped()
+        self._complete_copies()
+
+    def finish(self, *, complete: bool | None = None) -> None:
+        """Take the final snapshot if training is complete, and leave the loop's objects as they were found.
+
+        Args:
+            complete: whether the loop ran to its end; None: the last pass over the training loader ended by itself,
+                and no exception is being handled.
+
+        Raises:
+            SystemExit, KeyboardInterrupt: the run was told to stop after its last boundary.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        error = sys.exception()
+        try:
+            if complete is None:
+                done = self._training is not None and self._training.finished and not self._dirty
+                complete = done and error is None
+            if self._restoring and self._training is not None and self._training.asked_at:
+                self._log.error(
+                    "resumed at step %d, and the loop asked for batches and has trained on none", self._steps
+                )
+            if complete and self._config.at_end:
+                self._take_at_end()
+            elif not complete and error is not None:
+                self.failed_with(error)
+            self._resume.publish()
+        finally:
+            self.release()
+            self._stopping.over()
+
+    def release(self) -> None:
+        """Leave the loop's objects as they were found, without a final snapshot."""
+        self._closed = True
+        self._stopping.close()
+        self._begun_again = True
+        self._settle()
+        self._fence.remove()
+        self._after.remove()
+        self._release_feeds()
+
+    def continue_after(self, loader: str, epochs: int, batches: int) -> None:
+        """An imported run goes on in epoch `epochs` of this loader after so many batches. Before its first pass."""
+        self._training = feed = next(one for one in self._feeds if one.name == loader)
+        feed.begin_after(epochs, batches)
+        self._resumed, self._resumed_batches = feed if batches else None, batches
+
+    def follow(self, name: str, source: LoaderSource) -> None:
+        """One more loader from now on, instead of one that was followed by that name."""
+        for feed in [one for one in self._feeds if one.name == name]:
+            feed.release()
+            self._feeds.remove(feed)
+        self._sources[name] = source
+        self._feeds.append(Feed(name, source, self))
+        self._resume.late(self._feeds[-1])
+
+    def failed_with(self, error: BaseException) -> None:
+        """An exception has left the loop: make its last boundary durable where that is exact. Never raises."""
+        self._failing.end(error)
+
+    def abandon_resume(self) -> None:
+        """The script loads another state itself: positions and streams of the snapshot do not count any more."""
+        self.before_update()
+        if self._restoring:
+            self._restoring = False
+            self._resumed = None
+            for feed in self._feeds:
+                feed.forget()
+            self._engine.start_fresh("load no other state after it has resumed")
+
+    # ---- Listener
+
+    def asked(self, feed: Feed) -> None:
+        """A followed loader is asked for a batch."""
+        self._asked_at.setdefault(feed, time.monotonic())
+        self._settle()
+        self._counted = self._counted and feed is not self._training
+        for problem in self._loops.asked(feed):
+            self._resume.say(problem)
+        if feed.delivered == 0 and not self._begun_again and not self._restoring and not self._within(feed):
+            self._audit.begin("batch")
+        if self._restoring and feed is self._training and feed.resuming:
+            self._reloaded.clear()
+            self._audit.begin("batch")
+            self._resume.at_first_fetch()
+            self._gradients.install()  # a pass that sees none does not use up the saved position
+            self._cadence.start(self._steps)
+            self._arrive(feed)
+        elif self._restoring and feed is self._training:
+            self._arrive(feed)
+        elif feed in self._due or (feed is self._training and feed.delivered == 0 and feed.starts_only):
+            self._boundary(feed)
+            self._failing.waits = True
+        self._recent.add(feed)
+
+    def given(self, feed: Feed) -> None:
+        """It gave one: the restored position is final now."""
+        self._failing.waits = False
+        if feed is self._training:
+            self._resume.publish()
+
+    def failed(self, feed: Feed, error: Exception) -> None:
+        """It had none to give: a stop that has ended its workers takes effect at the boundary before."""
+        where = f"{feed.name} {feed.epochs} {feed.delivered}"
+        self._stopping.no_batch(error, where, lambda reason: self._take_before(feed, reason))
+
+    def over(self, feed: Feed) -> None:
+        """A pass over a followed loader is complete, or was left."""
+        self._say_what_is_skipped(ended=True)
+        self._recent.discard(feed)
+        began = self._asked_at.pop(feed, None)
+        self._settle()
+        self._loops.over(feed)
+        if self._restoring:
+            if not (feed is self._training and feed.finished and feed.delivered == self._resumed_batches):
+                self._resume.again(feed)
+                self._reloaded.append(feed)
+                return
+            self._restoring = False  # the snapshot was taken after the last batch, which nobody knew to be the last
+        if feed is self._resumed:
+            self._resumed = None
+        if feed.trained:
+            self._complete_copies()  # averaged weights may be swapped in for an evaluation
+            self._failing.left()
+        elif self._steps and began is not None:
+            self.evaluated(time.monotonic() - began)
+
+    def _say_what_is_skipped(self, *, ended: bool = False) -> None:
+        if (problem := self._loops.skips_again(ended=ended)) is not None:
+            self._resume.say(problem)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if id(optimizer) not in self._ids:
+            return
+        self._trains_again()
+        self._dirty = True
+        self._stepped.add(id(optimizer))
+        if not self._counted:
+            self._counted = True
+            self._steps += 1
+        self._loops.stepped()
+        for feed in self._recent:
+            feed.stepped()
+            self._due.add(feed)
+        if self._recent and self._training not in self._recent:
+            self._training = next(one for one in self._feeds if one in self._recent)
+        self._boundaries_missed += 1
+        if self._boundaries_missed == _UNSEEN_STEPS:
+            self._log.warning(
+                "%d optimizer steps, and no tracked loader was asked for a batch meanwhile: no snapshot can be taken; "
+                "call step() at the end of the loop's body, or iterate the tracked loader",
+                _UNSEEN_STEPS,
+            )
+
+    # ---- boundaries
+
+    def _boundary(self, feed: Feed | None) -> None:
+        self._engine.poll()
+        if self._share is not None:
+            self._cadence.background(self._engine.prepare_seconds)
+        self._counted = False
+        self._boundaries_missed = 0
+        obstacle = obstacle_of(feed, accumulating=self._surroundings.accumulating())
+        around, unclear = self._loops.boundary(feed, self._due)
+        self._training, obstacle = around or self._training, obstacle or unclear
+        if obstacle is None:
+            for one in self._due:
+                one.interior = one.delivered > 0
+        self._engine.begin_step(self._steps + 1)
+        stop = self._stopping.boundary(self._steps)
+        if stop is not None and obstacle is None and not (feed is not None and is_at_end(feed.state())):
+            raise self._stopping.end(stop, lambda reason: self._take(reason, feed, self._positions()))
+        self._config = self._stopping.edited(self._config)
+        reason = self._cadence.boundary(self._steps) or ("manual" if self._stopping.asked else None)
+        self._audit.stepped()
+        self._audit.boundary(self._counters(feed), taking=reason is not None)
+        if reason is None:
+            self._announce(feed)
+        taken = reason is not None and self._take_unless(obstacle, reason, feed)
+        if not taken and obstacle is None and self._engine.memory and self._cadence.memory_due(self._steps):
+            self._take_unless(None, MEMORY, feed, durable=False)
+            self._cadence.memory_over(self._steps)
+        if obstacle is None:
+            self._failing.reached(lambda: self._own_here(feed), self._stepped)
+        else:
+            self._failing.last.missed(f"no snapshot can be taken there: {obstacle}")
+        self._dirty = False
+        self._stepped.clear()
+        self._due.clear()
+        self._recent.clear()
+        if around is not None:
+            self._due.add(around)
+            self._recent.add(around)
+
+    def _take_unless(self, obstacle: str | None, reason: str, feed: Feed | None, *, durable: bool = True) -> bool:
+        """Take a snapshot, for good or into memory only, unless there is an obstacle; whether that was tried."""
+        if obstacle is None and not self._engine.ready(durable=durable):
+            obstacle = "busy"
+        if obstacle is None:
+            states = self._positions()
+            if feed is not None and is_at_end(states[feed.name]):
+                obstacle = "end of an epoch"
+            else:
+                self._take(reason, feed, states, durable=durable)
+                return True
+        if durable:
+            self._cadence.skipped(self._steps, obstacle)
+        return False
+
+    def _take_at_end(self) -> None:
+        if (reason := self._cadence.ended(self._steps)) is None:
+            return
+        if not self._engine.ready() and not self._engine.wait(self._stopping.seconds_left(END_WAIT_SECONDS)):
+            self._log.error("the final state was not saved: earlier snapshots are still being written")
+            return
+        states = self._resume.waiting | {one.name: one.next_pass_state() for one in self._feeds}
+        self._take(reason, self._training, states, finished=True)
+        self.before_update()
+
+    def _take(
+        self,
+        reason: str,
+        feed: Feed | None,
+        states: Mapping[str, Any],
+        *,
+        finished: bool = False,
+        durable: bool = True,
+    ) -> SaveHandle | None:
+        self._announced = True
+        batch = 0 if feed is None else feed.trained_on
+        handle = self._taker.take(
+            lambda: self._state(feed, states, finished=finished),
+            step=self._steps,
+            durable=durable,
+            epoch=self.epoch,
+            reason=reason,
+            metrics=self.metrics,
+            lazy=self._lazy,
+            notes={"trainer": self._trainer, "batch": batch, **self._surroundings.now().notes()},
+        )
+        if handle is not None and durable:
+            self._stopping.taken()
+            self._failing.saved_step = self._steps
+        return handle
+
+    def _complete_copies(self) -> None:
+        seconds = self._engine.before_update()
+        if seconds:
+            self._cadence.fence(seconds)
+
+    def _take_before(self, feed: Feed, reason: str) -> SaveHandle | None:
+        """A snapshot after the last complete step, while the loop waits for a batch; None where none may be taken."""
+        if self._restoring or feed is not self._training:
+            return None
+        obstacle = obstacle_of(feed, accumulating=self._surroundings.accumulating())
+        states = self._positions()
+        return None if obstacle or is_at_end(states[feed.name]) else self._take(reason, feed, states)
+
+    def _positions(self) -> dict[str, Any]:
+        return self._resume.waiting | self._loops.positions()
+
+    def _state(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> dict[str, Any]:
+        own = self._own(feed, states, finished=finished) | {
+            "cadence": self._cadence.state(),
+            "surroundings": self._surroundings.now().dump(),
+            "flags": {name: components.dump_flags(module) for name, module in self._parts.modules.items()},
+        }
+        gradients = {} if finished else self._capture.gradients(self._stepped)
+        return self._capture.state(own, gradients, self._audit)
+
+    def _own(self, feed: Feed | None, states: Mapping[str, Any], *, finished: bool = False) -> dict[str, Any]:
+        there = None if feed is None else states[feed.name]
+        return {
+            "finished": finished,
+            "training": None if feed is None else feed.name,
+            "feeds": dict(states),
+            "epoch": 0 if there is None else there["epochs"],
+            "batch": 0 if there is None else there["delivered"],
+            "step": self._steps,
+            "metrics": arguments.metrics(self.metrics),
+            "loop": {} if finished else self._loops.state(feed),
+        }
+
+    def _own_here(self, feed: Feed | None) -> dict[str, Any]:
+        """Raises ImpossibleError where the last batch of an epoch was trained, although that was not known."""
+        states = self._positions()
+        if feed is not None and is_at_end(states[feed.name]):
+            raise ImpossibleError("no snapshot can be taken there: end of an epoch")
+        return self._own(feed, states)
+
+    def _audited(self) -> dict[str, Any]:
+        """What takes part in training, by name."""
+        loaders = (roots_of_loader(name, source.base) for name, source in self._sources.items())
+        own = {path: root for found in loaders for path, root in found.items()}
+        return {**self._parts.objects, **self._surroundings.audited(), **own}
+
+    def _ahead(self) -> list[str]:
+        return [feed.name for feed in self._feeds if feed.position.lookahead]
+
+    def _announce(self, feed: Feed | None) -> None:
+        """Make the arena ready in the background, once the optimizers have their state."""
+        if self._announced:
+            return
+        self._announced = True
+        state = self._state(feed, self._positions())
+        self._engine.prepare(state, lazy=self._lazy, share=self._share)
+        self._cadence.announce(self._engine.snapshot_bytes)
+
+    # ---- resuming
+
+    def _take_over(self) -> None:
+        self._resumed_batches = 0
+        if (own := self._resume.load()) is None:
+            return
+        loaded = self._engine.loaded
+        assert loaded is not None
+        self._steps = int(own["step"])
+        self.metrics.update(own["metrics"])
+        if own["cadence"] is not None:
+            self._cadence.restore(own["cadence"], failed=loaded.info.reason not in ("end", "signal"))
+        if own["training"] is not None:
+            self._training = self._resumed = next(one for one in self._feeds if one.name == own["training"])
+            self._resumed_batches = self._training.delivered
+            self._restoring = True
+            self._loops.expect(own, self._training)
+
+    def _arrive(self, feed: Feed) -> None:
+        """The loop is where it asked for the batch after the snapshot: from here on it goes on as it did then."""
+        if not self._loops.arrives(feed):
+            return
+        for problem in self._loops.problems():
+            self._resume.say(problem)
+        self._begun_again = True
+        self._settle()
+
+    def _trains_again(self) -> None:
+        # Hooks stay until `_settle`: this may be one of autograd's own threads, which walks through them right now.
+        self._begun_again = True
+        while self._reloaded:
+            self._reloaded.pop().forget()  # batches of that pass were only kept for later
+
+    def _settle(self) -> None:
+        """The run has begun to train again: nothing is put back any more."""
+        if self._begun_again and (self._restoring or self._gradients.installed):
+            self._restoring = False
+            self._gradients.remove()
+
+    def _abandoned(self) -> None:
+        """The process ends, or a newer engine takes the run over, and this was not closed."""
+        if (error := uncaught()) is not None and not self._closed:
+            self.failed_with(error)
+        self.release()
+
+    def _release_feeds(self) -> None:
+        for feed in self._feeds:
+            feed.release()
+        self._sources.clear()

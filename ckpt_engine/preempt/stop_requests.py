@@ -1,0 +1,421 @@
+"""Where requests to stop come from: signals, and files, commands and pages that are asked.
+
+Where notices come from besides signals: a file that appears, a command that says yes, a page of the cloud.
+
+What asks a run to stop, as values: a notice of it, and the stop that follows.
+
+Wakes a thread, from anywhere: other threads, signal handlers, and the system itself when a signal comes.
+
+Python runs signal handlers on the main thread between two steps of the interpreter. A main thread that waits inside of
+a collective for a rank that is gone does not get there. What the system writes here at once reaches the thread anyway.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from ckpt_engine.config.sections import Source
+from ckpt_engine.observe.events import Clock
+
+_SHELL_CODE = 128
+
+
+class SignalWatch:
+    """Notes the first of some signals.
+
+    The handler sets an attribute, wakes who waits on `wake`, and calls the handler that was there before. It runs
+    between any two steps of the interpreter, so it takes no lock and logs nothing. Who waits may hear of the signal
+    before it, see `note`. From then on the end of a child
+    process is no news: a signal to the whole job ends loader workers too, and torch's handler would raise in the middle
+    of the step that is to be finished. The first Ctrl-C is only noted, the
+    second one interrupts at once. In a fork of the process (loader workers) nothing is noted: a Ctrl-C, which goes to
+    the whole group of processes, is ignored there, and every other signal does what it would without us.
+
+    Args:
+        signals: which ones.
+        clock: the source of moments.
+        wake: rings with every signal; open.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals], clock: Clock, wake: Wake) -> None:
+        self._signals = tuple(signals)
+        self._now = clock.monotonic
+        self._wake = wake
+        self._owner = os.getpid()
+        self._previous: dict[int, Any] = {}
+        self._handler = self._handle  # a bound method is a new object each time
+        self._pressed = False
+        self._of_children: Any = None
+        self.heard: StopNotice | None = None
+        self.interrupted = False
+        """Whether there was a second Ctrl-C."""
+
+    def install(self) -> list[str]:
+        """Start watching; what cannot be watched, and why. Signals belong to the main thread of Python."""
+        if threading.current_thread() is not threading.main_thread():
+            return [f"{one.name}: training does not run on the main thread" for one in self._signals]
+        problems = []
+        for number in self._signals:
+            previous = signal.getsignal(number)
+            if previous is None:
+                problems.append(f"{number.name}: its handler was not set by Python and could not be put back")
+            elif number is not signal.SIGINT or previous is not signal.SIG_IGN:  # ignored under nohup: it stays so
+                self._previous[number] = previous
+                signal.signal(number, self._handler)
+        if self._previous:
+            self._wake.hear_signals()
+        return problems
+
+    def note(self, number: int) -> None:
+        """A signal came, and the main thread may be where no handler can run. Any thread."""
+        if self.heard is None and number in self._previous:
+            self.heard = notice_of(number, self._now())
+
+    def remove(self) -> None:
+        """Put back what was there, unless somebody else has replaced us meanwhile. Idempotent."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._wake.ignore_signals()
+        if self._of_children is not None and signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL:
+            signal.signal(signal.SIGCHLD, self._of_children)
+        while self._previous:
+            number, previous = self._previous.popitem()
+            if signal.getsignal(number) == self._handler:
+                signal.signal(number, previous)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        previous = self._previous.get(number)
+        if os.getpid() != self._owner:
+            self._handle_in_fork(number, frame, previous)
+            return
+        again = number == signal.SIGINT and self._pressed
+        self._pressed |= number == signal.SIGINT
+        self.interrupted |= again
+        if self.heard is None:
+            self.heard = notice_of(number, self._now())
+        if self._of_children is None:
+            self._of_children = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._wake.ring()
+        if callable(previous) and (previous is not signal.default_int_handler or again):
+            previous(number, frame)
+
+    def _handle_in_fork(self, number: int, frame: FrameType | None, previous: Any) -> None:
+        if number == signal.SIGINT:
+            return
+        if callable(previous):
+            previous(number, frame)
+        elif previous is signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+def notice_of(number: int, instant: float) -> StopNotice:
+    """The notice that a signal is; the process ends as a shell reports it, with 128 and the signal's number."""
+    interrupts = number == signal.SIGINT
+    who = "Ctrl-C" if interrupts else signal.Signals(number).name
+    return StopNotice(who, instant, exit_code=_SHELL_CODE + number, interrupts=interrupts)
+
+
+ANSWER_SECONDS = 5.0
+"""How long a page or a command may take."""
+_PAGE_BYTES = 65_536
+_NO_NOTICE = (404, 410)
+
+
+class FileSource:
+    """A stop-file: it appears, or is touched or replaced.
+
+    One that is there when the run starts is from an earlier stop: it counts once it changes.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: str, clock: Clock, *, every_seconds: float, grace_seconds: float | None) -> None:
+        self._path = Path(path)
+        self._now = clock.monotonic
+        self.every_seconds = every_seconds
+        self._grace_seconds = grace_seconds
+        try:
+            self._before = self._look()
+        except PreemptionSourceError:
+            self._before = None  # `poll` will say it
+
+    def poll(self) -> StopNotice | None:
+        found = self._look()
+        if found is None or found == self._before:
+            self._before = found
+            return None
+        return StopNotice(f"the file {self._path}", self._now(), self._grace_seconds)
+
+    def _look(self) -> tuple[int, int] | None:
+        try:
+            stat = self._path.stat()
+        except FileNotFoundError:
+            return None
+        except OSError as err:
+            raise PreemptionSourceError(f"the file {self._path} cannot be looked at: {err.strerror or err}") from err
+        return stat.st_ino, stat.st_mtime_ns
+
+
+class HttpSource:
+    """A page that is missing (404, 410) or does not match as long as nothing is wrong, as clouds have them.
+
+    Args:
+        url: asked with GET, never through a proxy; http or https.
+        headers: of the request.
+        match: what the answer must contain, as a regular expression; None: any answer is a notice.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        clock: Clock,
+        *,
+        headers: Mapping[str, str],
+        match: str | None,
+        every_seconds: float,
+        grace_seconds: float | None,
+    ) -> None:
+        self._request = urllib.request.Request(url, headers=dict(headers))
+        self._host = urlsplit(url).netloc.rpartition("@")[2]  # in messages, without a password
+        self._match = re.compile(match) if match is not None else None
+        self._now = clock.monotonic
+        self.every_seconds = every_seconds
+        self._grace_seconds = grace_seconds
+        # Metadata services are on the machine; a proxy would ask those of another one.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def poll(self) -> StopNotice | None:
+        try:
+            page = self._page()
+        except urllib.error.HTTPError as err:
+            with err:
+                if err.code in _NO_NOTICE:
+                    return None
+                raise PreemptionSourceError(f"{self._host} answers {err.code} {err.reason}") from err
+        except (OSError, ValueError) as err:
+            raise PreemptionSourceError(f"{self._host} does not answer: {err}") from err
+        if self._match is not None and not self._match.search(page):
+            return None
+        return StopNotice(f"a notice of {self._host}", self._now(), self._grace_seconds)
+
+    def _page(self) -> str:
+        """What the page says, at most so much of it and for so long: a server may send a byte a second."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        parts: list[bytes] = []
+        with self._opener.open(self._request, timeout=ANSWER_SECONDS) as answer:
+            while sum(map(len, parts)) < _PAGE_BYTES and (part := answer.read1(_PAGE_BYTES)):
+                parts.append(part)
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"no whole answer within {ANSWER_SECONDS:.0f} s")
+        return b"".join(parts).decode("utf-8", "replace")
+
+
+class CommandSource:
+    """A command that ends with 0 if the run must stop, and with 1 if not; anything else is trouble.
+
+    Args:
+        command: program and arguments; no shell is involved.
+    """
+
+    def __init__(
+        self, command: Sequence[str], clock: Clock, *, every_seconds: float, grace_seconds: float | None
+    ) -> None:
+        self._command = tuple(command)
+        self._now = clock.monotonic
+        self.every_seconds = every_seconds
+        self._grace_seconds = grace_seconds
+
+    def poll(self) -> StopNotice | None:
+        name = self._command[0]
+        try:
+            done = subprocess.run(
+                self._command, stdin=subprocess.DEVNULL, capture_output=True, timeout=ANSWER_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired as err:
+            raise PreemptionSourceError(f"the command {name} did not end within {ANSWER_SECONDS:.0f} s") from err
+        except OSError as err:
+            raise PreemptionSourceError(f"the command {name} cannot be run: {err.strerror or err}") from err
+        if done.returncode == 0:
+            return StopNotice(f"the command {name}", self._now(), self._grace_seconds)
+        if done.returncode == 1:
+            return None
+        said = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        raise PreemptionSourceError(f"the command {name} ended with {done.returncode}{f': {said}' if said else ''}")
+
+
+def open_source(options: Source, clock: Clock) -> PreemptionSource:
+    """The source that one entry of `preemption.sources` describes."""
+    every, grace = options.every, options.grace
+    if options.file is not None:
+        return FileSource(options.file, clock, every_seconds=every, grace_seconds=grace)
+    if options.http is not None:
+        return HttpSource(
+            options.http,
+            clock,
+            headers=options.headers,
+            match=options.match,
+            every_seconds=every,
+            grace_seconds=grace,
+        )
+    return CommandSource(options.command or (), clock, every_seconds=every, grace_seconds=grace)
+
+
+EXIT_CODE_OF_NOTICES = 143
+"""As if SIGTERM had come: schedulers take it for a job that was stopped and is not complete."""
+
+
+@dataclass(frozen=True, slots=True)
+class StopNotice:
+    """Somebody wants the run to stop.
+
+    Args:
+        who: for people, e.g. `SIGTERM` or `the file /run/STOP`.
+        instant: monotonic seconds at which it was noticed.
+        grace_seconds: until the process is killed; None: as configured.
+        exit_code: with which the process ends.
+        interrupts: it is a Ctrl-C: training ends with `KeyboardInterrupt`.
+    """
+
+    who: str
+    instant: float
+    grace_seconds: float | None = None
+    exit_code: int = EXIT_CODE_OF_NOTICES
+    interrupts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The run stops: everything must be over at `deadline` (monotonic seconds)."""
+
+    notice: StopNotice
+    deadline: float
+
+
+class PreemptionSource(Protocol):
+    """Something that may know that the process is about to be stopped. Used by one thread.
+
+    Args:
+        every_seconds: how often it is asked.
+    """
+
+    @property
+    def every_seconds(self) -> float: ...
+
+    def poll(self) -> StopNotice | None:
+        """A notice, if there is one now. Returns within some seconds.
+
+        Raises:
+            SourceError: the source does not answer; it is asked again later.
+        """
+        ...
+
+
+class PreemptionSourceError(Exception):
+    """A preemption source did not answer. Reported once, and never to the user's code."""
+
+
+_READ_BYTES = 4096
+_RUNG = b"\0"
+"""No signal has the number 0."""
+
+
+class Wake:
+    """A bell. Rings nowhere before `open` and after `close`."""
+
+    def __init__(self) -> None:
+        self._read = self._write = -1
+        self._hears_signals = self._over = False
+
+    def open(self) -> None:
+        """From now on it may be waited for."""
+        if self._write < 0:
+            self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Nobody waits any more. Idempotent. Off the main thread it stays open where it hears signals."""
+        self.ignore_signals()
+        self._over = True
+        if self._hears_signals:
+            return  # the system would write to whatever gets the descriptor next
+        read, write, self._read, self._write = self._read, self._write, -1, -1
+        if write >= 0:
+            os.close(write)
+            os.close(read)
+
+    def ring(self) -> None:
+        """Wake who waits, or who waits next. May be called in signal handlers."""
+        if self._write >= 0:
+            with suppress(BlockingIOError):  # it is full of rings
+                os.write(self._write, _RUNG)
+
+    def wait(self, seconds: float) -> list[int]:
+        """Wait until it rings, at most so long; the numbers of the signals that rang."""
+        poll = select.poll()
+        poll.register(self._read, select.POLLIN)
+        if not poll.poll(max(0.0, seconds) * 1000.0):
+            return []
+        with suppress(BlockingIOError):
+            return [number for number in os.read(self._read, _READ_BYTES) if number]
+        return []
+
+    def hear_signals(self) -> None:
+        """Let every signal that has a handler in Python ring, unless somebody else hears them already (asyncio).
+
+        On the main thread, after `open`. Another bell that hears them does not any more: its run was refused, say, and
+        never ended.
+        """
+        global _hearer
+        if self._write < 0 or self._hears_signals:
+            return
+        before, other = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False), _hearer
+        if before >= 0 and (other is None or before != other._write):
+            signal.set_wakeup_fd(before)
+            return
+        self._hears_signals, _hearer = True, self
+        if other is not None:
+            other._hears_signals = False
+            if other._over:
+                other.close()
+
+    def ignore_signals(self) -> None:
+        """Undo `hear_signals`. On the main thread. Idempotent."""
+        global _hearer
+        if not self._hears_signals or threading.current_thread() is not threading.main_thread():
+            return
+        before = signal.set_wakeup_fd(-1)
+        if before not in (-1, self._write):
+            signal.set_wakeup_fd(before)  # somebody has replaced us meanwhile
+        self._hears_signals, _hearer = False, None
+
+
+_hearer: Wake | None = None
+"""The bell that signals ring."""
+
+
+def _after_fork() -> None:
+    """What comes to a fork is not for the thread of its parent."""
+    global _hearer
+    if _hearer is not None:
+        _hearer = None
+        with suppress(ValueError):
+            signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_after_fork)

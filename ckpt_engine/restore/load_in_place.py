@@ -1,0 +1,530 @@
+"""Put a snapshot into the user's live state, in place: find the live tensor of every entry, and copy what is left.
+
+Fill parts of arrays from whatever stored pieces overlap them: any number of ranks reads what any other has written.
+
+A piece of which at least half is needed is read whole and verified. Of a large raw piece that is hardly needed only the
+needed run of bytes is read; nothing can verify that, and it is counted.
+
+Read entries into live tensors where they are: host tensors directly, device tensors through page-locked memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+
+from ckpt_engine.errors import CorruptError, MismatchError, StateError
+from ckpt_engine.ranks.boxes import Box, boxes_of, runs
+from ckpt_engine.restore.memory import address_of
+from ckpt_engine.restore.read import READ_BYTES, stream_into
+from ckpt_engine.restore.sources import Sources
+from ckpt_engine.snapshot import host_memory
+from ckpt_engine.snapshot.cuda import CUDA, Pinned, Runtime, split
+from ckpt_engine.state.compatibility import require_match, tensor_shapes
+from ckpt_engine.state.flatten import MAX_DEPTH, show_path
+from ckpt_engine.state.json_types import dtype_of
+from ckpt_engine.state.sharding import FlatPart, is_sharded, local, shard_of
+from ckpt_engine.state.sharding import problem as sharding_problem
+from ckpt_engine.store.container import digest
+from ckpt_engine.store.decode import Decoder
+from ckpt_engine.store.manifest import RAW, Entry, Manifest, Piece
+from ckpt_engine.store.tree import TreePath
+
+
+def require_fit(into: Any, manifest: Manifest) -> None:
+    """Raises where the snapshot has other tensors than `into`, but for components that are None there.
+
+    Raises:
+        MismatchError: names them.
+        StateError: `into` is nested deeper than any state that can be saved.
+    """
+    # Deeper down a None may be what a fresh optimizer has, and what the snapshot has must not get lost.
+    made = {str(key) for key, value in into.items() if value is None} if isinstance(into, Mapping) else set()
+    found = {path: shape for path, shape in tensor_shapes(manifest).items() if path.split("/")[0] not in made}
+    hint = "use the state this run was started with; None takes a component as it is read: into={..., 'rng': None}"
+    require_match(_shapes(into), found, what="state", snapshot=manifest.info.id, hint=hint)
+
+
+def _shapes(node: Any, path: TreePath = ()) -> dict[str, tuple[int, ...]]:
+    """Shapes of the live tensors of a state, by "/"-joined path."""
+    if len(path) > MAX_DEPTH:
+        raise StateError(f"`into` is nested too deeply at {show_path(path[:8])}/… (does it contain itself?)")
+    if isinstance(node, torch.Tensor | FlatPart):
+        return {show_path(path) if path else "": tuple(node.shape)}
+    if isinstance(node, Mapping):
+        children = list(node.items())
+    elif isinstance(node, list | tuple):
+        children = list(enumerate(node))
+    else:
+        return {}
+    found: dict[str, tuple[int, ...]] = {}
+    for key, child in children:
+        found.update(_shapes(child, (*path, key)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The live tensors that take what is read without a second copy.
+
+    Args:
+        plain: by entry name those that take the bytes of an entry as they are.
+        regions: parts of arrays: of DTensors, and of what DTensors were stored as.
+        stored: of the entries of `regions` the boxes that they have one behind another.
+        filled: what those entries are in the state.
+    """
+
+    plain: dict[str, torch.Tensor]
+    regions: list[ArrayRegion]
+    stored: dict[str, tuple[Box, ...]]
+    filled: dict[str, torch.Tensor]
+
+    @property
+    def live(self) -> dict[str, torch.Tensor]:
+        """All of them by entry name."""
+        return {**self.plain, **self.filled}
+
+
+def live_targets(tree: Mapping[str, Any], into: Any, entries: Mapping[str, Entry]) -> Targets:
+    """The live tensors for the entries of a tree.
+
+    Left out: entries of tensors that are views, not C-contiguous when saved, or not in `into`; of plain tensors also
+    those that are shared, of another dtype, on other devices than GPUs, or not C-contiguous.
+
+    Raises:
+        StateError: a live DTensor cannot be filled; names the entry.
+    """
+    uses: dict[str, list[tuple[Mapping[str, Any], Any]]] = {}
+    if into is not None:
+        _visit(tree[""] if list(tree) == [""] else dict(tree), into, uses)
+    found = Targets({}, [], {}, {})
+    for name, pairs in uses.items():
+        node, live = pairs[0]
+        if any(one["$"] == "sharded" or is_sharded(it) for one, it in pairs):
+            regions = [_regions(name, entries[name], *pair) for pair in pairs]
+            if all(region is not None for region in regions):
+                found.regions.extend(one for region in regions if region is not None for one in region)
+                found.stored[name] = boxes_of(node, entries[name].shape)
+                found.filled[name] = live
+        elif len(pairs) == 1 and "view" not in node and "stride" not in node and _takes_bytes(live, entries[name]):
+            found.plain[name] = live
+    return found
+
+
+def _visit(node: Any, live: Any, uses: dict[str, list[tuple[Mapping[str, Any], Any]]]) -> None:
+    """Collect by entry the nodes of tensors, each with what is at its place in the live state; None: nothing is."""
+    children: Iterable[tuple[Any, Any]]
+    if isinstance(node, list):
+        children = enumerate(node)
+    elif not isinstance(node, dict):
+        return
+    elif node.get("$") is None:
+        children = node.items()
+    elif node["$"] in ("tensor", "sharded"):
+        uses.setdefault(node["entry"], []).append((node, live))
+        return
+    elif node["$"] in ("dict", "odict"):
+        children = ((key, child) for key, child in node["items"] if not isinstance(key, dict | list))
+    elif node["$"] == "tuple":
+        children = enumerate(node["items"])
+    else:
+        return
+    for key, child in children:
+        if isinstance(live, Mapping):
+            if key in live:
+                _visit(child, live[key], uses)
+        elif isinstance(live, list | tuple) and isinstance(key, int) and key < len(live):
+            _visit(child, live[key], uses)
+
+
+def _regions(name: str, entry: Entry, node: Mapping[str, Any], live: Any) -> list[ArrayRegion] | None:
+    """What of an entry a live tensor takes; None: it has to be read as it is first."""
+    if "view" in node or "stride" in node or not isinstance(live, torch.Tensor | FlatPart):
+        return None
+    if tuple(live.shape) != entry.shape:
+        return None
+    if isinstance(live, FlatPart):
+        return _runs(name, live)
+    if not is_sharded(live):
+        return [ArrayRegion(name, Box.whole(entry.shape), live.detach())]
+    return [ArrayRegion(name, _box(name, live), local(live).detach())]
+
+
+def _runs(name: str, live: FlatPart) -> list[ArrayRegion]:
+    """The boxes that a run of elements is, one behind another in its tensor."""
+    (first,), (count,) = live.box.offsets, live.box.shape
+    found, at, flat = [], 0, live.part.detach()
+    for box in runs(live.shape, first, first + count):
+        found.append(ArrayRegion(name, box, flat[at : at + box.count].view(box.shape)))
+        at += box.count
+    return found
+
+
+def _box(name: str, live: torch.Tensor) -> Box:
+    problem = sharding_problem(live)
+    if problem:
+        raise StateError(f"cannot fill the DTensor for {name!r}: {problem}", hint="load without `into`")
+    return shard_of(live).box
+
+
+def _takes_bytes(live: Any, entry: Entry) -> bool:
+    return (
+        isinstance(live, torch.Tensor)
+        and live.device.type in ("cpu", "cuda")
+        and str(live.dtype) == f"torch.{entry.dtype}"
+        and tuple(live.shape) == entry.shape
+        and live.is_contiguous()
+        and not live.is_conj()
+        and not live.is_neg()
+    )
+
+
+def copy_into(loaded: Any, into: Any, path: TreePath = ()) -> Any:
+    """`loaded`, with every tensor replaced by the live tensor of `into` at the same place, which now has its values.
+
+    Raises:
+        MismatchError: the structures differ; names the path.
+    """
+    if into is None and len(path) == 1:
+        return loaded
+    where = "/".join(map(str, path)) or "(root)"
+    if isinstance(into, FlatPart):
+        if isinstance(loaded, torch.Tensor) and tuple(loaded.shape) == into.shape:
+            (first,), (count,) = into.box.offsets, into.box.shape
+            with torch.no_grad():
+                into.part.copy_(loaded.reshape(-1)[first : first + count])
+        elif loaded is not into:
+            raise MismatchError(f"{where} is not a tensor of shape {list(into.shape)} in the snapshot, as in `into`")
+        return into
+    if isinstance(loaded, torch.Tensor):
+        if not isinstance(into, torch.Tensor) or into.shape != loaded.shape:
+            raise MismatchError(f"{where} is a tensor of shape {list(loaded.shape)} in the snapshot, not so in `into`")
+        if is_sharded(into):
+            if not is_sharded(loaded):  # else all live DTensors of that entry are filled
+                with torch.no_grad():
+                    local(into).copy_(loaded[_box(where, into).slices(Box.whole(loaded.shape))])
+            return into
+        if is_sharded(loaded):
+            return into
+        if into.data_ptr() != loaded.data_ptr() or into.stride() != loaded.stride():
+            with torch.no_grad():
+                into.copy_(loaded)
+        return into
+    if isinstance(loaded, dict) and isinstance(into, Mapping):
+        for key, value in loaded.items():
+            loaded[key] = copy_into(value, into[key], (*path, key)) if key in into else value
+        return loaded
+    if isinstance(loaded, list | tuple) and isinstance(into, list | tuple) and len(loaded) == len(into):
+        items = [copy_into(a, b, (*path, i)) for i, (a, b) in enumerate(zip(loaded, into, strict=True))]
+        if isinstance(loaded, list):
+            return items
+        return type(loaded)(items) if type(loaded) is tuple else tuple.__new__(type(loaded), items)
+    return loaded
+
+
+WHOLE_BYTES = 1 << 20
+"""Pieces up to this size are read whole: a request costs more than the bytes."""
+WHOLE_SHARE = 0.5
+"""Others too if at least this share of them is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRegion:
+    """A part of an array to fill.
+
+    Args:
+        entry: the array.
+        box: the part.
+        tensor: plain tensor of the shape of the box.
+    """
+
+    entry: str
+    box: Box
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What was read: bytes in all, and those that no digest is of."""
+
+    nbytes: int = 0
+    unverified_bytes: int = 0
+
+    def __add__(self, other: Read) -> Read:
+        return Read(self.nbytes + other.nbytes, self.unverified_bytes + other.unverified_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A box of an array on its way: it begins `at` elements into the piece, which has it in `run`."""
+
+    region: ArrayRegion
+    run: Box
+    at: int
+    box: Box
+
+    def bounds(self) -> tuple[int, int]:
+        """The first element of the piece that is needed, and the one after the last."""
+        place = self.box.slices(self.run)
+        strides = [prod(self.run.shape[dimension + 1 :]) for dimension in range(len(place))]
+        first = sum(one.start * stride for one, stride in zip(place, strides, strict=True))
+        last = sum((one.stop - 1) * stride for one, stride in zip(place, strides, strict=True))
+        return self.at + first, self.at + last + 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A piece with what is needed of it: bytes `first` to `last` of its decoded ones; `start` is where it begins."""
+
+    entry: str
+    piece: Piece
+    start: int
+    dtype: torch.dtype
+    copies: Sequence[_Copy]
+    first: int
+    last: int
+
+    @property
+    def is_whole(self) -> bool:
+        piece = self.piece
+        return piece.codec != RAW or piece.nbytes <= WHOLE_BYTES or self.last - self.first >= WHOLE_SHARE * piece.nbytes
+
+
+def read_regions(
+    sources: Sources, manifest: Manifest, regions: Sequence[ArrayRegion], stored: Mapping[str, Sequence[Box]]
+) -> Read:
+    """Fill `regions`; on return all of them are complete.
+
+    Args:
+        stored: of every entry the boxes that it has one behind another.
+
+    Raises:
+        CorruptError: bytes are missing or differ from their digest, in all storages; names the entry. Regions are
+            undefined then.
+        NewerFormatError: an encoding this version does not know.
+        StorageError: the storages failed.
+    """
+    by_entry: dict[str, list[ArrayRegion]] = {}
+    for region in regions:
+        by_entry.setdefault(region.entry, []).append(region)
+    wanted = [one for name, found in by_entry.items() for one in _wanted(manifest, name, found, stored[name])]
+    decoder = sources.decoder(manifest)
+    buffers = threading.local()
+
+    def buffer(number: int, nbytes: int) -> memoryview:
+        kept: dict[int, bytearray] = buffers.__dict__.setdefault("kept", {})
+        if len(kept.get(number, b"")) < nbytes:
+            kept[number] = bytearray(max(nbytes, WHOLE_BYTES))
+        return memoryview(kept[number])[:nbytes]
+
+    def run(span: Sequence[_Wanted]) -> Read:
+        one = span[0]
+        file = manifest.files[one.piece.file].name
+        if not one.is_whole:
+            nbytes = one.last - one.first
+            data = buffer(0, nbytes)
+            sources.read(file, one.piece.offset + one.first, data)
+            _place(one, data, one.first)
+            return Read(nbytes, nbytes)
+        start = one.piece.offset
+        stop = span[-1].piece.offset + span[-1].piece.nbytes
+        found = sources.view(file, start, stop - start)
+        if found is None:
+            found = buffer(0, stop - start)
+            sources.read(file, start, found)
+        for one in span:
+            piece = one.piece
+            data = found[piece.offset - start :][: piece.nbytes]
+            if digest(data) != piece.digest:
+                if data.readonly:
+                    data = buffer(1, piece.nbytes)
+                sources.repair(one.entry, file, piece, data)
+            _place(one, _decoded(decoder, one, data, buffer(2, piece.raw_nbytes)), 0)
+        return Read(stop - start)
+
+    # Threads inherit the mode in which arithmetic drops subnormal numbers; predictions are made without it.
+    pool = ThreadPoolExecutor(
+        sources.threads, thread_name_prefix="ckpt-read", initializer=torch.set_flush_denormal, initargs=(False,)
+    )
+    try:
+        return sum((done.result() for done in [pool.submit(run, span) for span in _spans(wanted)]), Read())
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _wanted(manifest: Manifest, name: str, regions: Sequence[ArrayRegion], boxes: Sequence[Box]) -> Iterator[_Wanted]:
+    """The pieces of an entry that regions overlap."""
+    entry = manifest.entries[name]
+    dtype = dtype_of(entry.dtype)
+    size = dtype.itemsize
+    if sum(piece.raw_nbytes for piece in entry.pieces) != prod(entry.shape) * size:
+        raise CorruptError(f"the pieces of {name!r} do not have the bytes of {entry.dtype} of shape {entry.shape}")
+    ends = list(accumulate(box.count for box in boxes))
+    number, start = 0, 0
+    for piece in entry.pieces:
+        first, last = start // size, (start + piece.raw_nbytes) // size
+        copies: list[_Copy] = []
+        while number < len(boxes):
+            box, box_start = boxes[number], ends[number] - boxes[number].count
+            for one in runs(box.shape, max(first - box_start, 0), min(last - box_start, box.count)):
+                at = box_start + _position(one, box) - first
+                run = Box(tuple(a + b for a, b in zip(box.offsets, one.offsets, strict=True)), one.shape)
+                both = ((region, region.box.overlap(run)) for region in regions)
+                copies += [_Copy(region, run, at, box) for region, box in both if box is not None]
+            if ends[number] > last:
+                break
+            number += 1
+        if copies:
+            bounds = [copy.bounds() for copy in copies]
+            low, high = min(a for a, _ in bounds) * size, max(b for _, b in bounds) * size
+            yield _Wanted(name, piece, start, dtype, copies, low, high)
+        start += piece.raw_nbytes
+
+
+def _position(run: Box, box: Box) -> int:
+    """Elements of `box` before the first one of `run`, whose offsets are in the box."""
+    return sum(at * prod(box.shape[dimension + 1 :]) for dimension, at in enumerate(run.offsets))
+
+
+def _place(wanted: _Wanted, data: memoryview, skipped: int) -> None:
+    """Copy what is needed of a piece, whose first `skipped` bytes `data` lacks."""
+    memory = (ctypes.c_char * data.nbytes).from_address(address_of(data))  # `data` may be read-only, and is only read
+    flat = torch.frombuffer(memory, dtype=wanted.dtype)
+    for copy in wanted.copies:
+        # The run may reach beyond what was read; what is needed of it does not.
+        first = copy.at - skipped // wanted.dtype.itemsize
+        strides = [prod(copy.run.shape[dimension + 1 :]) for dimension in range(len(copy.run.shape))]
+        place = copy.box.slices(copy.run)
+        offset = first + sum(one.start * stride for one, stride in zip(place, strides, strict=True))
+        source = flat.as_strided(copy.box.shape, strides, offset)
+        with torch.no_grad():
+            copy.region.tensor[copy.box.slices(copy.region.box)].copy_(source)
+
+
+def _decoded(decoder: Decoder, one: _Wanted, stored: memoryview, out: memoryview) -> memoryview:
+    if one.piece.codec == RAW:
+        return stored
+    decoder.decode(one.entry, one.start, one.piece, stored, out)
+    return out
+
+
+def _spans(wanted: Sequence[_Wanted]) -> list[list[_Wanted]]:
+    """Neighbouring pieces that are read whole, joined to requests of at most `READ_BYTES`."""
+    spans: list[list[_Wanted]] = []
+    for one in sorted(wanted, key=lambda one: (one.piece.file, one.piece.offset)):
+        last = spans[-1][-1] if spans else None
+        if last is not None and last.is_whole and one.is_whole and last.piece.file == one.piece.file:
+            end = last.piece.offset + last.piece.nbytes
+            if end == one.piece.offset and end + one.piece.nbytes - spans[-1][0].piece.offset <= READ_BYTES:
+                spans[-1].append(one)
+                continue
+        spans.append([one])
+    return spans
+
+
+LANDING_BYTES = 256 << 20
+"""Host memory per strip, of which there are two; more only for a tensor that is larger."""
+_ALIGN = 64
+
+
+def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tensor], runtime: Runtime = CUDA) -> None:
+    """Fill `targets` (contiguous tensors by entry name) with their entries; on return all of them are complete.
+
+    Every piece is verified before its bytes reach a tensor. If an error is raised, other pieces may have been copied.
+
+    Raises:
+        CorruptError, NewerFormatError, StorageError: as `stream_into`.
+    """
+    away = {name: target for name, target in targets.items() if runtime.owns(target) and target.numel()}
+    stream_into(sources, manifest, {name: target for name, target in targets.items() if name not in away})
+    if not away:
+        return
+    rooms = [_room(target) for target in away.values()]
+    room = min(max(LANDING_BYTES, *rooms), sum(rooms))
+    batches = list(_batches(away, room))
+    strips: list[_Strip] = []
+    try:
+        for number, names in enumerate(batches):
+            if number < 2:
+                strips.append(_Strip(room, runtime, runtime.device(away[names[0]])))
+            strip = strips[number % 2]
+            strip.wait()
+            landed = strip.views({name: away[name] for name in names})
+            stream_into(sources, manifest, landed)
+            strip.send(landed, away)
+    finally:
+        for strip in strips:
+            strip.close()
+
+
+def _room(target: torch.Tensor) -> int:
+    return -(-target.numel() * target.element_size() // _ALIGN) * _ALIGN
+
+
+def _batches(targets: Mapping[str, torch.Tensor], room: int) -> Iterator[Sequence[str]]:
+    """Names of tensors that have room in a strip together."""
+    batch: list[str] = []
+    used = 0
+    for name, target in targets.items():
+        if batch and used + _room(target) > room:
+            yield batch
+            batch, used = [], 0
+        batch.append(name)
+        used += _room(target)
+    yield batch
+
+
+class _Strip:
+    """Host memory that verified bytes land in, and from where they go on to a device."""
+
+    def __init__(self, nbytes: int, runtime: Runtime, device: torch.device) -> None:
+        self._bytes = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        self._runtime = runtime
+        self._sent: dict[torch.device, Any] = {}
+        host_memory.populate(self._bytes.data_ptr(), nbytes)
+        # Where it cannot be page-locked the copies are slower, and nothing else changes.
+        self._pinned = Pinned(self._bytes.data_ptr(), nbytes, runtime)
+        self._pinned.pin(device)
+
+    def views(self, targets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Host tensors of the shapes and dtypes of `targets`, one behind the other."""
+        found, at = {}, 0
+        for name, target in targets.items():
+            nbytes = target.numel() * target.element_size()
+            found[name] = self._bytes[at : at + nbytes].view(target.dtype).view(target.shape)
+            at += _room(target)
+        return found
+
+    def send(self, landed: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
+        """Queue the copies behind what is queued in the current streams."""
+        runtime = self._runtime
+        devices: dict[torch.device, None] = {}
+        for name, source in landed.items():
+            target = targets[name].detach().view(-1).view(torch.uint8)
+            first = int(source.storage_offset()) * source.element_size()
+            cuts = list(split(first, first + target.numel()))
+            device = runtime.device(targets[name])
+            devices[device] = None
+            targets_of_cuts = [target[a - first : b - first] for a, b in cuts]
+            runtime.copy(runtime.current(device), targets_of_cuts, [self._bytes[a:b] for a, b in cuts])
+        self._sent = {device: runtime.mark(runtime.current(device)) for device in devices}
+
+    def wait(self) -> None:
+        """Return when everything sent has arrived."""
+        for event in self._sent.values():
+            self._runtime.wait(event)
+        self._sent = {}
+
+    def close(self) -> None:
+        """Give the memory back, after what was sent has arrived."""
+        self.wait()
+        self._pinned.unpin()

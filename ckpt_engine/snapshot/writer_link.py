@@ -1,0 +1,367 @@
+"""The trainer's link to its writer: started in the background, replaced when lost, told of slots and layouts.
+
+A writer that is being started on a thread of its own, because its lease may have to wait for another one.
+
+What a running writer has been told of slots, layouts and skeletons, and sending it what the next job refers to.
+
+Which arena slots the writer may still need to rescue: the newest complete snapshots, until it surely has newer ones.
+
+With a memory tier the writer makes the newest snapshot it was told of durable when the trainer is gone. Its slot must
+not change before a newer one was told *and* that message is with the kernel: a trainer killed in between would leave a
+slot half overwritten, and a writer that knows of no other. Of several ranks each keeps two while it fills a third
+slot: see `writer.memory_snapshots`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_engine.copy.job import ErrorRecord, History, JobDone, Layout, PersistJob
+from ckpt_engine.errors import CkptError, StorageError, WriterError
+from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, WriterLost
+from ckpt_engine.snapshot.arena import SharedSlot
+from ckpt_engine.snapshot.save_request import SaveHandle
+from ckpt_engine.state.layout import StatePlan
+from ckpt_engine.writer.client import Message, WriterClient, never
+
+
+class Coming:
+    """See `WriterClient`. Training goes on meanwhile, and its snapshots wait in the arena.
+
+    Args:
+        starting: starts the writer.
+        tier: that it writes to, for events.
+        arrived: told of it, on the training thread, before it is told anything else.
+    """
+
+    def __init__(self, starting: Starting, tier: str, arrived: Callable[[WriterClient], object]) -> None:
+        self.first_seq = self.peer_port = 0
+        self.history: History | None = None
+        self._starting = starting
+        self._tier = tier
+        self._arrived = arrived
+        self._lock = threading.Lock()
+        self._client: WriterClient | None = None
+        self._later: list[Callable[[WriterClient], object]] = []
+        self._fds: list[int] = []
+        self._jobs: list[PersistJob] = []
+        self._failed: CkptError | None = None
+        self._mail: list[Message] = []
+
+    @property
+    def alive(self) -> bool:
+        return self._failed is None and (self._client is None or self._client.alive)
+
+    @property
+    def flushed(self) -> bool:
+        return self._failed is not None if self._client is None else self._client.flushed
+
+    def meet(self, others: Mapping[str, Any]) -> None:
+        self._tell(lambda client: client.meet(others))
+
+    def attach_slot(self, slot: int, fd: int, nbytes: int) -> None:
+        with self._lock:
+            if self._client is None:
+                fd = self._kept(fd)
+        self._tell(lambda client: client.attach_slot(slot, fd, nbytes))
+
+    def attach_pulse(self, fd: int) -> None:
+        with self._lock:
+            if self._client is None:
+                fd = self._kept(fd)
+        self._tell(lambda client: client.attach_pulse(fd))
+
+    def define_layout(self, layout: Layout) -> None:
+        self._tell(lambda client: client.define_layout(layout))
+
+    def define_skeleton(self, skeleton_id: int, tree: Any) -> None:
+        self._tell(lambda client: client.define_skeleton(skeleton_id, tree))
+
+    def forget(self, *, slots: Sequence[int] = (), layouts: Sequence[int] = (), skeletons: Sequence[int] = ()) -> None:
+        self._tell(lambda client: client.forget(slots=slots, layouts=layouts, skeletons=skeletons))
+
+    def cancel(self, snapshot: str, why: str) -> None:
+        self._tell(lambda client: client.cancel(snapshot, why))
+
+    def submit(self, job: PersistJob) -> None:
+        self._give(job, lambda client: client.submit(job), durable=True)
+
+    def hold(self, job: PersistJob) -> None:
+        self._give(job, lambda client: client.hold(job), durable=False)
+
+    def poll(self) -> list[Message]:
+        """As of a client. Training thread only, like all that follows.
+
+        Raises:
+            CkptError: once: the writer did not start, for a reason that concerns more than its snapshots.
+        """
+        if self._client is None and self._failed is None and self._starting.done:
+            self._look()
+        found, self._mail = self._mail, []
+        return found if self._client is None else [*found, *self._client.poll()]
+
+    def wait(self, timeout: float) -> bool:
+        if self._client is not None:
+            return self._client.wait(timeout)
+        self._starting.wait(timeout)
+        return self._starting.done
+
+    def drain(self, timeout: float) -> bool:
+        return self._client.drain(timeout) if self._client is not None else not self._jobs
+
+    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> bool:
+        if self._client is None and self._failed is None:
+            self._starting.wait(timeout)
+            if self._starting.done:
+                self._look()
+        if self._client is None:
+            return self._failed is not None
+        return self._client.close(timeout, failed=failed, hurries=hurries)
+
+    def _tell(self, what: Callable[[WriterClient], object]) -> None:
+        with self._lock:
+            if self._client is not None:
+                what(self._client)
+            elif self._failed is None:
+                self._later.append(what)
+
+    def _give(self, job: PersistJob, what: Callable[[WriterClient], object], *, durable: bool) -> None:
+        with self._lock:
+            if self._client is not None:
+                what(self._client)
+                return
+            if self._failed is not None:
+                raise WriterError(self._failed.message)
+            self._later.append(lambda client: self._hand_over(client, job, what, durable=durable))
+            if durable:
+                self._jobs.append(job)
+
+    def _hand_over(
+        self, client: WriterClient, job: PersistJob, what: Callable[[WriterClient], object], *, durable: bool
+    ) -> None:
+        try:
+            what(client)
+        except CkptError as err:  # it is lost again, which it says itself
+            if durable:
+                self._mail += self._not_taken(job, err)
+
+    def _kept(self, fd: int) -> int:
+        """A descriptor that stays open until it is sent."""
+        self._fds.append(os.dup(fd))
+        return self._fds[-1]
+
+    def _look(self) -> None:
+        """Take the writer that has started, and tell it everything; or fail all that waits for it."""
+        try:
+            client = self._starting.result()
+        except CkptError as err:
+            with self._lock:
+                self._failed = err
+                self._let_go()
+            self._mail += [message for job in self._jobs for message in self._not_taken(job, err)]
+            self._mail.append(WriterLost(f"no other writer starts: {err.message}"))
+            if not isinstance(err, StorageError | WriterError):
+                raise
+            return
+        self._mail += self._starting.events
+        self.first_seq, self.peer_port, self.history = client.first_seq, client.peer_port, client.history
+        self._arrived(client)
+        with self._lock:
+            for what in self._later:
+                what(client)
+            self._client = client
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._later = []
+        for fd in self._fds:
+            with suppress(OSError):
+                os.close(fd)
+        self._fds = []
+
+    def _not_taken(self, job: PersistJob, error: CkptError) -> list[Message]:
+        record = ErrorRecord.of(error)
+        failed = SnapshotFailed("", job.step, self._tier, record.code, record.message, hint=record.hint or "")
+        return [failed, JobDone(job.job, None, record)]
+
+
+OpenWriter = Callable[[bool, Callable[[Event], None]], WriterClient]
+"""Starts a writer, with a memory tier or without; tells events to the second argument, on the calling thread."""
+
+
+class Starting:
+    """Begins to start a writer at once.
+
+    Args:
+        open_writer: may take as long as waiting for the lease does.
+        memory: its first argument.
+    """
+
+    def __init__(self, open_writer: OpenWriter, memory: bool) -> None:
+        self.events: list[Event] = []
+        self._client: WriterClient | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(open_writer, memory), name="ckpt-start", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether there is a result."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float) -> None:
+        """Wait at most `timeout` seconds for it."""
+        self._thread.join(timeout)
+
+    def result(self) -> WriterClient:
+        """The client, once `done`.
+
+        Raises:
+            CkptError: why it did not start.
+        """
+        if self._error is not None:
+            raise self._error
+        assert self._client is not None
+        return self._client
+
+    def _run(self, open_writer: OpenWriter, memory: bool) -> None:
+        try:
+            self._client = open_writer(memory, self.events.append)
+        except Exception as err:  # noqa: BLE001 - raised on the training thread
+            self._error = err
+
+
+def outlives_the_trainer(client: WriterClient, emit: Callable[[Event], None]) -> bool:
+    """Whether a writer can be a memory tier; else `emit` says why not."""
+    from ckpt_engine.writer.launch import ThreadWriter
+
+    if isinstance(client, ThreadWriter):
+        emit(Notice("WARNING", "there is no memory tier: a writer thread ends with the trainer"))
+        return False
+    return True
+
+
+class Handover:
+    """A running writer and what it has been told."""
+
+    def __init__(self, client: WriterClient) -> None:
+        self.client = client
+        self._slots: set[int] = set()
+        self._layout: int | None = None
+        self._skeletons: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def announce(self, slot: SharedSlot, known: Iterable[SharedSlot], plan: StatePlan) -> None:
+        """Send what the next job refers to, unless the writer has it, and let it free what is no longer used.
+
+        Every earlier job has been submitted by then: the fence comes before the next snapshot.
+        """
+        with self._lock:
+            gone = self._slots - {s.index for s in known}
+            self._slots -= gone
+            if slot.index not in self._slots:
+                self.client.attach_slot(slot.index, slot.fd, slot.nbytes)
+                self._slots.add(slot.index)
+            layouts = []
+            if plan.layout.id != self._layout:
+                self.client.define_layout(plan.layout)
+                layouts = [self._layout] if self._layout is not None else []
+                self._layout = plan.layout.id
+            new = {ref.key: ref.id for ref in plan.skeletons}
+            for ref in plan.skeletons:
+                if self._skeletons.get(ref.key) != ref.id:
+                    self.client.define_skeleton(ref.id, ref.tree)
+            skeletons = [number for key, number in self._skeletons.items() if new.get(key) != number]
+            self._skeletons = new
+            if gone or layouts or skeletons:
+                self.client.forget(slots=sorted(gone), layouts=layouts, skeletons=skeletons)
+
+    def send(self, job: PersistJob, *, durable: bool) -> None:
+        """Hand over a staged snapshot.
+
+        Raises:
+            WriterError: see `WriterClient.submit`.
+        """
+        with self._lock:
+            if durable:
+                self.client.submit(job)
+            else:
+                self.client.hold(job)
+
+
+KEPT = 1
+KEPT_OF_RANKS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    slot: int
+    handle: SaveHandle | None
+    writer: int
+
+
+class Newest:
+    """The slots of snapshots that the writer was told of, oldest first.
+
+    Args:
+        release: takes the slots that may change; called on the training thread.
+        keep: so many of the newest may not.
+    """
+
+    def __init__(self, release: Callable[[int], None], keep: int = 1) -> None:
+        self._release = release
+        self.keep = keep
+        self._told: deque[_Told] = deque()
+        self._why: CkptError | None = None
+        self.writer = 0
+        """Counts the writers: those that were lost, and the one there is."""
+
+    def tell(self, slot: int, handle: SaveHandle | None, writer: int) -> None:
+        """A writer was told of the snapshot in `slot`. Any thread, one at a time, oldest first.
+
+        Args:
+            handle: set to held once the message cannot be lost any more; None for snapshots that become durable.
+            writer: which one it was; it may be lost by now.
+        """
+        self._told.append(_Told(slot, handle, writer))
+
+    def settle(self, flushed: Callable[[], bool]) -> None:
+        """Release what is no longer needed. Training thread only.
+
+        Args:
+            flushed: whether everything sent so far is with the kernel, and the writer alive.
+        """
+        while self._told and self._told[0].writer != self.writer:
+            self._give_up(self._told.popleft())
+        # Count first: what is told after the question is not part of the answer.
+        count = len(self._told)
+        if not self._open(count) or not flushed():
+            return
+        for told in list(self._told)[:count]:
+            if told.handle is not None:
+                told.handle.held = True
+        for _ in range(count - self.keep):
+            self._release(self._told.popleft().slot)
+
+    def lose(self, why: CkptError) -> None:
+        """The writer is gone, and with it everything it was told."""
+        self._why = why
+        self.writer += 1
+        while self._told:
+            self._give_up(self._told.popleft())
+
+    def _give_up(self, told: _Told) -> None:
+        if told.handle is not None and not told.handle.held:
+            told.handle.error = self._why
+        self._release(told.slot)
+
+    def _open(self, count: int) -> bool:
+        if count > self.keep:
+            return True
+        return any((handle := told.handle) is not None and not handle.held for told in list(self._told)[:count])

@@ -1,0 +1,130 @@
+"""Compare what a snapshot holds with what its user expects, from the manifest alone, before any data is read.
+
+A snapshot of several ranks as one of them sees it, and what each of the others had of its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpt_engine.errors import MismatchError, ResumeError
+from ckpt_engine.store.manifest import RANKS, Manifest
+from ckpt_engine.store.tree import TreePath
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_SHOWN = 8
+_SAME = "use the model this run was started with, or another folder for the new model"
+
+
+def tensor_shapes(manifest: Manifest, root: TreePath = ()) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensor leaves below `root`, by their "/"-joined path relative to it."""
+    return {
+        "/".join(map(str, path[len(root) :])): tuple(shape)
+        for path, shape in _leaves(manifest)
+        if path[: len(root)] == root
+    }
+
+
+def require_match(expected: Shapes, found: Shapes, *, what: str, snapshot: str, hint: str = _SAME) -> None:
+    """Raise if tensors are missing, unexpected or of another shape.
+
+    Args:
+        what: whose tensors these are ("model", "state"), for the message.
+        snapshot: id, for the message.
+        hint: what to do about it.
+
+    Raises:
+        MismatchError: names the keys, and near misses.
+    """
+    missing = [k for k in expected if k not in found]
+    unexpected = [k for k in found if k not in expected]
+    reshaped = [k for k in expected if k in found and tuple(expected[k]) != tuple(found[k])]
+    if not (missing or unexpected or reshaped):
+        return
+    lines = [f"snapshot {snapshot} does not fit this {what}:"]
+    lines += _section("missing in the snapshot", [_near(k, unexpected) for k in missing])
+    lines += _section(f"not in this {what}", unexpected)
+    lines += _section("other shape", [f"{k}: {list(found[k])} saved, {list(expected[k])} here" for k in reshaped])
+    raise MismatchError("\n".join(lines) + "\n", hint=hint)
+
+
+def _near(key: str, others: list[str]) -> str:
+    close = difflib.get_close_matches(key, others, 1, cutoff=0.8)
+    return f"{key} (similar: {close[0]})" if close else key
+
+
+def _section(title: str, keys: list[str]) -> list[str]:
+    if not keys:
+        return []
+    more = [f"    … and {len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else []
+    return [f"  {title} ({len(keys)}):", *(f"    {k}" for k in keys[:_SHOWN]), *more]
+
+
+def _leaves(manifest: Manifest) -> Iterator[tuple[TreePath, tuple[int, ...]]]:
+    tree = manifest.tree
+    roots = [((), tree[""])] if list(tree) == [""] else [((key,), node) for key, node in tree.items()]
+    for path, node in roots:
+        yield from _walk(node, path, manifest)
+
+
+def _walk(node: Any, path: TreePath, manifest: Manifest) -> Iterator[tuple[TreePath, tuple[int, ...]]]:
+    if isinstance(node, list):
+        for i, child in enumerate(node):
+            yield from _walk(child, (*path, i), manifest)
+    elif isinstance(node, dict):
+        kind = node.get("$")
+        if kind is None or "fields" in node:
+            children = node if kind is None else node["fields"]
+            if isinstance(children, dict):
+                for key, child in children.items():
+                    yield from _walk(child, (*path, key), manifest)
+        elif kind in ("tensor", "sharded"):
+            view = node.get("view")
+            yield path, tuple(view["shape"]) if view else manifest.entries[node["entry"]].shape
+        elif kind in ("tuple", "namedtuple", "deque"):
+            for i, child in enumerate(node["items"]):
+                yield from _walk(child, (*path, i), manifest)
+        elif "items" in node:
+            for item in node["items"]:
+                if isinstance(item, list) and len(item) == 2 and not isinstance(item[0], dict | list):
+                    yield from _walk(item[1], (*path, item[0]), manifest)
+
+
+def size_of(manifest: Manifest) -> int:
+    """How many ranks wrote it."""
+    return int(manifest.world.get("size", 1))
+
+
+def as_rank(manifest: Manifest, rank: int) -> Manifest:
+    """The manifest with the components of its own that `rank` had, instead of those of all ranks.
+
+    Where there were fewer ranks it is those of `rank` modulo their number.
+    """
+    if size_of(manifest) == 1:
+        return manifest
+    shared = {key: node for key, node in manifest.tree.items() if key != RANKS}
+    return replace(manifest, tree={**shared, **own_trees(manifest).get(rank % size_of(manifest), {})})
+
+
+def require_size(manifest: Manifest, size: int) -> None:
+    """Raise where an exact resume is impossible because another number of ranks has taken the snapshot.
+
+    Raises:
+        ResumeError: says both numbers.
+    """
+    if size_of(manifest) != size:
+        raise ResumeError(
+            f"{size_of(manifest)} ranks took snapshot {manifest.info.id}, and this run has {size}",
+            hint=f"start it with {size_of(manifest)} ranks, or with rng: derive, which lets any number go on",
+        )
+
+
+def own_trees(manifest: Manifest) -> dict[int, Mapping[str, Any]]:
+    """What each rank had of its own, as trees by component; nothing where one rank wrote."""
+    if size_of(manifest) == 1:
+        return {}
+    return {int(rank): tree for rank, tree in manifest.tree.get(RANKS, {}).items()}

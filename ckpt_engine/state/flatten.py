@@ -1,0 +1,404 @@
+"""Flatten a state tree into arrays, values and a skeleton, reusing the skeleton while the structure stays the same.
+
+Two passes share one traversal order. `scan` is the fast one, run at every snapshot: it collects the live arrays, the
+encoded values of the other leaves, and a signature of the structure. Only when the signature differs from the cached
+one does `describe` run: it builds the typed JSON skeleton with a path for every array.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from ckpt_engine.errors import StateError, UnstorableLeafError
+from ckpt_engine.state import sharding
+from ckpt_engine.state.json_types import encode_bytes, encode_float, encode_scalar, open_container, problem_of
+from ckpt_engine.store.tree import TreePath
+
+T = TypeVar("T")
+
+INLINE_BYTES = 64
+"""Bytes objects up to this size live in the manifest, longer ones in the container."""
+
+MAX_DEPTH = 200
+_MAX_NESTING = 300
+"""Of the JSON, where some kinds take three levels: what is nested deeper cannot be written by a recursive encoder."""
+_SHORT = 1 << 63
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter)
+_VALUE = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """One component of live state, flattened.
+
+    Args:
+        signature: equal for equal structure (types, keys, lengths; not tensor shapes).
+        arrays: live tensors in traversal order (numpy arrays and bytes as tensors over the same memory; of a DTensor
+            what this rank has).
+        values: JSON nodes of the other leaves in traversal order.
+        copied: indices of arrays that are private copies, made by this scan.
+    """
+
+    signature: list[Any]
+    arrays: list[torch.Tensor]
+    values: list[Any]
+    copied: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayLeaf:
+    """Where an array of a `Scan` sits in the tree, and its skeleton node (filled with `entry` by the planner).
+
+    `shard` tells of a DTensor how it is divided over the ranks.
+    """
+
+    path: TreePath
+    node: dict[str, Any]
+    shard: sharding.Shard | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentSkeleton:
+    """The typed JSON of one component with `{"$":"v","i":n}` for value n, and its array leaves in scan order."""
+
+    tree: Any
+    leaves: tuple[ArrayLeaf, ...]
+
+
+def bytes_tensor(data: bytes | bytearray) -> torch.Tensor:
+    """A uint8 tensor over a private copy of `data`."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def array_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """A tensor with the array's elements; a uint8 tensor of its bytes where torch has no such dtype."""
+    native = array.dtype.newbyteorder("=")
+    contiguous = np.array(array, dtype=native, order="C", copy=True)
+    try:
+        return torch.from_numpy(contiguous)
+    except TypeError:
+        return bytes_tensor(contiguous.tobytes())
+
+
+class Flattener:
+    """Flattens components of one run.
+
+    Args:
+        pickle_paths: glob patterns over "/"-joined paths whose unknown objects are pickled (explicit opt-in).
+
+    Not thread safe: used on the training thread only.
+    """
+
+    def __init__(self, pickle_paths: Sequence[str] = ()) -> None:
+        self._pickle_paths = tuple(pickle_paths)
+
+    def scan(self, node: Any, root: TreePath) -> Scan:
+        """Flatten `node`.
+
+        Raises:
+            UnstorableLeafError: names the leaf that would need pickle.
+            StateError: the tree contains itself.
+        """
+        out = Scan([], [], [], [])
+        try:
+            self._scan(node, out)
+        except Exception as err:
+            self.describe(node, root)  # raises with the path
+            raise StateError(f"cannot store {show_path(root)}: {type(err).__name__}: {err}") from err
+        return out
+
+    def _scan(self, node: Any, out: Scan) -> None:
+        kind = type(node)
+        if kind in _TENSOR_TYPES:
+            out.signature.append(kind)
+            out.arrays.append(node)
+        elif kind is dict:
+            out.signature.extend((dict, len(node)))
+            out.signature.extend(node)
+            if "$" in node or not all(type(k) is str for k in node):
+                out.signature.extend(map(type, node))
+            for child in node.values():
+                self._scan(child, out)
+        elif kind is str or kind is int:
+            plain = node.isascii() if kind is str else -_SHORT < node < _SHORT
+            if not plain and problem_of(node) is not None:
+                raise _UnknownLeafError
+            out.signature.append(_VALUE)
+            out.values.append(node)
+        elif kind is bool or node is None:
+            out.signature.append(_VALUE)
+            out.values.append(node)
+        elif kind is float:
+            out.signature.append(_VALUE)
+            out.values.append(node if math.isfinite(node) else encode_float(node))
+        elif kind is list or kind is tuple:
+            out.signature.extend((kind, len(node)))
+            for child in node:
+                self._scan(child, out)
+        elif kind is OrderedDict:
+            metadata = getattr(node, "_metadata", None)  # torch's state_dict versions ride on an attribute
+            out.signature.extend((OrderedDict, len(node), metadata is None))
+            out.signature.extend(node)
+            for child in node.values():
+                self._scan(child, out)
+            if metadata is not None:
+                self._scan(metadata, out)
+        else:
+            self._scan_other(node, out)
+
+    def _scan_other(self, node: Any, out: Scan) -> None:
+        if sharding.is_sharded(node):
+            out.signature.extend(sharding.signature(node))
+            out.arrays.append(sharding.local(node))
+            return
+        array = _as_array(node)
+        if array is not None:
+            out.signature.extend((type(node), getattr(node, "dtype", None), len(node) if array.ndim else 0))
+            out.copied.append(len(out.arrays))
+            out.arrays.append(array)
+            return
+        opened = open_container(node)
+        if opened is not None:
+            children, keys, wrap = opened
+            out.signature.extend((type(node), len(children), repr(wrap([None] * len(children))), *map(str, keys)))
+            for child in children:
+                self._scan(child, out)
+            return
+        encoded = encode_scalar(node)
+        if encoded is None:
+            if not self._pickle_paths:
+                raise _UnknownLeafError
+            # Whether this leaf may be pickled depends on its path, which only `describe` knows.
+            encoded = _pickled(node)
+            out.signature.append("pickle")
+        elif problem_of(encoded) is not None:
+            raise _UnknownLeafError
+        out.signature.append(_VALUE)
+        out.values.append(encoded)
+
+    def describe(self, node: Any, root: TreePath) -> ComponentSkeleton:
+        """The skeleton of `node`; leaves and values are numbered in the order of `scan`.
+
+        Raises:
+            UnstorableLeafError, StateError: as `scan`, with the path of the leaf.
+        """
+        leaves: list[ArrayLeaf] = []
+        counter = [0]
+        for key in root:
+            _require_plain(key, root)
+
+        def visit(item: Any, path: TreePath) -> Any:
+            if len(path) > MAX_DEPTH:
+                where = show_path(path[:8])
+                raise StateError(
+                    f"state is nested deeper than {MAX_DEPTH} levels at {where}/… (does it contain itself?)"
+                )
+            kind = type(item)
+            if kind in _TENSOR_TYPES:
+                return _tensor_leaf(item, path, leaves)
+            if sharding.is_sharded(item):
+                return _sharded_leaf(item, path, leaves)
+            if kind is dict and "$" not in item and all(type(k) is str for k in item):
+                return {_key(k, path): visit(v, (*path, k)) for k, v in item.items()}
+            if kind is dict:
+                return {"$": "dict", "items": [[_key(k, path), visit(v, (*path, k))] for k, v in item.items()]}
+            if kind is OrderedDict:
+                items = [[_key(k, path), visit(v, (*path, k))] for k, v in item.items()]
+                metadata = getattr(item, "_metadata", None)
+                extra = {} if metadata is None else {"metadata": visit(metadata, (*path, "_metadata"))}
+                return {"$": "odict", "items": items, **extra}
+            if kind is list:
+                return [visit(v, (*path, i)) for i, v in enumerate(item)]
+            if kind is tuple:
+                return {"$": "tuple", "items": [visit(v, (*path, i)) for i, v in enumerate(item)]}
+            if kind not in (int, str, bool, float) and item is not None:
+                if _naming(path, _as_array, item) is not None:
+                    return _array_leaf(item, path, leaves)
+                opened = _naming(path, open_container, item)
+                if opened is not None:
+                    children, keys, wrap = opened
+                    _require_plain(wrap([None] * len(children)), path)
+                    return wrap([visit(c, (*path, k)) for c, k in zip(children, keys, strict=True)])
+            self._require_storable(item, path)
+            index = counter[0]
+            counter[0] += 1
+            return {"$": "v", "i": index}
+
+        tree = visit(node, root)
+        if _nests_deeper(tree, _MAX_NESTING):
+            raise StateError(
+                f"the state at {show_path(root)} is nested too deeply: more than {_MAX_NESTING} levels of JSON, where "
+                "tuples take two, and dicts with keys that are no texts three"
+            )
+        return ComponentSkeleton(tree, tuple(leaves))
+
+    def _require_storable(self, item: Any, path: TreePath) -> None:
+        """Raises UnstorableLeafError unless the leaf has a JSON node."""
+        encoded = _naming(path, encode_scalar, item)
+        if encoded is not None:
+            _require_plain(encoded, path)
+        elif item is not None:
+            if not self._may_pickle(path):
+                raise _unstorable(item, path)
+            _naming(path, _pickled, item)
+
+    def _may_pickle(self, path: TreePath) -> bool:
+        joined = show_path(path)
+        return any(fnmatch.fnmatchcase(joined, pattern) for pattern in self._pickle_paths)
+
+
+class _UnknownLeafError(Exception):
+    """Raised by the fast pass, which knows no paths."""
+
+
+def _pickled(item: Any) -> Any:
+    return encode_bytes("pickle", pickle.dumps(item))
+
+
+def _naming(path: TreePath, encode: Callable[[Any], T], item: Any) -> T:
+    """What `encode` makes of `item`; whatever a class of the user's raises there is told with the path."""
+    try:
+        return encode(item)
+    except Exception as err:
+        kind = f"{type(item).__module__}.{type(item).__qualname__}"
+        what = f"{type(err).__name__}: {err}"
+        raise UnstorableLeafError(f"cannot store object of type {kind} at {show_path(path)}: {what}") from err
+
+
+def _require_plain(encoded: Any, path: TreePath) -> None:
+    """Raises UnstorableLeafError if the encoded leaf could not be written."""
+    problem = problem_of(encoded)
+    if problem is not None:
+        raise UnstorableLeafError(f"cannot store what is at {show_path(path)}: {problem}")
+
+
+def _nests_deeper(tree: Any, levels: int) -> bool:
+    """Whether JSON has more than so many levels; not by recursion."""
+    layer = [tree]
+    for _ in range(levels + 1):
+        layer = [
+            child
+            for node in layer
+            if isinstance(node, dict | list)
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+        if not layer:
+            return False
+    return True
+
+
+def _as_array(node: Any) -> torch.Tensor | None:
+    if isinstance(node, np.ma.MaskedArray):
+        return None  # as an array it would lose its mask
+    if isinstance(node, np.ndarray):
+        return None if node.dtype.hasobject or node.dtype.names else array_tensor(node)
+    if isinstance(node, bytes | bytearray) and len(node) > INLINE_BYTES:
+        return bytes_tensor(node)
+    return None
+
+
+def _tensor_leaf(
+    tensor: torch.Tensor, path: TreePath, leaves: list[ArrayLeaf], shard: sharding.Shard | None = None
+) -> dict[str, Any]:
+    problem = tensor_problem(tensor)
+    if problem:
+        raise UnstorableLeafError(
+            f"cannot store tensor at {show_path(path)}: {problem}",
+            hint="convert it to a dense tensor in the state you save",
+        )
+    node: dict[str, Any] = {"$": "tensor"}
+    if isinstance(tensor, torch.nn.Parameter):
+        node["parameter"] = {"requires_grad": tensor.requires_grad}
+    if tensor.device.type != "cpu":
+        node["device"] = str(tensor.device)
+    leaves.append(ArrayLeaf(path, node, shard))
+    return node
+
+
+def _sharded_leaf(tensor: Any, path: TreePath, leaves: list[ArrayLeaf]) -> dict[str, Any]:
+    problem = sharding.problem(tensor)
+    if problem:
+        raise UnstorableLeafError(
+            f"cannot store DTensor at {show_path(path)}: {problem}", hint="save tensor.full_tensor() in its place"
+        )
+    live = tensor if isinstance(tensor, torch.Tensor) else sharding.local(tensor)
+    return _tensor_leaf(live, path, leaves, sharding.shard_of(tensor))
+
+
+def _array_leaf(item: Any, path: TreePath, leaves: list[ArrayLeaf]) -> dict[str, Any]:
+    node: dict[str, Any]
+    if isinstance(item, np.ndarray):
+        node = {"$": "ndarray", "dtype": item.dtype.newbyteorder("=").str, "shape": list(item.shape)}
+    else:
+        node = {"$": type(item).__name__}
+    leaves.append(ArrayLeaf(path, node))
+    return node
+
+
+def _key(key: Any, path: TreePath) -> Any:
+    if type(key) is tuple:
+        return {"$": "tuple", "items": [_key(k, path) for k in key]}
+    encoded = key if key is None or type(key) in (int, str, bool) else _naming(path, encode_scalar, key)
+    _require_plain(encoded, (*path, key))
+    if encoded is None and key is not None:
+        raise UnstorableLeafError(
+            f"cannot store a dict key of type {type(key).__name__} at {show_path(path)}",
+            hint="use str, int, tuple or enum keys",
+        )
+    return encoded
+
+
+def tensor_problem(tensor: torch.Tensor) -> str | None:
+    """Why a tensor has no plain dense bytes, or None."""
+    if tensor.layout is not torch.strided:
+        return f"layout {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.is_quantized:
+        return f"quantized dtype {tensor.dtype}"
+    if tensor.device.type == "meta":
+        return "meta device, it has no data"
+    return None
+
+
+def _unstorable(item: Any, path: TreePath) -> UnstorableLeafError:
+    kind = f"{type(item).__module__}.{type(item).__qualname__}"
+    if isinstance(item, torch.Tensor):
+        what, hint = f"tensor subclass {kind}", "save its plain tensors (for example .to_local() or .dequantize())"
+    else:
+        what = f"object of type {kind}"
+        hint = "store plain data instead (numbers, strings, tensors, dataclasses), or opt in with pickle: [that path]"
+    return UnstorableLeafError(f"cannot store {what} at {show_path(path)} without pickle", hint=hint)
+
+
+def show_path(path: TreePath) -> str:
+    """The path as people read it: keys joined by "/"."""
+    return "/".join(map(_shown, path)) or "(root)"
+
+
+def _shown(key: Any) -> str:
+    """A key as text that can be printed, whatever it is."""
+    try:
+        return str(key).encode(errors="backslashreplace").decode()
+    except Exception:  # noqa: BLE001 - of a class of the user's, or a number of too many digits
+        return f"({type(key).__name__})"
+
+
+def problems(node: Any, root: TreePath, flattener: Flattener) -> str | None:
+    """Why `node` cannot be stored, or None. For adapters that may leave optional parts out."""
+    try:
+        flattener.scan(node, root)
+    except StateError as err:
+        return err.message
+    return None
+
+
+LazyPredicate = Callable[[TreePath], bool]
+"""True for array leaves that do not change before the next fence."""

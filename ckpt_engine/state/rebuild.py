@@ -1,0 +1,414 @@
+"""Rebuild a state tree from a manifest's typed JSON (docs/format.md, "Tree"); the inverse of `state.flatten`.
+
+No code from the snapshot runs, nor any that it names: see `json_types`. A class that is not there, or not of the kind
+that the node says, comes back as a plain equivalent, and `Rebuilder.notes` says so.
+
+Blocks: arrays that are stored as the boxes of several ranks one behind another (docs/format.md, "Tree").
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import collections
+import datetime
+import decimal
+import enum
+import fnmatch
+import fractions
+import pathlib
+import pickle
+import random
+import re
+import sys
+import types
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt_engine.errors import CkptError, FormatError, NewerFormatError
+from ckpt_engine.ranks.boxes import Box, boxes_of
+from ckpt_engine.state import json_types
+from ckpt_engine.state.json_types import FACTORIES
+from ckpt_engine.store.tree import TreePath
+
+_NONSENSE = (ArithmeticError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
+"""What the constructors of Python, numpy and torch raise for values that they cannot take, endless nesting included."""
+_FRACTION = re.compile(r"-?[0-9]+(/[0-9]+)?")
+_FLOATS = {text: float(text) for text in ("nan", "-nan", "inf", "-inf")}
+_GENERATORS = re.compile(r"(cpu|cuda|mps|xpu)(:[0-9]{1,4})?")
+_MOST_WORDS = 624
+"""Of a Mersenne Twister: whoever draws from one that stands beyond its end reads other memory."""
+
+
+class Rebuilder:
+    """Turns JSON nodes back into objects.
+
+    Args:
+        entries: contiguous tensors by container name, as read.
+        pickle_paths: glob patterns of paths that may be unpickled; anything else pickled is refused.
+        finished: entries that are the very tensors that the tree shall have.
+        plain: take no class from this process: what would be of one comes back as a plain equivalent.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[str, torch.Tensor],
+        pickle_paths: Sequence[str] = (),
+        finished: Collection[str] = (),
+        *,
+        plain: bool = False,
+    ) -> None:
+        self._entries = entries
+        self._plain = plain
+        self._finished = frozenset(finished)
+        self._pickle_paths = tuple(pickle_paths)
+        self._tied: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._copied: set[str] = set()
+        self._raw_bytes: dict[tuple[str, str], bytes | bytearray] = {}
+        self.notes: list[str] = []
+
+    def state(self, tree: Mapping[str, Any]) -> Any:
+        """The whole state from `Manifest.tree`."""
+        if list(tree) == [""]:
+            return self.node(tree[""], ())
+        return {key: self.node(node, (key,)) for key, node in tree.items()}
+
+    def node(self, node: Any, path: TreePath) -> Any:
+        """One node with everything below it.
+
+        Raises:
+            NewerFormatError: a kind this version does not know.
+            FormatError: a pickled leaf that was not opted in, or a malformed node.
+        """
+        if isinstance(node, list):
+            return [self.node(child, (*path, i)) for i, child in enumerate(node)]
+        if not isinstance(node, dict):
+            return node
+        kind = node.get("$")
+        if kind is None:
+            return {key: self.node(child, (*path, key)) for key, child in node.items()}
+        build = _KINDS.get(kind)
+        if build is None:
+            raise NewerFormatError(
+                f"unknown node kind {kind!r} at {_show(path)}", hint="read it with a newer ckpt-engine"
+            )
+        try:
+            return build(self, node, path)
+        except CkptError:
+            raise
+        except _NONSENSE as err:  # the one place where values of a snapshot meet constructors of others
+            raise FormatError(f"malformed {kind!r} node at {_show(path)}: {type(err).__name__}: {err}") from err
+
+    def items(self, node: Mapping[str, Any], path: TreePath) -> list[Any]:
+        return [self.node(child, (*path, i)) for i, child in enumerate(node["items"])]
+
+    def pairs(self, node: Mapping[str, Any], path: TreePath) -> list[tuple[Any, Any]]:
+        out = []
+        for raw_key, raw_value in node["items"]:
+            key = self.node(raw_key, path)
+            out.append((key, self.node(raw_value, (*path, key))))
+        return out
+
+    def find_class(self, name: Any, fits: Callable[[type], bool], path: TreePath) -> type | None:
+        """The class if it is there, runs no code, and is of the right kind; else None, with a note."""
+        found = None if self._plain or not isinstance(name, str) else json_types.find_class(name)
+        if found is not None and fits(found):
+            return found
+        self.note_plain(name, path)
+        return None
+
+    def note_plain(self, name: Any, path: TreePath) -> None:
+        """Say that a class is not used."""
+        self.notes.append(
+            f"{_show(path)}: class {name} is not imported here, or runs code of its own when an object is made; "
+            "restored as a plain equivalent"
+        )
+
+    def entry(self, node: Mapping[str, Any], path: TreePath) -> torch.Tensor:
+        try:
+            return self._entries[node["entry"]]
+        except KeyError as err:
+            raise FormatError(f"{_show(path)} refers to entry {node['entry']!r}, which the manifest lacks") from err
+
+    def tensor(self, node: Mapping[str, Any], path: TreePath) -> torch.Tensor:
+        """Leaves that shared memory when saved share it again."""
+        if node["entry"] in self._finished:
+            return self.entry(node, path)
+        view, stride = node.get("view"), node.get("stride")
+        memory = (node["entry"], repr(view), tuple(stride or ()), repr(node.get("blocks")))
+        if memory not in self._tied:
+            raw = self.entry(node, path)
+            # Copies are made once for each entry, whatever a tree says: the number of leaves costs no memory.
+            if stride is not None or "blocks" in node:
+                if node["entry"] in self._copied:
+                    raise FormatError(f"{_show(path)} has {node['entry']!r} in another form than a leaf before it")
+                self._copied.add(node["entry"])
+            if "blocks" in node:
+                raw = put_together(raw, boxes_of(node, raw.shape))
+            self._tied[memory] = _new_tensor(raw, view, stride)
+        parameter = node.get("parameter")
+        if not parameter:
+            return self._tied[memory]
+        key = (*memory, parameter["requires_grad"] is True)
+        if key not in self._tied:
+            self._tied[key] = torch.nn.Parameter(self._tied[memory], requires_grad=parameter["requires_grad"] is True)
+        return self._tied[key]
+
+    def raw_bytes(self, node: Mapping[str, Any], path: TreePath) -> bytes | bytearray:
+        """What is in an entry as bytes, once for all leaves that refer to it."""
+        key = (node["$"], node["entry"])
+        if key not in self._raw_bytes:
+            data = _flat(self.entry(node, path)).data
+            self._raw_bytes[key] = bytes(data) if node["$"] == "bytes" else bytearray(data)
+        return self._raw_bytes[key]
+
+    def unpickle(self, node: Mapping[str, Any], path: TreePath) -> Any:
+        joined = "/".join(map(str, path))
+        if not any(fnmatch.fnmatchcase(joined, pattern) for pattern in self._pickle_paths):
+            raise FormatError(
+                f"{joined} was stored with pickle, which can run code",
+                hint=f"if you trust this snapshot, opt in with pickle: ['{joined}']",
+            )
+        return pickle.loads(base64.b64decode(node["b64"]))  # noqa: S301 - explicit opt-in for this path
+
+
+def _show(path: TreePath) -> str:
+    return "/".join(map(str, path)) or "(root)"
+
+
+def _new_tensor(raw: torch.Tensor, view: Mapping[str, Any] | None, stride: Sequence[int] | None) -> torch.Tensor:
+    if view is not None:
+        dtype = json_types.dtype_of(view["dtype"])
+        offset = raw.storage_offset() * raw.element_size() + view["byte_offset"]
+        if offset % dtype.itemsize:
+            raise ValueError(f"{view['dtype']} at byte {offset} of its memory")
+        out = torch.empty(0, dtype=dtype)
+        return out.set_(raw.untyped_storage(), offset // dtype.itemsize, tuple(view["shape"]), tuple(view["stride"]))
+    if stride is not None:
+        out = torch.empty_strided(raw.shape, tuple(stride), dtype=raw.dtype)
+        return out.copy_(raw)
+    return raw
+
+
+def _flat(raw: torch.Tensor) -> np.ndarray[Any, Any]:
+    return raw.contiguous().view(-1).view(torch.uint8).numpy() if raw.numel() else np.empty(0, dtype=np.uint8)
+
+
+def _ndarray(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> np.ndarray[Any, Any]:
+    flat = _flat(r.entry(node, path))
+    array: np.ndarray[Any, Any] = flat.view(json_types.numpy_dtype(node["dtype"])).reshape(node["shape"])
+    return array
+
+
+def _bytes(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> bytes | bytearray:
+    if "b64" not in node:
+        return r.raw_bytes(node, path)
+    return (bytes if node["$"] == "bytes" else bytearray)(base64.b64decode(node["b64"]))
+
+
+def _odict(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> collections.OrderedDict[Any, Any]:
+    out = collections.OrderedDict(r.pairs(node, path))
+    if "metadata" in node:
+        out._metadata = r.node(node["metadata"], (*path, "_metadata"))  # type: ignore[attr-defined]
+    return out
+
+
+def _mapping(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> dict[Any, Any]:
+    pairs = r.pairs(node, path)
+    cls = r.find_class(node["type"], json_types.is_mapping, path)
+    if cls is None:
+        return dict(pairs)
+    out = json_types.mapping(cls, pairs)
+    if out is None:
+        r.note_plain(node["type"], path)
+        return dict(pairs)
+    return out
+
+
+def _defaultdict(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
+    factory = None if node["factory"] is None else FACTORIES[node["factory"]]
+    return collections.defaultdict(factory, r.pairs(node, path))
+
+
+def _namedtuple(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
+    fields = tuple(node["fields"])
+    if not all(isinstance(one, str) for one in fields):
+        raise ValueError("names of fields are text")
+    cls = r.find_class(node["type"], lambda cls: json_types.is_namedtuple(cls, fields), path)
+    return tuple.__new__(cls or json_types.plain_namedtuple(str(node["type"]), fields), r.items(node, path))
+
+
+def _fields(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> dict[str, Any]:
+    return {name: r.node(child, (*path, name)) for name, child in node["fields"].items()}
+
+
+def _namespace(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
+    out = types.SimpleNamespace() if node["$"] == "simplenamespace" else argparse.Namespace()
+    vars(out).update(_fields(r, node, path))  # not as arguments: one may be called self
+    return out
+
+
+def _dataclass(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
+    values = _fields(r, node, path)
+    cls = r.find_class(node["type"], json_types.is_dataclass, path)
+    out = None if cls is None else json_types.dataclass(cls, values)
+    if out is None:
+        if cls is not None:
+            r.note_plain(node["type"], path)
+        out = types.SimpleNamespace()
+        vars(out).update(values)
+    return out
+
+
+def _enum(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
+    name = node["name"]
+    cls = r.find_class(node["type"], lambda cls: json_types.member(cls, name) is not None, path)
+    return name if cls is None else json_types.member(cls, name)
+
+
+def _npscalar(_: Rebuilder, node: Mapping[str, Any], __: TreePath) -> Any:
+    return np.frombuffer(bytes.fromhex(node["hex"]), dtype=json_types.numpy_dtype(node["dtype"]))[0]
+
+
+def _fraction(_: Rebuilder, node: Mapping[str, Any], __: TreePath) -> fractions.Fraction:
+    if _FRACTION.fullmatch(node["v"]) is None:  # Python takes exponents, and computes their powers of ten
+        raise ValueError("not a fraction of two whole numbers")
+    return fractions.Fraction(node["v"])
+
+
+def _torch_generator(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> torch.Generator:
+    if _GENERATORS.fullmatch(node["device"]) is None:
+        raise ValueError(f"no random generator is on {str(node['device'])[:40]!r}")
+    out = torch.Generator(node["device"])
+    out.set_state(r.node(node["state"], (*path, "state")).clone())
+    return out
+
+
+def _np_generator(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
+    state = r.node(node["state"], (*path, "state"))
+    name = state["bit_generator"]
+    if name not in _BIT_GENERATORS:
+        raise ValueError(f"unknown bit generator {str(name)[:40]!r}")
+    if name == "MT19937" and not 0 <= state["state"]["pos"] <= _MOST_WORDS:
+        raise ValueError("a generator that stands beyond its end")
+    if name == "Philox" and not 0 <= state["buffer_pos"] <= len(state["buffer"]):
+        raise ValueError("a generator that stands beyond its end")
+    if node["$"] == "np.RandomState":
+        legacy = np.random.RandomState(_BIT_GENERATORS[name]())
+        legacy.set_state(state)
+        return legacy
+    bits = _BIT_GENERATORS[name]()
+    bits.state = state
+    return np.random.Generator(bits)
+
+
+def _python_random(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> random.Random:
+    out = random.Random()
+    out.setstate(r.node(node["state"], (*path, "state")))
+    return out
+
+
+def _omegaconf(r: Rebuilder, node: Mapping[str, Any], path: TreePath) -> Any:
+    plain = r.node(node["container"], path)
+    omegaconf = sys.modules.get("omegaconf")  # what is not imported is not imported for a snapshot
+    if omegaconf is None or not _is_configuration(plain):
+        r.notes.append(
+            f"{_show(path)}: omegaconf is not imported here, or cannot hold this; restored as plain containers"
+        )
+        return plain
+    try:
+        out = omegaconf.OmegaConf.create(plain)
+        omegaconf.OmegaConf.set_struct(out, node["flags"]["struct"] or None)
+        omegaconf.OmegaConf.set_readonly(out, node["flags"]["readonly"] or None)
+    except omegaconf.errors.OmegaConfBaseException as err:
+        raise ValueError(str(err)) from err
+    return out
+
+
+def _is_configuration(plain: Any) -> bool:
+    """Whether omegaconf looks into nothing of it: it reads texts at the top as YAML, and objects by getattr."""
+    if not isinstance(plain, dict | list):
+        return False
+    left = [plain]
+    while left:
+        one: Any = left.pop()
+        if type(one) is dict:
+            left += [*one.keys(), *one.values()]
+        elif type(one) is list:
+            left += one
+        elif not (one is None or isinstance(one, bool | int | float | str | bytes | pathlib.Path | enum.Enum)):
+            return False
+    return True
+
+
+def _torch_name(_: Rebuilder, node: Mapping[str, Any], __: TreePath) -> Any:
+    return json_types.torch_value(node["v"], _TORCH_NAMES[node["$"]])
+
+
+_TORCH_NAMES = {"torch.dtype": torch.dtype, "torch.memory_format": torch.memory_format, "torch.layout": torch.layout}
+_BIT_GENERATORS: dict[str, Any] = {
+    one.__name__: one
+    for one in (np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64)
+}
+_KINDS: dict[str, Callable[[Rebuilder, Mapping[str, Any], TreePath], Any]] = {
+    "tensor": Rebuilder.tensor,
+    "sharded": Rebuilder.tensor,
+    "ndarray": _ndarray,
+    "bytes": _bytes,
+    "bytearray": _bytes,
+    "pickle": Rebuilder.unpickle,
+    "dict": lambda r, n, p: dict(r.pairs(n, p)),
+    "odict": _odict,
+    "defaultdict": _defaultdict,
+    "counter": lambda r, n, p: collections.Counter(dict(r.pairs(n, p))),
+    "mapping": _mapping,
+    "tuple": lambda r, n, p: tuple(r.items(n, p)),
+    "torch.Size": lambda r, n, p: torch.Size(r.items(n, p)),
+    "namedtuple": _namedtuple,
+    "set": lambda r, n, p: set(r.items(n, p)),
+    "frozenset": lambda r, n, p: frozenset(r.items(n, p)),
+    "deque": lambda r, n, p: collections.deque(r.items(n, p), n["maxlen"]),
+    "namespace": _namespace,
+    "simplenamespace": _namespace,
+    "dataclass": _dataclass,
+    "enum": _enum,
+    "omegaconf": _omegaconf,
+    "float": lambda _, n, __: _FLOATS[n["v"]],
+    "complex": lambda r, n, p: complex(r.node(n["re"], p), r.node(n["im"], p)),
+    "npscalar": _npscalar,
+    "np.dtype": lambda _, n, __: json_types.numpy_dtype(n["v"]),
+    "path": lambda _, n, __: (pathlib.PurePath if n["pure"] else pathlib.Path)(n["v"]),
+    "datetime": lambda _, n, __: datetime.datetime.fromisoformat(n["v"]).replace(fold=n["fold"]),
+    "date": lambda _, n, __: datetime.date.fromisoformat(n["v"]),
+    "time": lambda _, n, __: datetime.time.fromisoformat(n["v"]),
+    "timedelta": lambda _, n, __: datetime.timedelta(*n["v"]),
+    "uuid": lambda _, n, __: uuid.UUID(n["v"]),
+    "decimal": lambda _, n, __: decimal.Decimal(n["v"]),
+    "fraction": _fraction,
+    "range": lambda _, n, __: range(*n["v"]),
+    "slice": lambda _, n, __: slice(*n["v"]),
+    "torch.dtype": _torch_name,
+    "torch.memory_format": _torch_name,
+    "torch.layout": _torch_name,
+    "torch.device": lambda _, n, __: torch.device(n["v"]),
+    "torch.Generator": _torch_generator,
+    "np.Generator": _np_generator,
+    "np.RandomState": _np_generator,
+    "random.Random": _python_random,
+}
+
+
+def put_together(stored: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
+    """The array whose boxes `stored` has one behind another."""
+    out = torch.empty_like(stored)
+    flat = stored.view(-1)
+    whole = Box.whole(stored.shape)
+    at = 0
+    for box in boxes:
+        out[box.slices(whole)] = flat[at : at + box.count].view(box.shape)
+        at += box.count
+    return out

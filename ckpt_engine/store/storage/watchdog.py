@@ -1,0 +1,458 @@
+"""Notices calls to a tier that hang, tells them from slow ones, and leaves them behind.
+
+Storages that say when they get on, so that one that hangs is told from one that is slow.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
+
+from ckpt_engine.errors import StorageStalledError
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.base import Capabilities, ObjectInfo, Storage, Versions
+from ckpt_engine.store.storage.disk import Meter
+from ckpt_engine.store.storage.wrappers import WrapperStorage, metered
+
+STALL_SECONDS = 30.0
+"""A tier that does not get on for so long counts as away. An S3 request that moves nothing fails before."""
+SLOWEST_BYTES_PER_SECOND = 1 << 20
+"""What a call whose progress cannot be seen from outside is given time for, on top."""
+_LOOK_SECONDS = 1.0
+
+T = TypeVar("T")
+
+
+class AbandonedError(Exception):
+    """The call was left behind: it must not go on."""
+
+
+class CallProgress:
+    """When the call under way got on last. Any thread.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._deadline = 0.0
+        self.abandoned = False
+        """Whether somebody has stopped waiting for the call."""
+        self.begin()
+
+    def begin(self) -> None:
+        """A new call begins."""
+        self.abandoned = False
+        self.moved()
+
+    def moved(self, rest_seconds: float = 0.0) -> None:
+        """It got on, and may now rest for so long before its time begins to count."""
+        self._deadline = self._clock() + rest_seconds + STALL_SECONDS
+
+    def asked(self, rest_seconds: float = 0.0) -> None:
+        """A request begins, which may take so long without a sign."""
+        self.moved(rest_seconds)
+
+    def answered(self) -> None:
+        """A request has ended."""
+        self.moved()
+
+    def tried(self) -> None:
+        """A request is tried again, without having moved anything."""
+        self.moved()
+
+    def check(self) -> None:
+        """Before anything that reads the arena or makes a snapshot exist.
+
+        Raises:
+            AbandonedError
+        """
+        if self.abandoned:
+            raise AbandonedError
+
+    def left(self) -> float:
+        """Seconds until the call counts as hanging."""
+        return self._deadline - self._clock()
+
+
+class Signs(CallProgress):
+    """Whether a place has anything to say to what it is asked now. Any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._open = 0
+        self._last = clock()
+        self._lock = threading.Lock()
+        super().__init__(clock)
+
+    def moved(self, rest_seconds: float = 0.0) -> None:
+        self._last = self._clock() + rest_seconds
+
+    def asked(self, rest_seconds: float = 0.0) -> None:
+        with self._lock:
+            if not self._open or rest_seconds:
+                self.moved(rest_seconds)
+            self._open += 1
+
+    def answered(self) -> None:
+        with self._lock:
+            self._open -= 1
+            self.moved()
+
+    def tried(self) -> None:
+        """That is no sign of the place."""
+
+    @property
+    def silent_seconds(self) -> float:
+        """How long it has left a request without a sign; 0: there is none."""
+        return max(0.0, self._clock() - self._last) if self._open else 0.0
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call and what became of it. `left`: told its end when nobody waits any more."""
+
+    left: Callable[[BaseException | None], object] | None = None
+    abandoned: bool = False
+    done: bool = False
+    value: Any = None
+    error: BaseException | None = None
+    since: float = field(default_factory=time.time)
+
+
+class Lane:
+    """Calls to one tier, one at a time, each on a thread that is left behind if it hangs.
+
+    There is at most one such thread: while it hangs every other call fails at once. Any thread may call.
+
+    Args:
+        url: the tier, for messages.
+        keeps: False: a call that was left behind does not bar others, because it hangs in another place.
+        told: called on the hanging thread when it has ended after all.
+    """
+
+    def __init__(self, url: str, *, keeps: bool = True, told: Callable[[], object] = lambda: None) -> None:
+        self.url = url
+        self.progress = CallProgress()
+        self._keeps = keeps
+        self._told = told
+        self._changed = threading.Condition()
+        self._call: _Call | None = None
+        self._last: Callable[[], object] | None = None
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a call hangs that nobody waits for any more."""
+        call = self._call
+        return call is not None and call.abandoned
+
+    def refuse_if_stuck(self) -> None:
+        """Raises `StorageStalledError` if a call hangs that nobody waits for any more."""
+        call = self._call
+        if call is not None and call.abandoned:
+            raise self._error(call)
+
+    def call(
+        self,
+        work: Callable[[], T],
+        *,
+        left: Callable[[BaseException | None], object] | None = None,
+        give_up: Callable[[StorageStalledError], bool] = lambda _: True,
+    ) -> T:
+        """The result of `work`, which runs on a thread of its own.
+
+        Args:
+            left: called once, if `StorageStalledError` is raised for this call, when it has ended after all; on its
+                thread, with its error.
+            give_up: asked again and again while `work` hangs whether to leave it behind.
+
+        Raises:
+            StorageStalledError: `work` did not get on for `STALL_SECONDS` and still runs, or an earlier call does.
+        """
+        call = _Call(left)
+        with self._changed:
+            if self._call is not None:
+                raise self._error(self._call)
+            self._call = call
+            self.progress.begin()
+        try:
+            threading.Thread(target=self._run, args=(call, work), name=f"ckpt-tier {self.url}", daemon=True).start()
+        except BaseException:
+            self._call = None
+            raise
+        self._wait(call, give_up)
+        try:
+            if call.error is not None:
+                raise call.error
+            return cast("T", call.value)
+        finally:
+            del call  # its error refers to this frame
+
+    def last(self, work: Callable[[], object]) -> bool:
+        """Run `work`, which raises nothing, at the end of the hanging call, if there is one; whether there is."""
+        with self._changed:
+            if self._call is None:
+                return False
+            self._last = work
+            return True
+
+    def look(self) -> None:
+        """Let whoever waits ask `give_up` again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def _wait(self, call: _Call, give_up: Callable[[StorageStalledError], bool]) -> None:
+        while True:
+            with self._changed:
+                if call.done:
+                    return
+                left = self.progress.left()
+                if left > 0:
+                    self._changed.wait(min(left, STALL_SECONDS))  # a rest may end earlier than was announced
+                    continue
+            error = self._error(call)
+            if give_up(error):  # without the lock: it may emit events
+                if self._leave(call):
+                    raise error
+                return
+            with self._changed:
+                if not call.done:
+                    self._changed.wait(min(_LOOK_SECONDS, STALL_SECONDS))
+
+    def _leave(self, call: _Call) -> bool:
+        """Stop waiting, unless it has just ended; whether it goes on without us."""
+        with self._changed:
+            if call.done:
+                return False
+            call.abandoned = True
+            if self._keeps:
+                self.progress.abandoned = True
+            else:
+                self._call = None
+            return True
+
+    def _run(self, call: _Call, work: Callable[[], object]) -> None:
+        try:
+            call.value = work()
+        except BaseException as err:  # noqa: BLE001 - raised where the call was made, or handed to `left`
+            call.error = err
+        with self._changed:
+            call.done = True
+            abandoned = call.abandoned
+            if not abandoned:
+                self._call = None
+            self._changed.notify_all()
+        if abandoned:
+            self._come_back(call)
+
+    def _come_back(self, call: _Call) -> None:
+        try:
+            if call.left is not None:
+                call.left(call.error)
+        finally:
+            call.error = None
+            last = None
+            with self._changed:
+                if self._call is call:
+                    self._call = None
+                    last, self._last = self._last, None
+            if last is not None:
+                last()
+            self._told()
+
+    def _error(self, call: _Call) -> StorageStalledError:
+        seconds = max(STALL_SECONDS, time.time() - call.since)
+        return StorageStalledError(
+            f"{self.url} has not got on for {seconds:.0f} s; what was asked of it still hangs",
+            hint="look at the disk, the mount or the network; it is used again as soon as it answers",
+        )
+
+
+_DELETE_SECONDS = 1.0
+
+
+class WatchedStorage(WrapperStorage):
+    """Tells `progress` of each byte that is sent and of each call; puts end once `progress` is abandoned."""
+
+    def __init__(self, inner: Storage, progress: CallProgress) -> None:
+        super().__init__(metered(inner, lambda meter: _WatchingMeter(meter, progress)))
+        self._progress = progress
+
+    @property
+    def capabilities(self) -> Capabilities:
+        own = super().capabilities
+        return replace(own, versions=own.versions and _WatchedVersions(own.versions, self))
+
+    def asking(self, rest_seconds: float = 0.0) -> _Request:
+        """A request, which may take so long without a sign."""
+        return _Request(self._progress, rest_seconds)
+
+    def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
+        self._progress.check()
+        with self.asking():
+            self.inner.put(name, blocks, exclusive=exclusive)
+
+    def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        with self.asking():
+            return self.inner.get(name, start, nbytes)
+
+    def get_into(self, name: str, start: int, out: memoryview) -> None:
+        with self.asking(out.nbytes / SLOWEST_BYTES_PER_SECOND):
+            self.inner.get_into(name, start, out)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        items: Iterator[ObjectInfo] | None = None
+        while True:
+            with self.asking():
+                items = items or iter(self.inner.list(prefix))
+                item = next(items, None)
+            if item is None:
+                return
+            yield item
+
+    def delete(self, *names: str) -> None:
+        with self.asking(_DELETE_SECONDS * len(names)):
+            self.inner.delete(*names)
+
+    def sweep(self) -> int:
+        with self.asking():
+            return self.inner.sweep()
+
+    def free_bytes(self) -> int | None:
+        with self.asking():
+            return self.inner.free_bytes()
+
+
+class _Request:
+    """Tells of a request, as a context manager. There is one for each row of a listing."""
+
+    __slots__ = ("_progress", "_rest_seconds")
+
+    def __init__(self, progress: CallProgress, rest_seconds: float) -> None:
+        self._progress = progress
+        self._rest_seconds = rest_seconds
+
+    def __enter__(self) -> None:
+        self._progress.asked(self._rest_seconds)
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.answered()
+
+
+class _WatchedVersions:
+    """Conditional writes of a watched storage."""
+
+    def __init__(self, inner: Versions, storage: WatchedStorage) -> None:
+        self._inner = inner
+        self._storage = storage
+
+    def read_versioned(self, name: str) -> tuple[bytes, str] | None:
+        with self._storage.asking():
+            return self._inner.read_versioned(name)
+
+    def replace(self, name: str, data: bytes, version: str | None) -> None:
+        with self._storage.asking():
+            self._inner.replace(name, data, version)
+
+
+class _WatchingMeter(Meter):
+    """Tells of each slice: it may wait for its turn, and then take as long as a slow network would."""
+
+    def __init__(self, inner: Meter, progress: CallProgress) -> None:
+        self._inner = inner
+        self._progress = progress
+        self.slice_bytes = inner.slice_bytes
+
+    def wait(self, nbytes: int) -> float:
+        self._progress.check()
+        seconds = self._inner.wait(nbytes)
+        if nbytes or seconds:
+            self._progress.moved(seconds + nbytes / SLOWEST_BYTES_PER_SECOND)
+        else:
+            self._progress.tried()
+        return seconds
+
+    def pause(self, seconds: float) -> None:
+        self._inner.pause(seconds)
+
+    def moved(self) -> None:
+        self._inner.moved()
+        self._progress.moved()
+
+
+class WatchedSource:
+    """A nearer tier as one further tier reads it: whoever hangs in it can be left there, and does not go on afterwards.
+
+    Args:
+        progress: of the tier that is copied to.
+    """
+
+    def __init__(self, storage: Storage, progress: CallProgress) -> None:
+        self._lock = threading.Lock()
+        self._age = 0
+        """Reads that began at an earlier age were left behind."""
+        self._reads = self._left_reads = 0
+        self.storage: Storage = _Reads(WatchedStorage(storage, progress), self)
+        self.repository = Repository(self.storage)
+
+    def leave(self) -> bool:
+        """If reads are under way that were not left before: they end with `AbandonedError`; whether there are any."""
+        with self._lock:
+            if self._reads == self._left_reads:
+                return False
+            self._left_reads = self._reads
+            self._age += 1
+            return True
+
+    def usable(self) -> bool:
+        """Whether no read hangs that was left behind."""
+        return self._left_reads == 0
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """A read.
+
+        Raises:
+            AbandonedError: it was left behind meanwhile.
+        """
+        with self._lock:
+            self._reads += 1
+            age = self._age
+        try:
+            yield
+        finally:
+            with self._lock:
+                left = age != self._age
+                self._reads -= 1
+                self._left_reads -= left
+            if left:
+                raise AbandonedError
+
+
+class _Reads(WrapperStorage):
+    """What is read of a source."""
+
+    def __init__(self, inner: Storage, source: WatchedSource) -> None:
+        super().__init__(inner)
+        self._source = source
+
+    def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        with self._source.reading():
+            return self.inner.get(name, start, nbytes)
+
+    def get_into(self, name: str, start: int, out: memoryview) -> None:
+        with self._source.reading():
+            self.inner.get_into(name, start, out)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        with self._source.reading():
+            found = [*self.inner.list(prefix)]
+        return iter(found)
+
+    def free_bytes(self) -> int | None:
+        with self._source.reading():
+            return self.inner.free_bytes()

@@ -1,0 +1,568 @@
+"""Between trainer and writer: sockets, messages with file descriptors, their kinds, and the heartbeat page.
+
+On the wire a message is an 8-byte little-endian length and that many bytes of JSON. File descriptors ride as ancillary
+data on the first byte of the message that says how many it has (`"fds": n`), so they arrive before its last byte.
+
+The messages of the writer protocol: their kinds, what each carries, and who sends them when.
+
+To the writer, in this order:
+
+| kind       | carries                                   | meaning |
+|---|---|---|
+| `start`    | `config`, `path`                          | first message; answered by `started` or `refused` |
+| `slot`     | `slot`, `nbytes`, one file descriptor     | an arena slot; the same number again replaces it |
+| `layout`   | `layout`                                  | see `job.Layout` |
+| `skeleton` | `id`, `tree`                              | see `tree.KeySkeleton` |
+| `persist`  | `job`                                     | a job whose slot, layout and skeletons were sent before |
+| `hold`     | `job`                                     | the same, to be kept in memory until a newer job comes |
+| `pulse`    | one file descriptor                       | where the trainer says how far it is, see `pulse` |
+| `cancel`   | `snapshot`, `why`                         | this rank has no part in that snapshot of all ranks |
+| `partner`  | `addresses`, `keepers`, `senders`, `moved` | the writers of other machines, see `peers.Peers.meet` |
+| `forget`   | `slots`, `layouts`, `skeletons`           | no later job names these |
+| `close`    |                                           | finish everything, then exit |
+| `leave`    |                                           | the same, but for ranks that failed: see `process` |
+
+To the trainer: perhaps events (whom it waits for, what the tier has), then `started` with `first_seq` and `history`
+(see `job.History`), or `refused` with `error` (the writer then exits); per job `event`s, one `done`, perhaps
+events of the retention that follows, one `settled`. Jobs are done in the order they were sent. A `done` may say that
+its slot is held by a call that hangs: then a `freed` with the `slot` follows, perhaps never. Nothing is sent after
+`refused`. A `request` with `what` and `who` may come at any time: what somebody asked the trainer for from outside.
+Else nothing but answers to jobs is sent after `started` with one tier that does not hang. Otherwise events come at any
+time, and after `close` perhaps `copying`, as soon as only further tiers want something, and again, with the tiers that
+`lack` something as texts and how many `seconds` they are waited for, if that takes long; then one `closed` with the
+`unfinished` tiers, each a text, as soon as nothing is left to wait for: the writer then goes on by itself. It is `said`
+where they are no others than those of `copying`, and nothing is wrong with them.
+
+With replication or parity `started` has a `port`, and rank 0 is told by `mirrored` which `snapshot` all keepers have.
+
+What a job names is settled when the writer receives it, not when it does it. A `hold` is never answered.
+
+Unix sockets of this user by name, in a folder that only this user can enter.
+
+So nobody else can connect, fill the queue of connections, or take a name. With abstract sockets, which need no folder,
+anybody can: their names are listed for all users. The folder has a random name, which nobody else can have taken
+before. What a process that was killed has left there goes when the next one listens.
+
+The pulse: one page of memory in which the trainer says what it is doing, readable by the writer after its death.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import socket
+import stat
+import struct
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from ckpt_engine.errors import WriterError
+from ckpt_engine.observe import events
+
+_LENGTH = struct.Struct("<Q")
+_MAX_FDS = 64
+_MAX_MESSAGE_BYTES = 1 << 30
+_CHUNK_BYTES = 1 << 20
+
+Body = dict[str, Any]
+
+
+def encode(body: Mapping[str, Any]) -> bytes:
+    """The JSON bytes of a message."""
+    return json.dumps(body, separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> Body:
+    """The inverse of `encode`.
+
+    Raises:
+        WriterError: not a message.
+    """
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as err:
+        raise WriterError(f"the writer connection carries something else than messages: {err}") from err
+    if not isinstance(body, dict):
+        raise WriterError(f"the writer connection carries a {type(body).__name__} instead of a message")
+    return body
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A message and the file descriptors that came with it; the receiver owns them."""
+
+    body: Body
+    fds: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Frame:
+    """What is left to send of one message, and descriptors (our own duplicates) that go with its first byte."""
+
+    rest: memoryview
+    fds: tuple[int, ...]
+
+
+class Channel:
+    """One end of a connection. `send` may be called from any thread; everything else by the one thread that owns it.
+
+    The owner waits in a selector for `fileno()` (to read, and to write while `backlog` is true) and for `wake_fd`
+    (to read), and calls `receive`, `flush` or `clear_wake`. Nothing here ever waits: what the socket does not take at
+    once is kept and sent by `flush`. The amount kept is bounded by what the protocol lets be outstanding.
+
+    Args:
+        most_bytes: of one message that is received.
+        takes_fds: False: file descriptors that come are an error, and are never opened here.
+    """
+
+    def __init__(self, sock: socket.socket, *, most_bytes: int = _MAX_MESSAGE_BYTES, takes_fds: bool = True) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._most_bytes = most_bytes
+        self._ancillary_bytes = socket.CMSG_SPACE(_MAX_FDS * array.array("i").itemsize) if takes_fds else 0
+        self._lock = threading.Lock()
+        self._outgoing: deque[_Frame] = deque()
+        self._incoming = bytearray()
+        self._fds: deque[int] = deque()
+        self._closed = False
+        self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def fileno(self) -> int:
+        """The socket's descriptor, -1 once closed."""
+        return self._sock.fileno()
+
+    @property
+    def backlog(self) -> bool:
+        """Whether `flush` has something to send."""
+        return bool(self._outgoing)
+
+    @property
+    def flushed(self) -> bool:
+        """Whether the kernel has everything that was sent: the peer reads it even if this process dies now. Any thread.
+
+        True as well if the peer is gone, which reads nothing any more.
+        """
+        with self._lock:
+            return not self._outgoing
+
+    def send(self, body: Mapping[str, Any], fds: Sequence[int] = ()) -> bool:
+        """Send a message in order, at once or later; `fds` are duplicated and stay the caller's.
+
+        Returns:
+            False when the channel is closed: the message went nowhere.
+        """
+        data = encode({**body, "fds": len(fds)} if fds else body)
+        frame = memoryview(_LENGTH.pack(len(data)) + data)
+        with self._lock:
+            if self._closed:
+                return False
+            self._outgoing.append(_Frame(frame, tuple(os.dup(fd) for fd in fds)))
+            if len(self._outgoing) > 1:
+                return True  # the owner already waits until the socket takes more
+            self._send_some()
+            if self._outgoing:
+                os.eventfd_write(self.wake_fd, 1)
+        return True
+
+    def flush(self) -> None:
+        """Send as much of the backlog as the socket takes now."""
+        with self._lock:
+            if not self._closed:
+                self._send_some()
+
+    def _send_some(self) -> None:
+        while self._outgoing:
+            frame = self._outgoing[0]
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", frame.fds))] if frame.fds else []
+            try:
+                sent = self._sock.sendmsg([frame.rest[:_CHUNK_BYTES]], ancillary, socket.MSG_NOSIGNAL)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                self._drop_outgoing()  # the peer is gone: its end of file or pidfd says so to the owner
+                return
+            _close_all(frame.fds)
+            frame.fds = ()
+            frame.rest = frame.rest[sent:]
+            if not frame.rest:
+                self._outgoing.popleft()
+
+    def _drop_outgoing(self) -> None:
+        for frame in self._outgoing:
+            _close_all(frame.fds)
+        self._outgoing.clear()
+
+    def wake(self) -> None:
+        """Wake the owner's selector. Any thread."""
+        with self._lock:
+            if not self._closed:
+                os.eventfd_write(self.wake_fd, 1)
+
+    def clear_wake(self) -> None:
+        """Take note of a wake-up."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.wake_fd)
+
+    def receive(self) -> tuple[list[Received], bool]:
+        """Everything that has arrived, and whether the connection is still open for reading.
+
+        Raises:
+            WriterError: the peer does not speak this protocol.
+        """
+        is_open = True
+        while len(self._incoming) <= self._most_bytes + _CHUNK_BYTES:
+            try:
+                data, ancillary, flags, _ = self._sock.recvmsg(
+                    _CHUNK_BYTES, self._ancillary_bytes, socket.MSG_CMSG_CLOEXEC
+                )
+            except (BlockingIOError, InterruptedError):
+                break
+            except OSError:  # reset: the peer died with unread data
+                is_open = False
+                break
+            for level, kind, payload in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    numbers = array.array("i")
+                    numbers.frombytes(payload[: len(payload) - len(payload) % numbers.itemsize])
+                    self._fds.extend(numbers)
+            if flags & socket.MSG_CTRUNC:
+                raise WriterError("file descriptors were lost on the way to the writer", hint="raise `ulimit -n`")
+            if not data:
+                is_open = False
+                break
+            self._incoming += data
+        return self._whole_messages(), is_open
+
+    def _whole_messages(self) -> list[Received]:
+        found, start = [], 0
+        while len(self._incoming) - start >= _LENGTH.size:
+            (nbytes,) = _LENGTH.unpack_from(self._incoming, start)
+            if nbytes > self._most_bytes:
+                raise WriterError(f"a message of {nbytes} bytes announced on the writer connection")
+            stop = start + _LENGTH.size + nbytes
+            if len(self._incoming) < stop:
+                break
+            body = decode(bytes(self._incoming[start + _LENGTH.size : stop]))
+            wanted = body.pop("fds", 0)
+            if not isinstance(wanted, int) or not 0 <= wanted <= len(self._fds):
+                raise WriterError(f"a message came with {len(self._fds)} of its {wanted!r:.20} file descriptors")
+            found.append(Received(body, tuple(self._fds.popleft() for _ in range(wanted))))
+            start = stop
+        del self._incoming[:start]
+        return found
+
+    def close(self) -> None:
+        """Close everything, unsent messages included. Idempotent, any thread once the owner no longer selects."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._drop_outgoing()
+            _close_all(tuple(self._fds))
+            self._fds.clear()
+            self._sock.close()
+            os.close(self.wake_fd)
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+START = "start"
+SLOT = "slot"
+LAYOUT = "layout"
+SKELETON = "skeleton"
+PERSIST = "persist"
+HOLD = "hold"
+CANCEL = "cancel"
+PULSE = "pulse"
+PARTNER = "partner"
+FORGET = "forget"
+CLOSE = "close"
+LEAVE = "leave"
+
+STARTED = "started"
+REFUSED = "refused"
+EVENT = "event"
+DONE = "done"
+SETTLED = "settled"
+FREED = "freed"
+MIRRORED = "mirrored"
+COPYING = "copying"
+CLOSED = "closed"
+REQUEST = "request"
+
+
+def event(found: events.Event) -> Body:
+    """The message that carries an event."""
+    return {"kind": EVENT, "event": events.to_json(found)}
+
+
+_PLACES = ("/tmp", "/dev/shm")
+"""Not what the environment names: who asks may have another one than who listens."""
+_BACKLOG = 128
+_RETRY_SECONDS = 0.02
+_UCRED = struct.Struct("3i")
+_TIMEVAL = struct.Struct("ll")
+
+
+def name_of(root_url: str, rank: int = 0) -> str:
+    """The name of the socket of whoever writes the run at `root_url` for a rank. Touches no storage."""
+    place = root_url.rstrip("/")
+    if "://" not in root_url:
+        place = str(Path(root_url).expanduser().absolute())
+    elif root_url.partition("://")[0].lower() == "file":
+        place = str(Path(unquote(urlsplit(root_url).path)))
+    if rank:
+        place += f"#{rank}"
+    return hashlib.sha256(place.encode()).hexdigest()[:32]
+
+
+def folders() -> list[str]:
+    """The folders of this user for such sockets: their names can be had by anybody, so each is looked at."""
+    found = []
+    for place in _PLACES:
+        with suppress(OSError), os.scandir(place) as entries:
+            names = sorted(entry.path for entry in entries if entry.name.startswith(_prefix()))
+            found += [name for name in names if _is_private(name)]
+    return found
+
+
+def _prefix() -> str:
+    return f"ckpt-engine-{os.geteuid()}-"
+
+
+def _is_private(path: str) -> bool:
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _own_folder() -> str:
+    """A folder of this user, made if there is none.
+
+    Raises:
+        OSError: none can be made.
+    """
+    if found := folders():
+        return found[0]
+    error = OSError("there is no place for sockets")
+    for place in _PLACES:
+        try:
+            return tempfile.mkdtemp(prefix=_prefix(), dir=place)
+        except OSError as err:
+            error = err
+    raise error
+
+
+def peer_uid(sock: socket.socket) -> int:
+    """The user at the other end: who connected, or who listens there."""
+    return int(_UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[1])
+
+
+def connect(name: str, timeout: float) -> socket.socket | None:
+    """A connection to the process of this user that listens under a name; None: there is none.
+
+    Raises:
+        TimeoutError: it does not take connections.
+    """
+    for folder in folders():
+        sock = _connected(f"{folder}/{name}", timeout)
+        if sock is not None:
+            return sock
+    return None
+
+
+def _connected(path: str, timeout: float) -> socket.socket | None:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
+        sock.connect(path)
+        if peer_uid(sock) == os.geteuid():
+            return sock
+    except (ConnectionRefusedError, FileNotFoundError):
+        pass  # nobody has the name, or who had it was killed
+    except BlockingIOError as err:
+        sock.close()
+        raise TimeoutError(f"{path} takes no connections") from err
+    except BaseException:
+        sock.close()
+        raise
+    sock.close()
+    return None
+
+
+def _timeval(seconds: float) -> bytes:
+    micros = max(1, int(seconds * 1e6))
+    return _TIMEVAL.pack(micros // 1_000_000, micros % 1_000_000)
+
+
+class SocketListener:
+    """Listens under a name.
+
+    Raises:
+        OSError: a living process has the name, or there is no place for it.
+    """
+
+    def __init__(self, name: str, timeout: float) -> None:
+        folder = _own_folder()
+        self._path = Path(folder, name)
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            with _alone_in(folder, timeout):
+                for left in Path(folder).iterdir():
+                    if not _listens(left):
+                        left.unlink(missing_ok=True)
+                self._sock.bind(str(self._path))
+                self._sock.listen(_BACKLOG)
+                self._inode = self._path.lstat().st_ino
+        except BaseException:
+            self._sock.close()
+            raise
+
+    def fileno(self) -> int:
+        """Readable when somebody connects."""
+        return self._sock.fileno()
+
+    def accept(self) -> socket.socket | None:
+        """A connection of this user; None: whoever connected is gone again, or another one."""
+        try:
+            sock, _ = self._sock.accept()
+        except OSError:
+            return None
+        if peer_uid(sock) == os.geteuid():
+            return sock
+        sock.close()
+        return None
+
+    def close(self) -> None:
+        """Give up the name: nobody new gets in."""
+        with suppress(OSError):
+            # Before it is closed: as long as it listens nobody else takes the name.
+            if self._path.lstat().st_ino == self._inode:
+                self._path.unlink()
+        self._sock.close()
+
+
+@contextmanager
+def _alone_in(folder: str, timeout: float) -> Iterator[None]:
+    """While nobody else opens a socket there: one that was just bound is not taken for one that was left.
+
+    Raises:
+        BlockingIOError: somebody does for more than `timeout` seconds.
+    """
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_RETRY_SECONDS)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _listens(path: Path) -> bool:
+    """Whether somebody listens at a socket, as busy as he may be."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as sock:
+        try:
+            sock.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True  # its queue is full; or it is no socket, and not ours to judge
+    return True
+
+
+_BEAT = struct.Struct("<qd")
+_FILL = struct.Struct("<qq")
+_FILL_OFFSET = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What the trainer said last: the step that it has begun, counted so that the snapshot before it has `step - 1`.
+
+    `instant_monotonic` is the machine's `time.monotonic()` at that moment.
+    """
+
+    step: int
+    instant_monotonic: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """The arena slot that the trainer has begun to fill last, and the job that it fills it for."""
+
+    slot: int
+    job: int
+
+
+class Pulse:
+    """The trainer's end: `fd` is what `WriterClient.attach_pulse` takes."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("ckpt-pulse", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, mmap.PAGESIZE)
+        self._page = mmap.mmap(self.fd, mmap.PAGESIZE)
+        self.beat(-1)
+        self.fill(-1, -1)
+
+    def beat(self, step: int) -> None:
+        """Say that `step` begins. Costs less than a microsecond; no system call."""
+        _BEAT.pack_into(self._page, 0, step, time.monotonic())
+
+    def fill(self, slot: int, job: int) -> None:
+        """Say that `slot` changes from now on, for `job`. Costs as little as `beat`."""
+        _FILL.pack_into(self._page, _FILL_OFFSET, slot, job)
+
+    def close(self) -> None:
+        """Give the page back; whoever has the descriptor keeps it. Idempotent."""
+        if self.fd >= 0:
+            self._page.close()
+            os.close(self.fd)
+            self.fd = -1
+
+
+def read_pulse(fd: int) -> Beat | None:
+    """The last beat; None if there was none, or the descriptor is something else than a pulse.
+
+    Only of a trainer that is gone: a beat under way is read torn.
+    """
+    found = _read(fd, _BEAT, 0)
+    return Beat(*found) if found is not None and found[0] >= 0 else None
+
+
+def read_fill(fd: int) -> Fill | None:
+    """What was filled last; None as `read_pulse`. Only of a trainer that is gone."""
+    found = _read(fd, _FILL, _FILL_OFFSET)
+    return Fill(*found) if found is not None and found[0] >= 0 else None
+
+
+def _read(fd: int, kind: struct.Struct, offset: int) -> tuple[Any, ...] | None:
+    try:
+        data = os.pread(fd, kind.size, offset)
+    except OSError:
+        return None
+    return kind.unpack(data) if len(data) == kind.size else None

@@ -1,0 +1,458 @@
+"""The trainer's side of the writer: what a client promises, what all clients share, and how one is opened.
+
+What the writer has said and the trainer has not yet taken in, and which jobs are still open.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from ckpt_engine.copy.job import (
+    ErrorRecord,
+    History,
+    JobDone,
+    Layout,
+    Mirrored,
+    PersistJob,
+    SlotFreed,
+    WriterConfig,
+    done_from_json,
+    job_to_json,
+    layout_to_json,
+)
+from ckpt_engine.errors import WriterError
+from ckpt_engine.observe import events
+from ckpt_engine.observe.events import Event, Notice, Requested, SnapshotFailed, WriterLost
+from ckpt_engine.observe.log import LOGGER_NAME, announce
+from ckpt_engine.observe.units import duration
+from ckpt_engine.writer import channel
+from ckpt_engine.writer.channel import Body
+
+TELL_SECONDS = 3.0
+"""A longer wait for the end is said."""
+_LOOK_SECONDS = 0.25
+
+
+def never() -> bool:
+    """Nobody is in a hurry."""
+    return False
+
+
+class WriterClient(Protocol):
+    """A started writer. Slots, layouts and skeletons MUST be sent before the first job that names them.
+
+    Sending never waits for storage and may be done by one thread at a time; the rest belongs to the training thread.
+    When the writer dies, every open job fails, one `WriterLost` follows, and the client is of no more use: open a new
+    one and send everything again. In a forked child of the trainer a client does nothing.
+    """
+
+    first_seq: int
+    """The lowest number that a snapshot may get, as the writer saw it when it started."""
+
+    history: History | None
+    """What earlier writers have left at the nearest tier, as the writer saw it when it had the lease."""
+
+    peer_port: int
+    """Where the writers of other machines reach this one; 0: nowhere."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether jobs are still taken."""
+        ...
+
+    def meet(self, others: Mapping[str, Any]) -> None:
+        """Say where the writers of other machines are, see `peers.Peers.meet`."""
+        ...
+
+    def attach_slot(self, slot: int, fd: int, nbytes: int) -> None:
+        """Share an arena slot; the writer keeps its memory alive. Sent to a dead writer this does nothing."""
+        ...
+
+    def define_layout(self, layout: Layout) -> None:
+        """Send a layout. Sent to a dead writer this does nothing."""
+        ...
+
+    def define_skeleton(self, skeleton_id: int, tree: Any) -> None:
+        """Send a skeleton. Sent to a dead writer this does nothing."""
+        ...
+
+    def forget(self, *, slots: Sequence[int] = (), layouts: Sequence[int] = (), skeletons: Sequence[int] = ()) -> None:
+        """Let the writer free what no later job names; jobs submitted before are not affected."""
+        ...
+
+    def submit(self, job: PersistJob) -> None:
+        """Queue a job; its `JobDone` will come.
+
+        Raises:
+            WriterError: the writer is lost, or the job has something that is not JSON; no `JobDone` comes.
+        """
+        ...
+
+    def cancel(self, snapshot: str, why: str) -> None:
+        """Tell that this rank has no part in a snapshot of all ranks. Sent to a dead writer this does nothing."""
+        ...
+
+    def hold(self, job: PersistJob) -> None:
+        """Let the writer keep a job in memory instead of the one before; no `JobDone` will come. Never waits.
+
+        With `WriterConfig.memory` every `submit` holds its job as well. The slot of the newest held job MUST NOT change
+        before a newer one is held or submitted and `flushed` is true, even if the job is durable.
+
+        Raises:
+            WriterError: as `submit`.
+        """
+        ...
+
+    @property
+    def flushed(self) -> bool:
+        """Whether the writer will read everything sent so far even if the trainer is killed now.
+
+        True as well if the writer is lost.
+        """
+        ...
+
+    def attach_pulse(self, fd: int) -> None:
+        """Share where the trainer says how far it is, see `channel.Pulse`. Sent to a dead writer this does nothing."""
+        ...
+
+    def poll(self) -> list[Message]:
+        """Outcomes and events since the last call, in order. Never waits."""
+        ...
+
+    def wait(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds for something to `poll`; whether there is."""
+        ...
+
+    def drain(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds until all jobs, and retention after them, are done; whether they are."""
+        ...
+
+    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> bool:
+        """Let the writer finish everything and give back the lease; whether it has ended within `timeout` seconds.
+
+        Until it has, the slots of open jobs and of the newest held one MUST NOT change.
+
+        If not, open jobs count as failed here, while the writer goes on for at most `drain_seconds`. Idempotent; works
+        with a dead writer.
+
+        Args:
+            failed: training did not end by itself: what is in memory only stays there for whoever restarts it.
+            hurries: asked again and again: whether to leave what further tiers still lack.
+        """
+        ...
+
+
+class Client(abc.ABC):
+    """What the clients of a writer process and of a writer thread share."""
+
+    def __init__(self, config: WriterConfig) -> None:
+        self._mailbox = Mailbox(config.url)
+        self._url = config.url
+        self._only_copies = self._said_copies = False
+        """Nothing is missing at the nearest tier any more; that further tiers are waited for was said."""
+        self._close_by = 0.0
+        self._owner = os.getpid()
+        self.first_seq = self.peer_port = 0
+        self.history: History | None = None
+        self._answered = threading.Event()
+        self._news = threading.Event()
+        """Set whenever the writer says something before it has answered."""
+
+    def _wait_for_answer(self, timeout: float, emit: Callable[[Event], None] | None) -> bool:
+        """Wait until the writer has started or was refused; what it says meanwhile goes to `emit` at once."""
+        deadline = time.monotonic() + timeout
+        while True:
+            left = deadline - time.monotonic()
+            self._news.wait(max(0.0, left))
+            self._news.clear()
+            for message in self._mailbox.poll() if emit is not None else ():
+                if isinstance(message, Event) and not isinstance(message, WriterLost) and emit is not None:
+                    emit(message)  # that it is lost is what `start` raises
+            if self._answered.is_set():
+                return True
+            if left <= 0.0:
+                return False
+
+    def _started(self, body: Body) -> None:
+        """Take what a `started` says."""
+        self.first_seq, self.peer_port = body["first_seq"], body["port"]
+        self.history = None if body["history"] is None else History(**body["history"])
+
+    def _wait_for_the_end(self, closed: threading.Event, timeout: float, hurries: Callable[[], bool]) -> bool:
+        """Wait at most `timeout` seconds until the writer has nothing more to do; a longer wait is said."""
+        began = time.monotonic()
+        self._close_by, said = began + timeout, False
+        try:
+            # In short waits: a signal that comes right before one is heard after it.
+            while not closed.wait(min(_LOOK_SECONDS, max(0.0, self._close_by - time.monotonic()))):
+                now = time.monotonic()
+                if now >= self._close_by:
+                    self._say_left()
+                    return False
+                if now < began + TELL_SECONDS:
+                    continue
+                if not said and not self._only_copies:
+                    line = f"waiting for the last snapshots to be written to {self._url}, up to {duration(timeout)}"
+                    announce(logging.getLogger(LOGGER_NAME), line)
+                said = True
+                if self._only_copies and hurries():
+                    self._say_left()
+                    return self._leave_copies()
+            return True
+        except KeyboardInterrupt:
+            if not self._said_copies:
+                raise
+            return self._leave_copies()
+
+    @property
+    @abc.abstractmethod
+    def _goes_on_with_copies(self) -> str:
+        """Who takes care of what further tiers lack when the trainer waits no more."""
+
+    @abc.abstractmethod
+    def _leave_copies(self) -> bool:
+        """The user does not want to wait for further tiers; True."""
+
+    def _say_left(self) -> None:
+        """That the trainer waits for copies no more, where nobody has said it."""
+        if self._only_copies and not self._said_copies:
+            text = f"not everything is on the further tiers yet; {self._goes_on_with_copies}"
+            self._mailbox.hear(channel.event(Notice("WARNING", text)))
+
+    def _copies_remain(self, body: Body) -> None:
+        """Take a `copying`, on the thread that hears it."""
+        self._only_copies = True
+        if not body["lack"]:
+            return
+        self._said_copies = True
+        wait = duration(max(0.0, min(body["seconds"], self._close_by - time.monotonic())))
+        line = (
+            f"waiting for the last copies to {' and '.join(body['lack'])}, up to {wait} (wait_at_end) or until Ctrl-C; "
+            f"what is missing then: {self._goes_on_with_copies}"
+        )
+        announce(logging.getLogger(LOGGER_NAME), line)
+
+    @abc.abstractmethod
+    def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
+        """Send a message; to a dead writer: do nothing."""
+
+    @property
+    def _foreign(self) -> bool:
+        # A fork shares our socket but none of our threads, and may have copied a lock in its locked state.
+        return os.getpid() != self._owner
+
+    @property
+    def alive(self) -> bool:
+        return not self._foreign and self._mailbox.lost is None
+
+    def attach_slot(self, slot: int, fd: int, nbytes: int) -> None:
+        self._tell({"kind": channel.SLOT, "slot": slot, "nbytes": nbytes}, [fd])
+
+    def define_layout(self, layout: Layout) -> None:
+        self._tell({"kind": channel.LAYOUT, "layout": layout_to_json(layout)})
+
+    def define_skeleton(self, skeleton_id: int, tree: Any) -> None:
+        self._tell({"kind": channel.SKELETON, "id": skeleton_id, "tree": tree})
+
+    def forget(self, *, slots: Sequence[int] = (), layouts: Sequence[int] = (), skeletons: Sequence[int] = ()) -> None:
+        self._tell(
+            {"kind": channel.FORGET, "slots": list(slots), "layouts": list(layouts), "skeletons": list(skeletons)}
+        )
+
+    def submit(self, job: PersistJob) -> None:
+        self._require_own()
+        if not self._mailbox.expect(job):
+            raise self._lost()
+        try:
+            self._send_job(channel.PERSIST, job)
+        except WriterError:
+            self._mailbox.withdraw(job)
+            raise
+
+    def cancel(self, snapshot: str, why: str) -> None:
+        self._tell({"kind": channel.CANCEL, "snapshot": snapshot, "why": why})
+
+    def meet(self, others: Mapping[str, Any]) -> None:
+        self._tell({"kind": channel.PARTNER, **others})
+
+    def hold(self, job: PersistJob) -> None:
+        self._require_own()
+        if self._mailbox.lost is not None:
+            raise self._lost()
+        self._send_job(channel.HOLD, job)
+
+    def attach_pulse(self, fd: int) -> None:
+        self._tell({"kind": channel.PULSE}, [fd])
+
+    def poll(self) -> list[Message]:
+        return [] if self._foreign else self._mailbox.poll()
+
+    def wait(self, timeout: float) -> bool:
+        return False if self._foreign else self._mailbox.wait(timeout)
+
+    def drain(self, timeout: float) -> bool:
+        return True if self._foreign else self._mailbox.drain(timeout)
+
+    def _tell(self, body: Body, fds: Sequence[int] = ()) -> None:
+        if self.alive:
+            self._send(body, fds)
+
+    def _send_job(self, kind: str, job: PersistJob) -> None:
+        try:
+            self._send({"kind": kind, "job": job_to_json(job)})
+        except (TypeError, ValueError) as err:
+            raise WriterError(
+                f"the snapshot of step {job.step} has values, metrics or notes that are not JSON: {err}"
+            ) from err
+
+    def _require_own(self) -> None:
+        if self._foreign:
+            raise WriterError("the writer belongs to the trainer, not to its forked child")
+
+    def _lost(self) -> WriterError:
+        lost = self._mailbox.lost
+        return WriterError(lost.message if lost else "the writer is closed")
+
+
+def open_client(config: WriterConfig, *, thread: bool, emit: Callable[[Event], None]) -> WriterClient:
+    """Start a writer: a process, or a thread if asked for or where a process cannot be started (`emit` then says so).
+
+    Raises:
+        LeaseHeldError: another writer holds the run's lease; names it.
+        ForeignError, CorruptError, NewerFormatError: the folder is not one to write into.
+        StorageError: it cannot be written.
+        WriterError: the configuration is impossible, or the writer does not answer.
+    """
+    from ckpt_engine.writer.launch import CannotSpawnError, ProcessWriter, ThreadWriter
+
+    config = completed(config)
+    if thread:
+        return ThreadWriter.start(config, emit)
+    try:
+        return ProcessWriter.start(config, emit)
+    except CannotSpawnError as err:
+        emit(Notice("WARNING", f"snapshots are written by a thread of the trainer: {err.message}"))
+        return ThreadWriter.start(config, emit)
+
+
+def completed(config: WriterConfig) -> WriterConfig:
+    """`config` with the trainer as the holder, and with a path that means the same from every working directory."""
+    me = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "started": time.time(),
+        "command": " ".join([sys.executable, *sys.argv[:1]]),  # arguments may hold secrets, and the lease is readable
+    }
+    tiers = tuple(dataclasses.replace(tier, url=_absolute(tier.url)) for tier in config.tiers)
+    return dataclasses.replace(config, url=_absolute(config.url), tiers=tiers, holder={**me, **config.holder})
+
+
+def _absolute(url: str) -> str:
+    return url if "://" in url else str(Path(url).expanduser().absolute())
+
+
+Message = JobDone | SlotFreed | Mirrored | Event
+
+
+class Mailbox:
+    """Collects messages on whatever thread hears them; the training thread takes them in order. Thread safe.
+
+    It never holds more than a few messages per open job, and jobs are bounded by the arena's slots. A request that
+    waits to be taken in is not kept twice.
+    """
+
+    def __init__(self, tier: str) -> None:
+        self._tier = tier
+        self._messages: deque[Message] = deque()
+        self._open: dict[int, PersistJob] = {}
+        self._unsettled: set[int] = set()
+        self._lost: ErrorRecord | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def lost(self) -> ErrorRecord | None:
+        """Why no more messages will come, if so."""
+        return self._lost
+
+    def expect(self, job: PersistJob) -> bool:
+        """Note a job whose outcome will come; False, and nothing noted, if the writer is lost."""
+        with self._changed:
+            if self._lost is not None:
+                return False
+            self._open[job.job] = job
+            self._unsettled.add(job.job)
+            return True
+
+    def withdraw(self, job: PersistJob) -> None:
+        """The job was not sent after all."""
+        with self._changed:
+            self._open.pop(job.job, None)
+            self._unsettled.discard(job.job)
+            self._changed.notify_all()
+
+    def hear(self, body: Body) -> None:
+        """Take in an `event`, `done`, `freed`, `mirrored`, `settled` or `request` message."""
+        with self._changed:
+            match body["kind"]:
+                case channel.EVENT:
+                    self._messages.append(events.from_json(body["event"]))
+                case channel.DONE:
+                    done = done_from_json(body["done"])
+                    self._open.pop(done.job, None)
+                    self._messages.append(done)
+                case channel.FREED:
+                    self._messages.append(SlotFreed(body["slot"]))
+                case channel.MIRRORED:
+                    self._messages.append(Mirrored(body["snapshot"]))
+                case channel.SETTLED:
+                    self._unsettled.discard(body["job"])
+                case channel.REQUEST:
+                    request = Requested(body["what"], body["who"])
+                    if request not in self._messages:
+                        self._messages.append(request)
+            self._changed.notify_all()
+
+    def lose(self, why: ErrorRecord, *, expected: bool) -> None:
+        """No more messages will come. Open jobs fail with `why`; once, and with `WriterLost` unless `expected`."""
+        with self._changed:
+            if self._lost is not None:
+                return
+            self._lost = why
+            for job in self._open.values():
+                self._messages.append(SnapshotFailed("", job.step, self._tier, why.code, why.message))
+                self._messages.append(JobDone(job.job, None, why))
+            if not expected or self._open:
+                self._messages.append(WriterLost(why.message))
+            self._open.clear()
+            self._unsettled.clear()
+            self._changed.notify_all()
+
+    def poll(self) -> list[Message]:
+        """All messages since the last call, in order. Never waits."""
+        with self._changed:
+            found = list(self._messages)
+            self._messages.clear()
+            return found
+
+    def wait(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds for something to `poll`; whether there is. A lost writer ends the wait."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._messages or self._lost is not None, timeout)
+            return bool(self._messages)
+
+    def drain(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds until every job is done and retention after it too; whether that is so."""
+        deadline = time.monotonic() + timeout
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._unsettled, max(0.0, deadline - time.monotonic()))

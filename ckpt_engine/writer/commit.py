@@ -1,0 +1,332 @@
+"""How several ranks commit a snapshot without a collective: each leaves a part record, one writer gathers them.
+
+How nodes with roots of their own copy a snapshot to a further tier: each its part, and rank 0's writer commits it.
+
+Rank 0's tier, which holds the lease there, *asks* for a snapshot by a small object. The other leaders look for that,
+copy what their node has, and leave a part record. When the parts cover all ranks the whole manifest is committed.
+Parts and questions make nothing exist; what a dead session has left is completed or dropped by the next one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Container, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ckpt_engine.copy.job import RankConfig
+from ckpt_engine.copy.transfer import Copied, CopySourceError, copy_data
+from ckpt_engine.copy.write_snapshot import Staged
+from ckpt_engine.errors import CkptError, StorageExistsError, WaitTimeoutError
+from ckpt_engine.store import names
+from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.object_requests import GrowingPauses
+from ckpt_engine.store.storage.watchdog import CallProgress
+from ckpt_engine.writer import part_records
+from ckpt_engine.writer.part_records import PartRecord, recover, require_files
+
+LOOKS = GrowingPauses(0.005, 0.5, 1.5)
+"""Between two looks for the parts of other ranks."""
+ALONE_SECONDS = 5.0
+"""How long parts are waited for once the trainer is gone: the lease must be free before a restarted one gives up."""
+
+_never = threading.Event()
+"""Takes the place of an event that is set already: waiting for that one would not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """This rank has no part in a snapshot; takes the place of an order in the writer's queue."""
+
+    snapshot: str
+    why: str
+
+    def release(self) -> None:
+        """There is no slot to let go of."""
+
+
+class SessionSnapshots(Container[str]):
+    """The snapshots of a session that other ranks may be writing now: all from the first one that is not settled.
+
+    Thread safe. With another session its ids differ: what ranks of dead sessions have left is not among them.
+    """
+
+    def __init__(self, session: str, first_seq: int) -> None:
+        self._session = session
+        self._first_seq = first_seq
+
+    def __contains__(self, snapshot: object) -> bool:
+        parsed = names.parse_id(snapshot) if isinstance(snapshot, str) else None
+        if parsed is None or parsed.seq < self._first_seq:
+            return False
+        return parsed.id == names.session_id(self._session, parsed.seq, parsed.step)
+
+    def settle(self, snapshot: str) -> None:
+        """This snapshot and all before it are committed, or never will be."""
+        parsed = names.parse_id(snapshot)
+        assert parsed is not None
+        self._first_seq = max(self._first_seq, parsed.seq + 1)
+
+
+class Gathering:
+    """The coordinator's way to finish: waits for the parts of all ranks and commits them together.
+
+    Where nodes have roots of their own each of these has a coordinator, and the ranks are those that see it.
+
+    Args:
+        ranks: its configuration.
+        in_flight: told what is settled.
+        progress: of the lane that it runs in; waiting for others is no hang of the storage.
+        still_ours: raises `LeaseHeldError` if the lease is lost; asked right before the commit.
+        alone: set when the trainer is gone. Whoever restarts it waits for the lease then, and can complete the snapshot
+            as well: it is left as it is after `alone_seconds`.
+    """
+
+    def __init__(
+        self,
+        ranks: RankConfig,
+        in_flight: SessionSnapshots,
+        progress: CallProgress,
+        still_ours: Callable[[], object],
+        alone: threading.Event,
+        alone_seconds: float = ALONE_SECONDS,
+    ) -> None:
+        self._alone_seconds = alone_seconds
+        self._ranks = ranks
+        self._in_flight = in_flight
+        self._progress = progress
+        self._still_ours = still_ours
+        self._alone = alone
+
+    def commit(self, staged: Staged, repository: Repository, manifest: Manifest) -> Manifest:
+        """Raises `WaitTimeoutError` if a part does not come, `SnapshotFailedError` if the parts make no snapshot."""
+        mine = part_records.part_of(manifest, staged.cut_layout.layout, self._ranks)
+        part_records.put(repository.storage, mine)
+        whole = part_records.merge([mine, *self._gather(repository, staged.snapshot)])
+        # Nobody but the holder of the lease removes anything: what is there now is there when it is committed.
+        require_files(repository.storage, [file for file in whole.files if staged.snapshot not in file.name])
+        self._still_ours()
+        self._progress.check()
+        repository.commit(whole)
+        self._in_flight.settle(staged.snapshot)
+        with suppress(CkptError):  # the next start removes what is left
+            part_records.remove(repository.storage, staged.snapshot, self._ranks.members)
+        return whole
+
+    def undo(self, staged: Staged, repository: Repository, new: Sequence[str]) -> None:
+        if self._alone.is_set():
+            return  # the next start completes it, if the last part has come by then, or removes it
+        # A commit may have landed although it reported an error. Without its records nobody can complete it later.
+        repository.forget([staged.snapshot])
+        part_records.remove(repository.storage, staged.snapshot, self._ranks.members)
+        repository.storage.delete(*new)
+        self._in_flight.settle(staged.snapshot)
+
+    def _gather(self, repository: Repository, snapshot: str) -> list[PartRecord]:
+        storage, found = repository.storage, dict[int, PartRecord]()
+        wanted = set(self._ranks.members) - {self._ranks.rank}
+        deadline = time.monotonic() + self._ranks.wait_seconds
+        alone_until: float | None = None
+        pause = LOOKS.first_seconds
+        while wanted:
+            self._progress.moved()
+            new = part_records.read_all(
+                storage, snapshot, wanted & part_records.there(storage, snapshot).get(snapshot, set())
+            )
+            found |= new
+            wanted -= new.keys()
+            if not wanted or any(part.cancelled is not None for part in found.values()):
+                break
+            now = time.monotonic()
+            if self._alone.is_set() and alone_until is None:
+                alone_until = now + self._alone_seconds
+            left = min(deadline, deadline if alone_until is None else alone_until) - now
+            if left <= 0.0:
+                raise WaitTimeoutError(
+                    f"no part of {snapshot} came from {_listed(wanted)} in time ({self._ranks.wait_seconds:.0f} s)",
+                    hint="see whether these ranks live, and whether they write to the same place",
+                )
+            self._progress.check()
+            (_never if self._alone.is_set() else self._alone).wait(min(pause, left))
+            pause = LOOKS.after(pause)
+        return list(found.values())
+
+
+class Contributing:
+    """The way of all other ranks: leaves a part record for the coordinator. Nothing exists by it.
+
+    Args:
+        ranks: its configuration.
+        says_failure: what fails is told to the coordinator, which waits for it. Else the part may come later.
+    """
+
+    def __init__(self, ranks: RankConfig, *, says_failure: bool = True) -> None:
+        self._ranks = ranks
+        self._says_failure = says_failure
+        self._said = False
+
+    def commit(self, staged: Staged, repository: Repository, manifest: Manifest) -> Manifest:
+        """Raises `StorageError` if the record could not be written; it may be there nevertheless."""
+        self._said = True
+        part_records.put(repository.storage, part_records.part_of(manifest, staged.cut_layout.layout, self._ranks))
+        return manifest
+
+    def undo(self, staged: Staged, repository: Repository, new: Sequence[str]) -> None:
+        # Once a record may be there the coordinator may have committed: then this data belongs to a snapshot.
+        if self._said:
+            return
+        if self._says_failure:
+            why = "it failed there"
+            part_records.put(
+                repository.storage, part_records.no_part(staged.snapshot, why, repository.run_id, self._ranks)
+            )
+        repository.storage.delete(*new)
+
+
+def _listed(ranks: set[int]) -> str:
+    shown = ", ".join(map(str, sorted(ranks)[:8]))
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}{f' and {len(ranks) - 8} more' if len(ranks) > 8 else ''}"
+
+
+GATHER_LOOKS = GrowingPauses(0.05, 2.0, 1.5)
+"""Between two looks at the tier for what others have left."""
+
+
+class Gather:
+    """Rank 0's side, for one tier.
+
+    Args:
+        ranks: the configuration of the leader that this works for.
+        pause: waits so many seconds; raises where the copy under way is not wanted any more.
+    """
+
+    def __init__(self, ranks: RankConfig, pause: Callable[[float], object]) -> None:
+        self.ranks = ranks
+        self._pause = pause
+
+    def begin(self, target: Repository) -> tuple[str, ...]:
+        """Once it is open: commit or drop what earlier sessions have left; the snapshots that exist now.
+
+        Raises:
+            StorageError: calling again continues.
+        """
+        found = recover(target, ())
+        _forget_questions(target.storage, ())
+        return found.completed
+
+    def copy(self, source: Repository, target: Repository, snapshot: str, sink: Storage, scratch: str | None) -> Copied:
+        """Copy a snapshot of which each node has a part. Needs the target's lease. What was copied is of this node.
+
+        Raises:
+            SourceError: this node's part is missing or damaged, or cannot be read.
+            SnapshotSkippedError: another node has no part in it.
+            SnapshotFailedError: the parts do not fit together.
+            WaitTimeoutError: the part of another node does not come.
+            StorageError: from the target.
+        """
+        storage = target.storage
+        self._ask(storage, snapshot)
+        began = time.monotonic()
+        try:
+            manifest, copied = give(source, target, snapshot, sink, scratch)
+            seconds = time.monotonic() - began
+            mine = part_records.of_manifest(manifest)
+            whole = part_records.merge(
+                [mine, *self._others(storage, snapshot, mine, self.ranks.wait_seconds + seconds)]
+            )
+            require_files(storage, whole.files)
+            with suppress(StorageExistsError):  # as long as this was not told
+                target.commit(whole)
+        except (CkptError, CopySourceError):
+            with suppress(CkptError):  # the next question removes what is left
+                _withdraw(storage, snapshot)
+            raise
+        with suppress(CkptError):
+            _withdraw(storage, snapshot)
+        return copied
+
+    def _ask(self, storage: Storage, snapshot: str) -> None:
+        """Whatever other questions there are: nobody waits for an answer any more."""
+        _forget_questions(storage, (snapshot,))
+        for other, ranks in part_records.there(storage).items():
+            if other != snapshot:
+                part_records.remove(storage, other, ranks)
+        with suppress(StorageExistsError):
+            storage.put(names.wanted_name(snapshot), [memoryview(b"{}\n")])
+
+    def _others(self, storage: Storage, snapshot: str, mine: PartRecord, patience_seconds: float) -> list[PartRecord]:
+        """The parts of other nodes, once they cover all other ranks, or as soon as one says that it has none."""
+        deadline = time.monotonic() + patience_seconds
+        found: dict[int, PartRecord] = {}
+        strange: set[int] = set()
+        pause = GATHER_LOOKS.first_seconds
+        while True:
+            new = part_records.there(storage, snapshot).get(snapshot, set()) - {mine.rank} - found.keys() - strange
+            for rank, part in part_records.read_all(storage, snapshot, new).items():
+                if self._counts(part):
+                    found[rank] = part
+                else:
+                    strange.add(rank)
+            covered = {*mine.ranks, *(rank for part in found.values() for rank in part.ranks)}
+            if len(covered) == mine.size or any(part.cancelled is not None for part in found.values()):
+                return list(found.values())
+            left = deadline - time.monotonic()
+            if left <= 0.0:
+                missing = sorted(set(range(mine.size)) - covered)
+                raise WaitTimeoutError(
+                    f"no part of {snapshot} came to {storage.url} from the nodes of ranks "
+                    f"{', '.join(map(str, missing[:8]))}{' and others' if len(missing) > 8 else ''} in time",
+                    hint="see whether these nodes live, and whether they reach it",
+                )
+            self._pause(min(pause, left))
+            pause = GATHER_LOOKS.after(pause)
+
+    def _counts(self, part: PartRecord) -> bool:
+        """Whether a leader of this job says it: those of an earlier one may still be ending, and decline."""
+        leads = {place[0] for place in self.ranks.places}
+        return part.size == self.ranks.size and (part.cancelled is None or part.rank in leads)
+
+
+def give(
+    source: Repository, target: Repository, snapshot: str, sink: Storage, scratch: str | None
+) -> tuple[Manifest, Copied]:
+    """Copy what this node has of a snapshot to a further tier, and say so there.
+
+    Raises:
+        SourceError: it is missing or damaged at the source, or that cannot be read.
+        StorageError: from the target. Calling again continues.
+    """
+    try:
+        manifest = source.read(snapshot)
+    except CkptError as err:
+        raise CopySourceError(err) from err
+    copied = copy_data(source, target, manifest, sink=sink, scratch=scratch)
+    with suppress(StorageExistsError):  # of an earlier attempt, which could not say other things
+        part_records.put(target.storage, part_records.of_manifest(manifest))
+    return manifest, copied
+
+
+def questions(storage: Storage) -> tuple[list[names.ParsedId], dict[str, set[int]]]:
+    """The snapshots that are asked for, newest first, and who has answered what."""
+    asked, there = [], dict[str, set[int]]()
+    for item in storage.list(names.PARTS):
+        wanted = names.wanted_id(item.name)
+        owner = names.part_owner(item.name)
+        if wanted is not None:
+            asked.append(wanted)
+        elif owner is not None:
+            there.setdefault(owner[0].id, set()).add(owner[1])
+    return sorted(asked, key=lambda one: (one.seq, one.id), reverse=True), there
+
+
+def _withdraw(storage: Storage, snapshot: str) -> None:
+    storage.delete(names.wanted_name(snapshot))
+    part_records.remove(storage, snapshot, part_records.there(storage, snapshot).get(snapshot, set()))
+
+
+def _forget_questions(storage: Storage, but: Collection[str]) -> None:
+    asked, _ = questions(storage)
+    storage.delete(*(names.wanted_name(one.id) for one in asked if one.id not in but))

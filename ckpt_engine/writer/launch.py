@@ -1,0 +1,361 @@
+"""The writer as a process of its own, and as a thread of the trainer where no process can be started.
+
+The writer as a thread of the trainer: where no process can be started, or when asked for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Container, Sequence
+from pathlib import Path
+from typing import Self
+
+from ckpt_engine.copy.job import ErrorRecord, WriterConfig, config_to_json
+from ckpt_engine.errors import CkptError, WaitTimeoutError, WriterError
+from ckpt_engine.observe.events import Event
+from ckpt_engine.writer import channel
+from ckpt_engine.writer import channel as protocol
+from ckpt_engine.writer.channel import Body, Channel, decode, encode
+from ckpt_engine.writer.client import Client, never
+from ckpt_engine.writer.worker import Worker, refusal, unfinished
+
+
+class ThreadWriter(Client):
+    """A client whose writer shares the trainer's process: the same messages and code, but it dies with the trainer.
+
+    At the interpreter's exit it still finishes its jobs, for at most `drain_seconds`.
+    """
+
+    def __init__(self, config: WriterConfig) -> None:
+        super().__init__(config)
+        self._config = config
+        self._refused: ErrorRecord | None = None
+        self._closing = False
+        self._closed = threading.Event()
+        self._worker = Worker(config, self._hear, self._ended)
+
+    @classmethod
+    def start(cls, config: WriterConfig, emit: Callable[[Event], None] | None = None) -> Self:
+        """Start the thread; see `open_client` for what is raised, and `ProcessWriter.start` for `emit`."""
+        client = cls(config)
+        client._worker.start()
+        timeout = config.lease_wait_seconds + ANSWER_SECONDS
+        try:
+            if not client._wait_for_answer(timeout, emit):
+                raise WriterError(f"the writer thread does not answer after {timeout:.0f} s; storage: {config.url}")
+        except BaseException:
+            client._worker.skip_waiting()
+            raise
+        if client._refused is not None:
+            raise client._refused.exception()
+        atexit.register(client._finish_at_exit)
+        return client
+
+    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> bool:  # noqa: ARG002 - it ends with the trainer
+        if self._foreign:
+            return True
+        self._closing = True
+        atexit.unregister(self._finish_at_exit)
+        self._worker.finish()
+        ended = self._wait_for_the_end(self._closed, timeout, hurries)
+        if not ended:
+            self._mailbox.lose(ErrorRecord("CKPT603", f"not durable {timeout:.0f} s after closing"), expected=True)
+        return ended
+
+    @property
+    def _goes_on_with_copies(self) -> str:
+        return "the writer thread goes on with it as long as this process lives, and then the next run does"
+
+    def _leave_copies(self) -> bool:
+        return True
+
+    @property
+    def flushed(self) -> bool:
+        return True
+
+    def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
+        # Through JSON like everywhere else: nothing the trainer goes on using is shared with the writer.
+        self._worker.put(decode(encode(body)), tuple(os.dup(fd) for fd in fds))
+
+    def _hear(self, body: Body) -> None:
+        match body["kind"]:
+            case channel.STARTED:
+                self._started(body)
+                self._answered.set()
+            case channel.REFUSED:
+                self._refused = refusal(body)
+            case channel.COPYING:
+                self._copies_remain(body)
+            case channel.CLOSED:
+                if body["unfinished"]:
+                    self._mailbox.hear(channel.event(unfinished(body, self._goes_on_with_copies)))
+                    self._closed.set()
+            case _:
+                self._mailbox.hear(decode(encode(body)))
+        self._news.set()
+
+    def _ended(self, broken: str | None) -> None:
+        message = f"the writer thread broke down:\n{broken}" if broken else "the writer thread has ended"
+        if not self._answered.is_set() and self._refused is None:
+            self._refused = ErrorRecord(WriterError.code, message)
+        self._mailbox.lose(ErrorRecord(WriterError.code, message), expected=self._closing and not broken)
+        self._answered.set()
+        self._news.set()
+        self._closed.set()
+
+    def _finish_at_exit(self) -> None:
+        self.close(self._config.drain_seconds)
+
+
+ANSWER_SECONDS = 60.0
+"""How long the process may take to start and answer, on top of waiting for the lease."""
+ENTRY = Path(__file__).with_name("__main__.py")
+_TAIL_BYTES = 8192
+_REAP_SECONDS = 10.0
+
+
+class CannotSpawnError(WriterError):
+    """A writer process cannot be started here, while a thread might do."""
+
+
+class ProcessWriter(Client):
+    """A client whose writer is a process that outlives the trainer until everything it was given is durable.
+
+    Args:
+        process: the writer process; its stderr is a pipe.
+        channel: connected to it.
+    """
+
+    def __init__(self, config: WriterConfig, process: subprocess.Popen[bytes], channel: Channel) -> None:
+        super().__init__(config)
+        self._process = process
+        self._channel = channel
+        self._answer: CkptError | None = None
+        self._closing = self._leaving = False
+        self._closed = threading.Event()
+        self._goes_on = False
+        self._abandoned = False
+        self._tail = b""
+        self._exit_fd = _pidfd(process.pid)
+        # A daemon: the trainer's exit must not wait for it. It only ever waits for its descriptors.
+        self._listener = threading.Thread(target=self._listen, name="ckpt-writer-client", daemon=True)
+
+    @classmethod
+    def start(cls, config: WriterConfig, emit: Callable[[Event], None] | None = None) -> Self:
+        """Start the process and wait until it holds the lease; see `open_client` for what else is raised.
+
+        Args:
+            emit: takes what it says meanwhile; None: that is polled later.
+
+        Raises:
+            CannotSpawnError: processes, their sockets or their imports do not work here.
+        """
+        process, channel = _spawn()
+        client = cls(config, process, channel)
+        client._listener.start()
+        folders = [folder for folder in sys.path if folder and Path(folder).is_absolute()]
+        channel.send({"kind": protocol.START, "config": config_to_json(config), "path": folders})
+        timeout = config.lease_wait_seconds + ANSWER_SECONDS
+        try:
+            if not client._wait_for_answer(timeout, emit):
+                raise WriterError(f"the writer process does not answer after {timeout:.0f} s; storage: {config.url}")
+        except BaseException:
+            process.kill()
+            client._listener.join(_REAP_SECONDS)
+            raise
+        if client._answer is not None:
+            client._listener.join(_REAP_SECONDS)
+            raise client._answer
+        return client
+
+    @property
+    def pid(self) -> int:
+        """The writer's process id."""
+        return self._process.pid
+
+    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> bool:
+        if self._foreign:
+            return True
+        self._closing, self._leaving = True, failed
+        self._channel.send({"kind": protocol.LEAVE if failed else protocol.CLOSE})
+        closed = self._wait_for_the_end(self._closed, timeout, hurries)
+        if closed and not self._goes_on:
+            self._listener.join(_REAP_SECONDS)
+            return True
+        late = "" if closed else f"not durable {timeout:.0f} s after closing; "
+        why = f"{late}the writer process {self.pid} goes on by itself"
+        self._mailbox.lose(ErrorRecord(WaitTimeoutError.code, why), expected=True)
+        self._abandoned = True
+        self._channel.wake()
+        return closed
+
+    @property
+    def _goes_on_with_copies(self) -> str:
+        return f"the writer process {self.pid} goes on with it, and then the next run does"
+
+    def _leave_copies(self) -> bool:
+        self._goes_on = True
+        return True
+
+    @property
+    def flushed(self) -> bool:
+        return not self.alive or self._channel.flushed
+
+    def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
+        self._channel.send(body, fds)
+
+    def _listen(self) -> None:
+        """The listener thread: hears the writer until it has ended, then reaps it."""
+        try:
+            with selectors.DefaultSelector() as selector:
+                self._hear_all(selector)
+            self._reap()
+        except Exception as err:  # noqa: BLE001 - every open job learns of it; such a writer is of no use any more
+            self._process.kill()
+            self._reap(because=f"says what nobody understands: {ErrorRecord.of(err).message}")
+        finally:
+            self._channel.close()
+            if self._exit_fd is not None:
+                os.close(self._exit_fd)
+            if self._process.stderr is not None:
+                self._process.stderr.close()
+            self._closed.set()
+
+    def _hear_all(self, selector: selectors.BaseSelector) -> None:
+        """Hear until the process has ended or, where that cannot be watched, has closed its socket."""
+        stderr = self._process.stderr
+        assert stderr is not None
+        os.set_blocking(stderr.fileno(), False)
+        selector.register(self._channel, selectors.EVENT_READ)
+        selector.register(self._channel.wake_fd, selectors.EVENT_READ)
+        selector.register(stderr, selectors.EVENT_READ)
+        if self._exit_fd is not None:
+            selector.register(self._exit_fd, selectors.EVENT_READ)
+        connected = True
+        while True:
+            if connected:
+                selector.modify(
+                    self._channel, selectors.EVENT_READ | (selectors.EVENT_WRITE if self._channel.backlog else 0)
+                )
+            ready = {key.fd for key, _ in selector.select()}
+            self._read_stderr(selector, ready)
+            if connected and self._abandoned:
+                selector.unregister(self._channel)
+                selector.unregister(self._channel.wake_fd)
+                self._channel.close()
+                connected = False
+            if connected:
+                self._channel.clear_wake()
+                self._channel.flush()
+                received, connected = self._channel.receive()
+                for item in received:
+                    self._hear(item.body)
+                if not connected:
+                    selector.unregister(self._channel)
+                    if self._leaving:  # what is to become durable is, and the rest is served
+                        self._goes_on = True
+                        self._closed.set()
+            if self._exit_fd in ready or (self._exit_fd is None and not connected):
+                return
+
+    def _read_stderr(self, selector: selectors.BaseSelector, ready: Container[int]) -> None:
+        stderr = self._process.stderr
+        assert stderr is not None
+        if stderr.fileno() in ready:
+            try:
+                text = os.read(stderr.fileno(), 1 << 16)
+            except BlockingIOError:
+                return
+            self._tail = (self._tail + text)[-_TAIL_BYTES:]
+            if not text:
+                selector.unregister(stderr)
+
+    def _hear(self, body: Body) -> None:
+        match body["kind"]:
+            case protocol.STARTED:
+                self._started(body)
+                self._answered.set()
+            case protocol.REFUSED:
+                self._closing = True
+                self._answer = refusal(body).exception()
+                self._answered.set()
+            case protocol.COPYING:
+                self._copies_remain(body)
+            case protocol.CLOSED:
+                if body["unfinished"]:
+                    self._mailbox.hear(protocol.event(unfinished(body, self._goes_on_with_copies)))
+                    self._goes_on = True
+                    self._closed.set()
+            case _:
+                self._mailbox.hear(body)
+        self._news.set()
+
+    def _reap(self, because: str | None = None) -> None:
+        try:
+            status = self._process.wait(_REAP_SECONDS)
+        except subprocess.TimeoutExpired:
+            status = None
+        ended = because or _describe(status)
+        tail = self._tail.decode(errors="replace").strip()
+        message = f"the writer process {self.pid} {ended}" + (f":\n{tail}" if tail else "")
+        if not self._answered.is_set():
+            self._answer = CannotSpawnError(f"{message} (before it was ready)")
+        self._mailbox.lose(ErrorRecord(WriterError.code, message), expected=self._closing and status == 0)
+        self._answered.set()
+        self._news.set()
+
+
+def _spawn() -> tuple[subprocess.Popen[bytes], Channel]:
+    """Start the process with one end of a socket pair.
+
+    Raises:
+        CannotSpawnError: something it needs does not exist here.
+    """
+    if not sys.executable or not ENTRY.is_file():
+        raise CannotSpawnError("there is no Python interpreter, or no source file, to start a process with")
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as err:
+        raise CannotSpawnError(f"cannot make a socket pair: {err}") from err
+    with theirs:
+        try:
+            process = subprocess.Popen(
+                # -P: the working directory and the script's folder are not searched for modules.
+                [sys.executable, "-P", str(ENTRY), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+                cwd="/",
+                start_new_session=True,  # Ctrl-C in the terminal reaches the trainer, not the snapshot in flight
+            )
+            return process, Channel(ours)
+        except OSError as err:
+            ours.close()
+            raise CannotSpawnError(f"cannot start {sys.executable}: {err}") from err
+
+
+def _pidfd(pid: int) -> int | None:
+    """Readable when the process ends, even if a fork of the trainer holds the other end of the socket open."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError:
+        return None
+
+
+def _describe(status: int | None) -> str:
+    if status is None:
+        return "hangs"
+    if status < 0:
+        try:
+            return f"was killed by {signal.Signals(-status).name}"
+        except ValueError:
+            return f"was killed by signal {-status}"
+    return f"ended with status {status}" if status else "has ended"

@@ -1,0 +1,317 @@
+"""The newest complete snapshots that the trainer told of: kept in memory, and offered to who restarts the training.
+
+Which arena slots are still read by calls that nobody waits for: the trainer gets those back later.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ckpt_engine.copy.job import ErrorRecord, RankConfig
+from ckpt_engine.copy.transfer import RunText
+from ckpt_engine.copy.write_snapshot import Staged
+from ckpt_engine.errors import CkptError
+from ckpt_engine.store import manifest_codec
+from ckpt_engine.store.manifest import DataFile
+from ckpt_engine.writer import part_records
+from ckpt_engine.writer.channel import Beat, read_fill, read_pulse
+from ckpt_engine.writer.message_decoder import Ids, StagedJob
+
+SHARES = 3
+"""Orders that one of several ranks keeps; see `held_share`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A snapshot in memory.
+
+    Args:
+        manifest: its bytes, the same as on every other tier; of several ranks those of the part record.
+        fd: a descriptor of the memory of `file`, for reading; the receiver of the offer closes it.
+        durable: whether a tier has it too.
+    """
+
+    snapshot: str
+    step: int
+    manifest: bytes
+    run: RunText
+    file: DataFile
+    fd: int
+    durable: bool
+
+
+def as_manifest(staged: Staged, run: str) -> bytes:
+    """The manifest of a snapshot that one writer holds whole."""
+    return manifest_codec.encode(staged.manifest(run, staged.whole(staged.digest())))
+
+
+def held_share(ids: Ids, changed: Callable[[], object], ranks: RankConfig) -> MemorySnapshots:
+    """For one of several ranks: all of them die with a snapshot in common, though they are at different ones.
+
+    Whoever begins snapshot m has met all ranks in the step before it, so that each has snapshot m - 2 complete; m - 1
+    may still be copied there. So this writer keeps m - 2, and m - 1, and perhaps m.
+    """
+
+    def describe(staged: Staged, run: str) -> bytes:
+        manifest = staged.manifest(run, staged.whole(staged.digest()))
+        return part_records.encode(part_records.part_of(manifest, staged.cut_layout.layout, ranks))
+
+    return MemorySnapshots(ids, changed, SHARES, describe)
+
+
+class MemorySnapshots:
+    """Keeps the newest orders. Thread safe.
+
+    While the trainer lives its memory changes whenever a newer order has been sent, which may not have arrived here:
+    nothing is offered before `seal`.
+
+    Args:
+        changed: called, on any thread, when `offer` may have another answer.
+        keep: so many orders. One is what a trainer alone loses nothing with; several ranks may be at different ones.
+        describe: what is said of an order whose digests are known, given the run's id.
+    """
+
+    def __init__(
+        self,
+        ids: Ids,
+        changed: Callable[[], object],
+        keep: int = 1,
+        describe: Callable[[Staged, str], bytes] = as_manifest,
+    ) -> None:
+        self._ids = ids
+        self._tell = changed
+        self._keep = keep
+        self._describe = describe
+        self._lock = threading.Lock()
+        self._orders: deque[StagedJob] = deque()
+        self._pulse = -1
+        self._run: RunText | None = None
+        self._sealed = threading.Event()
+        self._errors: dict[StagedJob, ErrorRecord] = {}
+        self._digesting: set[StagedJob] = set()
+        self._unwanted = self._settled = False
+
+    @property
+    def newest(self) -> StagedJob | None:
+        """The newest order; only to look at."""
+        with self._lock:
+            return self._orders[-1] if self._orders else None
+
+    @property
+    def beat(self) -> Beat | None:
+        """How far the trainer said it was."""
+        with self._lock:
+            return read_pulse(self._pulse) if self._pulse >= 0 else None
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether nobody wants what is held any more, see `let_go`."""
+        return self._unwanted
+
+    def hold(self, order: StagedJob) -> None:
+        """Keep `order`, and let go of what is too much, or was in its slot."""
+        order.retain()
+        with self._lock:
+            before = list(self._orders)
+            kept = [one for one in before if one.job.slot != order.job.slot]
+            kept = kept[max(0, len(kept) + 1 - self._keep) :]
+            self._orders = deque([*kept, order])
+        for one in before:
+            if one not in kept:
+                one.release()
+
+    def take_pulse(self, fd: int) -> None:
+        """Read the trainer's pulse there; the descriptor is owned from now on."""
+        with self._lock:
+            before, self._pulse = self._pulse, fd
+        if before >= 0:
+            os.close(before)
+
+    def at_risk(self) -> StagedJob | None:
+        """The newest order if it is not durable; the caller releases it."""
+        found = self.all_held()
+        for order in found[1:]:
+            order.release()
+        if not found or not found[0].durable:
+            return found[0] if found else None
+        found[0].release()
+        return None
+
+    def all_held(self) -> list[StagedJob]:
+        """All orders, newest first; the caller releases them."""
+        with self._lock:
+            found = list(reversed(self._orders))
+            for order in found:
+                order.retain()
+            return found
+
+    def seal(self, run: RunText) -> None:
+        """The trainer is gone and everything it sent has arrived: what is held is final.
+
+        The digests of the newest are worked out now, on another thread; whatever changed it afterwards would be noticed
+        by them.
+        """
+        self._run = run
+        self.drop_torn()
+        newest = self.newest
+        if newest is None:
+            self._sealed.set()
+            self._tell()
+            return
+        self._digest_soon(newest)
+
+    def intact(self, order: StagedJob) -> bool:
+        """Whether the trainer cannot have filled the slot of `order` anew, as far as what it sent has arrived here."""
+        with self._lock:
+            return order in list(self._orders)[-max(1, self._keep - 1) :]
+
+    def keeps(self, order: StagedJob) -> bool:
+        """Whether the trainer has not begun to fill the slot of `order` anew."""
+        self.drop_torn()
+        with self._lock:
+            return order in self._orders
+
+    def drop_torn(self) -> None:
+        """Let go of what was in the slot that the trainer filled last. The newest is never in it."""
+        with self._lock:
+            fill = read_fill(self._pulse) if self._keep > 1 and self._pulse >= 0 else None
+            torn = [one for one in self._orders if fill and one.job.slot == fill.slot and one.job.job < fill.job]
+            for order in torn:
+                self._orders.remove(order)
+        for order in torn:
+            order.release()
+
+    def wait_sealed(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds until the digests are known, or cannot be; whether that is so."""
+        return self._sealed.wait(timeout)
+
+    def ids(self) -> list[str] | None:
+        """The ids of what is held, newest first; None: not known yet."""
+        if not self._sealed.is_set() or not self._ids.begun:
+            return None
+        with self._lock:
+            orders = list(reversed(self._orders))
+        return [self._ids.of(order) for order in orders]
+
+    def offer(self, wanted: str | None = None) -> Offer | str | None:
+        """What there is to restore from; a text: nothing, and why; None: not known yet.
+
+        Args:
+            wanted: the snapshot; None: the newest, which must be a whole one.
+
+        Raises:
+            OSError: the system gives no descriptor.
+        """
+        if wanted is None and self._keep > 1:
+            return "it is the share of one of several ranks"
+        if not self._sealed.is_set() or not self._ids.begun:
+            return None
+        with self._lock:
+            run = self._run
+            order = next((one for one in reversed(self._orders) if wanted in (None, one.snapshot)), None)
+            if order is None or run is None:
+                return "no snapshot is held in memory" if wanted is None else f"{wanted} is not held in memory"
+            error = self._errors.get(order)
+            if error is not None:
+                return f"the snapshot in memory cannot be used: {error.message}"
+            order.retain()
+        try:
+            if not order.digested:
+                self._digest_soon(order)
+                return None
+            staged = order.staged(self._ids.of(order))
+            manifest = self._describe(staged, run.run)
+            fd = staged.slot.reading_fd()
+            return Offer(staged.snapshot, order.job.step, manifest, run, staged.data, fd, order.durable)
+        finally:
+            order.release()
+
+    def let_go(self) -> None:
+        """Nobody wants it any more: give the memory back as soon as it is durable."""
+        self._unwanted = True
+        self._drop_unwanted()
+
+    def settle(self) -> None:
+        """What is held has become durable, or cannot."""
+        self._settled = True
+        self._drop_unwanted()
+
+    def _drop_unwanted(self) -> None:
+        newest = self.newest
+        # Of several ranks nobody knows alone which one becomes durable.
+        over = self._settled or (self._keep == 1 and newest is not None and newest.durable)
+        if self._unwanted and over:
+            self._drop()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._drop()
+        with self._lock:
+            pulse, self._pulse = self._pulse, -1
+        if pulse >= 0:
+            os.close(pulse)
+
+    def _drop(self) -> None:
+        with self._lock:
+            orders, self._orders = self._orders, deque()
+        for order in orders:
+            order.release()
+
+    def _digest_soon(self, order: StagedJob) -> None:
+        with self._lock:
+            if order in self._digesting:
+                return
+            self._digesting.add(order)
+            order.retain()
+        threading.Thread(target=self._digest, args=(order,), name="ckpt-seal", daemon=True).start()
+
+    def _digest(self, order: StagedJob) -> None:
+        try:
+            order.staged("").digest()
+        except (CkptError, ValueError, OSError) as err:
+            self._errors[order] = ErrorRecord.of(err)
+        finally:
+            order.release()
+            self._sealed.set()
+            self._tell()
+
+
+class SlotReaders:
+    """Counts the readers of each slot. Any thread.
+
+    Args:
+        freed: told a slot whose last reader has ended after its job was settled as held.
+    """
+
+    def __init__(self, freed: Callable[[int], object]) -> None:
+        self._freed = freed
+        self._lock = threading.Lock()
+        self._readers: Counter[int] = Counter()
+        self._promised: set[int] = set()
+
+    def take(self, slot: int) -> Callable[[], None]:
+        """Note a reader; the result, to be called once, notes its end."""
+        with self._lock:
+            self._readers[slot] += 1
+        return lambda: self._end(slot)
+
+    def settle(self, slot: int, tell: Callable[[bool], object]) -> None:
+        """Call `tell` with whether the slot is still read; `freed` for it comes later than that."""
+        with self._lock:
+            held = self._readers[slot] > 0
+            if held:
+                self._promised.add(slot)
+            tell(held)
+
+    def _end(self, slot: int) -> None:
+        with self._lock:
+            self._readers[slot] -= 1
+            if self._readers[slot] == 0:
+                del self._readers[slot]
+                if slot in self._promised:
+                    self._promised.discard(slot)
+                    self._freed(slot)

@@ -1,0 +1,396 @@
+"""What a rank's writer has to do with those of other machines: mirrors its share, keeps theirs, serves both.
+
+Sends what a rank's writer holds to the writers that keep it on other machines, the newest snapshot first.
+
+One keeper gets the share whole; of a parity group each gets a chunk. The trainer fills a slot anew while a slow link
+still takes it in. So the share is copied before, and what was copied counts only if the slot cannot have changed
+meanwhile. Nobody waits for a keeper: one that is gone is told, and tried again with the next snapshot.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt_engine.copy.job import RankConfig
+from ckpt_engine.copy.staged import Digesting, map_shared
+from ckpt_engine.copy.transfer import RunText
+from ckpt_engine.errors import CkptError
+from ckpt_engine.observe.events import Notice
+from ckpt_engine.store.container import digest
+from ckpt_engine.store.storage.wrappers import Throttle
+from ckpt_engine.writer import channel, control, part_records
+from ckpt_engine.writer.channel import Body
+from ckpt_engine.writer.control import Answer, Reply
+from ckpt_engine.writer.message_decoder import StagedJob
+from ckpt_engine.writer.parity import ParitySets, chunk
+from ckpt_engine.writer.peer_service import SECONDS, Guests, PeerConnection, PeerShare, Server, connect, memory_file
+
+_REMEMBERED = 16
+
+
+class Peers:
+    """From the start of the writer to the end of its process. Any thread.
+
+    Args:
+        ranks: whose writer it is; with `replicate` or `parity`.
+        run: see `Mirror`.
+        intact: see `Mirror`.
+        emit: takes messages to the trainer.
+
+    Raises:
+        OSError: no port is to be had.
+
+    Attributes:
+        guests, parity: what is kept for others.
+        answer: what the control socket would answer, once there is one.
+    """
+
+    def __init__(
+        self,
+        ranks: RankConfig,
+        run: Callable[[], RunText | None],
+        intact: Callable[[StagedJob], bool],
+        emit: Callable[[Body], object],
+    ) -> None:
+        self._ranks = ranks
+        self._emit = emit
+        self.guests = Guests()
+        self.parity = ParitySets()
+        self.answer: Answer = lambda _: Reply({"snapshot": None, "why": "the writer has just begun"})
+        self._news = threading.Condition()
+        self._lead: tuple[str, int] | None = None
+        self._line: PeerConnection | None = None
+        self._mirrored: dict[str, set[int]] = {}
+        self._lock = threading.Lock()
+        rate = ranks.mirror_bytes_per_second
+        throttle = Throttle(rate) if rate is not None else None
+        self._mirror = Mirror(ranks, run, intact, self._done, self._notice, throttle)
+        # All ranks tell rank 0's writer what was kept.
+        where = ranks.address or "127.0.0.1"
+        self._server = Server(where, ranks.session, self._serve, ranks.size if ranks.rank == 0 else 0)
+
+    @property
+    def host(self) -> str:
+        """Where other writers reach this one, at `port`."""
+        return self._server.host
+
+    @property
+    def port(self) -> int:
+        """See `host`."""
+        return self._server.port
+
+    def meet(self, body: Body) -> None:
+        """The ranks have said where everybody is.
+
+        Args:
+            body: `addresses`, host and port of each rank's writer; the ranks that are its `keepers` and `senders`, see
+                `ranks.world`; and whether this writer has `moved`: it has taken the place of one that died.
+        """
+        addresses = [(str(host), int(port)) for host, port in body["addresses"]]
+        keepers, senders = [int(rank) for rank in body["keepers"]], [int(rank) for rank in body["senders"]]
+        if self._ranks.parity:
+            self.parity.expect([self._ranks.rank, *keepers])
+        else:
+            self.guests.expect(senders)
+        self._lead = addresses[0]
+        self._mirror.meet({rank: addresses[rank] for rank in keepers})
+        if body["moved"]:
+            # Whoever sends its shares here, and all who tell rank 0 that theirs were kept.
+            others = senders if self._ranks.rank else range(1, self._ranks.size)
+            me = {"what": "moved", "rank": self._ranks.rank, "port": self.port, "host": addresses[self._ranks.rank][0]}
+            told = [addresses[one] for one in others]
+            threading.Thread(target=self._tell, args=(told, me), name="ckpt-moved", daemon=True).start()
+
+    def offer(self, order: StagedJob) -> None:
+        """The newest order is to be mirrored."""
+        self._mirror.offer(order)
+
+    def poke(self) -> None:
+        """What `answer` says may have changed."""
+        with self._news:
+            self._news.notify_all()
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._mirror.close()
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+        self._server.close()
+        self.guests.close()
+        self.parity.close()
+
+    def _serve(self, request: dict[str, Any], line: PeerConnection) -> None:
+        match request.get("what"):
+            case "keep" | "add" as what:
+                try:
+                    (self.guests if what == "keep" else self.parity).receive(request, line)
+                except CkptError as err:
+                    line.send({"why": err.message})
+                    raise  # what is left of the file is on the line
+                line.send({"ok": True})
+            case "give":
+                self._give({**request, "what": control.SNAPSHOT}, line)
+            case "parity":
+                self._give({**request, "what": control.PARITY}, line)
+            case "mirrored":
+                self._count(str(request["snapshot"]), int(request["rank"]))
+                line.send({"ok": True})
+            case "moved":
+                self._moved(int(request["rank"]), str(request["host"]), int(request["port"]))
+                line.send({"ok": True})
+            case what:
+                line.send({"why": f"the writer does not know the request {what!r}"})
+
+    def _tell(self, addresses: Sequence[tuple[str, int]], body: Body) -> None:
+        for host, port in addresses:
+            with suppress(OSError, CkptError):  # one that has moved itself hears of it at the next start
+                line = connect(host, port, self._ranks.session)
+                try:
+                    line.send(body)
+                    line.receive()
+                finally:
+                    line.close()
+
+    def _moved(self, rank: int, host: str, port: int) -> None:
+        self._mirror.move(rank, host, port)
+        if rank == 0:
+            self._lead = (host, port)
+
+    def _give(self, wanted: dict[str, Any], line: PeerConnection) -> None:
+        deadline = time.monotonic() + SECONDS / 2
+        with self._news:
+            while (reply := self.answer(wanted)) is None and (left := deadline - time.monotonic()) > 0:
+                self._news.wait(left)
+        if reply is None or not reply.fds:
+            line.send({"why": "it is not known yet" if reply is None else reply.body.get("why")})
+            return
+        (fd,) = reply.fds
+        try:
+            line.send(reply.body)
+            nbytes = int(reply.body["nbytes"])
+            line.send_file(memoryview(map_shared(fd, max(1, nbytes), writable=False)).cast("B")[:nbytes])
+        finally:
+            os.close(fd)
+
+    def _done(self, snapshot: str) -> None:
+        """The keepers have it: rank 0's writer counts that."""
+        if self._ranks.rank == 0:
+            self._count(snapshot, 0)
+            return
+        for _ in range(2):  # rank 0 may have another writer since
+            line = self._line  # `close` takes it away at any moment
+            try:
+                if line is None:
+                    assert self._lead is not None
+                    line = self._line = connect(*self._lead, self._ranks.session)
+                line.send({"what": "mirrored", "rank": self._ranks.rank, "snapshot": snapshot})
+                line.receive()
+            except (OSError, CkptError):
+                if line is not None:
+                    line.close()
+                self._line = None  # if it stays away, rank 0 does not wait for ever
+            else:
+                return
+
+    def _count(self, snapshot: str, rank: int) -> None:
+        with self._lock:
+            ranks = self._mirrored.setdefault(snapshot, set())
+            ranks.add(rank)
+            whole = len(ranks) == self._ranks.size
+            while len(self._mirrored) > _REMEMBERED:
+                del self._mirrored[next(iter(self._mirrored))]
+        if whole:
+            self._emit({"kind": channel.MIRRORED, "snapshot": snapshot})
+
+    def _notice(self, text: str, warns: bool) -> None:
+        self._emit(channel.event(Notice("WARNING" if warns else "INFO", text)))
+
+
+_IDLE_SECONDS = 60.0
+_END_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class _Keeper:
+    """Who keeps the share, or chunk `number` of it. `away`: it failed the last time, and that was told."""
+
+    rank: int
+    number: int
+    address: tuple[str, int]
+    line: PeerConnection | None = None
+    line_to: tuple[str, int] | None = None
+    away: bool = False
+
+    def hang_up(self) -> None:
+        line, self.line = self.line, None
+        if line is not None:
+            line.close()
+
+
+class Mirror:
+    """One rank's sender; a thread of its own from `meet` on.
+
+    Args:
+        ranks: whose shares are sent.
+        run: of the writer; None: it has not opened the run yet.
+        intact: whether the slot of an order still has its bytes, and had them until now.
+        done: told each snapshot that all keepers have whole.
+        notice: takes a line for people, and whether it is a warning.
+        throttle: paces what is sent; None: as fast as the link takes it.
+    """
+
+    def __init__(
+        self,
+        ranks: RankConfig,
+        run: Callable[[], RunText | None],
+        intact: Callable[[StagedJob], bool],
+        done: Callable[[str], object],
+        notice: Callable[[str, bool], object],
+        throttle: Throttle | None,
+    ) -> None:
+        self._ranks = ranks
+        self._run_text = run
+        self._intact = intact
+        self._done = done
+        self._notice = notice
+        self._throttle = throttle
+        self._changed = threading.Condition()
+        self._next: StagedJob | None = None
+        self._keepers: dict[int, _Keeper] = {}
+        self._closed = self._failed = False
+        self._pause = threading.Event()
+        self._fd, self._nbytes = -1, 0
+        self._thread = threading.Thread(target=self._run, name="ckpt-mirror", daemon=True)
+
+    def meet(self, keepers: Mapping[int, tuple[str, int]]) -> None:
+        """Send to these ranks' writers from now on; once. In a parity group each gets the chunk of its place."""
+        with self._changed:
+            self._keepers = {rank: _Keeper(rank, n, address) for n, (rank, address) in enumerate(keepers.items())}
+        self._thread.start()
+
+    def move(self, rank: int, host: str, port: int) -> None:
+        """The writer of a rank is there now; it may be one that keeps nothing."""
+        with self._changed:
+            if rank in self._keepers:
+                self._keepers[rank].address = (host, port)
+
+    def offer(self, order: StagedJob) -> None:
+        """Send this one next, instead of what waits."""
+        order.retain()
+        with self._changed:
+            before, self._next = self._next, order
+            self._changed.notify()
+        if before is not None:
+            before.release()
+
+    def close(self) -> None:
+        """Send nothing more. Idempotent; waits a little for what is being sent."""
+        with self._changed:
+            self._closed = True
+            order, self._next = self._next, None
+            self._changed.notify()
+        if order is not None:
+            order.release()
+        self._pause.set()
+        if self._keepers:
+            self._thread.join(_END_SECONDS)
+
+    def _run(self) -> None:
+        while (order := self._take()) is not None:
+            try:
+                self._send(order)
+            except (OSError, CkptError, ValueError) as err:
+                if not self._failed:
+                    told = f"the share of rank {self._ranks.rank} cannot be sent to other machines: {err}"
+                    self._notice(f"{told}; it is in the memory of this machine only", True)
+                self._failed = True
+            else:
+                self._failed = False
+            finally:
+                order.release()
+        for keeper in self._keepers.values():
+            keeper.hang_up()
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    def _take(self) -> StagedJob | None:
+        with self._changed:
+            while self._next is None and not self._closed:
+                self._changed.wait(_IDLE_SECONDS)
+            order, self._next = self._next, None
+            return order
+
+    def _send(self, order: StagedJob) -> None:
+        run = self._run_text()
+        staged = order.staged(order.snapshot or "")
+        nbytes = staged.data.nbytes
+        if run is None:
+            return
+        if nbytes > self._nbytes:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd, self._nbytes = memory_file(nbytes), nbytes
+        copy = memoryview(map_shared(self._fd, nbytes, writable=True)).cast("B")
+        with staged.slot.image(nbytes) as image:
+            copy[:] = image
+        if not self._intact(order):
+            return  # a newer one is on its way
+        digests = Digesting(copy, staged.cut_layout).result()
+        manifest = staged.manifest(run.run, staged.whole(digests))
+        part = part_records.encode(part_records.part_of(manifest, staged.cut_layout.layout, self._ranks))
+        record = run.text.decode()
+        share = PeerShare(self._ranks.rank, staged.snapshot, part.decode(), record, staged.data.name, -1, nbytes)
+        kept = [self._attempt(keeper, share, copy) for keeper in self._keepers.values()]
+        if all(kept):
+            self._done(staged.snapshot)
+
+    def _attempt(self, keeper: _Keeper, share: PeerShare, copy: memoryview) -> bool:
+        """Whether a keeper has its part of the share now."""
+        with self._changed:
+            host, port = keeper.address
+        who = f"rank {keeper.rank} at {host}:{port}"
+        try:
+            why = self._deliver(keeper, (host, port), share, copy)
+        except (OSError, CkptError, ValueError) as err:
+            keeper.hang_up()
+            if not keeper.away:
+                told = f"{who} does not take the share of rank {share.rank}: {err}"
+                self._notice(f"{told}; it is in the memory of this machine only", True)
+            keeper.away = True
+            return False
+        if why is not None:
+            keeper.hang_up()
+            self._notice(f"{who} did not keep the share of rank {share.rank}: {why}", True)
+            return False
+        if keeper.away:
+            keeper.away = False
+            self._notice(f"{who} is back", False)
+        return True
+
+    def _deliver(self, keeper: _Keeper, address: tuple[str, int], share: PeerShare, copy: memoryview) -> str | None:
+        """None, or why it is not kept; raises if the keeper is gone."""
+        if keeper.line_to != address:
+            keeper.hang_up()
+        if keeper.line is None:
+            keeper.line_to = address
+            keeper.line = connect(*address, self._ranks.session)
+        if self._ranks.parity:
+            data = copy[chunk(share.nbytes, self._ranks.parity, keeper.number)]
+            keeper.line.send({"what": "add", **share.described(), "digest": digest(data)})
+        else:
+            data = copy
+            keeper.line.send({"what": "keep", **share.described()})
+        keeper.line.send_file(data, self._pace)
+        reply = keeper.line.receive()
+        return None if reply.get("ok") else str(reply.get("why"))
+
+    def _pace(self, nbytes: int) -> None:
+        if self._throttle is not None and (seconds := self._throttle(nbytes)):
+            self._pause.wait(seconds)

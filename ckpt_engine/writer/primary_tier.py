@@ -1,0 +1,477 @@
+"""The nearest tier as the writers of all ranks work on it: its lease, its room, its retention, and shares of it.
+
+The nearest tier as the writer of any rank but the coordinator works on it: it writes its share, nothing else.
+
+Takes the lease of the nearest tier for a writer: who asks, for whom it waits, and what the one before has left.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt_engine.copy.encoded_copy import most_bytes, write_encoded
+from ckpt_engine.copy.job import ErrorRecord, History, RankConfig, WriterConfig
+from ckpt_engine.copy.make_room import Collected, Pruned, SpaceReservation, collect, prune
+from ckpt_engine.copy.row_deltas import Aside
+from ckpt_engine.copy.transfer import RunText, adopt_run
+from ckpt_engine.copy.write_plan import WritePlan
+from ckpt_engine.copy.write_snapshot import ALONE, DedupBaseline, Finish, Staged, share_of, write_snapshot
+from ckpt_engine.errors import (
+    CkptError,
+    ForeignError,
+    FormatError,
+    LeaseHeldError,
+    StorageError,
+    StorageMissingError,
+    WriterError,
+)
+from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotsForgotten
+from ckpt_engine.observe.units import duration
+from ckpt_engine.store import names
+from ckpt_engine.store.lease import Lease, LeaseHolder, acquire, read_holder
+from ckpt_engine.store.manifest import RAW, Line
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.retention import Retention, policy_from
+from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
+from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.watchdog import AbandonedError, CallProgress
+from ckpt_engine.writer import part_records
+from ckpt_engine.writer.commit import ALONE_SECONDS, Contributing, Gathering, SessionSnapshots
+
+LEASE_SECONDS = 60.0
+"""How long it may take to see whether the holder of a lease lives, without a sign of progress."""
+
+
+def policy_of(config: WriterConfig, say: Callable[[str], object]) -> RetentionPolicy:
+    """The retention of the nearest tier. One that is a node's own cannot take components apart: `say` takes that.
+
+    Raises:
+        WriterError: it is impossible.
+    """
+    try:
+        policy = policy_from(config.keep)
+    except (ValueError, TypeError) as err:
+        raise WriterError(f"cannot apply the retention {dict(config.keep)}: {err}") from err
+    if config.ranks is None or not config.ranks.places or not config.ranks.leads:
+        return policy
+    whole = Retention.of(policy)
+    if not whole.components:
+        return policy
+    say(f"{config.url} is this node's own: keep.components does nothing there")
+    return replace(whole, components={})
+
+
+class PrimaryTier:
+    """The nearest tier, its lease taken. Methods are called one at a time; each may be left behind by its caller.
+
+    Args:
+        url: how it is called in events.
+        acquire: takes the lease anew.
+        run: says which run it is, to take its place again if it was removed; None with one tier.
+        progress: of the lane that the methods run in.
+        aside: reads what is there where a read that hangs must not be in the way.
+        emit: takes events.
+        made_room: told the snapshots that had to go for the next one.
+        codec: how snapshots are stored: a codec's name, or `delta`.
+        ranks, in_flight, alone, alone_seconds: where this is the coordinator of several ranks, see `commit.Gathering`.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        repository: Repository,
+        lease: Lease,
+        acquire: Callable[[], Lease],
+        policy: RetentionPolicy,
+        run: RunText | None,
+        progress: CallProgress,
+        aside: Aside,
+        emit: Callable[[Event], object],
+        made_room: Callable[[Sequence[str]], object],
+        codec: str = RAW,
+        ranks: RankConfig | None = None,
+        in_flight: SessionSnapshots | None = None,
+        alone: threading.Event | None = None,
+        alone_seconds: float = ALONE_SECONDS,
+    ) -> None:
+        self._url = url
+        self._repository = repository
+        self._lease = lease
+        self._acquire = acquire
+        self._policy = policy
+        self._run = run
+        self._progress = progress
+        self._emit = emit
+        self._made_room = made_room
+        self._codec = codec
+        self._aside = aside
+        self._known = DedupBaseline(repository, aside if ranks is None else None)
+        self._drafts_fail = False
+        self._swept = False
+        self._ranks = ranks
+        self._in_flight: Container[str] = () if in_flight is None else in_flight
+        self._room = self._make_rooms()
+        self._common_seq = 0
+        self._line: Line | None = None
+        self._finish: Finish = ALONE
+        if ranks is not None and in_flight is not None and alone is not None:
+            self._finish = Gathering(ranks, in_flight, progress, self.check_lease, alone, alone_seconds)
+
+    def learn(self, line: Line, common: str | None) -> None:
+        """What is written next is of this line, and all nodes have this snapshot: what is older is not what a lost
+        common one would be missed for.
+        """
+        self._line = line
+        parsed = names.parse_id(common) if common is not None else None
+        self._common_seq = max(self._common_seq, parsed.seq if parsed is not None else 0)
+
+    def _unsure(self) -> dict[str, str]:
+        """Of several nodes: the snapshots that may be the newest that all of them have, and the reason to keep them."""
+        if self._ranks is None or not self._ranks.places:
+            return {}
+        ids = self._repository.ids()
+        return {one.id: "nothing newer is known to be on all nodes" for one in ids if one.seq >= self._common_seq}
+
+    def check_lease(self) -> None:
+        """Raises `LeaseHeldError` if the tier is not ours any more."""
+        self._lease.check()
+
+    def write(self, staged: Staged) -> SnapshotCommitted:
+        """Make a snapshot durable, making room before.
+
+        Raises:
+            CkptError: it is not.
+        """
+        self.sweep()
+        self._check_lease()
+        self._progress.moved()
+        if isinstance(self._policy, KeepAll):  # else it comes with retention
+            self._repository.write_catalog_if_due()
+        self._progress.check()
+        if self._codec != RAW:
+            return self._write_encoded(staged)
+        known = self._known
+        draft = self._draft(staged)
+        self._make_room(staged, draft)
+        if draft is not None and not known.stands(draft):
+            draft = None
+            self._make_room(staged, None)
+        committed, manifest = write_snapshot(
+            staged,
+            self._repository,
+            self._url,
+            self._progress,
+            self._not_undone(staged),
+            draft,
+            known.stands,
+            self._finish,
+        )
+        known.committed(manifest if self._ranks is None else share_of(staged, self._repository, draft))
+        self._room.committed(staged.snapshot)
+        return committed
+
+    def _write_encoded(self, staged: Staged) -> SnapshotCommitted:
+        removed = True
+        while removed:  # what was to be referred to may have gone for room: then more has to be written
+            nbytes = most_bytes(staged, self._repository, self._codec)
+            room = self._room.before(nbytes, lambda: staged.foresee(self._repository.run_id, None))
+            removed = room is not None and bool(room.plan.remove)
+            if room is not None:
+                self._made_room(room.plan.remove)
+            self._told(room)
+        undo_failed = self._not_undone(staged)
+        committed = write_encoded(staged, self._repository, self._url, self._codec, self._progress, undo_failed)
+        self._room.committed(staged.snapshot)
+        return committed
+
+    def _draft(self, staged: Staged) -> WritePlan | None:
+        """What need not be written again is not worth failing for: with trouble finding out, all is written."""
+        try:
+            draft = self._known.draft(staged)
+        except StorageError as err:
+            if not self._drafts_fail:
+                self._notice(f"snapshots are written whole, older data at {self._url} cannot be read: {err.message}")
+            self._drafts_fail = True
+            return None
+        self._drafts_fail = False
+        return draft
+
+    def _make_room(self, staged: Staged, draft: WritePlan | None) -> None:
+        nbytes = staged.data.nbytes if draft is None else draft.new_bytes
+        if self._ranks is not None:
+            nbytes = staged.data.nbytes * len(
+                self._ranks.members
+            )  # shares are equal, and what others spare is not known
+        # Digests may not be known yet; any will do to see how much will be written.
+        room = self._room.before(nbytes, lambda: staged.foresee(self._repository.run_id, draft))
+        if room is not None:
+            self._made_room(room.plan.remove)
+        self._told(room)
+
+    def _make_rooms(self) -> SpaceReservation:
+        return SpaceReservation(
+            self._repository, self._lease, self._policy, self._notice, self._in_flight, self._unsure
+        )
+
+    def sweep(self) -> None:
+        """Remove what writers that died have left behind; once, and again only after `sweep_again`. Never raises."""
+        if self._swept:
+            return
+        self._swept = True
+        try:
+            self._report(collect(self._repository, self._lease, in_flight=self._in_flight))
+        except AbandonedError:
+            self._swept = False
+        except Exception as err:  # noqa: BLE001 - reported; garbage harms nobody
+            self._notice(f"cannot remove what earlier writers left behind: {err}")
+
+    def sweep_again(self) -> None:
+        """The disk is full: garbage goes before the next snapshot."""
+        self._swept = False
+
+    def prune(self, newest: str, protected: Mapping[str, str]) -> None:
+        """Retention after a commit. The snapshot is durable: nothing that goes wrong here is its failure."""
+        if isinstance(self._policy, KeepAll):
+            return
+        try:
+            pruned = prune(
+                self._repository,
+                self._lease,
+                self._policy,
+                line=self._line,
+                protected={**protected, **self._unsure()},
+                verified=(newest,),
+                in_flight=self._in_flight,
+            )
+        except AbandonedError:
+            return
+        except Exception as err:  # noqa: BLE001 - reported; tried again after the next snapshot
+            self._notice(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
+            return
+        self._told(pruned)
+
+    def release(self) -> None:
+        """Give back the lease.
+
+        Raises:
+            CkptError, OSError: the tier cannot be told.
+        """
+        self._lease.release()
+
+    def _check_lease(self) -> None:
+        """Raises `LeaseHeldError` if the tier is not ours. One of several is taken again if it is free."""
+        self._progress.moved(LEASE_SECONDS)
+        try:
+            self._lease.check()
+        except LeaseHeldError:
+            if self._run is None:
+                raise
+            storage = self._repository.storage
+            with suppress(CkptError, OSError):  # whatever it was, it is lost
+                self._lease.release()
+            self._progress.moved(LEASE_SECONDS)
+            removed = Repository(storage).record() is None
+            self._lease = self._acquire()
+            self._repository = adopt_run(self._run, storage)
+            if removed:
+                self._notice(
+                    f"{self._url} was removed while it was written: it is made again, and the snapshots it had are gone"
+                )
+            self._room = self._make_rooms()
+            self._known = DedupBaseline(self._repository, self._aside if self._ranks is None else None)
+
+    def _not_undone(self, staged: Staged) -> Callable[[CkptError], None]:
+        def told(err: CkptError) -> None:
+            self._swept = False
+            self._notice(f"cannot remove the data of the failed snapshot {staged.snapshot} yet: {err}")
+
+        return told
+
+    def _told(self, pruned: Pruned | None) -> None:
+        """Tell the trainer what retention did."""
+        if pruned is None:
+            return
+        if pruned.forgotten:
+            self._emit(SnapshotsForgotten(pruned.forgotten, pruned.collected.freed_bytes))
+        for snapshot, why in pruned.not_slimmed.items():
+            self._notice(f"snapshot {snapshot} keeps all its components: {why}")
+        self._report(pruned.collected)
+
+    def _report(self, collected: Collected) -> None:
+        if collected.withheld_bytes:
+            damaged = ", ".join(bad.id for bad in collected.damaged)
+            self._notice(
+                f"{collected.withheld_bytes} bytes of old data stay because damaged manifests may need them: {damaged}"
+            )
+
+    def _notice(self, message: str) -> None:
+        self._emit(Notice("WARNING", message))
+
+
+class RankMemberTier:
+    """Has no lease, no retention and no further tiers: all of that is the coordinator's. As `primary_tier.PrimaryTier`
+    otherwise.
+
+    Args:
+        url: how it is called in events.
+        repository: of the run, which the coordinator has made.
+        ranks: whose share it is.
+        progress: of the lane that the methods run in.
+        emit: takes events.
+
+    Raises:
+        ForeignError, CorruptError, NewerFormatError, StorageError: this place is not the coordinator's.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        repository: Repository,
+        ranks: RankConfig,
+        progress: CallProgress,
+        emit: Callable[[Event], object],
+    ) -> None:
+        if repository.record() is None:
+            raise ForeignError(
+                f"rank {ranks.rank} finds no run at {url}, which rank {ranks.members[0]} writes",
+                hint="the ranks of one machine need the same folder",
+            )
+        self._tier = part_records.share_place(url, ranks.rank)
+        self._repository = repository
+        self._ranks = ranks
+        self._progress = progress
+        self._emit = emit
+        self._known = DedupBaseline(repository, None)
+
+    def write(self, staged: Staged) -> SnapshotCommitted:
+        """Make the share durable, and say so to the coordinator.
+
+        Raises:
+            CkptError: it is not.
+        """
+
+        def not_undone(err: CkptError) -> None:
+            self._notice(f"cannot take back the share of the failed snapshot {staged.snapshot}: {err}")
+
+        known, finish = self._known, Contributing(self._ranks)
+        draft = self._draft(staged)
+        written = write_snapshot(
+            staged, self._repository, self._tier, self._progress, not_undone, draft, known.stands, finish
+        )[0]
+        known.committed(share_of(staged, self._repository, draft))
+        return written
+
+    def _draft(self, staged: Staged) -> WritePlan | None:
+        """What it has in snapshots that the coordinator has committed need not be written again."""
+        try:
+            return self._known.draft(staged)
+        except StorageError:
+            return None  # nothing is worth failing for; if it goes on, writing says it
+
+    def cancel(self, snapshot: str, why: str) -> None:
+        """Tell the coordinator that there is no share of a snapshot. If that fails its patience will have to do."""
+        part = part_records.no_part(snapshot, why, self._repository.run_id, self._ranks)
+        with suppress(CkptError):
+            part_records.put(self._repository.storage, part)
+
+    def sweep(self) -> None:
+        """Nothing is this rank's to remove."""
+
+    def sweep_again(self) -> None:
+        """As `sweep`."""
+
+    def learn(self, line: Line, common: str | None) -> None:
+        """As `sweep`."""
+
+    def prune(self, newest: str, protected: Mapping[str, str]) -> None:
+        """As `sweep`."""
+
+    def release(self) -> None:
+        """There is no lease to give back."""
+
+    def _notice(self, message: str) -> None:
+        self._emit(Notice("WARNING", message))
+
+
+def waiting(
+    storage: Storage, holder: LeaseHolder, seconds: float, emit: Callable[[Event], object]
+) -> Callable[[float], None]:
+    """Sleeps, and says once for whom: the trainer waits too, and its user sees nothing else.
+
+    Args:
+        seconds: how long the lease is waited for at most.
+    """
+    told = False
+
+    def pause(pause_seconds: float) -> None:
+        nonlocal told
+        other = None if told else read_holder(storage)
+        if other is not None and other != holder:
+            told = True
+            emit(_waits_for(other, holder, storage.url, seconds))
+        time.sleep(pause_seconds)
+
+    return pause
+
+
+def _is_gone(other: LeaseHolder) -> bool:
+    return other.host == socket.gethostname() and not Path(f"/proc/{other.pid}").exists()
+
+
+def _waits_for(other: LeaseHolder, me: LeaseHolder, url: str, seconds: float) -> Notice:
+    wait = duration(seconds)
+    if other.is_process_of(me):
+        return Notice("INFO", f"another writer of this process still finishes at {url}; waiting for it, at most {wait}")
+    if _is_gone(other):
+        return Notice(
+            "INFO", f"process {other.pid} is gone, its writer still finishes at {url}; waiting for it, at most {wait}"
+        )
+    return Notice(
+        "WARNING",
+        f"the run at {url} is being written by {other}; waiting for its end, at most {wait}; `ckpt stop {url}` on "
+        f"{other.host} lets it save and end, or give this run another folder",
+    )
+
+
+def let_finish(storage: Storage, seconds: float, emit: Callable[[Event], object]) -> None:
+    """Wait at most `seconds` for the writer of a trainer that is gone: what it still makes durable counts for a resume.
+
+    A writer that was killed too, or whose trainer lives or is on another machine, is not waited for.
+    """
+    other, me = read_holder(storage), LeaseHolder.current()
+    if other is None or not _is_gone(other):
+        return
+    with suppress(CkptError):  # then somebody else goes on there, or nothing can be written
+        acquire(storage, me, seconds, pause=waiting(storage, me, seconds, emit)).release()
+
+
+def history_of(repository: Repository) -> History | None:
+    """What is there; None: nothing. To be asked once the lease is taken: then nothing comes from others any more."""
+    ids = repository.ids()
+    if not ids:
+        return None
+    newest = ids[-1]
+    try:
+        info = repository.info(newest.id)
+    except (FormatError, StorageMissingError):
+        return History(len(ids), newest.id, newest.step, newest.seq)
+    return History(len(ids), newest.id, newest.step, newest.seq, info.created, info.line.attempt)
+
+
+def holder_of(config: WriterConfig) -> LeaseHolder:
+    """The holder as the lease names it: what the trainer said about itself, completed with this process."""
+    told = config.holder
+    return LeaseHolder(
+        pid=int(told.get("pid", os.getpid())),
+        host=str(told.get("host", socket.gethostname())),
+        started=float(told.get("started", time.time())),
+        command=str(told.get("command", sys.executable)),
+    )

@@ -1,0 +1,298 @@
+"""What the writers of several ranks do when their trainers are gone: they make durable what all of them hold.
+
+Ranks may be at different snapshots when they die, so each writer holds several. Nobody is asked what he holds: each
+writer *leaves* its newest share, which is its data and its part record, and looks at the part records of the others.
+Where another rank has left only something older, that is left too. So all arrive at the newest snapshot that everybody
+holds, and the coordinator commits it. Whoever is late or gone is waited for shortly; then everything that is held is
+left, so that the next start can commit what is complete by then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Protocol
+
+from ckpt_engine.copy.job import RankConfig
+from ckpt_engine.copy.write_snapshot import Staged, share_of, write_snapshot
+from ckpt_engine.errors import CkptError, FormatError, SnapshotFailedError, SnapshotSkippedError
+from ckpt_engine.observe.events import SnapshotCommitted
+from ckpt_engine.store import repository
+from ckpt_engine.store.manifest import Manifest, SnapshotInfo
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.watchdog import CallProgress
+from ckpt_engine.writer import part_records
+from ckpt_engine.writer.commit import LOOKS, Contributing, SessionSnapshots
+from ckpt_engine.writer.message_decoder import StagedJob
+
+PATIENCE_SECONDS = 5.0
+"""How long the others are waited for. The coordinator holds the lease meanwhile, for which a restart waits."""
+_AGAIN_SECONDS = 2.0
+
+There = Mapping[str, Collection[int]]
+"""The ranks that have left their share, by snapshot."""
+
+
+def follow(mine: Sequence[str], there: There, rank: int, size: int) -> str | None:
+    """The snapshot whose share is to be left next, or None: no other rank needs one.
+
+    Args:
+        mine: what this rank holds, newest first.
+    """
+    left = [snapshot for snapshot in mine if rank in there.get(snapshot, ())]
+    for snapshot in mine:
+        if snapshot in left:
+            continue
+        for other in range(size):
+            # One that has left something in common with us is not further behind.
+            behind = other in there.get(snapshot, ()) and not any(other in there.get(one, ()) for one in left)
+            if other != rank and behind:
+                return snapshot
+    return None
+
+
+class ShareBoard(Protocol):
+    """Where the shares are left."""
+
+    def look(self) -> There:
+        """Who has left what. Raises `CkptError`."""
+        ...
+
+    def leave(self, order: StagedJob) -> None:
+        """Make a share durable, and say so; only that again if it was left before. Raises `CkptError`."""
+        ...
+
+    def commit(self, order: StagedJob) -> bool:
+        """All shares of a snapshot are there: make it exist; False: it is none. Raises `CkptError`."""
+        ...
+
+    def exists(self, snapshot: str) -> bool:
+        """Whether it is committed. Raises `CkptError`."""
+        ...
+
+
+class CrashRecovery:
+    """One writer's side.
+
+    Args:
+        ranks: whose writer it is.
+        place: where the writers meet.
+        patience_seconds: see above.
+    """
+
+    def __init__(self, ranks: RankConfig, place: ShareBoard, patience_seconds: float = PATIENCE_SECONDS) -> None:
+        self._ranks = ranks
+        self._place = place
+        self._patience_seconds = patience_seconds
+        self._bad: set[str] = set()
+        self._left: set[str] = set()
+        self._pause = threading.Event()
+
+    def run(self, orders: Sequence[StagedJob], again: Callable[[CkptError], bool]) -> None:
+        """Make durable the newest of these orders that all ranks hold, as far as it depends on this writer.
+
+        What was too new for an earlier meeting counts again: the others may have got theirs since.
+
+        Args:
+            orders: newest first, numbered by the ranks.
+            again: told why something failed; whether to try again in a while.
+        """
+        while True:
+            try:
+                self._attempt(orders)
+            except CkptError as err:
+                if not again(err):
+                    return
+                self._pause.wait(_AGAIN_SECONDS)
+            else:
+                return
+
+    def is_committed(self, order: StagedJob) -> bool:
+        """Whether the snapshot of all ranks exists; False where the place does not answer."""
+        try:
+            return self._place.exists(order.snapshot or "")
+        except CkptError:
+            return False
+
+    def _attempt(self, orders: Sequence[StagedJob]) -> None:
+        rank, size = self._ranks.rank, self._ranks.size
+        there = self._place.look()
+        mine = self._undecided(orders, there)
+        if not mine:
+            return
+        newest = next(iter(mine))
+        left = {newest, *(snapshot for snapshot in mine if rank in there.get(snapshot, ()))}
+        # What was persisted before says nothing of what the others hold now: something newer may be on its way.
+        fresh = {snapshot: order for snapshot, order in mine.items() if snapshot == newest or snapshot not in left}
+        if rank not in there.get(newest, ()):
+            self._leave(mine[newest])
+        deadline, pause = time.monotonic() + self._patience_seconds, LOOKS.first_seconds
+        while True:
+            there = self._place.look()
+            if self._complete(fresh, there):
+                return
+            if any(rank not in there.get(snapshot, ()) for snapshot in left):
+                self._undecided(orders, there)
+                return  # what is not there any more is committed, or was dropped by a new start
+            wanted = follow(list(mine), there, rank, size)
+            if wanted is not None:
+                self._leave(mine[wanted])
+                left.add(wanted)
+                deadline, pause = time.monotonic() + self._patience_seconds, LOOKS.first_seconds
+                continue
+            remaining = deadline - time.monotonic()
+            if remaining <= 0.0:
+                break
+            self._pause.wait(min(pause, remaining))
+            pause = LOOKS.after(pause)
+        for snapshot in [one for one in mine if one not in left]:
+            self._leave(mine[snapshot])
+        self._collect(mine)
+
+    def _undecided(self, orders: Sequence[StagedJob], there: There) -> dict[str, StagedJob]:
+        """Those of these orders, newest first, that may yet be committed; notes which one is committed already."""
+        rank, found = self._ranks.rank, dict[str, StagedJob]()
+        for order in orders:
+            snapshot = order.snapshot or ""
+            if rank == 0 and order.durable:
+                break  # nothing older matters
+            if rank and (order.durable or snapshot in self._left) and rank not in there.get(snapshot, ()):
+                if self._place.exists(snapshot):
+                    order.durable = True
+                    break
+                if snapshot not in self._left:
+                    continue  # the coordinator has taken it back: it failed on some rank
+            found[snapshot] = order
+        return found
+
+    def _leave(self, order: StagedJob) -> None:
+        self._place.leave(order)
+        self._left.add(order.snapshot or "")
+
+    def _collect(self, mine: Mapping[str, StagedJob]) -> None:
+        """Everybody leaves everything now: the coordinator waits once more for what becomes complete."""
+        deadline, pause = time.monotonic() + self._patience_seconds, LOOKS.first_seconds
+        while not self._ranks.rank and not self._complete(mine, self._place.look()):
+            remaining = deadline - time.monotonic()
+            if remaining <= 0.0:
+                return
+            self._pause.wait(min(pause, remaining))
+            pause = LOOKS.after(pause)
+
+    def _complete(self, mine: Mapping[str, StagedJob], there: There) -> bool:
+        """Whether this is the coordinator, and all shares of a snapshot are there: it is committed then.
+
+        The others learn of it as their records vanish.
+        """
+        if self._ranks.rank:
+            return False
+        for snapshot, order in mine.items():
+            if len(there.get(snapshot, ())) < self._ranks.size or snapshot in self._bad:
+                continue
+            if self._place.commit(order):
+                return True
+            self._bad.add(snapshot)
+        return False
+
+
+class NearestTier:
+    """The nearest tier as the place where the writers meet.
+
+    Args:
+        ranks: whose writer this is.
+        repository: of the run.
+        tier: how it is called in events.
+        progress: of the lane that the calls run in.
+        lane: runs a call in it; one that reads the arena comes with what it reads.
+        still_ours: raises `LeaseHeldError` if the lease is lost; asked right before the commit.
+        in_flight: told what is settled; None where this is not the coordinator.
+        done: told of each share that is durable, or of each snapshot on the coordinator.
+        not_undone: told if data of a share stays that could not be left.
+    """
+
+    def __init__(
+        self,
+        ranks: RankConfig,
+        repository: Repository,
+        tier: str,
+        progress: CallProgress,
+        lane: Callable[[Callable[[], object], Staged | None], object],
+        still_ours: Callable[[], object],
+        in_flight: SessionSnapshots | None,
+        done: Callable[[SnapshotCommitted], object],
+        not_undone: Callable[[CkptError], object],
+    ) -> None:
+        self._ranks = ranks
+        self._repository = repository
+        self._tier = tier
+        self._progress = progress
+        self._lane = lane
+        self._still_ours = still_ours
+        self._in_flight = in_flight
+        self._done = done
+        self._not_undone = not_undone
+        self._written: dict[str, SnapshotCommitted] = {}
+
+    def look(self) -> There:
+        found: dict[str, set[int]] = {}
+        self._lane(lambda: found.update(part_records.there(self._repository.storage)), None)
+        return found
+
+    def exists(self, snapshot: str) -> bool:
+        found: list[SnapshotInfo] = []
+        self._lane(lambda: found.extend(self._repository.list()), None)
+        return any(info.id == snapshot for info in found)
+
+    def leave(self, order: StagedJob) -> None:
+        staged = order.staged(order.snapshot or "")
+
+        def write() -> None:
+            storage = self._repository.storage
+            if staged.snapshot in self._written:
+                share = share_of(staged, self._repository, None)
+                if not repository.lacking(storage, share.files):
+                    part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._ranks))
+                    return
+            event, _ = write_snapshot(
+                staged,
+                self._repository,
+                self._tier,
+                self._progress,
+                self._not_undone,
+                finish=Contributing(self._ranks, says_failure=False),
+            )
+            self._written[staged.snapshot] = event
+
+        self._lane(write, staged)
+        if self._ranks.rank:
+            self._done(self._written[staged.snapshot])
+
+    def commit(self, order: StagedJob) -> bool:
+        storage, size, snapshot = self._repository.storage, self._ranks.size, order.snapshot or ""
+        whole: list[Manifest] = []
+
+        def commit() -> None:
+            with suppress(FormatError, SnapshotSkippedError, SnapshotFailedError):
+                whole.append(part_records.merge(list(part_records.read_all(storage, snapshot, range(size)).values())))
+            if not whole:
+                return
+            self._still_ours()
+            self._progress.check()
+            self._repository.commit(whole[0])
+            if self._in_flight is not None:
+                for one, ranks in part_records.there(storage).items():
+                    if one == snapshot or one in self._in_flight:
+                        part_records.remove(storage, one, ranks)  # what is newer is not complete, and never will be
+                self._in_flight.settle(snapshot)
+
+        self._lane(commit, None)
+        if not whole:
+            return False
+        order.durable = True
+        event = self._written.get(snapshot)
+        if event is not None:
+            self._done(replace(event, nbytes=whole[0].info.nbytes))
+        return True

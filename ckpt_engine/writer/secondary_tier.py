@@ -1,0 +1,501 @@
+"""A further tier as one writer works on it: takes its lease, copies one snapshot at a time, keeps its retention.
+
+Which snapshots a further tier still wants: a pure choice, newest first, without what is obsolete by now.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ckpt_engine.copy.encoded_copy import Encoding, Tally, copy_encoded
+from ckpt_engine.copy.encoding_plan import plan
+from ckpt_engine.copy.job import ErrorRecord, TierConfig
+from ckpt_engine.copy.make_room import collect, make_room, prune
+from ckpt_engine.copy.transfer import Copied, CopySourceError, RunText, adopt_run, copy_snapshot, scratch_of
+from ckpt_engine.copy.write_snapshot import Staged, write_snapshot
+from ckpt_engine.errors import (
+    CkptError,
+    FormatError,
+    SnapshotFailedError,
+    SnapshotSkippedError,
+    StorageFullError,
+    StorageMissingError,
+    StorageStalledError,
+    WaitTimeoutError,
+)
+from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotReplicated, SnapshotsForgotten
+from ckpt_engine.store import names
+from ckpt_engine.store.lease import Lease, LeaseHolder, acquire
+from ckpt_engine.store.manifest import Line, SnapshotInfo
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.retention import policy_from
+from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy, branch_id
+from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.watchdog import Lane, Signs, WatchedSource
+from ckpt_engine.writer.commit import Gather
+from ckpt_engine.writer.primary_tier import LEASE_SECONDS
+
+GUARD_SECONDS = 60.0
+"""How long a snapshot written straight to the tier waits for a collection there."""
+_LOOK_SECONDS = 1.0
+_NO_LINE = Line("-")
+"""Which no snapshot is of."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopySource:
+    """A snapshot to copy, and the nearest place that has it."""
+
+    info: SnapshotInfo
+    source: Repository
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The storages of one tier, which are all at the same place.
+
+    Args:
+        plain: for its lease, which is renewed whatever hangs; watched for signs only, as all others are too.
+        watched: for everything else that copying needs; watched by the lane `copies`.
+        sink: what copies are put into, at the tier's bandwidth; watched as `watched`.
+        direct: what snapshots are written to that no nearer tier takes; watched by the lane `direct`.
+    """
+
+    plain: Storage
+    watched: Storage
+    sink: Storage
+    direct: Storage
+
+
+class SecondaryTier:
+    """One further tier. `advance`, `release` and `sweep` run in `copies` and `write` in `direct`, the rest anywhere.
+
+    Args:
+        config: where and how.
+        places: at `config.url`.
+        holder: who asks for its lease.
+        nearer: all nearer tiers, the nearest first; watched by `copies`.
+        emit: takes events.
+        copies, direct: the lanes that it works in.
+        signs: of life, from the place.
+        gather: where nodes have roots of their own: has all of them copy what each has.
+
+    `run` MUST be set before the first `advance`. `line` is that of the trainer, None until it has made a snapshot: so
+    long nothing is removed.
+    """
+
+    run: RunText
+    line: Line | None = None
+
+    def __init__(
+        self,
+        config: TierConfig,
+        places: Places,
+        holder: LeaseHolder,
+        nearer: Sequence[WatchedSource],
+        emit: Callable[[Event], object],
+        copies: Lane,
+        direct: Lane,
+        signs: Signs,
+        gather: Gather | None = None,
+    ) -> None:
+        self.config = config
+        self.signs = signs
+        self.url = places.plain.url
+        self.copies = copies
+        self.direct = direct
+        self._places = places
+        self._holder = holder
+        self._nearer = nearer
+        self._emit = emit
+        self._gather = gather
+        self.next_look_seconds: float | None = None
+        """When to look again although nothing has happened here; None: that is of no use."""
+        self._direct = Repository(places.direct)
+        self._policy = policy_from(config.keep)
+        self.encoding = Encoding(config.codec)
+        self._rhythm = Rhythm(config.every_seconds, config.every_n_steps, self._policy)
+        self._lease: Lease | None = None
+        self._repository: Repository | None = None
+        self._damaged: set[tuple[str, str]] = set()
+        self._unpruned = self._said = False
+        self._done: set[str] = set()
+        """What was sent, or did not fit: it is not sent again when a limit removes it."""
+        self._guard = threading.Lock()
+        self.copying: SnapshotInfo | None = None
+        self.newest: SnapshotInfo | None = None
+        self.waiting: tuple[SnapshotInfo, ...] = ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its lease is ours."""
+        return self._repository is not None
+
+    def advance(self) -> bool:
+        """Copy the snapshot that is wanted most; False if none is.
+
+        Raises:
+            CkptError: of the tier. What was begun is not visible there; calling again continues.
+            SourceError: no nearer tier can be read now.
+        """
+        self.direct.refuse_if_stuck()
+        repository = self._open()
+        assert self._lease is not None
+        self.copies.progress.moved(LEASE_SECONDS)
+        self._lease.check()
+        infos = repository.list()
+        there = self._of_line(infos)
+        self.newest = there[-1] if there else None
+        if self._unpruned and self.newest is not None:
+            self._prune(repository, self.newest.id)
+        near = self._near()
+        self._say_what_stays([info for info in infos if info.id not in near])
+        wanted = self._wanted([found.info for found in near.values() if found.info.id not in self._done], there)
+        self.waiting = tuple(wanted)
+        if not wanted:
+            return False
+        self.copying = copying = wanted[0]
+        try:
+            self._copy(near[copying.id], repository, there)
+        except StorageFullError:
+            if self.line is None:
+                return False  # what may go is not known yet
+            if self.newest is None or copying.seq > self.newest.seq:
+                raise
+            self._done.add(copying.id)  # older ones are a luxury
+        finally:
+            if self.copying is copying:  # else it was left behind in its source, and another copy is under way
+                self.copying = None
+        return True
+
+    def leave_source(self) -> str | None:
+        """If `advance` hangs in a nearer tier: make it end there, and go without that one; its URL."""
+        for source in self._nearer:
+            if source.leave():
+                self.copying = None
+                return source.storage.url
+        return None
+
+    def write(self, staged: Staged) -> SnapshotCommitted:
+        """Make a snapshot durable here that no nearer tier takes.
+
+        Raises:
+            CkptError: it is not.
+        """
+        with self.writing(staged.cut_layout.layout.nbytes) as repository:
+            return write_snapshot(staged, repository, self.url, self.direct.progress, self._not_undone(staged))[0]
+
+    @contextmanager
+    def writing(self, nbytes: int) -> Iterator[Repository]:
+        """The tier's repository, to write a snapshot of `nbytes` bytes into it that no nearer tier takes.
+
+        Raises:
+            WaitTimeoutError: it is not open, or busy for too long.
+            StorageFullError: it does not fit within the limits of the tier.
+            LeaseHeldError: the lease is lost.
+        """
+        lease = self._lease
+        self.direct.progress.moved(GUARD_SECONDS)
+        if self._repository is None or lease is None or not self._guard.acquire(timeout=GUARD_SECONDS):
+            raise WaitTimeoutError(f"{self.url} is not ready")
+        try:
+            self.direct.progress.moved(LEASE_SECONDS)
+            lease.check()
+            self.direct.progress.moved()
+            if not isinstance(self._policy, KeepAll):
+                make_room(
+                    self._direct,
+                    lease,
+                    self._policy,
+                    nbytes,
+                    line=self.line or _NO_LINE,
+                    in_flight=[info.id for info in self.waiting],
+                )
+            yield self._direct
+            self._unpruned = True
+        finally:
+            self._guard.release()
+
+    def sweep(self) -> None:
+        """Remove what interrupted writes left, once the tier is open. Raises as `advance`."""
+        if self._repository is not None and self._lease is not None:
+            collect(self._repository, self._lease, in_flight=[info.id for info in self.waiting])
+
+    def release(self) -> None:
+        """Give back the lease; `advance` takes it again. Never raises: a tier that is away cannot be told."""
+        lease, self._lease, self._repository = self._lease, None, None
+        self._done.clear()
+        if lease is not None:
+            try:
+                lease.release()
+            except (CkptError, OSError) as err:
+                self._say(f"the lease of {self.url} could not be given back: {ErrorRecord.of(err).message}")
+
+    def _say_what_stays(self, only_here: Sequence[SnapshotInfo]) -> None:
+        """Once: what other jobs have made here. Of what nearer tiers have too the trainer says it."""
+        line = self.line
+        if line is None or self._said:
+            return
+        self._said = True
+        ours = {attempt for attempt, _ in line.before}
+        others = [
+            info
+            for info in only_here
+            if not line.has(info) and (not ours or ours & {info.line.attempt, *(one for one, _ in info.line.before)})
+        ]
+        if others:
+            remove = f"`ckpt prune {self.url} --branch {branch_id(others[-1].line)}`"
+            many = f"{len(others):,} snapshots of another job, up to step {others[-1].step:,}"
+            self._say(f"{self.url} has {many}: they stay until {remove} removes them")
+
+    def _of_line(self, infos: Sequence[SnapshotInfo]) -> list[SnapshotInfo]:
+        """Those of the trainer's line, once that is known: what others have there is no reason to copy less."""
+        return [info for info in infos if self.line is None or self.line.has(info)]
+
+    def _wanted(self, near: Sequence[SnapshotInfo], there: Sequence[SnapshotInfo]) -> list[SnapshotInfo]:
+        """What is to be copied, newest first."""
+        return self._rhythm.wanted(self._of_line(near), self._of_line(there))
+
+    def _near(self) -> dict[str, CopySource]:
+        """All snapshots that a nearer tier has, each from the nearest that can be read."""
+        found: dict[str, CopySource] = {}
+        error: CkptError | None = None
+        readable = False
+        for source in self._nearer:
+            repository = source.repository
+            if not source.usable():
+                error = error or StorageStalledError(f"{repository.storage.url} hangs")
+                continue
+            try:
+                infos = repository.list()
+            except CkptError as err:
+                error = err
+                continue
+            readable = True
+            for info in infos:
+                if info.partial is not None and (self._gather is None or info.partial.size != self._gather.ranks.size):
+                    continue  # of a time when other nodes had the rest: nobody is here to copy that
+                if (repository.storage.url, info.id) not in self._damaged:
+                    found.setdefault(info.id, CopySource(info, repository))
+        if not readable and error is not None:
+            raise CopySourceError(error)
+        return found
+
+    def _open(self) -> Repository:
+        if self._repository is None:
+            self.copies.progress.moved(LEASE_SECONDS)
+            lease = acquire(self._places.plain, self._holder)
+            try:
+                self._repository = adopt_run(self.run, self._places.watched)
+                completed = self._gather.begin(self._repository) if self._gather is not None else ()
+            except BaseException:
+                self._repository = None
+                lease.release()
+                raise
+            self._lease = lease
+            for snapshot in completed:
+                self._say(f"all nodes had copied {snapshot} to {self.url}, and it is committed there now")
+        return self._repository
+
+    def _copy(self, found: CopySource, repository: Repository, there: Sequence[SnapshotInfo]) -> None:
+        began = time.monotonic()
+        info = found.info
+        try:
+            self._make_room(found, repository, [one.id for one in there])
+            copied = self._transfer(found, repository)
+        except CopySourceError as err:
+            self._not_readable(found, err)
+            return
+        except (SnapshotSkippedError, SnapshotFailedError) as err:
+            self._done.add(info.id)  # a node does not have it, and never will
+            self._say(f"{info.id} is not copied to {self.url}: {err.message}")
+            return
+        self._done.add(info.id)
+        self.newest = max((*there, info), key=lambda one: (one.seq, one.id))
+        now = time.time()
+        self._emit(
+            SnapshotReplicated(
+                snapshot=info.id,
+                step=info.step,
+                tier=self.url,
+                sent_bytes=copied.sent_bytes,
+                copy_seconds=time.monotonic() - began,
+                latency_seconds=max(0.0, now - info.created),
+                time=now,
+                encoding=self.encoding.why,
+            )
+        )
+        self._prune(repository, info.id)
+
+    def _transfer(self, found: CopySource, repository: Repository) -> Copied:
+        """Copy it as the tier stores it. Raises as `copy_snapshot`."""
+        snapshot, sink, tally = found.info.id, self._places.sink, Tally()
+        pick = self.encoding.pick(found.source, snapshot)
+        if found.info.partial is not None:
+            assert self._gather is not None
+            copied = self._gather.copy(found.source, repository, snapshot, sink, self._scratch())
+        elif pick is not None:
+            copied = copy_encoded(found.source, repository, snapshot, pick, tally, sink=sink, committing=self._guarded)
+        else:
+            began = time.monotonic()
+            copied = copy_snapshot(found.source, repository, snapshot, sink=sink, scratch=self._scratch())
+            tally.put_bytes, tally.put_seconds = copied.sent_bytes, time.monotonic() - began
+        self.encoding.done(tally)
+        return copied
+
+    def _not_readable(self, found: CopySource, err: CopySourceError) -> None:
+        """A snapshot that is gone was forgotten meanwhile; a damaged one is not asked for again there."""
+        if isinstance(err.error, StorageMissingError):
+            return
+        if not isinstance(err.error, FormatError):
+            raise err
+        url = found.source.storage.url
+        self._damaged.add((url, found.info.id))
+        self._say(f"snapshot {found.info.id} is damaged at {url} and is not copied from there: {err.error.message}")
+
+    def _make_room(self, found: CopySource, repository: Repository, there: Sequence[str]) -> None:
+        """Nothing that is there goes for something older."""
+        if isinstance(self._policy, KeepAll):
+            return
+        assert self._lease is not None
+        again = True
+        while again:
+            nbytes = self._most_bytes(found, repository)
+            with self._guarded():
+                keeping = [info.id for info in self.waiting]
+                newest = self.newest is None or found.info.seq > self.newest.seq
+                done = make_room(
+                    repository,
+                    self._lease,
+                    self._policy,
+                    nbytes,
+                    line=self.line or _NO_LINE,
+                    incoming=found.info,
+                    protected={} if newest else dict.fromkeys(there, "there before"),
+                    in_flight=keeping,
+                )
+            again = done is not None and bool(done.plan.remove) and not self.encoding.is_plain
+            if done is not None and done.plan.remove:
+                # What was to be referred to may be gone: then more has to be written.
+                self._emit(SnapshotsForgotten(done.plan.remove, done.collected.freed_bytes))
+
+    def _most_bytes(self, found: CopySource, repository: Repository) -> int:
+        """What copying a snapshot writes, or more: how far it can be encoded is not known before."""
+        try:
+            manifest = found.source.read(found.info.id)
+            text = found.source.storage.get(names.manifest_name(found.info.id))
+        except CkptError as err:
+            raise CopySourceError(err) from err
+        here = {item.name for item in repository.storage.list(names.DATA)}
+        nbytes = sum(file.nbytes for file in manifest.files if file.name not in here) + len(text)
+        if manifest.info.partial is not None:  # shares are equal, and what others have there is not known
+            nbytes = nbytes * manifest.info.partial.size // len(manifest.info.partial.ranks)
+        return nbytes if self.encoding.is_plain else max(nbytes, plan(manifest, repository).most_bytes(text))
+
+    def _prune(self, repository: Repository, newest: str) -> None:
+        """Retention after a copy, which is done: what goes wrong here is not its failure."""
+        if isinstance(self._policy, KeepAll):
+            repository.write_catalog_if_due()
+            return
+        self._unpruned = self.line is None
+        if self.line is None:
+            return
+        assert self._lease is not None
+        keeping = [info.id for info in self.waiting]
+        try:
+            with self._guarded():
+                pruned = prune(
+                    repository, self._lease, self._policy, line=self.line, verified=(newest,), in_flight=keeping
+                )
+        except CkptError as err:
+            self._say(f"retention failed on {self.url}, older snapshots stay there: {err.message}")
+            return
+        if pruned.plan.remove:
+            self._emit(SnapshotsForgotten(pruned.plan.remove, pruned.collected.freed_bytes))
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """While nothing is written straight to the tier: that may take long, and is no stall of this."""
+        while not self._guard.acquire(timeout=_LOOK_SECONDS):
+            self.direct.refuse_if_stuck()
+            self.copies.progress.moved()
+        try:
+            yield
+        finally:
+            self._guard.release()
+
+    def _scratch(self) -> str | None:
+        return next((path for one in self._nearer if one.usable() and (path := scratch_of(one.storage))), None)
+
+    def _not_undone(self, staged: Staged) -> Callable[[CkptError], None]:
+        def told(err: CkptError) -> None:
+            self._say(f"the data of the failed snapshot {staged.snapshot} stay at {self.url} for now: {err}")
+
+        return told
+
+    def _say(self, message: str) -> None:
+        self._emit(Notice("WARNING", message))
+
+
+ALWAYS_DUE = frozenset({"end", "signal"})
+"""Reasons of snapshots that no rhythm leaves out: nothing comes after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """What a tier wants.
+
+    Args:
+        every_seconds, every_n_steps: see `TierConfig`.
+        policy: its retention: what it would remove at once is not sent.
+    """
+
+    every_seconds: float | None = None
+    every_n_steps: int | None = None
+    policy: RetentionPolicy = field(default_factory=KeepAll)
+
+    def wanted(self, near: Sequence[SnapshotInfo], far: Sequence[SnapshotInfo]) -> list[SnapshotInfo]:
+        """The snapshots of `near` to copy to where `far` are, newest first.
+
+        That is the newest, if it is due and newer than everything there, and what retention would keep there.
+        """
+        # By number, not by id: retention may have made another form of it, without some components, here or there.
+        there = {info.seq for info in far}
+        due = self._due([info for info in sorted(near, key=_age, reverse=True) if info.seq not in there], far)
+        newest_there = max(map(_age, far), default=(-1, ""))
+        stays = self.policy.keep([*far, *due])
+        return [info for i, info in enumerate(due) if info.id in stays or (i == 0 and _age(info) > newest_there)]
+
+    def _due(self, candidates: Sequence[SnapshotInfo], far: Sequence[SnapshotInfo]) -> list[SnapshotInfo]:
+        """Those of `candidates`, newest first, that are not too close to one of `far` or before them."""
+        if self.every_n_steps is None and self.every_seconds is None:
+            return list(candidates)
+        due = []
+        taken = sorted(far, key=_age)
+        for info in candidates:
+            # Only neighbours count: a run that resumed from an older snapshot has the same steps once more.
+            place = bisect.bisect(taken, _age(info), key=_age)
+            before = taken[place - 1] if place > 0 else None
+            after = taken[place] if place < len(taken) else None
+            if info.reason in ALWAYS_DUE or not (self._close(before, info) or self._close(info, after)):
+                due.append(info)
+                taken.insert(place, info)
+        return due
+
+    def _close(self, earlier: SnapshotInfo | None, later: SnapshotInfo | None) -> bool:
+        if earlier is None or later is None:
+            return False
+        if self.every_n_steps is not None:
+            return earlier.step // self.every_n_steps == later.step // self.every_n_steps
+        if self.every_seconds is not None:
+            return 0 <= later.created - earlier.created < self.every_seconds  # below 0: the clock was set back
+        return False
+
+
+def _age(info: SnapshotInfo) -> tuple[int, str]:
+    return info.seq, info.id

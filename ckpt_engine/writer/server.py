@@ -1,0 +1,349 @@
+"""The writer process: receives from the trainer, lets a worker thread write, and always ends by itself.
+
+It ends when the trainer says so, or when the trainer is gone: then it finishes the jobs it has (its descriptors keep
+the arena alive), at most `drain_seconds` long. With memory it finishes the job at hand and the newest snapshot, and
+lingers: who restarts the training gets that snapshot from memory (see `control`). It does the same if the trainer says
+that it has failed, unless the newest snapshot is durable: of several ranks most end by an error when one is lost. Only
+the first one knows that alone: the others look whether it was committed, and end then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import select
+import selectors
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Container
+from typing import TYPE_CHECKING
+
+from ckpt_engine.errors import WriterError
+from ckpt_engine.observe.events import Notice
+from ckpt_engine.writer import channel
+from ckpt_engine.writer.channel import Body, Channel, Received
+
+if TYPE_CHECKING:
+    from ckpt_engine.writer.control import Control
+    from ckpt_engine.writer.control_handlers import ControlHandlers
+    from ckpt_engine.writer.worker import Worker
+
+START_SECONDS = 60.0
+"""How long the trainer may take to send `start`."""
+_NICE = 10
+_LOOK_SECONDS = 1.0
+_NAME_SECONDS = 5.0
+_END_SECONDS = 10.0
+_CATCH_UP_SECONDS = 10.0
+"""Less than what a tier may take without a sign of progress: it is waited for in the tier's lane."""
+_UCRED = struct.Struct("3i")
+
+EXIT_OK = 0
+EXIT_BROKEN = 1
+EXIT_DEADLINE = 3
+
+
+class PeerWatch:
+    """Notices the end of the process at the other end of a socket, even if a fork of it holds the socket open."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.pid: int = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))[0]
+        self.gone = False
+        self.fd: int | None = None
+        """Readable once the process has ended; None where the kernel offers no pidfd."""
+        try:
+            self.fd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            self.gone = True
+        except OSError:
+            self.fd = None
+
+    def look(self, ready: Container[int]) -> None:
+        """Update `gone`, given the descriptors a selector found readable."""
+        if self.fd is not None:
+            self.gone = self.gone or self.fd in ready
+        elif not self.gone:
+            try:
+                os.kill(self.pid, 0)
+            except ProcessLookupError:
+                self.gone = True
+            except PermissionError:
+                self.gone = False
+
+    def ended(self, timeout: float = 0.0) -> bool:
+        """Whether it has ended, or does so within `timeout` seconds. Any thread; leaves `gone` as it is.
+
+        Where there is no pidfd that is only known once `gone` is true.
+        """
+        if self.fd is None:
+            return self.gone
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return bool(poll.poll(timeout * 1000))
+
+
+class Serving:
+    """One trainer being served.
+
+    Args:
+        sock: connected to the trainer.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._peer = PeerWatch(sock)
+        self._channel = Channel(sock)
+        self._worker: Worker | None = None
+        self._desk: ControlHandlers | None = None
+        self._url = ""
+        self._listens = True
+        self._rank = 0
+        self._control: Control | None = None
+        self._drain_seconds = self._linger_seconds = 0.0
+        self._closing = self._left = False
+        self._stopped = False
+        self._behind: deque[threading.Event] = deque()
+        self._attending, self._read_all = True, False
+        self._end_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._status = EXIT_OK
+
+    def run(self) -> int:
+        """Serve until the end; the exit status."""
+        try:
+            self._attend()
+            # One that lives and has hung up tells nothing of its memory any more.
+            self._read_all = self._peer.gone or self._left
+        except WriterError as err:
+            _complain(str(err))
+            self._status = EXIT_BROKEN
+        self._attending = False
+        while self._behind:
+            self._behind.popleft().set()
+        self._channel.close()
+        if self._worker is not None and (self._left or not self._worker.ended):
+            self._status = self._drain(self._worker)
+        if self._control is not None:
+            self._control.close(_NAME_SECONDS)  # so that what it has just said is sent
+        return self._status
+
+    def _attend(self) -> None:
+        """Receive until the trainer is gone, or the worker has ended and everything is said.
+
+        Raises:
+            WriterError: the trainer does not keep to the protocol.
+        """
+        deadline = time.monotonic() + START_SECONDS
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            selector.register(self._channel.wake_fd, selectors.EVENT_READ)
+            if self._peer.fd is not None:
+                selector.register(self._peer.fd, selectors.EVENT_READ)
+            while not self._peer.gone:
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._channel.backlog else 0)
+                selector.modify(self._channel, wanted)
+                ready = {key.fd for key, _ in selector.select(_LOOK_SECONDS)}
+                self._peer.look(ready)
+                self._channel.clear_wake()
+                self._channel.flush()
+                behind = [self._behind.popleft() for _ in range(len(self._behind))]
+                # What the trainer sent before its end counts: read it even if it is gone.
+                received, is_open = self._channel.receive()
+                for item in received:
+                    self._take(item)
+                for one in behind:
+                    one.set()
+                if not is_open:
+                    return
+                if self._worker is None and time.monotonic() > deadline:
+                    raise WriterError(f"the trainer did not say what to write within {START_SECONDS:.0f} s")
+                if self._worker is not None and self._worker.ended and not self._channel.backlog:
+                    return
+
+    def _caught_up(self) -> bool:
+        """Wait until everything that the trainer has sent so far was taken; whether that is so. Not on this thread."""
+        taken = threading.Event()
+        self._behind.append(taken)
+        if self._attending:
+            self._channel.wake()
+            if not taken.wait(_CATCH_UP_SECONDS):
+                return False
+        return self._attending or self._read_all
+
+    def _take(self, item: Received) -> None:
+        kind = item.body.get("kind")
+        if kind == channel.START:
+            self._begin(item.body)
+        elif self._worker is None:
+            raise WriterError(f"the trainer sent {kind!r} before {channel.START!r}")
+        elif kind == channel.LEAVE and self._worker.opened and self._worker.may_lose:
+            self._leave(self._worker)
+        elif kind in (channel.CLOSE, channel.LEAVE):
+            self._closing = True
+            self._worker.finish()
+        else:
+            self._worker.put(item.body, item.fds)
+
+    def _leave(self, worker: Worker) -> None:
+        """The trainer has failed, and does not touch its memory any more: everything but its end is as if it died."""
+        assert self._desk is not None
+        self._left = True
+        worker.abandon(failed=True)
+        self._desk.leave(serves=True)
+        self._poke()
+
+    def _begin(self, body: Body) -> None:
+        # Where the trainer finds packages that are not installed for this interpreter; our own folders come first.
+        sys.path += [folder for folder in body["path"] if folder not in sys.path]
+        from ckpt_engine.copy.job import config_from_json
+        from ckpt_engine.writer.control_handlers import ControlHandlers
+        from ckpt_engine.writer.worker import Worker
+
+        config = config_from_json(body["config"])
+        self._drain_seconds, self._linger_seconds = config.drain_seconds, config.linger_seconds
+        if config.nice:
+            # Linux keeps this per thread: threads started from here on inherit it. The I/O priority follows from it.
+            os.nice(_NICE)
+        self._url = config.url
+        self._rank = 0 if config.ranks is None else config.ranks.rank
+        self._listens = self._rank == 0 or config.memory
+        self._worker = Worker(config, self._channel.send, self._worker_ended, self._listen, self._poke, self._caught_up)
+        self._desk = ControlHandlers(
+            self._worker.held,
+            self._forward,
+            lambda: not self._peer.ended(),
+            self._worker.flush,
+            self._take_leave,
+            config.ranks,
+            self._worker.peers,
+        )
+        if self._worker.peers is not None:
+            self._worker.peers.answer = self._desk.answer
+        self._worker.start()
+
+    def _listen(self) -> None:
+        """Take requests from outside from now on: the run is ours."""
+        from ckpt_engine.writer.control import Control
+
+        assert self._desk is not None
+        if not self._listens:
+            return
+        control = Control(self._url, self._desk.answer, self._rank)
+        try:
+            control.open(_NAME_SECONDS)
+        except WriterError as err:
+            told = f"the writer takes no requests from outside: {err.message}"
+            self._channel.send(channel.event(Notice("WARNING", told)))
+            control.close(_NAME_SECONDS)
+        else:
+            self._control = control
+
+    def _poke(self) -> None:
+        if self._control is not None:
+            self._control.poke()
+        if self._worker is not None and self._worker.peers is not None:
+            self._worker.peers.poke()
+
+    def _forward(self, what: str, who: str) -> bool:
+        if self._channel.backlog:
+            return False  # a trainer that takes nothing in is not sent more and more
+        return self._channel.send({"kind": channel.REQUEST, "what": what, "who": who})
+
+    def _take_leave(self) -> None:
+        if self._control is not None:
+            self._control.hang_up()
+        os.eventfd_write(self._end_fd, 1)
+
+    def _worker_ended(self, broken: str | None) -> None:
+        if broken:
+            self._status = EXIT_BROKEN
+            _complain(broken)
+        self._channel.wake()
+
+    def _drain(self, worker: Worker) -> int:
+        """The trainer is gone: finish what it left, bounded in time. SIGTERM limits that to what would be lost."""
+        if not worker.opened:
+            return self._status  # still waiting for the lease: there is nothing to finish
+        _silence()
+        if self._closing:
+            worker.finish()
+            worker.leave_alone()
+        elif self._left:
+            pass  # it was told when the trainer said so
+        elif self._peer.fd is None or self._peer.ended(_END_SECONDS):
+            worker.abandon()
+        else:
+            worker.disown()  # it lives, speaks to us no more, and does with its memory what it wants
+        assert self._desk is not None
+        self._desk.leave(serves=not self._closing)
+        if self._control is None and not self._closing:
+            self._listen()  # whoever had the name may be gone by now
+        self._poke()
+        self._heed_termination(worker)
+        deadline = time.monotonic() + self._drain_seconds
+        while not worker.join(max(0.0, min(_LOOK_SECONDS, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return EXIT_DEADLINE
+            if self._lingering(worker) == 0.0:
+                worker.held.let_go()
+        if not self._closing:
+            self._linger(worker)
+        return self._status
+
+    def _heed_termination(self, worker: Worker) -> None:
+        """From now on SIGTERM is for us. One that came before was for the job: nobody comes back to it here."""
+
+        def stop(_number: int, _frame: object) -> None:
+            worker.skip_waiting()
+            self._stopped = True
+            os.eventfd_write(self._end_fd, 1)
+
+        if signal.SIGTERM in signal.sigpending():
+            signal.sigwait([signal.SIGTERM])
+            self._stopped = True
+        signal.signal(signal.SIGTERM, stop)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+    def _lingering(self, worker: Worker) -> float | None:
+        """Seconds for which what is in memory is still to be served; None: it is not durable yet."""
+        if worker.rescued_at is None:
+            return None
+        return max(0.0, worker.rescued_at + self._linger_seconds - time.monotonic())
+
+    def _linger(self, worker: Worker) -> None:
+        """Serve what is in memory, until nobody can want it any more."""
+        assert self._desk is not None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._end_fd, selectors.EVENT_READ)
+            while not (self._stopped or self._desk.said_bye or self._control is None or worker.held.newest is None):
+                left = self._lingering(worker)
+                if not left:
+                    return
+                selector.select(left)
+
+
+def main(arguments: list[str]) -> int:
+    """Serve the trainer at the other end of the socket whose descriptor number is the only argument."""
+    faulthandler.enable()
+    # The trainer decides when to stop: signals to the whole job must not take the snapshot in flight with them.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # heeded when the trainer is gone
+    return Serving(socket.socket(fileno=int(arguments[0]))).run()
+
+
+def _complain(text: str) -> None:
+    """Say something on stderr, which the trainer shows if this process breaks down."""
+    with contextlib.suppress(OSError):  # the trainer is gone, and with it whoever would read this
+        print(text, file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _silence() -> None:
+    """Let go of the pipe to the trainer: a fork of it may hold the other end without ever reading."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    os.close(null)

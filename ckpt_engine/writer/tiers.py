@@ -1,0 +1,504 @@
+"""All further tiers of one writer: their threads, what they need of the nearest tier, and their status.
+
+A further tier as the leader of another node than rank 0's works on it: it copies its part of what is asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from ckpt_engine.copy.job import ErrorRecord, RankConfig, TierConfig, WriterConfig
+from ckpt_engine.copy.transfer import CopySourceError, RunText, adopt_run
+from ckpt_engine.errors import (
+    CkptError,
+    FormatError,
+    StorageExistsError,
+    StorageMissingError,
+    StorageStalledError,
+    WriterError,
+)
+from ckpt_engine.observe.events import Event, Notice, TierDegraded, TierRecovered
+from ckpt_engine.store import names
+from ckpt_engine.store.lease import LeaseHolder, read_holder
+from ckpt_engine.store.manifest import RAW, Line, SnapshotInfo
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.retention import policy_from
+from ckpt_engine.store.storage.base import Storage
+from ckpt_engine.store.storage.object_requests import asking
+from ckpt_engine.store.storage.open import open_storage, require_served
+from ckpt_engine.store.storage.watchdog import CallProgress, Lane, Signs, WatchedSource, WatchedStorage
+from ckpt_engine.store.storage.wrappers import Throttle, metered
+from ckpt_engine.writer import part_records
+from ckpt_engine.writer.commit import GATHER_LOOKS, Gather, give, questions
+from ckpt_engine.writer.replicate import PAUSES, Gate, Replicator
+from ckpt_engine.writer.secondary_tier import Places, SecondaryTier
+from ckpt_engine.writer.tier_status import AWAY, HANGS, WORKING, StatusWriter, TierStatus, Unfinished
+
+TELL_SECONDS = 3.0
+"""A longer wait of the trainer is said."""
+SURVEY_SECONDS = 20.0
+"""How long a writer waits at its start to hear what further tiers have."""
+UNKNOWN_SEQ_GAP = 100_000
+"""Numbers left out for the snapshots that a tier may have which does not answer at the start."""
+_END_SECONDS = 2.0
+_LOOK_SECONDS = 0.25
+"""Nobody says that a tier gives no sign."""
+_REMEMBERED = 1000
+
+
+class SecondaryTiers:
+    """The further tiers. Every method returns at once unless it says otherwise; none lets a tier's failure out.
+
+    Args:
+        config: of the writer; with tiers.
+        nearest: the storage of `config.url`.
+        emit: takes events; called from several threads.
+
+    Raises:
+        StorageError: a URL that no storage serves. Nothing is touched yet.
+    """
+
+    run: RunText
+    """Of the run, from `join_run` on."""
+
+    def __init__(
+        self,
+        config: WriterConfig,
+        nearest: Storage,
+        holder: LeaseHolder,
+        emit: Callable[[Event], object],
+    ) -> None:
+        self._emit = emit
+        self._nearest = nearest
+        self._config = config
+        self._holder = holder
+        self._follows = config.ranks is not None and config.ranks.rank != 0
+        """Rank 0's writer has asked the tiers for this one."""
+        self._storages: list[Storage] = []
+        self._changed = threading.Condition()
+        self._primary = TierStatus(nearest.url, WORKING, since=time.time())
+        self._primary_away_from = 0.0
+        self._primary_lacks: list[str] = []
+        self._status = StatusWriter(nearest, holder, self.status, emit)
+        self._started = self._stopping = self._finishing = False
+        self._surveys: list[Survey] | None = None
+        self._replicators = [self._replicator(number) for number in range(len(config.tiers))]
+
+    def _replicator(self, number: int) -> Replicator:
+        config = self._config.tiers[number]
+        limit = config.bandwidth_bytes_per_second
+        throttle = Throttle(limit) if limit is not None else None
+        url = self._open(number).url
+        signs = Signs()
+        self._storages.append(WatchedStorage(self._open(number), signs))
+        copies = Lane(url, keeps=False)
+        direct = Lane(url, told=lambda: replicator.wake())
+        gate = Gate(throttle)
+        gather = self._gather(config, gate, copies.progress)
+        # Storages of their own: what a copy is told to do, direct writes are not.
+        places = Places(
+            self._storages[number],
+            WatchedStorage(WatchedStorage(self._open(number), copies.progress), signs),
+            WatchedStorage(WatchedStorage(metered(self._open(number), lambda _: gate), copies.progress), signs),
+            WatchedStorage(
+                metered(self._open(number), lambda meter: Gate(throttle) if throttle is not None else meter),
+                direct.progress,
+            ),
+        )
+        nearest = open_storage(self._config.url, self._config.storage_options)
+        nearer = [WatchedSource(one, copies.progress) for one in (nearest, *map(self._open, range(number)))]
+        kind = NodeMemberTier if self._follows else SecondaryTier
+        tier = kind(
+            config,
+            places,
+            self._holder,
+            nearer,
+            lambda event: replicator.take(event),
+            copies,
+            direct,
+            signs,
+            gather,
+        )
+        replicator = Replicator(tier, gate, self._emit, self._note, PAUSES)
+        return replicator
+
+    def _gather(self, config: TierConfig, gate: Gate, progress: CallProgress) -> Gather | None:
+        ranks = self._config.ranks
+        if ranks is None or not ranks.places:
+            return None
+        if config.codec != RAW:
+            raise WriterError(
+                f"{len(ranks.places)} nodes copy what each has to {config.url}, as it is: no codec is possible there",
+                hint="remove the codec of that tier, or let all ranks share the nearest one",
+            )
+
+        def pause(seconds: float) -> None:
+            progress.moved(seconds)
+            gate.pause(seconds)
+
+        return Gather(ranks, pause)
+
+    def _open(self, number: int) -> Storage:
+        tier = self._config.tiers[number]
+        return open_storage(tier.url, tier.storage_options)
+
+    def survey(self, *, aloud: bool = False, needed: bool = True) -> None:
+        """Hear which run and which snapshots the tiers have, once. Waits at most `SURVEY_SECONDS` for all of them.
+
+        Args:
+            aloud: the trainer waits, too: say so if it takes long.
+            needed: the run is not known yet. Otherwise, and after `finish`, tiers that give no sign are left out.
+        """
+        if self._surveys is None and not self._follows:
+            self._surveys = self._survey(SURVEY_SECONDS, aloud, needed)
+
+    def _survey(self, timeout: float, aloud: bool, needed: bool) -> list[Survey]:
+        found = [Survey(storage) for storage in self._storages]
+        for one in found:
+            threading.Thread(target=self._ask, args=(one,), name="ckpt-survey", daemon=True).start()
+
+        def enough() -> bool:
+            late = [of.silent for one, of in zip(found, self._replicators, strict=True) if not one.over]
+            return not late or ((self._finishing or not needed) and all(late))
+
+        began = time.monotonic()
+        self._wait(enough, began + min(timeout, TELL_SECONDS))
+        if aloud and not enough() and timeout > TELL_SECONDS:
+            urls = ", ".join(one.storage.url for one in found if not one.over)
+            text = f"waiting for {urls} to say which run this is, up to {timeout:.0f} s: {self._nearest.url} is empty"
+            self._emit(Notice("WARNING", text))
+        self._wait(enough, began + timeout)
+        return found
+
+    def _ask(self, one: Survey) -> None:
+        one.ask()
+        with self._changed:
+            one.over = True
+            self._changed.notify_all()
+
+    def join_run(self, repository: Repository, *, aloud: bool = False) -> Repository:
+        """Before anything is written: make the nearest tier a place of the run that further tiers hold.
+
+        Where it has snapshots already it is one. Otherwise this is what `survey` has found, which waits for that. Needs
+        the lease of the nearest tier.
+
+        Args:
+            aloud: as of `survey`.
+
+        Raises:
+            ForeignError, CorruptError, NewerFormatError, StorageError: of the nearest tier.
+        """
+        if not self._follows and not repository.ids():
+            self.survey(aloud=aloud)
+            known = [one.run for one in self._surveys or () if one.next_seq > 1 and one.run is not None]
+            if known:
+                repository = adopt_run(known[0], repository.storage)
+        repository.create_if_absent()
+        self.run = RunText.of(repository)
+        for replicator in self._replicators:
+            replicator.tier.run = self.run
+        return repository
+
+    def next_seq(self) -> int:
+        """A number that no snapshot of a further tier reaches. Waits as `survey` does, where no run has to be found."""
+        if self._follows:
+            return 1
+        self.survey(needed=False)
+        found = self._surveys or []
+        seq = max(one.next_seq for one in found)
+        return seq if all(one.answered for one in found) else seq + UNKNOWN_SEQ_GAP
+
+    def finish(self) -> None:
+        """The trainer is about to end."""
+        with self._changed:
+            self._finishing = True
+            self._changed.notify_all()
+
+    def start(self) -> None:
+        """Begin to copy; after `join_run`."""
+        self._started = True
+        for replicator in self._replicators:
+            replicator.start()
+
+    def learn(self, line: Line) -> None:
+        """What the trainer makes is of this line."""
+        for replicator in self._replicators:
+            replicator.tier.line = line
+
+    def committed(self, snapshot: str) -> None:
+        """The nearest tier has a new snapshot."""
+        self._primary_worked(snapshot)
+        self._wake()
+
+    def committed_elsewhere(self, snapshot: str) -> None:
+        """A further tier has a new snapshot, which the nearest one does not have."""
+        self._primary_lacks.append(snapshot)
+        del self._primary_lacks[:-_REMEMBERED]
+        self._wake()
+
+    def _wake(self) -> None:
+        for replicator in self._replicators:
+            replicator.wake()
+        self._note()
+
+    def protected(self) -> Mapping[str, str]:
+        """Snapshots that retention of the nearest tier leaves alone for a moment: they are being copied, or what is
+        copied next is stored as the difference to them.
+        """
+        tiers = [one.tier for one in self._replicators]
+        bases = {
+            tier.newest.id: f"the next copy to {tier.url} is made against it"
+            for tier in tiers
+            if tier.encoding.needs_bases and tier.newest is not None
+        }
+        copying = [(tier.copying, tier.url) for tier in tiers]
+        return bases | {info.id: f"being copied to {url}" for info, url in copying if info is not None}
+
+    def gone(self, snapshots: Sequence[str]) -> None:
+        """The nearest tier had to make room: copies from what was removed stop."""
+        for replicator in self._replicators:
+            replicator.drop(snapshots)
+
+    def primary_failed(self, error: BaseException) -> None:
+        """The nearest tier did not take a snapshot."""
+        record = ErrorRecord.of(error)
+        if self._primary.state == WORKING:
+            self._primary_away_from = time.monotonic()
+        if self._primary.code != record.code:
+            self._emit(TierDegraded(self._nearest.url, record.code, record.message))
+        self._primary = TierStatus(
+            self._nearest.url,
+            HANGS if isinstance(error, StorageStalledError) else AWAY,
+            newest=self._primary.newest,
+            code=record.code,
+            message=record.message,
+            since=time.time() if self._primary.state == WORKING else self._primary.since,
+        )
+        self._note()
+
+    def _primary_worked(self, snapshot: str) -> None:
+        was_away = self._primary.state != WORKING
+        since = time.time() if was_away else self._primary.since
+        self._primary = TierStatus(self._nearest.url, WORKING, newest=snapshot, since=since)
+        self._primary_lacks.clear()
+        if was_away:
+            self._emit(TierRecovered(self._nearest.url, time.monotonic() - self._primary_away_from))
+
+    def working(self) -> Iterator[Replicator]:
+        """The further tiers that may take a snapshot instead of the nearest one: the nearest first, but those that
+        seem to hang last.
+        """
+        for hanging in (False, True):
+            for replicator in self._replicators:
+                if replicator.works and replicator.hangs == hanging:
+                    yield replicator
+
+    def drain(
+        self,
+        timeout: float,
+        nearest_hangs: bool,
+        settled: Callable[[Sequence[Unfinished]], object],
+        waits: Callable[[Sequence[Unfinished]], object],
+    ) -> None:
+        """Wait at most `timeout` seconds until every tier has what it wants, then end. Idempotent.
+
+        Args:
+            nearest_hangs: whether the nearest tier is one that does not have everything.
+            settled: called once, when the trainer need not wait any more: every tier has what it wants, has failed in
+                its last attempt, or gives no sign, or `end_wait_seconds` are over; told those that lack something.
+            waits: called once if that takes long, and the tiers that it waits for get on; told these.
+        """
+        deadline = time.monotonic() + timeout
+        if self._started:
+            for replicator in self._replicators:
+                replicator.finish()
+            self._wait_for_the_end(min(deadline, time.monotonic() + self._config.end_wait_seconds), waits)
+        left = [one.unfinished(self._primary.newest) for one in self._replicators if not one.idle]
+        if nearest_hangs:
+            left.insert(0, Unfinished(self._nearest.url, tuple(self._primary_lacks), "it hangs"))
+        settled(left)
+        if self._started:
+            self._wait(lambda: all(one.idle or one.ended or one.hopeless for one in self._replicators), deadline)
+        self.stop()
+        end = time.monotonic() + _END_SECONDS
+        for replicator in self._replicators if self._started else ():
+            replicator.join(max(0.0, end - time.monotonic()))
+        self._status.end(_END_SECONDS)
+
+    def _wait_for_the_end(self, deadline: float, waits: Callable[[Sequence[Unfinished]], object]) -> None:
+        def left() -> list[Replicator]:
+            return [one for one in self._replicators if not (one.settled or one.silent)]
+
+        tell_at = time.monotonic() + TELL_SECONDS
+        self._wait(lambda: not left(), min(deadline, tell_at))
+        # One that has just stopped answering is left soon, and the end says that.
+        self._wait(lambda: not left() or any(one.gets_on for one in left()), deadline)
+        late = [one.unfinished(self._primary.newest) for one in left()]
+        if late and time.monotonic() < deadline:
+            waits(late)
+            self._wait(lambda: not left(), deadline)
+
+    def stop(self) -> None:
+        """End all copies, as they are."""
+        self._stopping = True
+        for replicator in self._replicators:
+            replicator.stop()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _wait(self, done: Callable[[], bool], deadline: float) -> None:
+        with self._changed:
+            while not (self._stopping or done()) and (left := deadline - time.monotonic()) > 0.0:
+                self._changed.wait(min(left, _LOOK_SECONDS))
+
+    def status(self) -> list[TierStatus]:
+        """All tiers, nearest first."""
+        return [self._primary, *(replicator.status() for replicator in self._replicators)]
+
+    def _note(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+        self._status.note()
+
+
+def require_tiers(config: WriterConfig) -> None:
+    """Whether a fleet can be made, as far as that can be said at once.
+
+    Raises:
+        StorageError: a URL that no storage serves.
+        WriterError: a retention that is impossible.
+    """
+    for tier in config.tiers:
+        require_served(tier.url, tier.storage_options)
+        try:
+            policy_from(tier.keep)
+        except (ValueError, TypeError) as err:
+            raise WriterError(f"cannot apply the retention {dict(tier.keep)}: {err}") from err
+
+
+@dataclass(slots=True)
+class Survey:
+    """What a tier had to say at the start; all of it if `answered`, and nothing more comes once it is `over`."""
+
+    storage: Storage
+    run: RunText | None = None
+    next_seq: int = 1
+    answered: bool = False
+    over: bool = False
+
+    def ask(self) -> None:
+        """Ask it. A tier that fails is complained about when it is opened."""
+        repository = Repository(self.storage)
+        run: RunText | None = None
+        with suppress(CkptError), asking():
+            with suppress(FormatError, StorageMissingError):
+                run = RunText.of(repository)
+            next_seq = repository.next_seq()
+            self.run, self.next_seq, self.answered = run, next_seq, True
+
+
+_DUE_LOOKS = replace(GATHER_LOOKS, first_seconds=0.1)
+_IDLE_LOOKS = replace(_DUE_LOOKS, most_seconds=20.0)
+"""Between two looks for a question where none is expected. Rank 0 waits longer for an answer."""
+UNHELD_SECONDS = 30.0
+"""How long rank 0's writer may take to begin. Nobody holds the lease before."""
+
+
+class NodeMemberTier(SecondaryTier):
+    """Has no lease and no retention there: that is rank 0's. It looks more often while it has something that is due."""
+
+    _pause = _DUE_LOOKS.first_seconds
+    _last_seq = -1
+    _was_held = False
+    _free_since = 0.0
+
+    def advance(self) -> bool:
+        self.copies.progress.moved()
+        size = self._ranks().size  # what other numbers of ranks have saved nobody asks for
+        near = {one.id: one for one in self._nearest() if one.partial is not None and one.partial.size == size}
+        newest = max(near.values(), key=lambda info: info.seq, default=None)
+        if newest is not None and newest.seq != self._last_seq:
+            self._last_seq, self._pause = newest.seq, _DUE_LOOKS.first_seconds
+        target = Repository(self._places.watched)
+        record = target.record()
+        if record is None or record.run != self.run.run:
+            self.waiting = tuple(self._wanted(list(near.values()), ()))
+            self._look_later(due=newest is not None)  # rank 0 has not made it yet, or is about to complain
+            return False
+        asked, answers = questions(target.storage)
+        for one in asked:
+            if self._answer(one, near, answers.get(one.id, set()), target, newest):
+                self._pause = _DUE_LOOKS.first_seconds
+                return True
+        there = target.list()
+        self.newest = there[-1] if there else None
+        self.waiting = tuple(self._wanted(list(near.values()), there))
+        if self.waiting and self._nobody_asks():
+            self.waiting = ()
+        self._look_later(due=bool(self.waiting))
+        return False
+
+    def sweep(self) -> None:
+        """It is rank 0's to sweep."""
+
+    def _nearest(self) -> list[SnapshotInfo]:
+        try:
+            return self._nearer[0].repository.list()
+        except CkptError as err:
+            raise CopySourceError(err) from err
+
+    def _nobody_asks(self) -> bool:
+        """Whether rank 0's writer has ended: it gives back the lease when it wants nothing more."""
+        if read_holder(self._places.watched) is not None:
+            self._was_held, self._free_since = True, 0.0
+            return False
+        self._free_since = self._free_since or time.monotonic()
+        return self._was_held or time.monotonic() - self._free_since > UNHELD_SECONDS
+
+    def _answer(
+        self,
+        asked: names.ParsedId,
+        near: dict[str, SnapshotInfo],
+        answered: set[int],
+        target: Repository,
+        newest: SnapshotInfo | None,
+    ) -> bool:
+        """Do what is asked for; False: that is done, or what is asked for may still come."""
+        info = near.get(asked.id)
+        if info is None:
+            later = names.session_id(self._ranks().session, asked.seq, asked.step) == asked.id
+            gone = not later or (newest is not None and newest.seq > asked.seq)
+            if gone and self._ranks().rank not in answered:
+                self._decline(asked.id, "it is not on its node", target)
+            return False
+        assert info.partial is not None
+        if info.partial.ranks[0] in answered:
+            return False
+        self.copying = info
+        try:
+            give(self._nearer[0].repository, target, asked.id, self._places.sink, self._scratch())
+        except CopySourceError as err:
+            if not isinstance(err.error, FormatError | StorageMissingError):
+                raise
+            self._decline(asked.id, f"it cannot be read on its node: {err.error.message}", target)
+        finally:
+            if self.copying is info:
+                self.copying = None
+        return True
+
+    def _decline(self, snapshot: str, why: str, target: Repository) -> None:
+        part = part_records.no_part(snapshot, why, target.run_id, self._ranks())
+        with suppress(StorageExistsError):
+            part_records.put(target.storage, part)
+
+    def _ranks(self) -> RankConfig:
+        assert self._gather is not None
+        return self._gather.ranks
+
+    def _look_later(self, *, due: bool) -> None:
+        self.next_look_seconds = self._pause
+        self._pause = (_DUE_LOOKS if due else _IDLE_LOOKS).after(self._pause)

@@ -1,0 +1,405 @@
+"""One thread that does the jobs of a trainer, first in, first out, and keeps the newest one."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ckpt_engine.copy.job import ErrorRecord, RankConfig, WriterConfig
+from ckpt_engine.errors import CkptError
+from ckpt_engine.observe.events import MemoryFlushed, Notice
+from ckpt_engine.writer import channel
+from ckpt_engine.writer.channel import Body
+from ckpt_engine.writer.commit import Cancelled
+from ckpt_engine.writer.memory_snapshots import MemorySnapshots, held_share
+from ckpt_engine.writer.message_decoder import Ids, MessageDecoder, StagedJob, nobody_fills
+from ckpt_engine.writer.writer import Emit, Writer
+
+if TYPE_CHECKING:
+    from ckpt_engine.writer.peers import Peers
+
+RESCUE_SECONDS = 30.0
+"""How long a rescue that fails is tried again. Less than the next writer waits for the lease."""
+_AGAIN_SECONDS = 2.0
+_IDLE_SECONDS = 60.0
+_SEAL_SECONDS = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """An order that waits. `flush`: it is only held, and nobody waits for its outcome."""
+
+    order: StagedJob | Cancelled
+    flush: bool = False
+
+
+class Worker:
+    """Opens a writer, lets it do the jobs in order, and closes it.
+
+    `put`, `flush`, `finish`, `abandon` and `skip_waiting` may be called from any thread and never wait. The queue is
+    bounded by the arena: a trainer sends no job without a free slot. What is only held queues when it is to be flushed,
+    else never: the newest replaces the rest.
+
+    Args:
+        emit: takes the messages to the trainer, on any thread; answers `start` with `started` or `refused`.
+        on_exit: called once on this thread, last; with the text of the error if the writer broke down.
+        on_open: called once on this thread when the lease is taken, before that is told.
+        on_news: called, on any thread, when what is offered from memory may have changed.
+        caught_up: waits until everything that the trainer has sent so far was put; whether that is so.
+
+    `opened` says whether the lease was taken, `ended` whether the writer is closed, and `rescued_at`, in monotonic
+    seconds, since when it has had nothing left to rescue.
+    """
+
+    def __init__(
+        self,
+        config: WriterConfig,
+        emit: Emit,
+        on_exit: Callable[[str | None], None],
+        on_open: Callable[[], object] = lambda: None,
+        on_news: Callable[[], object] = lambda: None,
+        caught_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._memory = config.memory
+        self._ranks = config.ranks
+        self._emit = emit
+        self._on_exit = on_exit
+        self._on_open = on_open
+        self._ids = Ids()
+        self._intake = MessageDecoder()
+        self._writer = Writer(config, emit, self._ids)
+        self.held = (
+            MemorySnapshots(self._ids, on_news) if self._ranks is None else held_share(self._ids, on_news, self._ranks)
+        )
+        self._on_news = on_news
+        self._caught_up = caught_up
+        self._todo: deque[_Turn] = deque()
+        self._at_hand: StagedJob | Cancelled | None = None
+        self._finishing = self._abandoned = self._hurried = self._written = False
+        self._broken: str | None = None
+        self._changed = threading.Condition()
+        self.opened = False
+        self.peers = self._open_peers(config.ranks)
+        self.ended = False
+        self.rescued_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name="ckpt-writer", daemon=True)
+
+    def _open_peers(self, ranks: RankConfig | None) -> Peers | None:
+        if ranks is None or not ((ranks.replicate or ranks.parity) and self._memory):
+            return None
+        from ckpt_engine.writer.peers import Peers
+
+        return Peers(
+            ranks,
+            lambda: self._writer.run if self.opened else None,
+            lambda order: self._caught_up() and self.held.intact(order),
+            self._emit,
+        )
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, body: Body, fds: Sequence[int] = ()) -> None:
+        """Take a message; `fds` are owned from now on. One that is not of the protocol breaks the writer down."""
+        with self._changed:
+            if self.ended:
+                for fd in fds:
+                    os.close(fd)
+                return
+            try:
+                self._take(body, fds)
+            except Exception:  # noqa: BLE001 - told to the trainer, which starts a new writer
+                self._broken = traceback.format_exc()
+                self._drop(lambda _: True)
+                self._finishing = True
+            self._changed.notify()
+
+    def _take(self, body: Body, fds: Sequence[int]) -> None:
+        if body["kind"] == channel.PULSE:
+            self.held.take_pulse(fds[0])
+            return
+        if body["kind"] == channel.PARTNER:
+            if self.peers is not None:
+                self.peers.meet(body)
+            return
+        if body["kind"] == channel.CANCEL:
+            self._todo.append(_Turn(Cancelled(body["snapshot"], body["why"])))
+            return
+        order = self._intake.take(body, fds)
+        if order is None:
+            return
+        # At once, not in the queue: the trainer fills the slot that was held before as soon as this was sent.
+        if self._memory and order.known:
+            self.held.hold(order)
+            if self.peers is not None:
+                self.peers.offer(order)
+        if body["kind"] == channel.PERSIST:
+            self._todo.append(_Turn(order))
+            return
+        order.release()
+        if not order.known:
+            told = f"step {order.job.step} is not held in memory: {order.problem}"
+            self._emit(channel.event(Notice("WARNING", told)))
+
+    def flush(self) -> int | None:
+        """Let the newest snapshot in memory become durable although the trainer lives; its step, None: there is none.
+
+        It waits for its turn like a job, so that numbers stay in order. A newer one that comes meanwhile is what the
+        trainer wants by then, and this one is left. Of several ranks the writers of all must be asked, within the
+        patience of a reunion: what becomes durable is the newest snapshot that all of them hold.
+        """
+        with self._changed:
+            newest = self.held.newest
+            if newest is None:
+                return None
+            coming = newest is self._at_hand or any(turn.order is newest for turn in self._todo)
+            if not newest.durable and not coming and not self._finishing:
+                newest.retain()
+                self._todo.append(_Turn(newest, flush=True))
+                self._changed.notify()
+            return newest.job.step
+
+    def finish(self) -> None:
+        """Exit after what is queued, and after what is held has become durable."""
+        self._writer.finish()
+        with self._changed:
+            self._finishing = True
+            self._changed.notify()
+
+    def leave_alone(self) -> None:
+        """The trainer is gone: other ranks are not waited for long any more."""
+        self._writer.leave_alone()
+
+    @property
+    def may_lose(self) -> bool:
+        """Whether what is only in memory may be the newest snapshot that there is.
+
+        A rank whose share is written does not know whether the snapshot of all ranks was committed; the first one does.
+        """
+        newest = self.held.newest
+        return newest is not None and (not newest.durable or (self._ranks is not None and self._ranks.rank > 0))
+
+    def abandon(self, *, failed: bool = False) -> None:
+        """The trainer is gone, and everything it sent was put: exit after what is needed to lose nothing.
+
+        With memory that is the job at hand and the newest one; else all of them.
+
+        Args:
+            failed: it lives, and has said so: where its newest share is written, and then committed, nothing is kept.
+        """
+        with self._changed:
+            newest = self.held.newest
+            self._written = failed and newest is not None and newest.durable
+            if newest is not None:
+                # They are older, and given no numbers any more: the highest number is that of the newest.
+                self._drop(lambda order: order is not newest)
+            self._intake.close()  # what no order needs is nobody's memory any more
+            self._finishing = self._abandoned = True
+            self._writer.leave_alone()
+            self._changed.notify()
+        if self._memory:
+            self.held.seal(self._writer.run)
+
+    def disown(self) -> None:
+        """The trainer has hung up and lives: exit after what is queued, without what is held, which may change now."""
+        with self._changed:
+            self.held.close()
+            self._finishing = True
+            self._changed.notify()
+        if self._memory:
+            self.held.seal(self._writer.run)
+
+    def skip_waiting(self) -> None:
+        """Exit after the message at hand and what is held in memory, leaving further tiers as they are."""
+        with self._changed:
+            self._drop(lambda _: True)
+            self._finishing = self._hurried = True
+            self._changed.notify()
+            nothing_to_rescue = not self._memory or self.rescued_at is not None
+        if nothing_to_rescue:
+            self._writer.stop_draining()
+
+    def join(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds for the thread to end; whether it has."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _drop(self, unwanted: Callable[[StagedJob | Cancelled], bool]) -> None:
+        kept = []
+        for turn in self._todo:
+            if unwanted(turn.order):
+                turn.order.release()
+            else:
+                kept.append(turn)
+        self._todo = deque(kept)
+
+    def _run(self) -> None:
+        broken: str | None = None
+        try:
+            if self._open():
+                self._serve()
+        except BaseException:  # noqa: BLE001 - told to the trainer, which starts a new writer
+            broken = traceback.format_exc()
+        finally:
+            broken = broken or self._broken
+            self._let_go()  # further tiers may take long yet, and need no memory
+            try:
+                self._writer.close()
+                if broken is None:
+                    self._writer.drain()
+            except Exception:  # noqa: BLE001 - told like any other: nobody may wait for a thread that is gone
+                broken = broken or traceback.format_exc()
+            self._writer.stop_draining()
+            with self._changed:
+                self._let_go()
+                self.ended = True
+            self._on_exit(broken)
+
+    def _let_go(self) -> None:
+        with self._changed:
+            self._drop(lambda _: True)
+            self._intake.close()
+            if not self._abandoned:
+                self.held.close()
+
+    def _open(self) -> bool:
+        try:
+            self._writer.open()
+        except CkptError as err:
+            self._emit({"kind": channel.REFUSED, "code": err.code, "message": err.message, "hint": err.hint})
+            return False
+        self._on_open()
+        self.opened = True
+        port = self.peers.port if self.peers is not None else 0
+        history = self._writer.history
+        self._emit(
+            {
+                "kind": channel.STARTED,
+                "first_seq": self._writer.first_seq,
+                "port": port,
+                "history": None if history is None else asdict(history),
+            }
+        )
+        return True
+
+    def _serve(self) -> None:
+        self._writer.prepare()
+        self._on_news()
+        while (turn := self._next()) is not None:
+            order = turn.order
+            try:
+                if isinstance(order, Cancelled):
+                    self._writer.cancel(order)
+                elif turn.flush and self._ranks is not None:
+                    self._reunite()
+                elif turn.flush:
+                    order.unchanged = partial(self._unchanged, order)
+                    self._writer.rescue(order)
+                else:
+                    self._writer.persist(order)
+            finally:
+                with self._changed:
+                    self._at_hand = None
+                order.release()
+            if turn.flush and isinstance(order, StagedJob):
+                # Not before: a flush that is asked for while the order is at hand waits for this.
+                self._emit(channel.event(MemoryFlushed(order.job.step, time.monotonic())))
+        if self._broken is None:
+            self._rescue()
+
+    def _unchanged(self, order: StagedJob) -> bool:
+        """Whether the trainer cannot have filled the slot of `order` anew: it sends a newer one before."""
+        return self._caught_up() and self.held.newest is order
+
+    def _next(self) -> _Turn | None:
+        """The next turn, its order numbered; None: no more will come."""
+        with self._changed:
+            while not self._todo and not self._finishing:
+                self._changed.wait(_IDLE_SECONDS)
+            if not self._todo:
+                return None
+            turn = self._todo.popleft()
+            self._at_hand = turn.order
+            if isinstance(turn.order, StagedJob) and turn.order.known:
+                self._ids.of(turn.order)
+            return turn
+
+    def _reunite(self) -> None:
+        """See `Writer.reunite`. What is there when trainers close is durable already, most of the time."""
+        if self._abandoned:
+            self.held.wait_sealed(_SEAL_SECONDS)
+        else:
+            self.held.drop_torn()
+        orders = self.held.all_held()
+        for order in orders:
+            order.unchanged = partial(self.held.keeps, order)
+        deadline = time.monotonic() + RESCUE_SECONDS
+
+        def retry() -> bool:
+            with self._changed:
+                return self._abandoned and not self._hurried and time.monotonic() < deadline
+
+        try:
+            if orders and (self._abandoned or not orders[0].durable):
+                self._writer.reunite(orders, retry)
+            if self._written and orders and self._writer.is_committed(orders[0]):
+                self.held.let_go()
+        finally:
+            for order in orders:
+                order.release()
+
+    def _rescue(self) -> None:
+        if self._memory and self._ranks is not None:
+            self._reunite()
+        order = self.held.at_risk() if self._ranks is None else None
+        if order is not None:
+            try:
+                if self._abandoned:
+                    self.held.wait_sealed(_SEAL_SECONDS)
+                self._insist(order)
+            finally:
+                order.release()
+        with self._changed:
+            self.rescued_at = time.monotonic()
+            hurried = self._hurried
+        self.held.settle()
+        self._on_news()
+        if hurried:
+            self._writer.stop_draining()
+
+    def _insist(self, order: StagedJob) -> None:
+        """Make it durable, with some patience if the trainer is gone: what killed it may have hit the disk too."""
+        deadline = time.monotonic() + RESCUE_SECONDS
+        order.unchanged = nobody_fills
+        while True:
+            self._writer.rescue(order)
+            with self._changed:
+                if order.durable or not self._abandoned or self._hurried or self.held.unwanted:
+                    return
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return
+                self._changed.wait_for(lambda: self._hurried, min(_AGAIN_SECONDS, left))
+
+
+def refusal(body: Body) -> ErrorRecord:
+    """The error of a `refused` message."""
+    return ErrorRecord(body["code"], body["message"], body["hint"])
+
+
+def unfinished(body: Body, who: str) -> Notice:
+    """What a `closed` message means for people.
+
+    Args:
+        who: takes care of it.
+    """
+    tiers = "; nor on ".join(body["unfinished"])
+    return Notice("INFO" if body["said"] else "WARNING", f"not everything is on {tiers}; {who}")

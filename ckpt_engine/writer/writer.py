@@ -1,0 +1,497 @@
+"""The writer: makes staged snapshots durable one after another, and then applies retention.
+
+It knows nothing of processes, threads or sockets: orders come in, messages go out through `emit`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TypeVar
+
+from ckpt_engine.copy import job as values
+from ckpt_engine.copy.job import ErrorRecord, History, JobDone, PersistJob, RankConfig, WriterConfig
+from ckpt_engine.copy.row_deltas import Aside
+from ckpt_engine.copy.transfer import RunText, adopt_run
+from ckpt_engine.copy.write_snapshot import Staged, SupersededError
+from ckpt_engine.errors import (
+    CkptError,
+    LeaseHeldError,
+    StorageError,
+    StorageFullError,
+    StorageStalledError,
+)
+from ckpt_engine.observe.events import (
+    Event,
+    Notice,
+    SnapshotCommitted,
+    SnapshotFailed,
+    SnapshotFound,
+    TierDegraded,
+)
+from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.retention_rules import KeepAll
+from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.store.storage.watchdog import AbandonedError, Lane, WatchedStorage
+from ckpt_engine.writer import channel, part_records
+from ckpt_engine.writer.channel import Body
+from ckpt_engine.writer.commit import ALONE_SECONDS, Cancelled, SessionSnapshots
+from ckpt_engine.writer.memory_snapshots import SlotReaders
+from ckpt_engine.writer.message_decoder import Ids, StagedJob
+from ckpt_engine.writer.part_records import recover
+from ckpt_engine.writer.primary_tier import PrimaryTier, RankMemberTier, history_of, holder_of, policy_of, waiting
+from ckpt_engine.writer.recovery import CrashRecovery, NearestTier
+from ckpt_engine.writer.tier_status import Unfinished
+from ckpt_engine.writer.tiers import SecondaryTiers, require_tiers
+
+Emit = Callable[[Body], object]
+T = TypeVar("T")
+
+
+class Writer:
+    """Persists the jobs of one trainer into one run, holding the run's lease meanwhile.
+
+    A tier that hangs is left behind after `watchdog.STALL_SECONDS`: then the job goes to the next one, or fails.
+
+    Args:
+        emit: takes the messages to the trainer (see `channel`); may be called on any thread, and never waits.
+        ids: numbers the snapshots.
+
+    Every method is called by one thread, the same one, in the order of the protocol.
+    """
+
+    run: RunText
+    """Of the run, from `open` on; only with `WriterConfig.memory`."""
+
+    history: History | None = None
+    """What earlier ones have left, from `open` on; None: nothing, or this rank does not write there."""
+
+    def __init__(self, config: WriterConfig, emit: Emit, ids: Ids) -> None:
+        self._config = config
+        self._emit = emit
+        self._ids = ids
+        self._near: PrimaryTier | RankMemberTier
+        self._lane: Lane
+        self._keeps_all = False
+        self._seq = 0
+        self._holds = SlotReaders(self._emit_freed)
+        self._fleet: SecondaryTiers | None = None
+        self._held_back: str | None = None
+        """The newest snapshot when retention had to spare one that was being copied."""
+        self._waited_for: set[str] = set()
+        """Further tiers that the trainer says it waits for at its end."""
+        self._opened = self._joins_later = self._finishing = self._stopped = False
+        self._make_near: Callable[[Repository], PrimaryTier]
+        self._make_fleet: Callable[[], SecondaryTiers]
+        self._alone = threading.Event()
+        self._reunion: CrashRecovery | None = None
+
+    def open(self) -> None:
+        """Take the lease and make the run's folder ready.
+
+        Raises:
+            LeaseHeldError: another writer holds it, naming it.
+            ForeignError, CorruptError, NewerFormatError: the folder is not one of ours to write.
+            StorageError: it cannot be written.
+            WriterError: the configuration is impossible.
+        """
+        config, holder = self._config, holder_of(self._config)
+        policy = policy_of(config, self._notice)
+        plain = open_storage(config.url, config.storage_options)
+        self._lane = lane = Lane(plain.url)
+        storage = WatchedStorage(open_storage(config.url, config.storage_options), lane.progress)
+        ranks = config.ranks
+        if ranks is not None and not ranks.leads:
+            self._open_share(Repository(storage), ranks)
+            return
+        fleet = None
+        if config.tiers:
+            require_tiers(config)
+            self._make_fleet = lambda: SecondaryTiers(config, plain, holder, self._emit_event)
+            # Libraries of object stores are slow to import, and the trainer waits; but ranks have to know the run.
+            fleet = self._make_fleet() if ranks is not None else None
+        pause = waiting(plain, holder, config.lease_wait_seconds, self._emit_event)
+        with ExitStack() as undo:
+            lease = acquire(plain, holder, config.lease_wait_seconds, pause=pause)
+            undo.callback(lease.release)
+            repository = Repository(storage)
+            if ranks is not None and ranks.record:
+                repository = adopt_run(RunText.parse(ranks.record), storage)
+            repository = self._join_run(repository, fleet)
+            self._fleet = fleet
+            self._seq = repository.next_seq()
+            self.history = history_of(repository)
+            in_flight = self._recover(repository, ranks) if ranks is not None else None
+            if not config.tiers:
+                self._ids.begin(self._seq)
+            if config.memory:
+                self.run = RunText.of(repository)
+                for newest in repository.ids()[-1:]:
+                    self._emit_event(SnapshotFound(newest.id, newest.step, config.url))
+            self._keeps_all = isinstance(policy, KeepAll)
+            self._make_near = lambda repository: PrimaryTier(
+                config.url,
+                repository,
+                lease,
+                partial(acquire, plain, holder),
+                policy,
+                RunText.of(repository) if config.tiers else None,
+                lane.progress,
+                self._aside(lane),
+                self._emit_event,
+                self._gone,
+                config.codec,
+                ranks,
+                in_flight,
+                self._alone,
+                0.0 if config.memory else ALONE_SECONDS,  # the reunion waits
+            )
+            self._near = self._make_near(repository)
+            if ranks is not None and config.memory:
+                self._reunion = self._meet(ranks, repository, self._near.check_lease, in_flight)
+            if ranks is not None and len(ranks.places) > 1 and not (ranks.rank or config.tiers):
+                self._emit_event(Notice("INFO", _alone(len(ranks.places), config.url)))
+            self._opened = True
+            undo.pop_all()
+
+    def _open_share(self, repository: Repository, ranks: RankConfig) -> None:
+        """Another rank's writer has the lease."""
+        self._near = RankMemberTier(self._config.url, repository, ranks, self._lane.progress, self._emit_event)
+        if self._config.memory:
+            self.run = RunText.of(repository)
+            self._reunion = self._meet(ranks, repository, lambda: None, None)
+        self._keeps_all = self._opened = True
+        self._ids.begin(0)
+
+    def _join_run(self, repository: Repository, fleet: SecondaryTiers | None) -> Repository:
+        """Make the nearest tier a place of the run."""
+        if fleet is None:
+            # The trainer does not wait for other tiers to say which run this is.
+            self._joins_later = bool(self._config.tiers) and not repository.ids()
+            repository.create_if_absent()
+            return repository
+        repository = fleet.join_run(repository, aloud=True)
+        fleet.start()
+        return repository
+
+    @property
+    def first_seq(self) -> int:
+        """The lowest number that a snapshot may get; several ranks number them by themselves from there on."""
+        return self._seq
+
+    def _recover(self, repository: Repository, ranks: RankConfig) -> SessionSnapshots:
+        """Finish or drop what ranks of dead sessions have left. What the living one may be writing is not touched."""
+        if self._fleet is not None:
+            self._seq = max(self._seq, self._fleet.next_seq())
+        if ranks.first_seq is not None:
+            self._seq = max(self._seq, ranks.first_seq)
+        in_flight = SessionSnapshots(ranks.session, self._seq)
+        found = recover(repository, in_flight)
+        self._seq = max(self._seq, repository.next_seq())
+        for snapshot in found.completed:
+            self._notice(f"{snapshot} was written by all ranks and is committed now")
+        for snapshot in found.discarded:
+            self._notice(f"{snapshot} was not written by all ranks and is dropped")
+        return in_flight
+
+    def leave_alone(self) -> None:
+        """The trainer is gone: nobody is waited for long any more. Any thread may call this."""
+        self._alone.set()
+
+    def cancel(self, order: Cancelled) -> None:
+        """This rank has no part in a snapshot that all ranks take."""
+        if isinstance(self._near, RankMemberTier):
+            try:
+                self._lane.call(partial(self._near.cancel, order.snapshot, order.why))
+            except StorageStalledError as err:
+                self._notice(err.message)
+
+    def _aside(self, lane: Lane) -> Aside:
+        reads = Lane(lane.url)
+        storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), reads.progress)
+        return Aside(Repository(storage), reads, lane.progress)
+
+    def close(self) -> None:
+        """Give back the lease. Idempotent. A tier that hangs does so when it has ended."""
+        if self._held_back is not None:
+            self._prune(self._held_back)
+        if self._opened and not self._lane.last(self._release):
+            self._opened = False
+            try:
+                self._lane.call(self._release)
+            except StorageStalledError as err:
+                self._notice(f"the lease could not be given back: {err.message}")
+
+    def _release(self) -> None:
+        try:
+            self._near.release()
+        except (CkptError, OSError) as err:  # a tier that is away cannot be told
+            self._notice(f"the lease of {self._lane.url} could not be given back: {ErrorRecord.of(err).message}")
+
+    def drain(self) -> None:
+        """After `close`: finish what further tiers still want, for at most `drain_seconds`.
+
+        Nearer places are free for another writer meanwhile: only the leases of further tiers are still held.
+        """
+        stuck = self._opened and self._lane.stuck
+        hanging = [Unfinished(self._lane.url, (), "it hangs")] if stuck else []
+        if self._fleet is not None:
+            self._emit_copying(())
+            self._fleet.drain(self._config.drain_seconds, bool(hanging), self._emit_closed, self._emit_copying)
+        elif hanging:
+            self._emit_closed(hanging)
+
+    def stop_draining(self) -> None:
+        """Leave further tiers as they are. Any thread may call this."""
+        self._stopped = True
+        if self._fleet is not None:
+            self._fleet.stop()
+
+    def prepare(self) -> None:
+        """Once after `open`, before any message: what takes time. Raises if the nearest tier cannot join the run."""
+        if self._fleet is None and self._config.tiers and not isinstance(self._near, RankMemberTier):
+            self._begin_fleet()
+        if self._fleet is not None:
+            self._ids.begin(max(self._seq, self._fleet.next_seq()))
+        try:
+            self._lane.call(self._near.sweep)
+        except StorageStalledError as err:
+            self._near_failed(err)
+
+    def _begin_fleet(self) -> None:
+        try:
+            self._fleet = fleet = self._make_fleet()
+        except StorageError as err:  # a library that is there, and cannot be imported
+            for tier in self._config.tiers:
+                self._emit_event(TierDegraded(tier.url, err.code, str(err), tier.fatal))
+            self._ids.begin(self._seq)
+            return
+        if self._finishing:
+            fleet.finish()
+        if self._joins_later:
+            fleet.survey()
+        storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), self._lane.progress)
+        repository = self._lane.call(partial(fleet.join_run, Repository(storage)))
+        if self._joins_later:
+            self._near = self._make_near(repository)
+            if self._config.memory:
+                self.run = fleet.run
+        fleet.start()
+        if self._stopped:
+            fleet.stop()
+
+    def _gone(self, snapshots: Sequence[str]) -> None:
+        if self._fleet is not None:
+            self._fleet.gone(snapshots)
+
+    def finish(self) -> None:
+        """The trainer is about to end, and waits for nobody who gives no sign. Any thread may call this."""
+        self._finishing = True
+        if self._fleet is not None:
+            self._fleet.finish()
+
+    def persist(self, order: StagedJob) -> None:
+        """Do a job that was submitted. If it fails that is reported, never raised."""
+        job, snapshot = order.job, ""
+        try:
+            snapshot = self._ids.of(order) if order.known else order.snapshot or ""
+            self._learn(job)
+            event, near = self._make_durable(order.staged(snapshot))
+        except Exception as err:  # noqa: BLE001 - reported; whatever it is, the next job gets its own chance
+            self._emit_done(job, None, self._failed(order, snapshot, err))
+        else:
+            order.durable = True
+            self._emit_event(event)
+            self._emit_done(job, snapshot)
+            if near:
+                self._committed(snapshot)
+        self._emit({"kind": channel.SETTLED, "job": job.job})
+
+    def rescue(self, order: StagedJob) -> None:
+        """Make durable what was only held in memory, or has failed before. Reported like a job, but with no outcome."""
+        snapshot = self._ids.renew(order) if order.failed else self._ids.of(order)
+        self._learn(order.job)
+        try:
+            event, near = self._make_durable(order.staged(snapshot))
+        except SupersededError as err:
+            self._emit_event(Notice("INFO", err.message))
+        except Exception as err:  # noqa: BLE001 - reported; it stays in memory
+            self._failed(order, snapshot, err)
+        else:
+            order.durable = True
+            self._emit_event(event)
+            if near:
+                self._committed(snapshot)
+
+    def reunite(self, orders: Sequence[StagedJob], retry: Callable[[], bool]) -> None:
+        """Make durable the newest of these, newest first, that the writers of all ranks hold.
+
+        Args:
+            retry: whether to try again where the tier fails.
+        """
+
+        def again(error: CkptError) -> bool:
+            self._notice(f"what is in memory is not durable at {self._config.url} yet: {error.message}")
+            return retry()
+
+        assert self._reunion is not None
+        for order in orders[:1]:
+            self._learn(order.job)
+        self._reunion.run(orders, again)
+
+    def is_committed(self, order: StagedJob) -> bool:
+        """Whether the snapshot of all ranks exists; False where the tier does not answer."""
+        assert self._reunion is not None
+        return self._reunion.is_committed(order)
+
+    def _meet(
+        self,
+        ranks: RankConfig,
+        repository: Repository,
+        still_ours: Callable[[], None],
+        in_flight: SessionSnapshots | None,
+    ) -> CrashRecovery:
+        def lane(work: Callable[[], object], staged: Staged | None) -> object:
+            return self._lane.call(work) if staged is None else self._in_lane(self._lane, staged, work)
+
+        def done(event: SnapshotCommitted) -> None:
+            self._emit_event(event)
+            if ranks.rank == 0:
+                self._committed(event.snapshot)
+
+        def not_undone(err: CkptError) -> None:
+            self._notice(f"cannot take back a share that was not made durable: {err}")
+
+        tier = part_records.share_place(self._config.url, ranks.rank) if ranks.rank else self._config.url
+        progress = self._lane.progress
+        return CrashRecovery(
+            ranks, NearestTier(ranks, repository, tier, progress, lane, still_ours, in_flight, done, not_undone)
+        )
+
+    def _learn(self, job: PersistJob) -> None:
+        self._near.learn(job.line, job.common)
+        if self._fleet is not None:
+            self._fleet.learn(job.line)
+
+    def _failed(self, order: StagedJob, snapshot: str, error: Exception) -> ErrorRecord:
+        order.failed = True
+        record = ErrorRecord.of(error)
+        self._emit_event(
+            SnapshotFailed(
+                snapshot, order.job.step, self._config.url, record.code, record.message, hint=record.hint or ""
+            )
+        )
+        return record
+
+    def _committed(self, snapshot: str) -> None:
+        if self._fleet is not None:
+            self._fleet.committed(snapshot)
+        self._prune(snapshot)
+
+    def _make_durable(self, staged: Staged) -> tuple[SnapshotCommitted, bool]:
+        """Write the snapshot to the nearest tier, or to the next one that works; whether it was the nearest.
+
+        Raises:
+            Exception: no tier took it; that of the nearest one.
+        """
+        try:
+            return self._in_lane(self._lane, staged, partial(self._near.write, staged)), True
+        except Exception as err:
+            if isinstance(err, StorageFullError):
+                self._near.sweep_again()
+            elsewhere = self._make_durable_elsewhere(staged, err)
+            if elsewhere is None:
+                raise
+            return elsewhere, False
+
+    def _make_durable_elsewhere(self, staged: Staged, error: Exception) -> SnapshotCommitted | None:
+        """The nearest tier has failed: write the snapshot to the next one that works. None: none does."""
+        if self._config.ranks is not None:
+            return None  # the other ranks would not know where
+        if self._fleet is None or not isinstance(error, StorageError | LeaseHeldError):
+            return None
+        self._fleet.primary_failed(error)
+        if self._config.fatal:
+            return None
+        for replicator in self._fleet.working():
+            tier = replicator.tier
+            try:
+                committed = self._in_lane(tier.direct, staged, partial(tier.write, staged))
+            except Exception as err:  # noqa: BLE001 - told as the failure of that tier; the next one may do
+                replicator.failed(err)
+                continue
+            self._fleet.committed_elsewhere(staged.snapshot)
+            return committed
+        return None
+
+    def _in_lane(self, lane: Lane, staged: Staged, work: Callable[[], T]) -> T:
+        """What `work` returns. While it runs, left behind or not, the trainer does not get back its slot."""
+        lane.refuse_if_stuck()
+        release = self._holds.take(staged.job.slot)
+
+        def left(error: BaseException | None) -> None:
+            release()
+            if error is not None and not isinstance(error, AbandonedError):
+                self._notice(f"what hung at {lane.url} has failed: {ErrorRecord.of(error).message}")
+
+        try:
+            found = lane.call(work, left=left)
+        except StorageStalledError:
+            raise  # `left` is called when it has ended
+        except BaseException:
+            release()
+            raise
+        release()
+        return found
+
+    def _prune(self, newest: str) -> None:
+        """Retention after a commit."""
+        if self._keeps_all:
+            return
+        protected = self._fleet.protected() if self._fleet is not None else {}
+        self._held_back = newest if protected else None
+        try:
+            self._lane.call(partial(self._near.prune, newest, protected))
+        except StorageStalledError as err:
+            self._near_failed(err)
+
+    def _near_failed(self, err: StorageStalledError) -> None:
+        if self._fleet is not None:
+            self._fleet.primary_failed(err)
+        else:
+            self._notice(err.message)
+
+    def _emit_event(self, event: Event) -> None:
+        self._emit(channel.event(event))
+
+    def _emit_done(self, job: PersistJob, snapshot: str | None, error: ErrorRecord | None = None) -> None:
+        def tell(held: bool) -> None:
+            done = JobDone(job.job, snapshot, error, held)
+            self._emit({"kind": channel.DONE, "done": values.done_to_json(done)})
+
+        self._holds.settle(job.slot, tell)
+
+    def _emit_freed(self, slot: int) -> None:
+        self._emit({"kind": channel.FREED, "slot": slot})
+
+    def _emit_closed(self, unfinished: Sequence[Unfinished]) -> None:
+        said = all(one.url in self._waited_for and one.why is None for one in unfinished)
+        self._emit({"kind": channel.CLOSED, "unfinished": [one.text() for one in unfinished], "said": said})
+
+    def _emit_copying(self, late: Sequence[Unfinished]) -> None:
+        lack, seconds = [one.amount() for one in late], self._config.end_wait_seconds
+        self._waited_for |= {one.url for one in late}
+        self._emit({"kind": channel.COPYING, "lack": lack, "seconds": seconds})
+
+    def _notice(self, message: str) -> None:
+        self._emit_event(Notice("WARNING", message))
+
+
+def _alone(places: int, url: str) -> str:
+    return (
+        f"{places} nodes have {url} for themselves, each with its part of every snapshot: "
+        "a lost node takes all of them with it, unless there is a further tier that all nodes see"
+    )

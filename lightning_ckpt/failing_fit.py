@@ -1,0 +1,210 @@
+"""A fit that ends by an exception: makes the last finished boundary durable, if it can be had exactly.
+
+What a training step changes before its optimizer steps is recorded at each boundary, or known not to have moved, or
+nobody can tell: then nothing is saved. A batch that does not come has changed the random streams and the loaders only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from ckpt_engine.audit.audit import Audit
+from ckpt_engine.data import rng
+from ckpt_engine.loop import components
+from ckpt_engine.loop.failing_loop import (
+    ImpossibleError,
+    LastBoundary,
+    Loose,
+    loose_tensors,
+    require_finite,
+    require_unmoved,
+    seen,
+)
+from lightning_ckpt import run_state
+from lightning_ckpt.compat import LightningInternals, callbacks_of
+from lightning_ckpt.loaders import FitLoaders
+from lightning_ckpt.restart import is_lightnings
+from lightning_ckpt.run_state import BoundaryKind, Position, kind_of
+
+
+@dataclass(frozen=True, slots=True)
+class FitStepStart:
+    """A boundary, as far as a step changes it before its optimizer steps.
+
+    Args:
+        position: of the trainer.
+        step: of the run.
+        packed: our own entries of a snapshot, by name.
+        moved: the same of what changes once a batch is there.
+        tensors: of the model, by name, that change in forward.
+        seen: what is compared, by the name of what it is of.
+        obstacle: why nothing can be saved once a batch is there, or "".
+        attributes: those that training had changed, as values that compare.
+    """
+
+    position: Position
+    step: int
+    packed: Mapping[str, Any]
+    moved: Mapping[str, Any]
+    tensors: Mapping[str, torch.Tensor]
+    seen: Mapping[str, Any]
+    obstacle: str
+    attributes: Mapping[str, Any]
+
+    @property
+    def kind(self) -> BoundaryKind:
+        return kind_of(self.position)
+
+    def undo(self, state: dict[str, Any]) -> None:
+        """Take out of Lightning's part of a snapshot what the step that failed has done already."""
+        fit_loop = state["loops"]["fit_loop"]
+        fit_loop["epoch_loop.batch_progress"] = copy.deepcopy(self.packed["progress"]["batch"])
+        fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] = self.packed["progress"]["stepped"]
+        step = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]
+        for span in ("total", "current"):
+            done = step["step"][span]["completed"]
+            step["step"][span]["ready"] = done
+            step["zero_grad"][span].update(dict.fromkeys(("ready", "started", "completed"), done))
+        state.get("current_model_state", state["state_dict"]).update(
+            {name: tensor for name, tensor in self.tensors.items() if name in state["state_dict"]}
+        )
+
+
+class FailingFit:
+    """Training thread only.
+
+    Args:
+        trainer, module, internals, loaders: of the fit.
+        budget: the share of training time that snapshots may cost.
+        hidden: progress bar entries that are not the user's.
+        audit: of the fit.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        internals: LightningInternals,
+        loaders: FitLoaders,
+        budget: float,
+        hidden: frozenset[str],
+        audit: Audit,
+    ) -> None:
+        self._trainer, self._module = trainer, module
+        self._internals, self._loaders = internals, loaders
+        self._hidden, self._audit = hidden, audit
+        self.last: LastBoundary[FitStepStart] = LastBoundary(self._make, budget)
+        self._now: tuple[Position, int]
+        self._obstacle: str | None = None
+        self._loose: list[Loose] = []
+        self._metrics: list[tuple[str, torch.nn.Module]] = []
+        self._callbacks: list[Callback] = []
+        self._stateful: list[tuple[str, Callback]] = []
+
+    def reached(self, position: Position, step: int) -> None:
+        """The boundary after `step`; the next batch is asked for when this returns."""
+        self._now = position, step
+        self.last.reached()
+
+    def before(self) -> FitStepStart:
+        """What to save now, after an exception.
+
+        Raises:
+            ImpossibleError: the last boundary cannot be had.
+        """
+        before = self.last.record()
+        require_unmoved(before.attributes, self._audit.frozen())
+        if self._internals.batches_in_epoch == before.position.batches_in_epoch and not self._internals.user_fetches:
+            require_finite(self._trainer.optimizers)
+            return FitStepStart(before.position, before.step, _packed(before), {}, {}, {}, "", before.attributes)
+        if before.obstacle:
+            raise ImpossibleError(before.obstacle)
+        require_unmoved(before.seen, self._seen())
+        if before.moved["metrics"].keys() != dict(components.found_in(self._module)).keys():
+            raise ImpossibleError("the model has other metric objects than at that boundary")
+        require_finite(self._trainer.optimizers)
+        moved = {**before.moved, "results": before.moved["results"]()}
+        return replace(before, packed=_packed(before), moved=moved)
+
+    # ---- at every boundary
+
+    def _make(self) -> FitStepStart:
+        position, step = self._now
+        attributes = self._audit.frozen(quick=True)
+        internals = self._internals
+        packed = {
+            "rng": rng.capture_later(),
+            "loaders": self._loaders.states(epoch_is_over=False),
+            "combined": internals.combined_position,
+            "progress": internals.progress,
+            "should_stop": bool(self._trainer.should_stop),
+            "epoch": self._trainer.current_epoch,
+            "batch": position.batches_in_epoch,
+        }
+        if self._obstacle is None:
+            self._obstacle = self._always()
+        obstacle = self._obstacle or ("it has gradients of earlier batches" if position.accumulating else "")
+        if obstacle:
+            return FitStepStart(position, step, packed, {}, {}, {}, obstacle, attributes)
+        try:
+            compared = self._seen()
+        except ImpossibleError as err:
+            self._obstacle = str(err)
+            return FitStepStart(position, step, packed, {}, {}, {}, str(err), attributes)
+        moved = {
+            "results": run_state.results_now(internals),
+            "metrics": components.dump_below(self._metrics, own=True),
+            "tables": run_state.dump_tables(internals, self._hidden),
+        }
+        tensors = {one.key: one.tensor.detach().clone() for one in self._loose}
+        return FitStepStart(position, step, packed, moved, tensors, compared, "", attributes)
+
+    def _always(self) -> str:
+        """Why a step that has its batch can never be undone in this fit, or ""."""
+        trainer, module = self._trainer, self._module
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        if not module.automatic_optimization or self._internals.skips_backward:
+            return "it has gradients of earlier batches"
+        if is_overridden("on_save_checkpoint", module):
+            return "nobody knows what of the model's on_save_checkpoint the step has changed"
+        if data is not None and is_overridden("state_dict", data, parent=pl.LightningDataModule):
+            return "nobody knows what of the data module's state the step has changed"
+        for callback in callbacks_of(trainer):
+            if is_overridden("on_save_checkpoint", callback, parent=Callback) and not is_lightnings(type(callback)):
+                return f"nobody knows what of {type(callback).__name__}'s on_save_checkpoint the step has changed"
+        if any(type(one).get_extra_state is not torch.nn.Module.get_extra_state for one in module.modules()):
+            return "nobody knows what of the model's get_extra_state the step has changed"
+        try:
+            self._loose = loose_tensors(module, trainer.optimizers)
+            self._metrics = components.topmost(module)
+        except ImpossibleError as err:
+            return str(err)
+        return ""
+
+    def _seen(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for number, optimizer in enumerate(self._trainer.optimizers):
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            found[f"optimizer {number}"] = seen(f"optimizer {number}", groups)
+        for number, config in enumerate(self._trainer.lr_scheduler_configs):
+            found[f"scheduler {number}"] = seen(f"scheduler {number}", config.scheduler.state_dict())
+        callbacks = callbacks_of(self._trainer)
+        if callbacks != self._callbacks:
+            self._callbacks = list(callbacks)
+            stateful = (one for one in enumerate(callbacks) if is_overridden("state_dict", one[1], parent=Callback))
+            self._stateful = [(f"callback {n}, a {type(one).__name__},", one) for n, one in stateful]
+        for name, callback in self._stateful:
+            found[name] = seen(name, callback.state_dict())
+        return found
+
+
+def _packed(before: FitStepStart) -> dict[str, Any]:
+    return {**before.packed, "rng": before.packed["rng"]()}

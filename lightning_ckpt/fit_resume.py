@@ -1,0 +1,475 @@
+"""Resuming: `ckpt_path="auto"` becomes the newest usable snapshot, and what Lightning does not restore is put back.
+
+The order in which a resumed `fit` calls this: `resolve` (instead of the connector's `resume_start`), Lightning restores
+its own part, `before_epoch` and `after_epoch_start` around the first epoch start, `at_first_fetch` right before the
+first batch is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from ckpt_engine.audit.audit import Audit
+from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.data import rng
+from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
+from ckpt_engine.loop import components
+from ckpt_engine.loop.capture import Elastic, elastic_of, merged, require_ranks, require_whole_gradients, unpack
+from ckpt_engine.loop.components import into_own_memory, own_copy, own_extra_state, saved_shapes
+from ckpt_engine.loop.distributed_models import not_restored
+from ckpt_engine.loop.diverging import Rollbacks
+from ckpt_engine.loop.resume import ReportDraft, publish
+from ckpt_engine.observe.log import announce
+from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.preempt.divergence import RollbackRecord
+from ckpt_engine.restore.load import Loaded
+from ckpt_engine.state.compatibility import require_match, size_of
+from ckpt_engine.store.manifest import Manifest, SnapshotInfo
+from lightning_ckpt import restart, run_state, sharded
+from lightning_ckpt.compat import LightningInternals, callbacks_of
+from lightning_ckpt.loaders import FitLoaders
+from lightning_ckpt.restart import AUTO, Fresh, Kept, calls_the_users
+from lightning_ckpt.run_state import OWN_KEY, OWN_VERSION, BoundaryKind
+from lightning_ckpt.strategy_ranks import replicas_of
+
+_log = logging.getLogger("lightning_ckpt")
+
+TRAIN_START = "on_train_start"
+_NOT_IN_A_FILE = {
+    "random streams": "a file of Lightning has none: they go on as this process has seeded them",
+    "data position": "a file of Lightning has none: the loaders start again at their beginning",
+    "running means": "a file of Lightning has none: logged means start anew",
+}
+
+
+class FitResume:
+    """One resolution of `ckpt_path`, and the rest of the restore if it found a snapshot.
+
+    Args:
+        internals: of the trainer.
+        trainer: that resumes.
+        module: the LightningModule.
+        checkpointer: opens the run's folder.
+        loaders: of this fit; None outside of `fit`.
+        rollbacks: decides whether the run goes back, where it may.
+        audit: of the run; None outside of `fit`.
+    """
+
+    def __init__(
+        self,
+        internals: LightningInternals,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        checkpointer: Checkpointer,
+        loaders: FitLoaders | None,
+        rollbacks: Rollbacks | None = None,
+        audit: Audit | None = None,
+    ) -> None:
+        self._internals = internals
+        self._trainer = trainer
+        self._module = module
+        self._checkpointer = checkpointer
+        self._loaders = loaders
+        self._rollbacks = rollbacks
+        self._audit = audit
+        self._rollback: RollbackRecord | None = None
+        self._own: Mapping[str, Any] = {}
+        self._elastic: Elastic | None = None
+        self._weights: Mapping[str, Any] = {}
+        self._loaded_as: restart.Dtypes = {}
+        self._callbacks: Mapping[str, Any] = {}
+        self._kept: Kept | None = None
+        self._regrouped: list[tuple[torch.optim.Optimizer, run_state.Groups]] = []
+        self.fresh = Fresh(trainer, module, checkpointer)
+        self.report: ReportDraft | None = None
+        self.pending = False
+
+    # ---- choosing
+
+    def resolve(self, original: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
+        """Runs instead of the connector's `resume_start`.
+
+        Raises:
+            ResumeError: outside of `fit` there is nothing to load.
+            NoUsableSnapshotError: there are snapshots, and none is usable.
+            MismatchError: the snapshot is of another model; names the keys, before any data is read.
+        """
+        if self._loaders is not None:
+            path = self.fresh.path(path)
+        if path != AUTO:
+            original(path, *args, **kwargs)
+            return
+        root = self._checkpointer.root_url
+        if self._loaders is not None:
+            self._checkpointer.start(resumes=True)
+        candidate = self._checkpointer.choose(check=self._fits)
+        hpc = self._newer_hpc(candidate.info if candidate else None)
+        if hpc is not None:
+            _log.info("ckpt_path='auto': %s is newer than the newest snapshot in %s", hpc, root)
+            if candidate is not None:
+                self._checkpointer.go_on_after(candidate.info)
+            original(hpc, *args, **kwargs)
+        elif candidate is None and getattr(original, "resolves_auto", False):
+            original(AUTO, *args, **kwargs)  # a second callback with a folder of its own
+        elif candidate is None:
+            if self._loaders is None:
+                raise ResumeError(
+                    f"ckpt_path='auto': there is no snapshot in {root}, and untrained weights are not worth scoring",
+                    hint="train first, or pass the path of a checkpoint",
+                )
+            announce(_log, f"ckpt_path='auto': no snapshot in {root} yet, starting fresh", aloud=rank_zero_info)
+            original(None, *args, **kwargs)
+        else:
+            if self._rollbacks is not None:
+                back = self._rollbacks.pending(candidate.info.id)
+                self._rollback = back and back.on(replicas_of(self._trainer), self._internals.in_whole_steps)
+            self._load()
+
+    def _load(self) -> None:
+        back = self._rollback
+        live = sharded.live_of(self._trainer, self._module)
+        step = None if back is None else back.step
+        state = self._checkpointer.load(step, live=live, check=self._fits, back=back is not None)
+        loaded = self._checkpointer.loaded
+        assert state is not None
+        assert loaded is not None
+        own = state.pop(OWN_KEY, None)
+        if own is not None and own["version"] > OWN_VERSION:
+            raise NewerFormatError(
+                f"snapshot {loaded.info.id} was written by a later version of lightning_ckpt", hint="update ckpt-engine"
+            )
+        packed, notes = ({}, []) if own is None or self._loaders is None else unpack(own["packed"])
+        values = packed.pop("values", {}) if size_of(loaded.manifest) == self._trainer.world_size else {}
+        differing = merged(state, values)
+        components.grow(self._module, packed.get("metrics", {}))
+        if live is not None:
+            sharded.restore(self._trainer, state)
+        for key in ("state_dict", "current_model_state"):
+            if key in state:
+                state[key] = own_extra_state(state[key])
+        self._internals.hand_over(state, f"{self._checkpointer.root_url}#{loaded.info.id}")
+        if self._loaders is None:
+            _log.info("loaded the weights of snapshot %s (step %d)", loaded.info.id, loaded.info.step)
+            return
+        if own is None:
+            self._resume_imported(state, loaded)
+            return
+        self._weights = state.get("current_model_state", state["state_dict"])
+        if calls_the_users(self._trainer, self._module, TRAIN_START, restart.HOOK):
+            self._callbacks = own_copy(state.get("callbacks", {}))  # they may keep, and change, what they are given
+        self._loaded_as = {} if sharded.is_flat(self._trainer) else restart.dtypes_of(self._module)
+        ranks = (self._trainer.global_rank, self._trainer.world_size)
+        self._elastic = elastic_of(loaded, own, OWN_KEY, ranks, self._checkpointer.config.rng)
+        if self._elastic is not None:
+            self._elastic = replace(self._elastic, teams=sharded.teams_of(loaded.manifest, self._trainer))
+        if self._audit is not None and self._elastic is None:
+            self._audit.expect(packed.get("audit", {}), own.get("hidden", {}))
+        self._own = own = {**own, **packed}
+        del own["packed"]
+        self.report = ReportDraft(self._checkpointer.root_url, loaded, not_restored=differing)
+        self.report.notes += [_where(own), *notes]
+        if back is not None:
+            self.report.notes.append(back.text())
+            if self._trainer.is_global_zero:
+                _log.warning("%s; training goes on at step %d", back.text(), back.step)
+            if self._internals.user_fetches:
+                self.report.not_restored.append(NotRestored("skipped batches", "training_step fetches itself"))
+        self.pending = True
+        self._trainer.should_stop = self._should_stop()
+        # A resumed run has been past its sanity check; its validation must not run at other places than it did.
+        self._trainer.num_sanity_val_steps = 0
+        self._loaders.expect(own["loaders"], own.get("validation", ()), self._elastic)
+        if self._elastic is not None:
+            self._own = self._for_other_ranks(own, self._elastic)
+
+    def _for_other_ranks(self, own: Mapping[str, Any], elastic: Elastic) -> Mapping[str, Any]:
+        """What the adapter keeps, for another number of ranks."""
+        assert self.report is not None
+        changed: dict[str, Any] = {"rng": elastic.streams}
+        if own["gradients"] is not None:
+            require_whole_gradients([sharded.model_of(self._trainer, self._module)], elastic.saved_size)
+            saved = [one["gradients"] or {} for one in elastic.own]
+            changed["gradients"], missing = elastic.gradients(saved, self._module)
+            self.report.not_restored += missing if elastic.rank == 0 else []
+        if elastic.rank == 0:
+            self.report.not_restored += elastic.not_restored()
+            if own["results"] or own["metrics"]:
+                why = f"each rank has those of saved rank r mod {elastic.saved_size}, not of all batches so far"
+                self.report.not_restored.append(NotRestored("running means", why))
+        return {**own, **changed}
+
+    def _resume_imported(self, state: Mapping[str, Any], loaded: Loaded) -> None:
+        """A file of Lightning's own: Lightning restores all that it has, and the report says what it has not."""
+        imported = loaded.manifest.notes.get("imported")
+        if imported is None or "loops" not in state:
+            raise ResumeError(
+                f"snapshot {loaded.info.id} was not taken in a Lightning run", hint="give this run its own folder"
+            )
+        optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._trainer.optimizers)
+        self.report = ReportDraft(self._checkpointer.root_url, loaded)
+        self.report.notes.append(f"imported from {imported['from']}: from its step on the run is not an exact repeat")
+        self.report.restored += [Restored("weights"), Restored("optimizers", optimizers), Restored("loop counters")]
+        self.report.not_restored += [NotRestored(name, why) for name, why in _NOT_IN_A_FILE.items()]
+
+    def _fits(self, manifest: Manifest) -> None:
+        """Raises where the weights of the snapshot are not those of this model."""
+        module = self._module
+        if self._loaders is not None:
+            require_ranks(manifest, self._trainer.world_size, self._checkpointer.config.rng)
+            sharded.require_layout(manifest, self._trainer)
+        if is_overridden("on_load_checkpoint", module):
+            return  # the user's hook may well convert the old weights
+        expected = sharded.shapes(self._trainer, module)
+        found = components.without_metrics(module, saved_shapes(manifest, "state_dict"))
+        if not module.strict_loading:
+            common = expected.keys() & found.keys()
+            expected = {name: shape for name, shape in expected.items() if name in common}
+            found = {name: shape for name, shape in found.items() if name in common}
+        require_match(expected, found, what="model", snapshot=manifest.info.id)
+
+    def _newer_hpc(self, info: SnapshotInfo | None) -> str | None:
+        """The Slurm requeue file if it is newer than our snapshot."""
+        if not SLURMEnvironment.detect():
+            return None
+        path = self._internals.hpc_path()
+        if path is None or info is None:
+            return path
+        try:
+            step = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"]
+        except (pickle.UnpicklingError, RuntimeError, KeyError):
+            return path if Path(path).stat().st_mtime > info.created else None
+        return path if step > info.step else None
+
+    def _should_stop(self) -> bool:
+        """Whether `trainer.should_stop` was set for good.
+
+        A stop by EarlyStopping is part of the run: it must hold after a restart too. A timer, a signal handler or the
+        user's own code may have stopped the process only to start it again.
+        """
+        if not self._own["should_stop"] or BoundaryKind(self._own["kind"]) not in (
+            BoundaryKind.STOPPED,
+            BoundaryKind.FINISHED,
+        ):
+            return bool(self._own["should_stop"])
+        if (
+            any(isinstance(callback, EarlyStopping) for callback in callbacks_of(self._trainer))
+            and self._own["stopped_early"]
+        ):
+            return True
+        assert self.report is not None
+        self.report.notes.append("training was stopped through trainer.should_stop, not by EarlyStopping: it goes on")
+        return False
+
+    # ---- restoring
+
+    @property
+    def cadence_state(self) -> Mapping[str, Any] | None:
+        """What the earlier run had learned about its snapshots."""
+        return self._own.get("cadence")
+
+    @property
+    def skip_batches(self) -> int:
+        """Batches to leave out from here on, because the run has diverged in them."""
+        if self._rollback is None or self._internals.user_fetches:
+            return 0
+        return self._rollback.skip_batches
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether EarlyStopping has stopped the run."""
+        return bool(self._own["stopped_early"])
+
+    @property
+    def after_failure(self) -> bool:
+        """Whether the earlier run ended by itself neither at its end nor after a signal."""
+        loaded = self._checkpointer.loaded
+        return loaded is None or loaded.info.reason not in ("end", "signal")
+
+    @property
+    def finished(self) -> bool:
+        """The snapshot shows an epoch that is over."""
+        return BoundaryKind(self._own["kind"]) is BoundaryKind.FINISHED
+
+    def before_imported_epoch(self) -> None:
+        """Instead of `before_epoch`, where the snapshot is an imported file."""
+        into_own_memory(self._trainer.optimizers)
+
+    def restore_streams(self) -> None:
+        """The random streams as the finished run left them, where a rerun trains nothing."""
+        rng.restore(self._own["rng"])
+
+    def restore_optimizers(self, original: Callable[[Any], None], checkpoint: Any) -> None:
+        """Runs instead of the strategy's `load_optimizer_state_dict`.
+
+        Raises:
+            MismatchError: the optimizers are not those of the saved run.
+        """
+        if not self.pending:
+            original(checkpoint)
+            return
+        states, saved = checkpoint["optimizer_states"], self._own.get("groups", [])
+        self._regrouped = run_state.restore_groups(self._trainer, self._module, states, saved)
+        try:
+            original(checkpoint)
+        except (ValueError, KeyError) as err:
+            raise MismatchError(
+                f"the optimizers of the snapshot do not fit those of configure_optimizers(): {err}",
+                hint="use the optimizers this run was started with, or another folder for the new run",
+            ) from err
+
+    def before_train_start(self) -> None:
+        """Before the hooks `on_train_start`, when everything of Lightning's is restored."""
+        assert self.report is not None
+        self._kept = Kept(self._trainer, self._module, TRAIN_START, self._callbacks, self._regrouped)
+        if self._rollback is None:
+            info = self.report.loaded.info
+            run_state.write_again(self._trainer, self._checkpointer.root_url, info, self._internals.wrap)
+
+    def before_epoch(self) -> None:
+        """Before Lightning starts the first epoch of the resumed run."""
+        assert self._loaders is not None
+        assert self.report is not None
+        if self._kept is not None:
+            self.report.not_restored += self._kept.put_back()
+            self._kept = None
+        self._loaders.settle()
+        self._restore_precisely()
+        self._internals.reload_epoch = self._own["reload_epoch"]
+        if (epoch := self._own.get("validation_reload_epoch")) is not None:
+            self._internals.validation_reload_epoch = epoch
+        if (batches := self._loaders.batches_in_epoch()) is not None:
+            self._internals.set_epoch_length(batches)
+        restart.begin_averaging(self._trainer, self._module)
+        if self._loaders.epoch_restarts:
+            self._restart_epoch()
+        if self._elastic is not None and self.report is not None:
+            self.report.notes += self._elastic.notes(self._loaders.dealt())
+        if self.finished:
+            self._internals.clear_restart()
+            self._internals.clear_resuming()
+            self._loaders.load_again()
+            self._loaders.resumed()
+            self._put_back()
+            self._let_go()
+        else:
+            run_state.restore_tables(self._internals, self._module.device, self._own["tables"])
+
+    def _restart_epoch(self) -> None:
+        """The epoch of the snapshot begins again: nothing counts that belongs to its batches."""
+        assert self.report is not None
+        self._internals.begin_epoch_again()
+        none = {name: self._internals.progress["batch"][name] for name in ("current", "is_last_batch")}
+        progress = {**self._own["progress"], "batch": {**self._own["progress"]["batch"], **none}}
+        tables = {**self._own["tables"], "first_batch": None, "fx": None}
+        gradients = None if self._module.automatic_optimization else self._own["gradients"]
+        of_the_epoch: dict[str, Any] = {"results": {}, "metrics": {}, "combined": None, "gradients": gradients}
+        self._own = {**self._own, **of_the_epoch, "tables": tables, "progress": progress}
+        self.report.notes.append(f"data: restart_epoch: epoch {self._own['epoch']} starts again at its first batch")
+
+    def _restore_precisely(self) -> None:
+        if self._loaded_as and not is_overridden("on_load_checkpoint", self._module):
+            restart.load_again_where_converted(self._module, self._weights, self._loaded_as)
+        self._weights = {}
+        into_own_memory(self._trainer.optimizers)
+
+    def after_epoch_start(self) -> None:
+        """After Lightning started it: in the middle of an epoch it does not call `on_train_epoch_start`."""
+        assert self.report is not None
+        self.report.not_restored += restart.replay(
+            self._internals, self._trainer, self._module, self._callbacks, self._regrouped
+        )
+
+    def at_first_fetch(self) -> None:
+        """The last moment before anything of the resumed run happens."""
+        assert self._loaders is not None
+        self._internals.clear_restart()
+        self._internals.progress = self._own["progress"]
+        self._loaders.resumed()
+        self._internals.combined_position = self._own["combined"]
+        self._put_back()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._own, self._callbacks, self._elastic, self._regrouped = (
+            {},
+            {},
+            None,
+            [],
+        )  # gradients and metric states can be large
+        self.pending = False
+
+    def _put_back(self) -> None:
+        own, module, internals, report = self._own, self._module, self._internals, self.report
+        assert report is not None
+        order, engine = sharded.gradient_order(self._trainer), self._checkpointer
+        why, _ = order.restore(own.get("gradient_order", []), engine, report.loaded.info.step, last=True)
+        missing = not_restored(why) if why and self._elastic is None and self._trainer.global_rank == 0 else []
+        missing += components.restore(module, own["metrics"]) if own["metrics"] else []
+        missing += run_state.restore_results(internals, self._trainer, module, own["results"])
+        run_state.restore_tables(internals, module.device, own["tables"])
+        if own["gradients"] is not None:
+            missing += run_state.restore_gradients(module, own["gradients"])
+        if own["flags"] != own["flags_at_start"]:
+            if components.dump_flags(module) == own["flags_at_start"]:
+                components.restore_flags(module, own["flags"])
+            elif components.dump_flags(module) != own["flags"]:
+                missing.append(NotRestored("frozen parameters and eval modes", "the script sets others now"))
+        if self._audit is not None:
+            restored, unseen = self._audit.restore("start" if self.finished else "batch")
+            report.restored += restored
+            missing += unseen
+        missing += [NotRestored("random streams", problem) for problem in rng.restore(own["rng"])]
+        if internals.validates_by_time:
+            missing.append(NotRestored("time of the next validation", "val_check_interval counts from the restart"))
+        report.not_restored += missing
+        report.restored += _parts(own, self._trainer, exact=self._elastic is None)
+        report.notes += [f"{path} was not stored: {why}" for path, why in own["left_out"].items()]
+
+    def publish(self) -> None:
+        """Log and write the report, once the first batch was fetched or training turned out to be over."""
+        if self.report is None or self._loaders is None:
+            return
+        if self.pending:
+            self.report.notes.append("training was complete already: nothing was done")
+        else:
+            self.report.not_restored += self._loaders.problems()
+            self.report.notes += self._loaders.notes()
+        url = self._checkpointer.root_url.removeprefix("file://")
+        folder = url if "://" not in url else self._trainer.log_dir or self._trainer.default_root_dir
+        report, self.report = self.report.finish(), None
+        publish(report, Path(folder), _log, rank_zero_info, self._trainer.global_rank)
+
+
+def _where(own: Mapping[str, Any]) -> str:
+    if BoundaryKind(own["kind"]) is BoundaryKind.FINISHED:
+        return f"epoch {own['epoch']} was complete"
+    return f"continues in epoch {own['epoch']} after {own['batch']} batches"
+
+
+def _parts(own: Mapping[str, Any], trainer: pl.Trainer, *, exact: bool) -> list[Restored]:
+    optimizers = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
+    schedulers = ", ".join(type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs)
+    parts = [Restored("weights"), Restored("optimizers", optimizers), Restored("loop counters")]
+    if schedulers:
+        parts.append(Restored("schedulers", schedulers))
+    if exact:
+        parts.append(Restored("random streams", ", ".join(own["rng"])))
+    parts.append(Restored("data position", f"{len(own['loaders'])} loaders"))
+    if exact and (own["results"] or own["metrics"]):
+        detail = f"{len(own['results'])} logged values, {len(own['metrics'])} metric objects"
+        parts.append(Restored("running means", detail))
+    if own["gradients"]:
+        parts.append(Restored("accumulated gradients"))
+    return parts

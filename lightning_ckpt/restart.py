@@ -1,0 +1,379 @@
+"""What a `fit` finds of earlier ones, and what a resumed run has to set right that Lightning leaves inexact.
+
+Lets a LightningCLI job restart into the same log folder.
+
+The state of a resumed run across hooks that run once more than in a run that nobody interrupts.
+
+`on_train_start`, which Lightning calls in every process, and `on_train_epoch_start`, see `epoch_start`. A hook that
+resets an optimizer or steps a scheduler there has done so before the snapshot already. What it changes of the state in
+the snapshot is put back; what else it sets up stays.
+
+Replays `on_train_epoch_start` in an epoch that is resumed in the middle, where Lightning does not call it.
+
+Callbacks and models set up per-epoch things there: the accumulation factor (`GradientAccumulationScheduler`), the
+scheduler of `StochasticWeightAveraging`, progress bars, a curriculum, attributes that `training_step` uses.
+
+Finishes what Lightning's own restore leaves inexact in weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
+
+from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.loop.components import into_own_memory, own_copy
+from ckpt_engine.observe.resume_report import NotRestored
+from ckpt_engine.state.sharding import here
+from lightning_ckpt.compat import LightningInternals, callbacks_of
+from lightning_ckpt.run_state import Groups
+
+AUTO = "auto"
+
+
+class EarlierFit:
+    """What an earlier `fit` of a callback has left in memory.
+
+    Args:
+        trainer, module: that were fitted.
+        attempt: of the snapshots that were taken meanwhile.
+    """
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, attempt: str) -> None:
+        self._trainer, self._module = weakref.ref(trainer), weakref.ref(module)
+        self.attempt = attempt
+
+    def goes_on(self, trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+        """Whether another `fit` of them trains on from there, without any file."""
+        return self._trainer() is trainer and self._module() is module and trainer.global_step > 0
+
+
+class Fresh:
+    """Of one `fit`.
+
+    Args:
+        trainer, module: that is fitted.
+        checkpointer: opens the run's folder.
+
+    `fitted` is what an earlier `fit` has left.
+    """
+
+    fitted: EarlierFit | None = None
+    _asked = False
+
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, checkpointer: Checkpointer) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._engine = checkpointer
+
+    def path(self, path: Any) -> Any:
+        """What the argument `ckpt_path` comes to with the option `resume`; if that is not `auto`, the run is begun."""
+        self._asked, option = True, self._engine.config.resume
+        if path == AUTO and option == "off":
+            path = None
+        elif path is None and option == AUTO:
+            path = AUTO
+        if path != AUTO:
+            self._begin(path)
+        return path
+
+    def go_on_beside(self) -> None:
+        """Where the run resumes from the folder of another callback: what is in this one goes on too."""
+        if not self._asked and (candidate := self._engine.choose()) is not None:
+            self._engine.go_on_after(candidate.info)
+
+    def _begin(self, path: Any) -> None:
+        """Training begins afresh, from a file of Lightning, or with what the trainer holds since its last `fit`."""
+        engine, fitted = self._engine, self.fitted
+        engine.start()
+        if path is None and fitted is not None and fitted.goes_on(self._trainer, self._module):
+            found = next(reversed(engine.snapshots(nearest=True)), None)
+            if found is not None and found.line.attempt == fitted.attempt:
+                engine.go_on_after(found)
+                return
+        off = engine.config.resume == "off"
+        how = (
+            "leave out resume='off'" if off else "pass ckpt_path='auto' to fit, or resume='auto' to AdaptiveCheckpoint"
+        )
+        engine.start_fresh(how)
+
+
+def allow_restart(trainer: pl.Trainer, checkpointer: Checkpointer) -> None:
+    """Let LightningCLI overwrite the configuration file that the first start of this run has written.
+
+    Its `SaveConfigCallback` refuses to, and would end every restart with the same log folder.
+
+    Args:
+        checkpointer: where the nearest tier has snapshots it is a restart even if the command line does not say so.
+    """
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, SaveConfigCallback):
+            asked = getattr(callback.config, "ckpt_path", None) == AUTO
+            callback.overwrite = callback.overwrite or asked or bool(checkpointer.snapshots(nearest=True))
+
+
+_LIGHTNING = ("lightning.", "lightning_ckpt.")
+
+
+class Kept:
+    """All that hooks may change of the restored state, as it is now.
+
+    Args:
+        trainer: that resumes.
+        module: the LightningModule.
+        hook: that is about to run.
+        saved: callbacks' states in the snapshot, by `state_key`.
+        regrouped: optimizers whose groups of parameters were made again, and the groups of this process, in which the
+            hook finds them: it may add one that was added before.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        hook: str,
+        saved: Mapping[str, Any],
+        regrouped: Sequence[tuple[torch.optim.Optimizer, Groups]] = (),
+    ) -> None:
+        self._trainer, self._module = trainer, module
+        self._hook, self._saved = hook, saved
+        self._should_stop = trainer.should_stop
+        self._optimizers = list(trainer.optimizers)
+        self._options = [[_options(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
+        self._weights: dict[str, _Tensor] = {}
+        self._states: list[Mapping[Any, Any]] = []
+        self._schedules: list[tuple[Any, Any]] = []
+        self._callbacks: list[tuple[Callback, Any]] = []
+        if calls_the_users(trainer, module, hook):
+            self._weights = {name: _keep(tensor) for name, tensor in _tensors(module)}
+            self._states = [_keep(dict(optimizer.state)) for optimizer in self._optimizers]
+            schedulers: list[Any] = [config.scheduler for config in trainer.lr_scheduler_configs]
+            self._schedules = [(one, copy.deepcopy(one.state_dict())) for one in schedulers]
+            found = [one for one in callbacks_of(trainer) if one.state_key in saved and not is_lightnings(type(one))]
+            self._callbacks = [(one, _state(one)) for one in found]
+        self._groups = [(optimizer, optimizer.param_groups) for optimizer, _ in regrouped]
+        for optimizer, groups in regrouped:
+            optimizer.param_groups = [{**group, "params": list(group["params"])} for group in groups]
+
+    def put_back(self) -> list[NotRestored]:
+        """After the hooks; what could not be."""
+        for optimizer, groups in self._groups:
+            optimizer.param_groups = groups
+        with torch.no_grad():
+            for name, tensor in _tensors(self._module):
+                if name in self._weights:
+                    here_now, kept = here(tensor), self._weights[name].data
+                    if here_now.shape == kept.shape:
+                        here_now.copy_(kept)
+            for optimizer, state in zip(self._optimizers, self._states, strict=False):
+                optimizer.state.clear()
+                optimizer.state.update(_put_back(state))
+        for optimizer, groups in zip(self._optimizers, self._options, strict=True):
+            for group, options in zip(optimizer.param_groups, groups, strict=False):
+                group.update(options)
+        self._put_back_schedules()
+        self._trainer.should_stop = self._should_stop
+        return self._move_to_other_optimizers() + self._put_back_callbacks()
+
+    def _put_back_schedules(self) -> None:
+        averages = any(isinstance(one, StochasticWeightAveraging) for one in callbacks_of(self._trainer))
+        for (scheduler, kept), config in zip(self._schedules, self._trainer.lr_scheduler_configs, strict=False):
+            # Weight averaging has its own, and restores it.
+            if config.scheduler is scheduler or (not averages and type(config.scheduler) is type(scheduler)):
+                config.scheduler.load_state_dict(kept)
+
+    def _move_to_other_optimizers(self) -> list[NotRestored]:
+        missing = []
+        for number, (old, new) in enumerate(zip(self._optimizers, self._trainer.optimizers, strict=False)):
+            if new is old:
+                continue
+            try:
+                new.load_state_dict(old.state_dict())
+            except (ValueError, KeyError) as err:
+                missing.append(NotRestored(f"optimizer {number}", f"{self._hook} makes another one: {err}"))
+            else:
+                into_own_memory([new])
+        return missing
+
+    def _put_back_callbacks(self) -> list[NotRestored]:
+        missing = []
+        for callback, before in self._callbacks:
+            now, saved = _state(callback), self._saved[callback.state_key]
+            # Some put what they have loaded in place only in the hook: then it has the saved state now.
+            if _same(now, before) or _same(now, saved):
+                continue
+            callback.load_state_dict(own_copy(saved))
+            if _same(_state(callback), now):
+                why = f"its {self._hook} changes what was restored, and load_state_dict() does not put it back"
+                missing.append(NotRestored(f"callback {type(callback).__name__}", why))
+        return missing
+
+
+def calls_the_users(trainer: pl.Trainer, module: pl.LightningModule, *hooks: str) -> bool:
+    """Whether code that is neither Lightning's nor ours runs in one of the hooks."""
+    return any(
+        is_overridden(hook, module)
+        or any(
+            is_overridden(hook, one, parent=Callback) and not is_lightnings(getattr(one, hook))
+            for one in callbacks_of(trainer)
+        )
+        for hook in hooks
+    )
+
+
+def is_lightnings(what: Any) -> bool:
+    """Whether a class or function is Lightning's or ours."""
+    return str(what.__module__).startswith(_LIGHTNING)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A live tensor, and what it was. In host memory: beside the state there may be no room on its device."""
+
+    live: torch.Tensor
+    data: torch.Tensor
+
+
+def _keep(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _Tensor(value, here(value).detach().to("cpu", copy=True))
+    if type(value) in (list, tuple):
+        return type(value)(_keep(item) for item in value)
+    if isinstance(value, dict):
+        return {key: _keep(item) for key, item in value.items()}
+    return copy.deepcopy(value)
+
+
+def _put_back(kept: Any) -> Any:
+    """The value that `_keep` has seen, with the same tensors."""
+    if isinstance(kept, _Tensor):
+        live = here(kept.live)
+        if live.shape != kept.data.shape:
+            return kept.data.to(live.device)
+        live.copy_(kept.data)
+        return kept.live
+    if type(kept) in (list, tuple):
+        return type(kept)(_put_back(item) for item in kept)
+    if isinstance(kept, dict):
+        return {key: _put_back(item) for key, item in kept.items()}
+    return kept
+
+
+def _same(kept: Any, value: Any) -> bool:
+    """Whether two states are equal; either may be of `_keep`."""
+    one, other = (part.data if isinstance(part, _Tensor) else part for part in (kept, value))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(here(one).cpu(), here(other).cpu())
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(item, other[key]) for key, item in one.items())
+    return bool(np.all(one == other)) if type(one) is type(other) else False
+
+
+def _state(callback: Callback) -> Any:
+    try:
+        return _keep(callback.state_dict())
+    except Exception:  # noqa: BLE001 - the user's code: what it saves may exist only after its hook
+        return None
+
+
+def _tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return [(name, tensor) for name, tensor in named if not torch.nn.parameter.is_lazy(tensor)]
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+
+
+HOOK = "on_train_epoch_start"
+_RESTORES_ITSELF = (BaseFinetuning,)
+"""Callbacks whose saved state already contains what their hook did."""
+
+
+class _InEpoch:
+    """A trainer in another epoch."""
+
+    def __init__(self, trainer: pl.Trainer, epoch: int) -> None:
+        self._trainer, self.current_epoch = trainer, epoch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trainer, name)
+
+
+def begin_averaging(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """What `StochasticWeightAveraging` sets up in this hook, but not in its extra epoch after the last one.
+
+    Its scheduler and its count are part of a checkpoint only once they are set up.
+    """
+    found = [one for one in callbacks_of(trainer) if isinstance(one, StochasticWeightAveraging)]
+    late = [one for one in found if trainer.current_epoch > one.swa_end]
+    if late:
+        kept = Kept(trainer, module, HOOK, {})
+        for callback in late:
+            earlier: Any = _InEpoch(trainer, callback.swa_end)
+            callback.on_train_epoch_start(earlier, module)
+        kept.put_back()
+
+
+def replay(
+    internals: LightningInternals,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    saved: Mapping[str, Any],
+    regrouped: Sequence[tuple[Optimizer, Groups]],
+) -> list[NotRestored]:
+    """Call the hooks of callbacks and model as Lightning would, and keep the restored state as it is; see `Kept`."""
+    callbacks = [
+        callback
+        for callback in callbacks_of(trainer)
+        if is_overridden(HOOK, callback, parent=Callback) and not isinstance(callback, _RESTORES_ITSELF)
+    ]
+    in_module = is_overridden(HOOK, module)
+    if not callbacks and not in_module:
+        return []
+    kept = Kept(trainer, module, HOOK, saved, regrouped)
+    with internals.in_hook(HOOK):
+        for callback in callbacks:
+            callback.on_train_epoch_start(trainer, module)
+        if in_module:
+            module.on_train_epoch_start()
+    return kept.put_back()
+
+
+Dtypes = Mapping[str, torch.dtype]
+
+
+def dtypes_of(module: torch.nn.Module) -> dict[str, torch.dtype]:
+    """The dtype of every parameter and buffer that is saved with the model."""
+    return {name: value.dtype for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
+def load_again_where_converted(module: torch.nn.Module, saved: Mapping[str, Any], loaded_as: Dtypes) -> None:
+    """Copy weights again whose dtype has changed since Lightning loaded them.
+
+    With `precision="64-true"` it loads the weights into the float32 model and converts the model afterwards, so that
+    half of each saved number is lost.
+
+    Args:
+        module: as it trains.
+        saved: its weights in the snapshot.
+        loaded_as: `dtypes_of` when they were loaded.
+    """
+    with torch.no_grad():
+        for name, live in module.state_dict().items():
+            value = saved.get(name)
+            if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) and live.dtype is not loaded_as[name]:
+                live.copy_(value)

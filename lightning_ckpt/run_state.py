@@ -1,0 +1,559 @@
+"""The state of a Lightning run at one instant, as the tree the engine stores.
+
+Top-level keys are those of a Lightning checkpoint, so that a snapshot exports to a `.ckpt` file by leaving out our own
+key, `ckpt_engine`: what Lightning does not save but an exact resume needs.
+
+State of a Lightning run that its checkpoints leave out: running means, metrics, gradients, groups of parameters.
+
+Every `dump_…` returns references to live tensors (the engine copies them); every `restore_…` puts them back and returns
+what could not be.
+
+Names the instants at which a Lightning run can be captured, and which of them a resumed run repeats exactly.
+
+The snapshot instant is the fetch boundary: the last batch is completely finished (validation, schedulers, hooks,
+counters) and the next one is about to be asked for. `on_train_batch_end` is not: a validation that is due would be
+lost, and after the last batch of an epoch so would be the epoch.
+
+Checkpoint files that Lightning writes again: steps after the snapshot are redone, and so are their files.
+
+`ModelCheckpoint` takes a name that is there for another run's and appends `-v1`. Files of this run from after the
+snapshot it writes again instead. Each file says of which run it is.
+
+What of a Lightning run takes part in training besides the trainer itself, for the audit.
+"""
+
+from __future__ import annotations
+
+import builtins
+import pickle
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torchmetrics import Metric
+
+from ckpt_engine.audit.attributes import of_framework
+from ckpt_engine.audit.audit import Audit, roots_of_loader
+from ckpt_engine.data import rng
+from ckpt_engine.loop import components
+from ckpt_engine.loop.capture import Packer, own_values
+from ckpt_engine.loop.distributed_models import GradientOrder
+from ckpt_engine.observe.resume_report import NotRestored
+from ckpt_engine.ranks.world import Ranks
+from ckpt_engine.snapshot.arguments import numbers_among
+from ckpt_engine.state import sharding
+from ckpt_engine.state.flatten import Flattener, problems
+from ckpt_engine.store.container import digest
+from ckpt_engine.store.manifest import SnapshotInfo
+from lightning_ckpt.compat import LightningInternals, callbacks_of, metric_progress, set_metric_progress
+from lightning_ckpt.sharded import gradient_order, live_states
+
+OWN_KEY = "ckpt_engine"
+OWN_VERSION = 1
+_HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
+_HPARAMS_TYPES = ("hparams_type", "datamodule_hparams_type")
+
+
+@dataclass(frozen=True, slots=True)
+class FitInstant:
+    """What is captured and by whom it is described.
+
+    Args:
+        kind: of the boundary.
+        loaders: states of the training loaders, in order.
+        validation: states of the validation loaders, in order.
+        accumulating: gradients wait for an optimizer step.
+        gradients: include accumulated gradients.
+        undo: takes out of Lightning's part what was done since; None: nothing was.
+        extras: more of our own entries, or others in their place.
+        hidden: progress bar entries that are not the user's.
+        flags_at_start: `components.dump_flags` when training started.
+        audit: what it finds is part of the state.
+    """
+
+    kind: BoundaryKind
+    loaders: list[Any]
+    validation: list[Any]
+    accumulating: bool
+    gradients: bool
+    undo: Callable[[dict[str, Any]], None] | None
+    extras: Mapping[str, Any]
+    hidden: frozenset[str]
+    flags_at_start: Mapping[str, list[str]]
+    audit: Audit
+
+
+class FitCapture:
+    """Makes the state tree of one run; also the predicate that says which of its leaves may be copied lazily.
+
+    Args:
+        internals: of the trainer.
+        trainer: whose state it is.
+        module: the LightningModule.
+        ranks: of the run; None: it is one process.
+    """
+
+    def __init__(
+        self, internals: LightningInternals, trainer: pl.Trainer, module: pl.LightningModule, ranks: Ranks | None
+    ) -> None:
+        self._internals = internals
+        self._ranks = ranks
+        self.groups_at_start: list[list[int]] = []
+        """`run_state.group_sizes` before training."""
+        self._trainer = trainer
+        self._module = module
+        self._packer = Packer(OWN_KEY)
+        self._left_out: dict[str, str] | None = None
+        self._weights: Mapping[str, Any] = {}
+        self._managed: frozenset[int] | None = None
+        self._gradient_order: GradientOrder | None = None
+
+    def state(self, instant: FitInstant) -> dict[str, Any]:
+        """The whole state, with references to live tensors; draws nothing from any global random stream."""
+        streams = rng.capture()
+        with live_states(self._trainer):
+            state = self._internals.dump_checkpoint()
+        if rng.capture() != streams:
+            # Hooks such as on_save_checkpoint may draw; the run must not notice that it is captured.
+            rng.restore(streams)
+        state.pop(MARK, None)  # for Lightning's own files
+        fit_loop = state["loops"]["fit_loop"]
+        # Lightning would restore a loader that has its own state a second time, after we did.
+        fit_loop["state_dict"].pop("combined_loader", None)
+        if instant.undo is not None:
+            instant.undo(state)
+        _canonicalise(fit_loop, instant.kind, accumulating=instant.accumulating)
+        self._drop_unstorable(state)
+        hidden, large = instant.audit.state()
+        values = own_values(state, self._ranks)
+        state[OWN_KEY] = {
+            "version": OWN_VERSION,
+            "kind": instant.kind.value,
+            "gradients": dump_gradients(self._module) if instant.gradients else None,
+            "hidden": large,
+            "packed": self._packer.pack(
+                {
+                    "rng": streams,
+                    "audit": hidden,
+                    "loaders": instant.loaders,
+                    "validation": instant.validation,
+                    "combined": self._internals.combined_position,
+                    "progress": self._internals.progress,
+                    "results": dump_results(self._internals),
+                    "metrics": components.dump(self._module),
+                    "tables": self._tables(instant),
+                    "flags": components.dump_flags(self._module),
+                    "flags_at_start": dict(instant.flags_at_start),
+                    "should_stop": bool(self._trainer.should_stop),
+                    "reload_epoch": self._internals.reload_epoch,
+                    "validation_reload_epoch": self._internals.validation_reload_epoch,
+                    "gradient_order": self._order().state(),
+                    "left_out": self._left_out or {},
+                    "values": values,
+                    "groups": dump_groups(self._trainer, self._module, self.groups_at_start),
+                    **instant.extras,
+                }
+            ),
+        }
+        self._weights = {key: state[key] for key in ("state_dict", "current_model_state") if key in state}
+        self._managed = None
+        return state
+
+    def lazy(self) -> LazyLeaves:
+        """A predicate for the engine; one object for the whole run."""
+        return LazyLeaves(self)
+
+    def managed(self) -> frozenset[int]:
+        """Addresses of the parameters that optimizers manage, as of the last `state`."""
+        if self._managed is None:
+            self._managed = frozenset(
+                sharding.here(parameter).data_ptr()
+                for optimizer in self._trainer.optimizers
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            )
+        return self._managed
+
+    def _order(self) -> GradientOrder:
+        """Lightning wraps the model after this object was made."""
+        if self._gradient_order is None:
+            self._gradient_order = gradient_order(self._trainer)
+        return self._gradient_order
+
+    def _tables(self, instant: FitInstant) -> dict[str, Any]:
+        tables = dump_tables(self._internals, instant.hidden)
+        if instant.kind is BoundaryKind.STOPPED:
+            # The logger connector was already told that the epoch is over, which a longer run would not be.
+            tables["first_batch"] = self._internals.batches_in_epoch == 1
+        return tables
+
+    def _drop_unstorable(self, state: dict[str, Any]) -> None:
+        """Hyper-parameters may hold any object; Lightning does not need them to resume, so those are left out."""
+        for key in _HPARAMS_TYPES:
+            state.pop(key, None)
+        if self._left_out is None:
+            flattener = Flattener()
+            found = {
+                f"{key}/{name}": problems(value, (key, name), flattener)
+                for key in _HPARAMS
+                for name, value in dict(state.get(key) or {}).items()
+            }
+            self._left_out = {path: problem for path, problem in found.items() if problem}
+        for key in _HPARAMS:
+            if any(path.startswith(f"{key}/") for path in self._left_out):
+                state[key] = {n: v for n, v in dict(state[key]).items() if f"{key}/{n}" not in self._left_out}
+
+
+def _canonicalise(fit_loop: dict[str, Any], kind: BoundaryKind, *, accumulating: bool) -> None:
+    """Rewrite the counters to a form that Lightning itself resumes from without repeating or losing anything."""
+    if kind is BoundaryKind.VALIDATED:
+        # As saved in `on_train_batch_end`: otherwise Lightning counts one more logger step after the validation.
+        for span in ("total", "current"):
+            fit_loop["epoch_loop.batch_progress"][span]["completed"] -= 1
+        if not accumulating:
+            fit_loop["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+    elif kind is BoundaryKind.STOPPED:
+        for span in ("total", "current"):
+            fit_loop["epoch_progress"][span]["processed"] -= 1
+
+
+class LazyLeaves:
+    """True for leaves that change in an optimizer step only: its parameters and its state.
+
+    Buffers change in forward, learning rates at the scheduler, and parameters that no optimizer manages whenever their
+    owner likes (momentum encoders do it in forward), so these are not lazy.
+    """
+
+    def __init__(self, capture: FitCapture) -> None:
+        self._capture = capture
+
+    def __call__(self, path: tuple[Any, ...]) -> bool:
+        if path[0] == "optimizer_states":
+            return len(path) > 2 and path[2] == "state"
+        weights = self._capture._weights.get(path[0])
+        if weights is None or len(path) != 2:
+            return False
+        tensor = weights[path[1]]
+        live = sharding.here(tensor)
+        return live.numel() > 0 and live.data_ptr() in self._capture.managed()
+
+
+_META_FIELDS = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+_REDUCTIONS = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module, names in ((torch, ("mean", "sum", "min", "max")), (builtins, ("sum", "min", "max")))
+    for name in names
+}
+
+
+def dump_results(internals: LightningInternals) -> dict[str, Any]:
+    """The accumulators behind `self.log`, with everything needed to make them again before the first batch."""
+    return {key: _described(result, _values(result)) for key, result in internals.results.items()}
+
+
+def results_now(internals: LightningInternals) -> Callable[[], dict[str, Any]]:
+    """What makes later what `dump_results` would give now: what describes an accumulator never changes."""
+    rows = [(key, result, _copied(_values(result))) for key, result in internals.results.items()]
+    return lambda: {key: _described(result, values) for key, result, values in rows}
+
+
+def _values(result: Any) -> dict[str, Any]:
+    update_count, cache = metric_progress(result)
+    state = {
+        "is_tensor": result.is_tensor,
+        "has_reset": result.has_reset,
+        "update_count": update_count,
+        "cache": cache,
+    }
+    if result.is_tensor:
+        state["value"] = result.value
+        if result.meta.is_mean_reduction:
+            state["weight"] = result.cumulated_batch_size
+    return state
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With tensors of its own. Those in a list are only ever added to and replaced."""
+    return {
+        name: one.detach().clone() if isinstance(one, torch.Tensor) else list(one) if type(one) is list else one
+        for name, one in values.items()
+    }
+
+
+def _described(result: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    meta, sync = result.meta, result.meta.sync
+    return {
+        "meta": {field: getattr(meta, field) for field in _META_FIELDS},
+        "reduce": next((name for name, fx in _REDUCTIONS.items() if fx is meta.reduce_fx), None),
+        "sync": {"should": sync.should, "rank_zero_only": sync.rank_zero_only, "grouped": sync.group is not None},
+        "state": values,
+    }
+
+
+def restore_results(
+    internals: LightningInternals, trainer: pl.Trainer, module: pl.LightningModule, saved: Mapping[str, Any]
+) -> list[NotRestored]:
+    """Make the accumulators again, as they were after the last trained batch."""
+    missing: list[NotRestored] = []
+    metrics = {name: one for name, one in module.named_modules() if isinstance(one, Metric)}
+    internals.results.clear()
+    for key, entry in saved.items():
+        meta = entry["meta"]
+        if entry["sync"]["grouped"] or entry["reduce"] is None:
+            missing.append(NotRestored(f"running value of {meta['name']!r}", "it was logged with a process group"))
+            continue
+        metric = None if entry["state"]["is_tensor"] else metrics.get(meta["metric_attribute"])
+        if not entry["state"]["is_tensor"] and metric is None:
+            missing.append(
+                NotRestored(f"metric {meta['name']!r}", f"the model has no {meta['metric_attribute']!r} now")
+            )
+            continue
+        internals.results[key] = _make_result(internals, trainer, entry, metric)
+    return missing
+
+
+def _make_result(
+    internals: LightningInternals, trainer: pl.Trainer, entry: Mapping[str, Any], metric: Metric | None
+) -> Any:
+    result_type, meta_type, sync_type = internals.result_types()
+    state = entry["state"]
+    meta = meta_type(**entry["meta"], reduce_fx=_REDUCTIONS[entry["reduce"]])
+    # `self.log` compares the whole metadata with its own, including the strategy's reduce function.
+    meta.sync = sync_type(
+        _should=entry["sync"]["should"],
+        fn=trainer.strategy.reduce,
+        rank_zero_only=entry["sync"]["rank_zero_only"],
+    )
+    result = result_type(meta, state["is_tensor"])
+    result.has_reset = state["has_reset"]
+    set_metric_progress(result, state["update_count"], state["cache"])
+    if metric is not None:
+        result.value = metric
+    elif state["is_tensor"]:
+        result.value = state["value"]
+        if meta.is_mean_reduction:
+            result.cumulated_batch_size = state["weight"]
+    return result
+
+
+def _to(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    return [_to(item, device) for item in value] if isinstance(value, list) else value
+
+
+def dump_tables(internals: LightningInternals, hidden: frozenset[str]) -> dict[str, Any]:
+    """The tables behind `callback_metrics`, `logged_metrics`, `progress_bar_metrics`, and where logging stands.
+
+    Args:
+        hidden: names in the progress bar that are not the user's.
+    """
+    tables = {
+        name: {key: value for key, value in table.items() if key not in hidden and _plain(value)}
+        for name, table in internals.metric_tables.items()
+    }
+    first, fx = internals.log_position
+    return {**tables, "first_batch": first, "fx": fx}
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | int | float | str)
+
+
+def restore_tables(internals: LightningInternals, device: torch.device, saved: Mapping[str, Any]) -> None:
+    """Put the metric tables back."""
+    for name, table in internals.metric_tables.items():
+        table.update({key: _to(value, device) for key, value in saved[name].items()})
+    internals.log_position = (saved["first_batch"], saved["fx"])
+
+
+def numbers(internals: LightningInternals, limit: int = 64) -> dict[str, float]:
+    """The trainer's callback metrics as plain numbers, for retention by a metric."""
+    return numbers_among(internals.metric_tables["callback"], limit)
+
+
+def dump_gradients(module: torch.nn.Module) -> dict[str, Any]:
+    """The gradients accumulated so far, by parameter name; of DTensors what this rank has."""
+    return {name: components.stored(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+
+
+def restore_gradients(module: torch.nn.Module, saved: Mapping[str, Any]) -> list[NotRestored]:
+    """Put accumulated gradients back; must run after Lightning's `zero_grad` at the start of a run."""
+    live = dict(module.named_parameters())
+    for name, gradient in saved.items():
+        if name in live:
+            components.put_back_gradients(live[name], gradient)
+    gone = [name for name in saved if name not in live]
+    return [NotRestored(f"gradient of {name!r}", "the model has no such parameter now") for name in gone]
+
+
+Groups = list[dict[str, Any]]
+
+
+def group_sizes(trainer: pl.Trainer) -> list[list[int]]:
+    """How many parameters each group of each optimizer has."""
+    return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in trainer.optimizers]
+
+
+def dump_groups(trainer: pl.Trainer, module: torch.nn.Module, at_start: list[list[int]]) -> list[list[list[str]]]:
+    """The names of the parameters in each group, where training has changed the groups; `at_start` is `group_sizes`."""
+    if group_sizes(trainer) == at_start:
+        return []
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    return [
+        [[names.get(id(parameter), "") for parameter in group["params"]] for group in optimizer.param_groups]
+        for optimizer in trainer.optimizers
+    ]
+
+
+def restore_groups(
+    trainer: pl.Trainer, module: torch.nn.Module, states: list[dict[str, Any]], saved: list[list[list[str]]]
+) -> list[tuple[torch.optim.Optimizer, Groups]]:
+    """Group the parameters as they were, where this process has other groups; returns what it had."""
+    live = dict(module.named_parameters())
+    regrouped = []
+    for optimizer, state, names, sizes in zip(trainer.optimizers, states, saved, group_sizes(trainer), strict=False):
+        known = all(name in live for group in names for name in group)
+        if sizes == [len(group) for group in names] or not known:
+            continue
+        regrouped.append((optimizer, optimizer.param_groups))
+        optimizer.param_groups = [
+            {**options, "params": [live[name] for name in group]}
+            for options, group in zip(state["param_groups"], names, strict=True)
+        ]
+    return regrouped
+
+
+class BoundaryKind(StrEnum):
+    """What kind of instant a snapshot shows. Stored in snapshots: the values never change."""
+
+    START = "start"
+    """The epoch has started, nothing of it was trained."""
+    PLAIN = "plain"
+    """Between two batches."""
+    VALIDATED = "validated"
+    """Between two batches, with a validation in between."""
+    ACCUMULATING = "accumulating"
+    """Between two batches whose gradients belong to the same optimizer step."""
+    STOPPED = "stopped"
+    """Training ended in the middle of an epoch."""
+    FINISHED = "finished"
+    """An epoch, and with it training, ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where the trainer is, as far as choosing a kind needs it.
+
+    Args:
+        batches_in_epoch: batches of this epoch that were trained.
+        accumulating: gradients wait for an optimizer step.
+        validated: a validation ran since the last batch.
+    """
+
+    batches_in_epoch: int
+    accumulating: bool
+    validated: bool
+
+
+def kind_of(position: Position) -> BoundaryKind:
+    """The kind of the fetch boundary at `position`."""
+    if position.batches_in_epoch == 0:
+        return BoundaryKind.START
+    if position.accumulating:
+        return BoundaryKind.ACCUMULATING
+    return BoundaryKind.VALIDATED if position.validated else BoundaryKind.PLAIN
+
+
+def postponed(position: Position) -> str | None:
+    """Why no snapshot is taken at this boundary, or None where one may be.
+
+    A due snapshot then comes at the next boundary that allows it: the gradients of an accumulation would make the state
+    larger by a whole model, for a place that is a few batches away.
+    """
+    return "accumulating" if kind_of(position) is BoundaryKind.ACCUMULATING else None
+
+
+MARK = "ckpt_engine_run"
+"""The key in a checkpoint of Lightning's that says beside which of our runs it was written."""
+
+Wrap = Callable[[Any, str, Callable[..., Any]], None]
+
+
+def mark_of(root_url: str) -> str:
+    """What `MARK` says of a run in this place."""
+    return digest(root_url.encode())
+
+
+def write_again(trainer: pl.Trainer, root_url: str, info: SnapshotInfo, wrap: Wrap) -> None:
+    """From now on names of files that the interrupted run wrote after the snapshot are free."""
+    began, mark = time.time(), mark_of(root_url)
+
+    def exists_for(original: Callable[..., bool]) -> Callable[..., bool]:
+        def file_exists(filepath: Any, trainer: pl.Trainer) -> bool:
+            if not original(filepath, trainer):
+                return False
+            mine = trainer.is_global_zero and _is_redone(Path(filepath), info.created, began, mark)
+            return not trainer.strategy.reduce_boolean_decision(mine, all=False)
+
+        return file_exists
+
+    for callback in callbacks_of(trainer):
+        if isinstance(callback, ModelCheckpoint):
+            wrap(callback, "file_exists", exists_for(callback.file_exists))
+
+
+def _is_redone(path: Path, after: float, before: float, mark: str) -> bool:
+    """Whether a file was written between these times by the run of this mark."""
+    if not path.is_file() or not after < path.stat().st_mtime < before:
+        return False
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True).get(MARK)
+    except (pickle.UnpicklingError, RuntimeError, AttributeError):
+        return False  # of another program, or cut off: it stays
+    return bool(found == mark)
+
+
+OF_LIGHTNING = vars(pl.LightningModule()).keys() | vars(pl.LightningDataModule()).keys()
+"""Attributes of Lightning's own classes, which users' classes inherit."""
+
+
+def audited(trainer: pl.Trainer, module: pl.LightningModule, left_out: Collection[Callback]) -> dict[str, Any]:
+    """Model, data module, the user's callbacks and what is in the loaders, by the names that users know them by."""
+    data: Any = getattr(trainer, "datamodule", None)
+    callbacks = [one for one in callbacks_of(trainer) if not of_framework(one) and one not in left_out]
+    return {
+        "model": module,
+        **({} if data is None else {"datamodule": data}),
+        **{f"callbacks.{type(one).__name__}": one for one in callbacks},
+        **_in_loaders("train_dataloader", trainer.train_dataloader),
+        **_in_loaders("val_dataloaders", trainer.val_dataloaders),
+    }
+
+
+def _in_loaders(name: str, loaders: Any) -> dict[str, Any]:
+    """Of a loader, or of any nesting of loaders."""
+    if isinstance(loaders, Mapping):
+        rows = [(f"{name}[{key!r}]", one) for key, one in loaders.items()]
+    elif isinstance(loaders, list | tuple):
+        rows = [(f"{name}[{index}]", one) for index, one in enumerate(loaders)]
+    else:
+        return roots_of_loader(name, loaders)
+    return {path: root for inner, one in rows for path, root in _in_loaders(inner, one).items()}

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
-from ckpt_engine.copy.job import WriterConfig, writer_config
+from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.errors import ArgumentError, CkptError, ConfigError, SnapshotFailedError, WaitTimeoutError
 from ckpt_engine.loop.components import NamedParts, Nothing
 from ckpt_engine.loop.engine import Ending, Engine, NobodyStops
@@ -38,6 +38,7 @@ from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.ownership import Tenure
 from ckpt_engine.snapshot.pipeline import Pipeline
 from ckpt_engine.snapshot.save_request import Request, SaveHandle, wait_seconds
+from ckpt_engine.snapshot.writer_link import writer_config
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.writer.client import WriterClient, open_client

@@ -1,4 +1,5 @@
-"""The trainer's link to its writer: started in the background, replaced when lost, told of slots and layouts.
+"""The trainer's link to its writer: its settings, its start in the background, its replacement, and what it gets to
+know.
 
 A writer that is being started on a thread of its own, because its lease may have to wait for another one.
 
@@ -10,6 +11,8 @@ With a memory tier the writer makes the newest snapshot it was told of durable w
 not change before a newer one was told *and* that message is with the kernel: a trainer killed in between would leave a
 slot half overwritten, and a writer that knows of no other. Of several ranks each keeps two while it fills a third
 slot: see `writer.memory_snapshots`.
+
+What the options of a run mean for its writer.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_engine.copy.job import ErrorRecord, History, JobDone, Layout, PersistJob
+from ckpt_engine.config import Config, Tier
+from ckpt_engine.copy.job import ErrorRecord, History, JobDone, Layout, PersistJob, TierConfig, WriterConfig
 from ckpt_engine.errors import CkptError, StorageError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, WriterLost
 from ckpt_engine.snapshot.arena import SharedSlot
@@ -365,3 +369,46 @@ class Newest:
         if count > self.keep:
             return True
         return any((handle := told.handle) is not None and not handle.held for told in list(self._told)[:count])
+
+
+LEASE_WAIT_SECONDS = 60.0
+DRAIN_SECONDS = 600.0
+"""How long a writer whose trainer is gone, or waits no more, may go on."""
+REUNION_WAIT_SECONDS = 240.0
+"""Writers of dead ranks may write several shares each, and wait for each other; less than ranks wait to start."""
+
+
+def writer_config(config: Config, *, memory: bool, ranks: bool) -> WriterConfig:
+    """How the writer of a run works.
+
+    Args:
+        memory: whether it holds the newest snapshot in memory.
+        ranks: whether it is one of several.
+    """
+    nearest, *further = config.tiers
+    return WriterConfig(
+        url=nearest.url,
+        storage_options=nearest.for_storage(),
+        keep=config.root_keep_rules(),
+        drain_seconds=DRAIN_SECONDS + config.wait_at_end,
+        end_wait_seconds=config.wait_at_end,
+        lease_wait_seconds=REUNION_WAIT_SECONDS if ranks and memory else LEASE_WAIT_SECONDS,
+        tiers=tuple(_tier(config, tier) for tier in further),
+        fatal=nearest.on_failure == "fail",
+        memory=memory,
+        linger_seconds=config.linger,
+        codec=nearest.codec,
+    )
+
+
+def _tier(config: Config, tier: Tier) -> TierConfig:
+    return TierConfig(
+        url=tier.url,
+        storage_options=tier.for_storage(),
+        keep=config.keep_rules(tier),
+        every_seconds=tier.every,
+        every_n_steps=tier.every_n_steps,
+        bandwidth_bytes_per_second=tier.bandwidth,
+        fatal=tier.on_failure == "fail",
+        codec=tier.codec,
+    )

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy import job
 from ckpt_engine.errors import ClosedError
+from ckpt_engine.snapshot import writer_link
 from tests.accelerate.hf import train_hf
 from tests.accelerate.runs import train_accelerate
 from tests.tracking.runs import Case, Outcome, every_boundary, saved, train_plain
@@ -31,7 +31,7 @@ class Failing(list[Any]):
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever had to wait for the lease would be refused at once."""
-    monkeypatch.setattr(job, "LEASE_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(writer_link, "LEASE_WAIT_SECONDS", 0.0)
 
 
 def a_trainer(case: Case, options: Any, **more: Any) -> Outcome:

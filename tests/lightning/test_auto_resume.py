@@ -18,7 +18,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from ckpt_engine import checkpointer
-from ckpt_engine.copy import job
 from ckpt_engine.errors import (
     ConfigError,
     MismatchError,
@@ -26,6 +25,7 @@ from ckpt_engine.errors import (
     ResumeError,
     UnstorableLeafError,
 )
+from ckpt_engine.snapshot import writer_link
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import (
     BATCH,
@@ -206,7 +206,7 @@ def test_another_model_is_named_before_data_is_read(tmp_path: Path) -> None:
 
 def test_a_run_that_was_not_closed_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell whose fit failed, and whose callbacks failed with it, is run again: it goes on at once."""
-    monkeypatch.setattr(job, "LEASE_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(writer_link, "LEASE_WAIT_SECONDS", 0.0)
 
     class Failing(Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:

@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 
 from ckpt_engine.checkpointer import Checkpointer
-from ckpt_engine.copy import job
 from ckpt_engine.copy.job import RankConfig
 from ckpt_engine.errors import ConfigError, LeaseHeldError, ResumeError, SnapshotFailedError
+from ckpt_engine.snapshot import writer_link
 from ckpt_engine.state.compatibility import require_size
 from ckpt_engine.store import names
 from ckpt_engine.store.manifest import RANKS
@@ -197,7 +197,7 @@ def test_no_rank_starts_where_the_coordinator_cannot(tmp_path: Path, monkeypatch
             with pytest.raises(LeaseHeldError, match="is being written by"):
                 ranks[rank].start()
 
-        monkeypatch.setattr(job, "LEASE_WAIT_SECONDS", 0.1)
+        monkeypatch.setattr(writer_link, "LEASE_WAIT_SECONDS", 0.1)
         on_all(start, 2)
 
 

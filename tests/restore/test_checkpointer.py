@@ -240,7 +240,7 @@ def test_a_damaged_piece_is_noticed_when_streaming_into_live_tensors(tmp_path: P
 SECOND = """
 import sys
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy import job as settings
+from ckpt_engine.snapshot import writer_link as settings
 settings.LEASE_WAIT_SECONDS = 0.2
 second = Checkpointer(sys.argv[1])
 try:

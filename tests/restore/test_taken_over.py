@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy import job
 from ckpt_engine.errors import ClosedError, LeaseHeldError, OvertakenError
 from ckpt_engine.observe.events import SnapshotFailed
+from ckpt_engine.snapshot import writer_link
 from ckpt_engine.snapshot.stage import Staging
 from tests.support.heard import Heard
 
@@ -30,7 +30,7 @@ def state(step: int) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever had to wait for the lease would be refused at once."""
-    monkeypatch.setattr(job, "LEASE_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(writer_link, "LEASE_WAIT_SECONDS", 0.0)
 
 
 @pytest.fixture(params=["process", "thread"])
@@ -169,7 +169,7 @@ def test_an_older_one_in_use_by_another_thread_gives_way_at_its_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is closed under the hands of a thread that may be in the middle of `save`."""
-    monkeypatch.setattr(job, "LEASE_WAIT_SECONDS", WAIT_SECONDS)
+    monkeypatch.setattr(writer_link, "LEASE_WAIT_SECONDS", WAIT_SECONDS)
     older, began, wanted = Checkpointer(tmp_path, writer="thread"), threading.Event(), threading.Event()
     told: list[BaseException] = []
 

@@ -270,8 +270,8 @@ def test_what_fails_at_the_end_is_said_once(run: Run, monkeypatch: pytest.Monkey
     begun = replicate.Replicator.finish
 
     def finish(replicator: replicate.Replicator) -> None:
+        run.weather[run.far].down("put")  # first: the copy begins at once
         begun(replicator)
-        run.weather[run.far].down("put")
 
     monkeypatch.setattr(replicate.Replicator, "finish", finish)
     monkeypatch.setattr(replicate.Replicator, "wake", lambda _: None)  # not before the end

@@ -101,6 +101,7 @@ class AttributeHolder:
         skipped: names of attributes that something else saves, or that belong to a framework.
         public_only: leave out names that begin with an underscore.
         shares: what its attributes refer to may belong to others too: it is replaced, never changed in place.
+        plain_only: leave out what is no number, text or None.
     """
 
     path: str
@@ -109,10 +110,13 @@ class AttributeHolder:
     skipped: frozenset[str]
     public_only: bool
     shares: bool = False
+    plain_only: bool = False
 
     def names(self) -> Iterator[str]:
         """The attributes that are looked at."""
         for name in tuple(self.values):
+            if self.plain_only and not isinstance(self.values[name], PLAIN):
+                continue
             if name not in self.skipped and not (self.public_only and name.startswith("_")):
                 yield name
 
@@ -124,6 +128,13 @@ class AttributeHolder:
             self.owner._buffers[name] = value
         else:
             setattr(self.owner, name, value)
+
+
+@dataclass(frozen=True, slots=True)
+class UsedObject:
+    """A root that the loop only uses: its numbers and texts may decide something, its containers are mostly records."""
+
+    owner: Any
 
 
 class Walk:
@@ -152,7 +163,9 @@ class Walk:
         if depth == 0 or id(value) in self._seen:
             return
         self._seen.add(id(value))
-        if isinstance(value, dict):
+        if isinstance(value, UsedObject):
+            self._visit_used(value.owner, path, depth)
+        elif isinstance(value, dict):
             for key, item in itertools.islice(value.items(), _MOST_ITEMS):
                 self.visit(item, f"{path}[{key!r}]", depth - 1)
         elif isinstance(value, _SEQUENCES):
@@ -167,6 +180,14 @@ class Walk:
             self._visit_cells(value, path, depth)
         elif self._looks_into(value, root=root):
             self._visit_attributes(value, path, depth)
+
+    def _visit_used(self, value: Any, path: str, depth: int) -> None:
+        if depth == 0 or id(value) in self._seen or not is_of_users_class(value):
+            return
+        self._seen.add(id(value))
+        self.found.append(AttributeHolder(path, value, vars(value), _saved(value), public_only=False, plain_only=True))
+        for name, one in tuple(vars(value).items()):
+            self._visit_used(one, f"{path}.{name}", depth - 1)
 
     def _looks_into(self, value: Any, *, root: bool) -> bool:
         kind = type(value)
@@ -263,6 +284,15 @@ def _is_library(kind: type) -> bool:
     """Whether a class comes with an installed package: what begins with an underscore there is not the user's."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     return any(folder in file for folder in _LIBRARY_FOLDERS)
+
+
+def is_of_users_class(value: object) -> bool:
+    """Whether it is an object of a class of the user's own that is no part of training known to torch."""
+    kind = type(value)
+    if isinstance(value, (*REFERENCES, *GENERATORS, *_SAVED_BY_THEMSELVES, nn.Module, Dataset, Sampler, torch.Tensor)):
+        return False
+    own = not is_standard(kind) and not _is_library(kind) and kind.__module__.partition(".")[0] not in _FRAMEWORKS
+    return own and hasattr(value, "__dict__")
 
 
 def is_metric(value: object) -> bool:

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt_engine.audit.attributes import Frozen, freeze
+from ckpt_engine.audit.attributes import Frozen, UsedObject, freeze, is_of_users_class
 
 _MOST_FRAMES = 16
 _LOADS = ("LOAD_FAST", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
@@ -116,6 +116,33 @@ def live_variables(frame: FrameType | None) -> dict[str, dict[str, Any]]:
     return found
 
 
+Calls = frozenset[tuple[CodeType, int]]
+"""Functions on the stack, and the instructions that they are at."""
+
+
+def calls_now() -> Calls:
+    """The calls that are under way."""
+    return frozenset((one.f_code, one.f_lasti) for one in frames_of_users(sys._getframe(1)))
+
+
+def objects_used(outside: Calls) -> dict[str, UsedObject]:
+    """Objects of the user's own classes that the loops on the stack use, by the names that they have there.
+
+    Args:
+        outside: calls that are around the run: their loops are not part of it.
+    """
+    found: dict[str, UsedObject] = {}
+    for frame in frames_of_users(sys._getframe(1)):
+        around = loops_around(frame.f_code, instruction_at(frame))
+        if not around or (frame.f_code, frame.f_lasti) in outside:
+            continue
+        values = {**frame.f_globals, **frame.f_locals}
+        for name in sorted(around[-1].reads):
+            if is_of_users_class(values.get(name)):
+                found.setdefault(name, UsedObject(values[name]))
+    return found
+
+
 def sentence(names: Iterable[str]) -> str:
     """What users read of such variables."""
     listed = list(names)
@@ -156,12 +183,14 @@ class Repeated:
         end: offset of its last jump back.
         targets: variables that a `for` sets itself.
         writes: variables that its body sets.
+        reads: variables that its body reads, global ones too.
     """
 
     head: int
     end: int
     targets: frozenset[str]
     writes: frozenset[str]
+    reads: frozenset[str]
 
 
 def loops_around(code: CodeType, offset: int) -> list[Repeated]:
@@ -214,7 +243,9 @@ def _loops(code: CodeType) -> list[Repeated]:
         body = [one for one in rows if head <= one.offset <= end]
         targets = _targets_of(body) if body[0].opname == "FOR_ITER" else frozenset[str]()
         writes = frozenset[str]().union(*(_uses(one)[1] for one in body))
-        found.append(Repeated(head, end, targets, writes))
+        reads = frozenset(one.argval for one in body if one.opname == "LOAD_GLOBAL")
+        reads = reads.union(*(_uses(one)[0] for one in body))
+        found.append(Repeated(head, end, targets, writes, reads))
     return sorted(found, key=lambda loop: loop.end - loop.head)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckpt_engine.audit.audit import Audit, roots_of_loader
+from ckpt_engine.audit.carried import calls_now, objects_used
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.loop import components
 from ckpt_engine.loop.capture import LoopCapture
@@ -78,6 +79,7 @@ class Tracker(LoopProgress):
         self._taker = Taker(engine, self._cadence, self._log)
         device = device_of(parts)
         self._capture = LoopCapture(parts, engine.ranks)
+        self._outside = calls_now()
         self._audit = Audit(self._config.hidden, self._audited, self._log, ahead=self._ahead)
         self._lazy = self._capture.is_lazy if copies_lazily(self._config.lazy, device) else None
         self._share = prepare_share(self._config, device)
@@ -435,7 +437,9 @@ class Tracker(LoopProgress):
         """What takes part in training, by name."""
         loaders = (roots_of_loader(name, source.base) for name, source in self._sources.items())
         own = {path: root for found in loaders for path, root in found.items()}
-        return {**self._parts.objects, **self._surroundings.audited(), **own}
+        known = {**self._parts.objects, **self._surroundings.audited(), **own}
+        used = objects_used(self._outside)
+        return {**known, **{name: value for name, value in used.items() if name not in known}}
 
     def _ahead(self) -> list[str]:
         return [feed.name for feed in self._feeds if feed.position.lookahead]

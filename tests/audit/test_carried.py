@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_engine.audit.carried import CarriedLocals, Carry, sentence
+from ckpt_engine.audit.attributes import UsedObject
+from ckpt_engine.audit.audit import all_attributes
+from ckpt_engine.audit.carried import CarriedLocals, Carry, calls_now, objects_used, sentence
 
 
 class Batches:
@@ -214,3 +216,40 @@ def test_a_variable_that_a_carry_has_too_is_not_named(saves: bool) -> None:
         found.look((), [carry])
         best -= 1.0
     assert found.names == ([] if saves else ["best", "x"])
+
+
+class Patience:
+    """What a script counts with."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.seen: list[int] = []
+
+
+PATIENCE = Patience()
+
+
+def test_objects_that_the_loop_uses_are_found() -> None:
+    """Local and global ones that the body names; neither those of the calls around it nor what it does not use."""
+    around, unused = Patience(), Patience()
+
+    def run() -> dict[str, UsedObject]:
+        outside, mine = calls_now(), Patience()
+        found: dict[str, UsedObject] = {}
+        for _ in range(2):
+            mine.count += 1
+            PATIENCE.count += 1
+            found = objects_used(outside)
+        return found
+
+    for _ in range(2):
+        around.count += 1
+        found = run()
+    assert unused.count == 0
+    assert {name: type(one.owner) for name, one in found.items()} == {"mine": Patience, "PATIENCE": Patience}
+
+
+def test_only_numbers_and_texts_of_used_objects_are_looked_at() -> None:
+    """Their containers are mostly records."""
+    patience = Patience()
+    assert list(all_attributes({"patience": UsedObject(patience)})) == ["patience.count"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -141,6 +142,50 @@ def test_locals_that_are_carried_are_named_and_a_carry_has_them(tmp_path: Path) 
     prefetching(tmp_path / "bare", 2, 7, carried=False)
     rows = {row["name"]: row["why"] for row in report(tmp_path / "bare")["not_restored"]}
     assert rows["local variables"].startswith("x, best are carried")
+
+
+class Patience:
+    """Ends a run after so many losses that are no better, and makes the steps smaller meanwhile."""
+
+    def __init__(self) -> None:
+        self.best = float("inf")
+        self.count = 0
+
+    def scale(self, loss: float) -> float:
+        self.count = 0 if loss < self.best else self.count + 1
+        self.best = min(self.best, loss)
+        return 1.0 / (1 + self.count)
+
+
+def patient(folder: Path, seed: int, die_at: int | None) -> list[str]:
+    """One process of a loop with an object of its own; the losses of its steps as text."""
+    seed_everything(seed)
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    loader = DataLoader(torch.arange(24.0).view(8, 3) / 24, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    losses = []
+    with Checkpointer(folder, every_n_steps=1, writer="thread") as ckpt, contextlib.suppress(Killed):
+        tracker = ckpt.track(net=net, optimizer=optimizer, loader=loader)
+        patience = Patience()
+        for _ in range(tracker.epoch, EPOCHS):
+            for x in loader:
+                ckpt.wait(60)
+                if tracker.global_step == die_at:
+                    raise Killed
+                loss = net(x).square().mean()
+                optimizer.zero_grad()
+                (loss * patience.scale(loss.item())).backward()
+                optimizer.step()
+                losses.append(loss.item().hex())
+    return losses
+
+
+def test_an_object_of_the_script_goes_on(tmp_path: Path) -> None:
+    """The counter of an early stopping by hand, which nothing tracks."""
+    wanted = patient(tmp_path / "whole", 1, None)
+    first = patient(tmp_path / "killed", 1, 5)
+    assert first + patient(tmp_path / "killed", 2, None) == wanted
+    assert report(tmp_path / "killed")["not_restored"] == []
 
 
 def test_an_evaluation_before_the_first_step_is_not_the_beginning(tmp_path: Path) -> None:

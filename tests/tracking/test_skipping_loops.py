@@ -29,7 +29,9 @@ class Reads(torch.optim.SGD):
 
 
 class Counted:
-    """What a script's own object counts is seen by nobody."""
+    """What a script's own object counts, where the audit does not look."""
+
+    __slots__ = ("batches",)
 
     def __init__(self) -> None:
         self.batches = 0

@@ -96,9 +96,8 @@ class Tracker(LoopProgress):
         self._restoring = self._begun_again = False
         self._gradients = GradientWatch(parts, self._trains_again)
         self._reloaded: list[Feed] = []
-        self._announced = False
+        self._announced = self._closed = False
         self._asked_at: dict[Feed, float] = {}
-        self._closed = False
         engine.start(resumes=not fresh and engine.config.resume != "off")
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
         self._feeds = [Feed(name, source, self) for name, source in sources.items()]

@@ -97,8 +97,9 @@ def line(event: Event, *, again: bool = False) -> str:
         case SnapshotFailed() if again:
             return f"step {event.step}: snapshot not durable either, as before [{event.code}]" + _hint(event)
         case SnapshotFailed():
+            snapshot = f"snapshot {event.snapshot}" if event.snapshot else "its snapshot"  # the writer names it
             return (
-                f"step {event.step}: snapshot {event.snapshot} did not become durable on {event.tier}: "
+                f"step {event.step}: {snapshot} did not become durable on {event.tier}: "
                 f"[{event.code}] {event.message}; older snapshots are untouched" + _hint(event)
             )
         case SnapshotSkipped():

@@ -1,5 +1,6 @@
 """The sinks: log lines, and fan-out past failing sinks."""
 
+import dataclasses
 import logging
 
 import pytest
@@ -61,6 +62,8 @@ def test_a_failure_that_repeats_itself_is_told_in_full_once(caplog: pytest.LogCa
         "older snapshots are untouched → free space"
     )
     assert lines[1] == "step 2: snapshot not durable either, as before [CKPT301] → free space"
+    sink.emit(dataclasses.replace(failed(8, "the writer is gone"), snapshot=""))
+    assert caplog.messages[-1].startswith("step 8: its snapshot did not become durable on /run: ")
     assert ["either" in one for one in lines] == [False, True, True, False, True, False]
 
 

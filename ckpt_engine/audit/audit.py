@@ -359,7 +359,7 @@ class _Watched:
         path, values, before = self.holder.path, self.holder.values, self.before
         self._all_names, self._all_values = list(values), list(values.values())
         rows = ((name, f"{path}.{name}", values[name]) for name in self.holder.names())
-        self.rows = [row for row in rows if _changes_within(type(row[2])) or row[2] is not before.get(row[0], _MISSING)]
+        self.rows = [row for row in rows if _changes_within(row[2]) or row[2] is not before.get(row[0], _MISSING)]
 
     def untouched(self) -> bool:
         """Whether every attribute is the object that was looked at last. Cheap."""
@@ -367,8 +367,11 @@ class _Watched:
         return list(values) == self._all_names and all(map(operator.is_, values.values(), self._all_values))
 
 
-def _changes_within(kind: type) -> bool:
-    """Whether a value of this type may compare as another one while it stays the same object."""
+def _changes_within(value: Any) -> bool:
+    """Whether it may compare as another one while it stays the same object."""
+    kind = type(value)
+    if kind is tuple:
+        return any(map(_changes_within, value))
     iterates = issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools")
     return iterates or issubclass(kind, (torch.Tensor, np.ndarray, np.generic, *GENERATORS, *_CONTAINERS))
 

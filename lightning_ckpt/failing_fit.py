@@ -174,14 +174,14 @@ class FailingFit:
         if not module.automatic_optimization or self._internals.skips_backward:
             return "it has gradients of earlier batches"
         if is_overridden("on_save_checkpoint", module):
-            return "nobody knows what of the model's on_save_checkpoint the step has changed"
+            return "it is not known what of the model's on_save_checkpoint the step has changed"
         if data is not None and is_overridden("state_dict", data, parent=pl.LightningDataModule):
-            return "nobody knows what of the data module's state the step has changed"
+            return "it is not known what of the data module's state the step has changed"
         for callback in callbacks_of(trainer):
             if is_overridden("on_save_checkpoint", callback, parent=Callback) and not is_lightnings(type(callback)):
-                return f"nobody knows what of {type(callback).__name__}'s on_save_checkpoint the step has changed"
+                return f"it is not known what of {type(callback).__name__}'s on_save_checkpoint the step has changed"
         if any(type(one).get_extra_state is not torch.nn.Module.get_extra_state for one in module.modules()):
-            return "nobody knows what of the model's get_extra_state the step has changed"
+            return "it is not known what of the model's get_extra_state the step has changed"
         try:
             self._loose = loose_tensors(module, trainer.optimizers)
             self._metrics = components.topmost(module)

@@ -50,7 +50,7 @@ TRAIN_START = "on_train_start"
 _NOT_IN_A_FILE = {
     "random streams": "a file of Lightning has none: they go on as this process has seeded them",
     "data position": "a file of Lightning has none: the loaders start again at their beginning",
-    "running means": "a file of Lightning has none: logged means start anew",
+    "running means": "a file of Lightning has none: logged means start again at zero",
 }
 
 

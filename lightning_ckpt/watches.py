@@ -141,7 +141,7 @@ class Endings:
             try:
                 self._judge(self._shared, due=True)
             except RanksError as err:
-                _log.error("other ranks cannot be told that this one has diverged: %s", err)
+                _log.error("the other ranks do not learn that this one has diverged: %s", err)
         error = self._diverging.at_the_end(self._watches.divergence, step)
         if error is not None:
             raise self._halt.end_of(error)

@@ -145,7 +145,7 @@ def _print(holder: LeaseHolder | None, status: WriterStatus | None, rows: list[_
     if rows[0].error:
         click.echo("what its writer says is at the nearest tier")
     else:
-        click.echo(f"written by {holder}" if holder else "nobody writes it now")
+        click.echo(f"written by {holder}" if holder else "no process writes it now")
     if status is not None:
         what = "the writer ended" if status.ended else "the writer was heard of"
         click.echo(f"{what} {age(status.written)}")

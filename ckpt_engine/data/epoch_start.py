@@ -399,7 +399,7 @@ class Starter:
             except StopIteration:
                 raise MismatchError(
                     f"the dataset ended after {done} of {batches} batches that were already trained",
-                    hint="resume with the dataset of the saved run, or start the epoch anew",
+                    hint="resume with the dataset of the saved run, or start the epoch again",
                 ) from None
 
     def _same_workers(self, state: Mapping[str, Any]) -> bool:

@@ -327,7 +327,7 @@ class _RecordingIterator:
         except StopIteration:
             raise MismatchError(
                 f"the sampler gave {what}: it is not the sampler of the saved run",
-                hint="resume with the dataset and sampler of the saved run, or start the epoch anew",
+                hint="resume with the dataset and sampler of the saved run, or start the epoch again",
             ) from None
 
     def _record(self, indices: Any) -> Any:

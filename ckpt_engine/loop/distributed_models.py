@@ -475,7 +475,7 @@ def _said(model: Any, order: bytes, size: int, step: int) -> _Said:
 def _obstacle(model: Any, order: bytes, size: int) -> str:
     parameters, sparse = model._build_params_for_reducer()
     if not order:
-        return "the snapshot does not have the order, as DDP had not told it yet"
+        return "the snapshot does not have the order: DDP did not know it yet"
     if sorted(array("i", order)) != list(range(len(parameters))) or any(sparse):
         return "the model has other parameters, or sparse gradients"
     if dist.get_world_size(model.process_group) != size:

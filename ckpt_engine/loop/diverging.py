@@ -160,7 +160,7 @@ class Diverging:
             verdicts.say({"error": asdict(ErrorRecord.of(error)), "remember": elsewhere, "stop": said})
             verdicts.stay()
         except RanksError as err:
-            self._log.error("other ranks cannot be told how the run ends: %s", err)
+            self._log.error("the other ranks do not learn how the run ends: %s", err)
         self._halt.diverged()
         return error
 
@@ -336,7 +336,7 @@ class Rollbacks:
             found = self._read()
             rows = [_row(info) for info in self._engine.snapshots()]
         except CkptError as err:
-            self._log.error("what is on the disk of this node cannot be told: %s", err)
+            self._log.error("the disk of this node cannot be read: %s", err)
             return {"snapshots": [], "before": None}
         return {"snapshots": rows, "before": None if found is None else to_json(found)}
 

@@ -68,7 +68,7 @@ class Stopping:
         self._shared = self._halt.shared
         self._asked = False
         if config.guard != "off" or config.rollback is not None:
-            log.warning("nobody judges the losses of this loop: guard and rollback are for Lightning only")
+            log.warning("`guard` and `rollback` work with Lightning only; they are ignored here")
         for sink in (metrics, self._ledger, self._watch):
             sinks.add(sink)
 

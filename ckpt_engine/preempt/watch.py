@@ -405,6 +405,6 @@ def _newest_step(nearest: Repository) -> int | None:
     try:
         found = nearest.ids()
     except CkptError as err:
-        _log.warning("what is durable cannot be told: %s", err)
+        _log.warning("the durable snapshots cannot be listed: %s", err)
         return None
     return found[-1].step if found else None

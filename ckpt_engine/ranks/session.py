@@ -290,7 +290,7 @@ class Session:
             try:
                 say(store, key, {"error": error})
             except CkptError as unheard:
-                err.add_note(f"other ranks could not be told: {unheard}")
+                err.add_note(f"the other ranks do not know of this error: {unheard}")
             raise
         return value
 

@@ -293,9 +293,9 @@ def none_usable(where: Sequence[Repository], search: Search, step: int | None) -
     away = "".join(f"  {one.url}: [{one.code}] {one.reason}\n" for one in search.away)
     if any(one.snapshot not in search.unfinished for one in search.rejected):
         lines = "\n".join(f"  {r.snapshot}: [{r.code}] {r.reason}" for r in search.rejected)
-        anew = "start anew in another folder"
+        anew = "start a new run in another folder"
         if any(place.storage.capabilities.nodes is not None for place in where):
-            anew = f"remove {named[0]} on every node to start anew"
+            anew = f"remove {named[0]} on every node to start a new run"
         return NoUsableSnapshotError(
             f"none of the {len(search.rejected)} snapshots in {urls} is usable:\n{lines}\n{away}",
             hint=f"look closer with `ckpt verify {named[0]}`, or {anew}",
@@ -303,7 +303,7 @@ def none_usable(where: Sequence[Repository], search: Search, step: int | None) -
     if away:
         missing = " and ".join(one.url for one in search.away)
         return NoUsableSnapshotError(
-            f"there is no snapshot in {urls} as far as can be told, but not every place answers:\n{away}",
+            f"there is no snapshot in {urls} that is visible, but not every place answers:\n{away}",
             hint=f"start it again when {missing} answers; to begin a new run without it, remove it from `tiers`",
         )
     if step is not None:

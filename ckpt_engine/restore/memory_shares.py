@@ -74,7 +74,7 @@ def attach(
         if said["lacking"] is None:
             return None, False
         snapshot, lost = said["lacking"]
-        warn(f"the shares of ranks {', '.join(map(str, lost))} of {snapshot} are in nobody's memory any more")
+        warn(f"the shares of ranks {', '.join(map(str, lost))} of {snapshot} are no longer in any machine's memory")
         return None, True
     wanted = SharePlan.from_json(said["plan"])
     place, why = _assembled(root_url, wanted, found, ranks.size, deadline, said["beside"])
@@ -349,7 +349,7 @@ def rebuild(
                 for one in parity.fds:
                     os.close(one)
         if share is None:
-            raise LookupError(f"nobody has parity of rank {lost}")
+            raise LookupError(f"no machine has the parity of rank {lost}")
         verify(share, out)
     except BaseException:
         if share is not None:

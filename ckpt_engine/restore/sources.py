@@ -272,7 +272,7 @@ class Far:
         home = self._homes.get(name)
         lender = self._lenders[home] if home is not None else None
         if lender is None:
-            raise StorageMissingError(f"nobody lends {name}")
+            raise StorageMissingError(f"no other rank lends {name}")
         lender.get_into(name, start, out)
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:  # noqa: ARG002

@@ -164,7 +164,7 @@ class ControlHandlers:
         if not (self._attended and self._trainer_lives()):
             return {"step": None, "why": "its trainer is gone: what it left becomes durable anyway"}
         step = self._flush()
-        return {"step": step} if step is not None else {"step": None, "why": "no snapshot is held in memory"}
+        return {"step": step} if step is not None else {"step": None, "why": "no snapshot is in memory"}
 
     def _take_leave(self, snapshot: object) -> Reply | None:
         if self._attended:

@@ -219,7 +219,7 @@ class ProcessWriter(Client):
             self._reap()
         except Exception as err:  # noqa: BLE001 - every open job learns of it; such a writer is of no use any more
             self._process.kill()
-            self._reap(because=f"says what nobody understands: {ErrorRecord.of(err).message}")
+            self._reap(because=f"sent an invalid message: {ErrorRecord.of(err).message}")
         finally:
             self._channel.close()
             if self._exit_fd is not None:

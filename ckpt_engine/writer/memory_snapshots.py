@@ -214,7 +214,7 @@ class MemorySnapshots:
             run = self._run
             order = next((one for one in reversed(self._orders) if wanted in (None, one.snapshot)), None)
             if order is None or run is None:
-                return "no snapshot is held in memory" if wanted is None else f"{wanted} is not held in memory"
+                return "no snapshot is in memory" if wanted is None else f"{wanted} is not kept in memory"
             error = self._errors.get(order)
             if error is not None:
                 return f"the snapshot in memory cannot be used: {error.message}"

@@ -146,7 +146,7 @@ class Worker:
             return
         order.release()
         if not order.known:
-            told = f"step {order.job.step} is not held in memory: {order.problem}"
+            told = f"step {order.job.step} is not kept in memory: {order.problem}"
             self._emit(channel.event(Notice("WARNING", told)))
 
     def flush(self) -> int | None:

@@ -44,7 +44,7 @@ def test_each_tier_is_asked_and_its_trouble_is_told(ckpt: Ckpt, config: Path, tm
     assert "s0000000010" in lines[2] and "1 snapshot, 1.5 MB" in lines[2]
     assert "failed" in lines[3] and "[CKPT300] the cable is out" in lines[3]
     assert f"file://{tmp_path / 'far'}: zstd: 9 MB → 6 MB" in done.out
-    assert "nobody writes it now" in done.out and "the writer was heard of" in done.out
+    assert "no process writes it now" in done.out and "the writer was heard of" in done.out
     rows = ckpt("status", config, "--json").json
     assert [tier["snapshots"] for tier in rows["tiers"]] == [2, 1]
     assert rows["tiers"][1]["writer"]["message"] == "the cable is out"

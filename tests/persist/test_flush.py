@@ -43,7 +43,7 @@ def test_what_is_held_becomes_durable_while_the_trainer_lives(tmp_path: Path) ->
 def test_there_may_be_nothing_to_write(tmp_path: Path, processes: Writers) -> None:
     """Nothing is held yet; or the trainer is gone, and its writer does all that is needed by itself."""
     client = processes.start(memory=True)
-    assert asked(processes.root, FLUSH) == {"step": None, "why": "no snapshot is held in memory"}
+    assert asked(processes.root, FLUSH) == {"step": None, "why": "no snapshot is in memory"}
     assert client.close(WAIT_SECONDS)
     root = tmp_path / "other"
     told = run_trainer(root, "die-holding", "1", TEST_LINGER="3600")

@@ -220,7 +220,7 @@ def test_a_slot_that_cannot_be_read_is_not_offered(sending: Trainer, held: Memor
 def test_nothing_held_is_an_answer_too(held: MemorySnapshots) -> None:
     """At once."""
     held.seal(RUN)
-    assert held.offer() == "no snapshot is held in memory"
+    assert held.offer() == "no snapshot is in memory"
 
 
 def test_it_is_let_go_once_it_is_durable_and_nobody_wants_it(sending: Trainer, held: MemorySnapshots) -> None:

@@ -334,7 +334,7 @@ def test_a_hold_that_names_nothing_is_told_and_costs_nothing(writers: Writers, s
     client.hold(_elsewhere(stage.job(1)))
     assert client.close(WAIT_SECONDS)
     assert [m.message for m in client.poll() if isinstance(m, Notice)] == [
-        "step 1 is not held in memory: slot 99 was never sent"
+        "step 1 is not kept in memory: slot 99 was never sent"
     ]
     assert [i.step for i in check_all(writers.root)] == [1]
 

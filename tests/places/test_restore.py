@@ -142,7 +142,7 @@ def test_snapshots_that_were_pruned_apart_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "n0"
 
     def load(rank: int) -> None:
-        with pytest.raises(NoUsableSnapshotError, match=f"remove file://{folder} on every node to start anew"):
+        with pytest.raises(NoUsableSnapshotError, match=f"remove file://{folder} on every node to start a new run"):
             ranks[rank].load()
 
     on_all(load, 2)

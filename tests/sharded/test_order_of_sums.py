@@ -18,7 +18,7 @@ CASES = {
     "hook": "the parameters have hooks (rank 0)",
     "unwrapped": "DistributedDataParallel is not around the tracked model (rank 0)",
     "one unwrapped": "",
-    "unknown": "the snapshot does not have the order, as DDP had not told it yet (rank 0)",
+    "unknown": "the snapshot does not have the order: DDP did not know it yet (rank 0)",
     "ahead": "the ranks are at other places of the script",
 }
 """Why nothing is done, by what `order_of_sums` tries."""

@@ -1,16 +1,12 @@
 """The triggers: when a snapshot is due, by fixed rules, under the decision in force, and within the overhead account.
 
 Each trigger is a pure value that says when it fires next; `FixedTriggers` combines those a run has and remembers what
-has fired. The adaptive trigger is not here: it belongs to `cadence.Cadence`, which asks both.
+has fired. The adaptive trigger follows the decision in force and the overhead account; `cadence.Cadence` asks both. No
+clock: steps, times and costs arrive as values.
 
-The adaptive trigger: when the next snapshot is due under the decision in force and the overhead account.
-
-No clock: steps, times and costs arrive as values.
-
-The overhead account: what snapshots have cost so far, against what the budget has earned.
-
-The interval keeps the *expected* cost within the budget; the account keeps the sum. Rounding, hysteresis, a first
-snapshot of unknown cost and one-off stalls all end up here and are paid back by waiting longer.
+The account has what snapshots have cost so far, against what the budget has earned. The interval keeps the *expected*
+cost within the budget; the account keeps the sum. Rounding, hysteresis, a first snapshot of unknown cost and one-off
+stalls all end up there and are paid back by waiting longer.
 
 Two levels of snapshots under one budget: how it is divided, and when one that stays in memory is due.
 

@@ -1,9 +1,4 @@
-"""The loop around its tracker: what it reads, how it ends, and whether it goes on as the saved one did.
-
-What a loop reads of its tracker, and how it ends it.
-
-Asks the engine for a snapshot of a loop, and tells the cadence what came of it.
-"""
+"""The loop around its tracker: what it reads, how it ends, and whether it goes on as the saved one did."""
 
 from __future__ import annotations
 

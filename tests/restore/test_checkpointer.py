@@ -20,6 +20,7 @@ from ckpt_engine.errors import (
     NotAFolderError,
     NoUsableSnapshotError,
     ResumeError,
+    SnapshotFailedError,
     UnstorableLeafError,
 )
 from ckpt_engine.observe.events import Event, SnapshotCommitted, SnapshotSkipped
@@ -326,3 +327,16 @@ def test_none_takes_a_component_as_it_is_read(tmp_path: Path) -> None:
             ckpt.load(into={"model": live, "rng": None, "optimizer": {"m": None}})
         with pytest.raises(MismatchError, match="rng"):
             ckpt.load(into={"model": live, "rng": {}, "optimizer": moments})
+
+
+def test_a_failure_is_raised_once_where_the_user_wants_that(tmp_path: Path) -> None:
+    """With `on_error: raise` the next call of the loop raises it, although nothing waited for that snapshot alone."""
+    with Checkpointer(tmp_path / "run", writer="thread", on_error="raise") as ckpt:
+        ckpt.save({"a": torch.zeros(3)}, step=1).wait(60)
+        (tmp_path / "run" / "data").rename(tmp_path / "away")
+        (tmp_path / "run" / "data").write_text("no folder")
+        ckpt.save({"a": torch.ones(3)}, step=2)
+        ckpt.wait(60)
+        with pytest.raises(SnapshotFailedError, match="failed in the background"):
+            ckpt.poll()
+        ckpt.poll()

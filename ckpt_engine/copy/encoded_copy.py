@@ -21,7 +21,7 @@ from ckpt_engine.copy.encode_pieces import DELTA, THREADS, EncodedPiece, Encoder
 from ckpt_engine.copy.encoding_plan import ROWS, Bases, placed, plan, require_old
 from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, settle_data
 from ckpt_engine.copy.write_snapshot import Staged, SupersededError
-from ckpt_engine.errors import CkptError, StorageExistsError, WriterError
+from ckpt_engine.errors import CkptError, WriterError
 from ckpt_engine.observe.events import SnapshotCommitted
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.codecs import codec
@@ -101,13 +101,7 @@ def copy_encoded(
         raise CopySourceError(err) from err
 
     def commit(stored: Manifest) -> None:
-        text = manifest_codec.encode(stored)
-        try:
-            put.put(names.manifest_name(snapshot), [memoryview(text)])
-        except StorageExistsError:
-            if target.storage.get(names.manifest_name(snapshot)) != text:
-                raise
-        target.remember(stored)
+        target.commit_copy(stored, manifest_codec.encode(stored), put)
 
     return store_encoded(
         manifest, decoder_of(source.storage, manifest), source, target, pick, tally, put, commit, committing

@@ -33,7 +33,6 @@ from ckpt_engine.store.retention import (
     preflight,
 )
 from ckpt_engine.store.retention_rules import OTHER_LINE, RetentionPolicy, branches
-from ckpt_engine.store.storage.base import ObjectInfo
 
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _NO_LIMITS = ByteLimits()
@@ -248,7 +247,9 @@ def collect(repository: Repository, lease: Lease, *, in_flight: Container[str] =
     unneeded = [item for item in garbage.unreferenced if item.name not in spared]
     lease.check()
     if unneeded:
-        _settle(repository, unneeded)
+        # A process may have removed their manifests and died before that survived a power loss; these must not come
+        # back once their data is gone.
+        repository.forget(sorted(garbage.owners))
         repository.storage.delete(*(item.name for item in unneeded))
     freed_bytes = sum(item.nbytes for item in unneeded) + repository.storage.sweep()
     # Last, because a full disk has room for it only now.
@@ -259,16 +260,6 @@ def collect(repository: Repository, lease: Lease, *, in_flight: Container[str] =
         withheld_bytes=sum(item.nbytes for item in garbage.withheld),
         damaged=garbage.damaged,
     )
-
-
-def _settle(repository: Repository, garbage: Sequence[ObjectInfo]) -> None:
-    """Make it durable that the owners of `garbage` have no manifest.
-
-    A process may have removed those manifests and died before that survived a power loss; they must not come back once
-    their data is gone.
-    """
-    owners = {owner.id for item in garbage if (owner := names.data_owner(item.name))}
-    repository.forget(sorted(owners - {parsed.id for parsed in repository.ids()}))
 
 
 def _of_line(repository: Repository, line: Line | None) -> tuple[list[SnapshotInfo], dict[str, str]]:

@@ -80,12 +80,7 @@ def copy_snapshot(
     except CkptError as err:
         raise CopySourceError(err) from err
     copied = copy_data(source, target, manifest, sink=put, scratch=scratch, advance=advance)
-    try:
-        put.put(names.manifest_name(snapshot), [memoryview(text)])
-    except StorageExistsError:
-        if target.storage.get(names.manifest_name(snapshot)) != text:
-            raise
-    target.remember(manifest)
+    target.commit_copy(manifest, text, put)
     return copied
 
 

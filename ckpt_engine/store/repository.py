@@ -20,7 +20,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ckpt_engine.errors import CkptError, CorruptError, ForeignError, FormatError, NewerFormatError, StorageMissingError
+from ckpt_engine.errors import (
+    CkptError,
+    CorruptError,
+    ForeignError,
+    FormatError,
+    NewerFormatError,
+    StorageExistsError,
+    StorageMissingError,
+)
 from ckpt_engine.store import container, manifest_codec, names
 from ckpt_engine.store.container import digest, seal, unseal
 from ckpt_engine.store.decode import require_decodable
@@ -61,11 +69,16 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Garbage:
-    """Data no manifest needs, and data that cannot be proven unneeded because of `damaged` manifests."""
+    """Data no manifest needs, and data that cannot be proven unneeded because of `damaged` manifests.
+
+    Args:
+        owners: snapshots that `unreferenced` was written for, and whose manifest another process may have removed.
+    """
 
     unreferenced: tuple[ObjectInfo, ...]
     withheld: tuple[ObjectInfo, ...]
     damaged: tuple[Damaged, ...]
+    owners: frozenset[str] = frozenset()
 
 
 class Repository:
@@ -84,6 +97,8 @@ class Repository:
         self._run_of_manifests: str | None = None
         self._alive: set[str] = set()
         """The snapshots of the last listing, and those committed since."""
+        self._forgotten: set[str] = set()
+        """Those whose manifests this object has removed durably since it last tried to put them."""
         self._catalogued: set[str] = set()
         """The snapshots that need no place in the catalog: they have one, or writing it was tried with them."""
 
@@ -228,10 +243,29 @@ class Repository:
         """
         if manifest.bases:
             require_decodable(manifest)
+        self._put(manifest, manifest_codec.encode(manifest), self.storage)
+
+    def commit_copy(self, manifest: Manifest, text: bytes, sink: Storage) -> None:
+        """Make a snapshot exist that another place has; an earlier attempt may have done it. Raises as `commit`.
+
+        Args:
+            text: the bytes of its manifest.
+            sink: what they are put into: the same place as this, at another pace.
+        """
+        try:
+            self._put(manifest, text, sink)
+        except StorageExistsError:
+            if self.storage.get(names.manifest_name(manifest.info.id)) != text:
+                raise
+            self.remember(manifest)
+
+    def _put(self, manifest: Manifest, text: bytes, sink: Storage) -> None:
+        """The commit point: from here on the snapshot exists."""
         name = names.manifest_name(manifest.info.id)
         if names.manifest_id(name) is None:
             raise ValueError(f"not a snapshot id: {manifest.info.id!r}")
-        self.storage.put(name, [memoryview(manifest_codec.encode(manifest))])
+        self._forgotten.discard(manifest.info.id)
+        sink.put(name, [memoryview(text)])
         self.remember(manifest)
 
     def next_seq(self) -> int:
@@ -245,7 +279,8 @@ class Repository:
             self._alive.discard(snapshot)
             self._infos.pop(snapshot, None)
             self._files.pop(snapshot, None)
-        self.storage.delete(*(names.manifest_name(snapshot) for snapshot in gone))
+        self.storage.delete(*map(names.manifest_name, gone))
+        self._forgotten.update(gone)
 
     def unreferenced(self, in_flight: Container[str] = ()) -> Garbage:
         """The data files no snapshot needs, by reachability over all manifests.
@@ -273,7 +308,9 @@ class Repository:
             if item.name not in needed and owner.id not in needed_by_damaged
         ]
         free = tuple(item for item, proven in unneeded if proven)
-        return Garbage(free, tuple(item for item, proven in unneeded if not proven), damaged)
+        owners = frozenset(owner.id for item in free if (owner := names.data_owner(item.name)))
+        owners -= self._alive | self._forgotten
+        return Garbage(free, tuple(item for item, proven in unneeded if not proven), damaged, owners)
 
     def needed_by(self, snapshot: str) -> tuple[str, ...]:
         """The other snapshots that need data files of this one, oldest first, as far as manifests can be read."""
@@ -347,10 +384,10 @@ class Repository:
 
     def _manifests(self) -> Sequence[tuple[names.ParsedId, ObjectInfo]]:
         """All manifests, oldest first: one listing, no reads."""
-        listed = ((names.manifest_id(item.name), item) for item in self.storage.list(names.MANIFESTS))
-        found = sorted(((parsed, item) for parsed, item in listed if parsed), key=lambda one: (one[0].seq, one[0].id))
+        listed = self.storage.list(names.MANIFESTS)
+        found = [(parsed, item) for item in listed if (parsed := names.manifest_id(item.name))]
         self._alive = {parsed.id for parsed, _ in found}
-        return found
+        return sorted(found, key=lambda one: (one[0].seq, one[0].id))
 
     def _read_missing(
         self,

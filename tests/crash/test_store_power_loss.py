@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from ckpt_engine.errors import StorageMissingError
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import Lease
 from ckpt_engine.store.manifest import Manifest
+from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import plan
 from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.disk import translating, write_blocks
@@ -217,7 +219,8 @@ def test_an_unsynced_forget_of_a_killed_process_is_noticed(
     whole = _lived(tmp_path).operations
     shutil.rmtree(tmp_path / "disk")
     forgets = [i for i, op in enumerate(whole) if isinstance(op, Change) and _removes_a_manifest(op)]
-    monkeypatch.setattr("ckpt_engine.copy.make_room._settle", lambda repository, garbage: None)
+    found = Repository.unreferenced
+    monkeypatch.setattr(Repository, "unreferenced", lambda *of: replace(found(*of), owners=frozenset()))
     explorer = Explorer(scratch)
     for forgot in forgets:
         _killed_then_power_loss(tmp_path, explorer, forgot + 1)

@@ -39,7 +39,6 @@ class _Session:
         monkeypatch.setattr("ckpt_engine.writer.writer.open_storage", lambda url, options: LocalStorage(url, disk=disk))
         self._disk = disk
         self._stage = stage
-        self._saved: list[str] = []
         self.failed: list[str] = []
         self._config = WriterConfig(str(root), keep={"last": KEEP})
 
@@ -77,8 +76,8 @@ class _Session:
         if done["error"]:
             self.failed.append(done["error"]["message"])
             return
-        self._saved.append(done["snapshot_id"])
-        for old in self._saved[:-KEEP]:  # from now on retention may remove it
+        # From now on retention may remove all older ones; one that a killed writer has not acknowledged counts, too.
+        for old in sorted(path.stem for path in Path(self._config.url, "snapshots").glob("*.json"))[:-KEEP]:
             self._disk.mark(f"forgetting {old}")
         self._disk.mark(f"saved {done['snapshot_id']}")
 

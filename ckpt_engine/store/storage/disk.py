@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISDIR, S_ISFIFO, S_ISLNK, S_ISREG, S_ISSOCK
-from typing import Any, Self
+from typing import Self
 
 from ckpt_engine.errors import (
     CorruptError,
@@ -111,7 +111,7 @@ class Meter:
         time.sleep(seconds)
 
     def moved(self) -> None:
-        """A call to the operating system begins or ends."""
+        """A call to the operating system begins: the one before has ended."""
 
 
 class MeteredDisk(Disk):
@@ -135,12 +135,14 @@ class MeteredDisk(Disk):
         return cls(disk, wrap(Meter()))
 
     def create(self, path: str) -> int:
-        fd = int(self._tell(self._inner.create, path))
+        self._meter.moved()
+        fd = self._inner.create(path)
         self._cached[fd] = 0
         return fd
 
     def open(self, path: str) -> int:
-        fd = int(self._tell(self._inner.open, path))
+        self._meter.moved()
+        fd = self._inner.open(path)
         self._cached[fd] = 0
         return fd
 
@@ -156,7 +158,8 @@ class MeteredDisk(Disk):
         seconds = self._meter.wait(part.nbytes)
         if seconds > 0:
             self._meter.pause(seconds)
-        done = int(self._tell(self._inner.write, fd, part, offset))
+        self._meter.moved()
+        done = self._inner.write(fd, part, offset)
         if fd in self._cached:
             self._cached[fd] += done
             if self._cached[fd] >= _SYNC_BYTES:
@@ -164,31 +167,30 @@ class MeteredDisk(Disk):
         return done
 
     def sync(self, fd: int) -> None:
-        self._tell(self._inner.sync, fd)
+        self._meter.moved()
+        self._inner.sync(fd)
         if fd in self._cached:
             self._cached[fd] = 0
 
     def link(self, path: str, new_path: str) -> None:
-        self._tell(self._inner.link, path, new_path)
+        self._meter.moved()
+        self._inner.link(path, new_path)
 
     def rename(self, path: str, new_path: str) -> None:
-        self._tell(self._inner.rename, path, new_path)
+        self._meter.moved()
+        self._inner.rename(path, new_path)
 
     def remove(self, path: str) -> None:
-        self._tell(self._inner.remove, path)
+        self._meter.moved()
+        self._inner.remove(path)
 
     def make_folder(self, path: str) -> None:
-        self._tell(self._inner.make_folder, path)
+        self._meter.moved()
+        self._inner.make_folder(path)
 
     def sync_folder(self, path: str) -> None:
-        self._tell(self._inner.sync_folder, path)
-
-    def _tell(self, call: Callable[..., Any], *args: Any) -> Any:
         self._meter.moved()
-        try:
-            return call(*args)
-        finally:
-            self._meter.moved()
+        self._inner.sync_folder(path)
 
 
 _SAFE = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

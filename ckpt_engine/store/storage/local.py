@@ -40,6 +40,8 @@ from ckpt_engine.store.storage.disk import (
 TEMP = ".tmp-"
 """Begins the name of every file that is not yet an object."""
 
+_NO_NAME = re.compile(r"(?:^|/)(?:\.{0,2}(?:/|\Z)|\.tmp-)|\0")
+"""A name that could leave the root, or be that of a temporary file."""
 _TEMP_FILE = re.compile(r"\.tmp-[0-9a-f]{16}-.+")
 
 _LOST_AND_FOUND = "lost+found"
@@ -168,10 +170,10 @@ class LocalStorage:
             try:
                 mode = Path(self.root).stat().st_mode
             except FileNotFoundError:
-                return
+                return iter(())
             if not S_ISDIR(mode):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-            yield from self._walk(folder, prefix)
+            return iter(self._walk(folder, prefix, []))
 
     def delete(self, *names: str) -> None:
         folders = set()
@@ -208,8 +210,7 @@ class LocalStorage:
         return stat.f_bavail * stat.f_frsize
 
     def path(self, name: str) -> str:
-        parts = name.split("/")
-        if any(part in ("", ".", "..") or part.startswith(TEMP) or "\0" in part for part in parts):
+        if _NO_NAME.search(name):
             raise StorageError(f"not an object name: {name!r}")
         return f"{self.root}/{name}"
 
@@ -235,10 +236,11 @@ class LocalStorage:
         An NFS client remembers for up to a minute that a file or folder is missing. Opening the folder that it is
         missing in makes it ask the server.
         """
-        inside = [str(path) for path in Path(folder).parents if path.is_relative_to(self.root)]
-        for path in (self.root.rpartition("/")[0] or "/", *reversed(inside), folder):
+        path = self.root.rpartition("/")[0]
+        for name in ("", *folder[len(path) + 1 :].split("/")):
+            path = f"{path}/{name}" if name else path
             with suppress(OSError):
-                os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+                os.close(os.open(path or "/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def _sync_parent(self, path: Path, *, must: bool) -> None:
         try:
@@ -315,23 +317,24 @@ class LocalStorage:
             os.close(fd)
         return nbytes
 
-    def _walk(self, folder: str, prefix: str) -> Iterator[ObjectInfo]:
+    def _walk(self, folder: str, prefix: str, found: MutableSequence[ObjectInfo]) -> Sequence[ObjectInfo]:
         try:
             entries = os.scandir(f"{self.root}/{folder}")
         except FileNotFoundError:
-            return
+            return found
         with entries:
             for entry in entries:
                 name = f"{folder}/{entry.name}" if folder else entry.name
                 if entry.is_dir(follow_symlinks=False):
                     if entry.name != _LOST_AND_FOUND and (name + "/").startswith(prefix[: len(name) + 1]):
-                        yield from self._walk(name, prefix)
+                        self._walk(name, prefix, found)
                 elif name.startswith(prefix) and not entry.name.startswith(TEMP):
                     try:
                         stat = entry.stat(follow_symlinks=False)
-                        yield ObjectInfo(name, stat.st_size, f"{stat.st_mtime_ns:x}")
+                        found.append(ObjectInfo(name, stat.st_size, f"{stat.st_mtime_ns:x}"))
                     except FileNotFoundError:
                         continue
+        return found
 
 
 def _lock(fd: int) -> bool:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from ckpt_engine.errors import StorageStalledError
@@ -287,60 +288,42 @@ class WatchedStorage(WrapperStorage):
         own = super().capabilities
         return replace(own, versions=own.versions and _WatchedVersions(own.versions, self))
 
-    def asking(self, rest_seconds: float = 0.0) -> _Request:
-        """A request, which may take so long without a sign."""
-        return _Request(self._progress, rest_seconds)
+    def watch(self, request: Callable[[], T], rest_seconds: float = 0.0) -> T:
+        """The answer to a request, which may take so long without a sign."""
+        self._progress.asked(rest_seconds)
+        try:
+            return request()
+        finally:
+            self._progress.answered()
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         self._progress.check()
-        with self.asking():
-            self.inner.put(name, blocks, exclusive=exclusive)
+        self.watch(partial(self.inner.put, name, blocks, exclusive=exclusive))
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        with self.asking():
-            return self.inner.get(name, start, nbytes)
+        return self.watch(partial(self.inner.get, name, start, nbytes))
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
-        with self.asking(out.nbytes / SLOWEST_BYTES_PER_SECOND):
-            self.inner.get_into(name, start, out)
+        self.watch(partial(self.inner.get_into, name, start, out), out.nbytes / SLOWEST_BYTES_PER_SECOND)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        items: Iterator[ObjectInfo] | None = None
-        while True:
-            with self.asking():
-                items = items or iter(self.inner.list(prefix))
-                item = next(items, None)
-            if item is None:
-                return
-            yield item
+        return iter(self.watch(partial(self._rows, prefix)))
 
     def delete(self, *names: str) -> None:
-        with self.asking(_DELETE_SECONDS * len(names)):
-            self.inner.delete(*names)
+        self.watch(partial(self.inner.delete, *names), _DELETE_SECONDS * len(names))
 
     def sweep(self) -> int:
-        with self.asking():
-            return self.inner.sweep()
+        return self.watch(self.inner.sweep)
 
     def free_bytes(self) -> int | None:
-        with self.asking():
-            return self.inner.free_bytes()
+        return self.watch(self.inner.free_bytes)
 
-
-class _Request:
-    """Tells of a request, as a context manager. There is one for each row of a listing."""
-
-    __slots__ = ("_progress", "_rest_seconds")
-
-    def __init__(self, progress: CallProgress, rest_seconds: float) -> None:
-        self._progress = progress
-        self._rest_seconds = rest_seconds
-
-    def __enter__(self) -> None:
-        self._progress.asked(self._rest_seconds)
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.answered()
+    def _rows(self, prefix: str) -> Sequence[ObjectInfo]:
+        found = []
+        for item in self.inner.list(prefix):  # a long listing gets on with each row
+            self._progress.moved()
+            found.append(item)
+        return found
 
 
 class _WatchedVersions:
@@ -351,12 +334,10 @@ class _WatchedVersions:
         self._storage = storage
 
     def read_versioned(self, name: str) -> tuple[bytes, str] | None:
-        with self._storage.asking():
-            return self._inner.read_versioned(name)
+        return self._storage.watch(partial(self._inner.read_versioned, name))
 
     def replace(self, name: str, data: bytes, version: str | None) -> None:
-        with self._storage.asking():
-            self._inner.replace(name, data, version)
+        self._storage.watch(partial(self._inner.replace, name, data, version))
 
 
 class _WatchingMeter(Meter):

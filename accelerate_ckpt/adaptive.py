@@ -23,9 +23,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accelerate_ckpt.private import AcceleratorInternals
-from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config
 from ckpt_engine.data import native
+from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError, ResumeError
 from ckpt_engine.loop.components import (
     OWN_KEY,
@@ -72,7 +72,7 @@ class AdaptiveCheckpoint(Tracker):
         CkptError: this version of Accelerate lacks something that is needed; names it.
         NoUsableSnapshotError: there are snapshots, and none is usable.
         MismatchError: the newest snapshot is of another model; names the keys. Nothing was changed.
-        LeaseHeldError, StorageError, WriterError: as `Checkpointer.start`.
+        LeaseHeldError, StorageError, WriterError: as `Engine.start`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class AdaptiveCheckpoint(Tracker):
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        engine = Checkpointer(config, ranks=ranks_of(accelerator, AcceleratorInternals(accelerator)), **options)
+        engine = Engine(config, ranks=ranks_of(accelerator, AcceleratorInternals(accelerator)), **options)
         self._internals = internals = AcceleratorInternals(accelerator)
         internals.probe()
         parts = AcceleratedParts(accelerator, internals)

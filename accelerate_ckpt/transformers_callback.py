@@ -20,11 +20,11 @@ from typing_extensions import override
 from accelerate_ckpt.adaptive import AcceleratedParts, ranks_of
 from accelerate_ckpt.private import AcceleratorInternals, TrainerInternals, source_of, trainer_above
 from accelerate_ckpt.transformers_state import NOTE, PACE, SHIFT, TrainerSurroundings, as_file, steps_before
-from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.data import native
 from ckpt_engine.data.exactness import OnChange, length_of
 from ckpt_engine.data.position import attach
+from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, ConfigError, ResumeError, WaitTimeoutError
 from ckpt_engine.interop import transformers_folder
 from ckpt_engine.loop.resume import IMPORTED
@@ -75,7 +75,7 @@ class TransformersCallback(TrainerCallback):
         self.config: Config = load_config(config, **options)
         self._trainer: Trainer | None = None
         self._internals: TrainerInternals | None = None
-        self._engine: Checkpointer | None = None
+        self._engine: Engine | None = None
         self._tracker: Tracker | None = None
         self._folder: Path | None = None
         self._asked = False
@@ -115,7 +115,7 @@ class TransformersCallback(TrainerCallback):
             CkptError: this version of transformers lacks something that is needed; names it.
             NoUsableSnapshotError: there are snapshots, and none is usable.
             ResumeError: the newest snapshot is not of a `Trainer`.
-            LeaseHeldError, StorageError, WriterError: as `Checkpointer.start`.
+            LeaseHeldError, StorageError, WriterError: as `Engine.start`.
         """
         engine, internals = self._open(trainer)
         self._hear(trainer)  # of a trainer that has got this callback later
@@ -149,7 +149,7 @@ class TransformersCallback(TrainerCallback):
             internals.count_from(int(state["epoch"] or 0) + begins, batches)
         return str(self._folder)
 
-    def _open(self, trainer: Trainer) -> tuple[Checkpointer, TrainerInternals]:
+    def _open(self, trainer: Trainer) -> tuple[Engine, TrainerInternals]:
         """The run's lease, taken for this trainer, on all of its ranks."""
         self._release()
         internals = TrainerInternals(trainer)
@@ -158,9 +158,7 @@ class TransformersCallback(TrainerCallback):
             _require(self, trainer)
             internals.probe()
 
-        engine = Checkpointer(
-            self.config, ranks=ranks_of(trainer.accelerator, AcceleratorInternals(trainer.accelerator))
-        )
+        engine = Engine(self.config, ranks=ranks_of(trainer.accelerator, AcceleratorInternals(trainer.accelerator)))
         meet(engine, check)
         self._trainer, self._internals, self._engine = trainer, internals, engine
         engine.start()
@@ -416,14 +414,14 @@ def _require(callback: TransformersCallback, trainer: Trainer) -> None:
             raise ConfigError(f"{name}=True moves the position in the data, so no resume is exact", hint="leave it out")
 
 
-def _saved_epoch(engine: Checkpointer, counted: int) -> int:
+def _saved_epoch(engine: Engine, counted: int) -> int:
     """In which the snapshot goes on; the loader has not counted an epoch whose end nobody has asked it for."""
     loaded = engine.loaded
     return counted if loaded is None else max(counted, int(loaded.manifest.notes[NOTE]["epoch"] or 0))
 
 
 def _require_same_step(
-    tracker: Tracker, engine: Checkpointer, saved: int, counted: int, state: TrainerState, *, resumed: bool
+    tracker: Tracker, engine: Engine, saved: int, counted: int, state: TrainerState, *, resumed: bool
 ) -> None:
     """Raises ResumeError if the state that was put back is not the one that transformers counts from.
 
@@ -449,7 +447,7 @@ _Place = tuple[str, str]
 """The machine of a folder, or "" for a place that all machines see; and its URL."""
 
 
-def meet(engine: Checkpointer, check: Callable[[], None]) -> None:
+def meet(engine: Engine, check: Callable[[], None]) -> None:
     """All ranks are here and want the same, or each of them raises. Nothing is started or written before that.
 
     `train` has collectives from its beginning on: a rank that went there alone would wait until the group gives up.

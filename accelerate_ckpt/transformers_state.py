@@ -103,7 +103,7 @@ class TrainerSurroundings:
         """Every rank has the history of rank 0 now, in whose part of a snapshot alone it is.
 
         Args:
-            agree: see `Checkpointer.agree`.
+            agree: see `Engine.agree`.
         """
         self._history = agree(lambda: list(self._trainer.state.log_history))
         self._trainer.state.log_history = list(self._history)

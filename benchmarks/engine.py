@@ -36,7 +36,7 @@ def wait_ready(checkpointer: Checkpointer, work: Callable[[], object]) -> None:
         TimeoutError
     """
     deadline = time.monotonic() + READY_SECONDS
-    while not checkpointer.ready():
+    while not checkpointer.engine.ready():
         work()
         if time.monotonic() > deadline:
             raise TimeoutError(f"no snapshot could be taken for {READY_SECONDS:.0f} s")

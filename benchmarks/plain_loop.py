@@ -56,7 +56,7 @@ class EngineSaver:
         self.checkpointer.before_update()
 
     def save(self, state: State, step: int) -> None:
-        if not self.checkpointer.ready():
+        if not self.checkpointer.engine.ready():
             next(handle for handle in self._handles if not handle.done()).wait(WAIT_SECONDS)
         self._handles.append(save_timed(self.checkpointer, state, step, lazy=self._lazy)[1])
 

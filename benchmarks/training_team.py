@@ -107,7 +107,7 @@ class _Rank:
                 return self._resume(order["root"])
             case "begin":
                 with _checkpointer(order["root"], memory=True) as ckpt:
-                    return {"start": timed(ckpt.start)}
+                    return {"start": timed(ckpt.engine.start)}
             case _:
                 with _checkpointer(order["root"]) as ckpt:
                     return {"load": timed(lambda: ckpt.load(into=self._live))}
@@ -117,7 +117,7 @@ class _Rank:
             seconds = timed(lambda: ckpt.load(into=self._live))
             if ckpt.loaded is None or not ckpt.loaded.from_memory:
                 raise RuntimeError("the state did not come from memory")
-            return {"load": seconds, "start": timed(ckpt.start)}
+            return {"load": seconds, "start": timed(ckpt.engine.start)}
 
 
 def _checkpointer(root: str, *, memory: bool = False) -> Checkpointer:

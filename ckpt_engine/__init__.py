@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ckpt_engine.audit.carried import Carry as Carry
     from ckpt_engine.checkpointer import Checkpointer as Checkpointer
     from ckpt_engine.config import Config as Config
+    from ckpt_engine.engine import Engine as Engine
     from ckpt_engine.errors import CkptError as CkptError
     from ckpt_engine.snapshot.save_request import SaveHandle as SaveHandle
     from ckpt_engine.store.manifest import SnapshotInfo as SnapshotInfo
@@ -21,11 +22,12 @@ _HOMES = {
     "Checkpointer": "ckpt_engine.checkpointer",
     "CkptError": "ckpt_engine.errors",
     "Config": "ckpt_engine.config",
+    "Engine": "ckpt_engine.engine",
     "SaveHandle": "ckpt_engine.snapshot.save_request",
     "SnapshotInfo": "ckpt_engine.store.manifest",
 }
 
-__all__ = ["Carry", "Checkpointer", "CkptError", "Config", "SaveHandle", "SnapshotInfo"]
+__all__ = ["Carry", "Checkpointer", "CkptError", "Config", "Engine", "SaveHandle", "SnapshotInfo"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,64 +1,45 @@
-"""The façade for plain PyTorch loops and for the adapters: wires config, pipeline and restore, and decides nothing.
-
-Tracks the objects of a loop that no framework runs, or Lightning Fabric: sorts them and finds what is inside.
-"""
+"""What users call in plain PyTorch loops and under Lightning Fabric: seven methods, and `track`."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch.utils.data import DataLoader
 
-from ckpt_engine.config import Config, load_config
-from ckpt_engine.config.live import live_file
-from ckpt_engine.copy.job import WriterConfig
-from ckpt_engine.errors import ArgumentError, CkptError, ConfigError, SnapshotFailedError, WaitTimeoutError
+from ckpt_engine.config import Config
+from ckpt_engine.engine import Engine
+from ckpt_engine.errors import CkptError, ConfigError
 from ckpt_engine.loop.components import NamedParts, Nothing
-from ckpt_engine.loop.engine import Ending, Engine, NobodyStops
 from ckpt_engine.loop.feed import LoaderSource
 from ckpt_engine.loop.tracker import Tracker
-from ckpt_engine.observe.events import Event, EventSink, Notice, TierDegraded
-from ckpt_engine.observe.log import LOGGER_NAME, LogSink
-from ckpt_engine.observe.resume_report import resumed_from_memory
-from ckpt_engine.ranks.session import session_of
+from ckpt_engine.observe.log import LOGGER_NAME
 from ckpt_engine.ranks.world import Ranks
-from ckpt_engine.restore import load as restore
-from ckpt_engine.restore import places
-from ckpt_engine.restore.choose import Candidate, Check
-from ckpt_engine.restore.reach import Reach
+from ckpt_engine.restore.load import Loaded
 from ckpt_engine.snapshot import arguments
-from ckpt_engine.snapshot.ownership import Tenure
-from ckpt_engine.snapshot.pipeline import Pipeline
-from ckpt_engine.snapshot.save_request import Request, SaveHandle, wait_seconds
-from ckpt_engine.snapshot.writer_link import writer_config
+from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.store.manifest import SnapshotInfo
-from ckpt_engine.writer.client import WriterClient, open_client
-
-CLOSE_TIMEOUT_SECONDS = 600.0
-AGREE_SECONDS = 300.0
-T = TypeVar("T")
-U = TypeVar("U")
 
 
 class Checkpointer:
     """Takes and restores snapshots of one run.
+
+    Nothing is started, written or locked before the first `prepare` or `save`. All methods belong to the training
+    thread.
 
     Args:
         root: folder or `file://` URL of the run, a YAML file, or a mapping of options.
         ranks: where several processes train together, see docs/many-ranks.md; None: this one is alone.
         options: see docs/configuration.md.
 
-    Nothing is started, written or locked before the first `start`, `prepare` or `save`. All methods belong to the
-    training thread.
+    Attributes:
+        engine: what an adapter of a trainer calls.
 
     Raises:
         ConfigError: an option is unknown or impossible.
@@ -76,35 +57,18 @@ class Checkpointer:
         ranks: Ranks | None = None,
         **options: Any,
     ) -> None:
-        self.config = load_config(root, **options)
-        self._session = session_of(ranks, self.config)
-        self.live = live_file(root, options)
-        self.events: EventSink = LogSink()
-        self.loaded: restore.Loaded | None = None
-        self._pipeline = Pipeline(
-            self._open_writer,
-            # Of several ranks each keeps one more complete snapshot: they die at different ones.
-            self.config.arena_slots + (self.config.memory is not None and self._session is not None),
-            self._emit,
-            memory=self.config.memory is not None,
-            session=self._session,
-            pickle_paths=self.config.pickle,
-            check_lazy=self.config.debug,
-            tier=self.config.root_url,
-            process=self.config.writer == "process",
-        )
-        rank = 0 if self._session is None else self._session.ranks.rank
-        self.tenure = Tenure(self.config.root_url, rank, partial(self.close, failed=True), self._pipeline.drain)
-        self._reach = Reach(self.config, self._session, self._pipeline, self._emit, self.tenure)
-        self._fatal: list[TierDegraded] = []
-        self.ending: Ending = NobodyStops()
+        self.engine = Engine(root, ranks=ranks, **options)
         self._tracker: Tracker | None = None
-        self._closing = False
 
     @property
-    def root_url(self) -> str:
-        """Where the snapshots go."""
-        return self.config.root_url
+    def config(self) -> Config:
+        """The options."""
+        return self.engine.config
+
+    @property
+    def loaded(self) -> Loaded | None:
+        """What the last `load` has found."""
+        return self.engine.loaded
 
     def track(self, **objects: Any) -> Tracker:
         """Resume `objects` from the newest snapshot if there is one, and take snapshots while they train from here on.
@@ -125,52 +89,11 @@ class Checkpointer:
             MismatchError: the newest snapshot is of other objects; names them. Nothing was changed.
             LeaseHeldError, StorageError, WriterError: as `start`.
         """
-        self.tenure.require_open()
+        self.engine.tenure.require_open()
         if self._tracker is not None:
             raise ConfigError("this Checkpointer tracks objects already", hint="pass all objects in one call")
-        self._tracker = track_objects(self, objects)
+        self._tracker = track_objects(self.engine, objects)
         return self._tracker
-
-    def start(self, *, resumes: bool = False) -> None:
-        """Take the run's lease and start the writer, unless that is done.
-
-        Waits up to a minute for a writer that is still finishing the snapshots of a crashed trainer. If that writer
-        offers the last one from memory (memory tier), the wait goes on in the background after half a second: `ready`
-        is False until it is over, and `wait` waits for it. Another Checkpointer of this process that writes the run is
-        closed first, as after a notebook's cell that has failed.
-
-        Args:
-            resumes: `choose` or `load` comes next: what these need is made ready meanwhile.
-
-        Raises:
-            ClosedError: this one is closed, or a newer one of this process has taken the run over.
-            LeaseHeldError: another process writes this run; names it.
-            StorageError: the root cannot be written.
-            WriterError: the writer does not start.
-        """
-        self.tenure.claim()
-        if resumes:
-            self._reach.open_ahead()
-        self._reach.attach()
-        self._pipeline.start()
-
-    def start_fresh(self, how: str) -> None:
-        """Training does not go on from what is there, after `start`: what stays of that is said.
-
-        Args:
-            how: what the user does to go on from it.
-        """
-        self._pipeline.lineage.fresh(how)
-        self._say_what_stays()
-
-    def go_on_after(self, info: SnapshotInfo) -> None:
-        """Training goes on from this snapshot although its state came from elsewhere, such as this process itself."""
-        self._reach.go_on_after(info)
-
-    @property
-    def attempt(self) -> str:
-        """What names this process in the line of its snapshots."""
-        return self._pipeline.lineage.line().attempt
 
     def prepare(self, state: Any, *, lazy: LazyPredicate | None = None, share: float | None = None) -> None:
         """Announce the state: the arena is made ready in the background, so that the first snapshot is as fast as any.
@@ -180,30 +103,7 @@ class Checkpointer:
             share: of one core, at most so much for it until `save` needs the arena. First touch of memory can take
                 seconds of processor time per GB; a training that uses all cores pays for it. None: whatever is idle.
         """
-        lazy, share = arguments.function("lazy", lazy), arguments.share("share", share)
-        self.tenure.claim()
-        self._pipeline.prepare(state, lazy, share)
-
-    @property
-    def prepare_seconds(self) -> float:
-        """Processor time that `prepare` has taken in the background so far."""
-        return self._pipeline.prepare_seconds
-
-    @property
-    def memory(self) -> bool:
-        """Whether there is a memory tier: not where host memory is too short for it, or the writer is a thread."""
-        return self._pipeline.memory
-
-    def begin_step(self, step: int) -> None:
-        """Training is about to begin `step`, right after what a snapshot of `step - 1` holds; for the memory tier.
-
-        After a crash this tells how many steps were lost. A loop that calls `save` at every step need not call it.
-        """
-        self._pipeline.begin_step(arguments.whole_number("step", step))
-
-    def ready(self, *, durable: bool = True) -> bool:
-        """Whether `save` would take a snapshot now instead of skipping it. Never blocks."""
-        return not self.tenure.closed and self._pipeline.ready(durable)
+        self.engine.prepare(state, lazy=lazy, share=share)
 
     def save(
         self,
@@ -241,46 +141,9 @@ class Checkpointer:
             ClosedError, LeaseHeldError, StorageError, WriterError: as `start`.
             ConfigError: not `durable`, and no memory tier among `tiers`.
         """
-        self.tenure.claim()
-        try:
-            wanted = Request.of(step, metrics, epoch, reason, lazy, notes, durable)
-        except ArgumentError:
-            self._pipeline.miss(0, "its arguments were refused")  # all ranks go on counting alike
-            raise
-        if not wanted.durable and self.config.memory is None:
-            raise ConfigError("durable=False needs the memory tier", hint="put `memory` first in `tiers`")
-        self._surface()
-        self._reach.detach()
-        handle = self._pipeline.save(state, wanted)
-        self._say_what_stays()
-        return handle
-
-    def miss(self, step: int, why: str, *, durable: bool = True) -> None:
-        """Of several ranks: this one takes no snapshot of `step` although the others do."""
-        self._pipeline.miss(arguments.whole_number("step", step), why, durable=durable)
-
-    def agree(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, a JSON value, on every rank; without ranks what it returns. See `Session`."""
-        return make() if self._session is None else self._session.agree(make, AGREE_SECONDS)
-
-    def meet(self, make: Callable[[], T], combine: Callable[[list[T | None]], U]) -> U:
-        """What `combine` makes on rank 0 of what `make` returns on each rank, on every rank. See `Session`."""
-        return combine([make()]) if self._session is None else self._session.meet(make, combine, AGREE_SECONDS)
-
-    @property
-    def count(self) -> int:
-        """Of several ranks: how many snapshots they have counted, those that failed or were missed included."""
-        return self._session.count if self._session is not None else 0
-
-    @property
-    def ranks(self) -> Ranks | None:
-        """Who takes the snapshots together; None: this process alone."""
-        return self._session.ranks if self._session is not None else None
-
-    @property
-    def divided(self) -> bool:
-        """Whether the ranks are on nodes with roots of their own; known once the writer was started."""
-        return self._session is not None and self._session.divided
+        return self.engine.save(
+            state, step=step, metrics=metrics, epoch=epoch, reason=reason, lazy=lazy, notes=notes, durable=durable
+        )
 
     def before_update(self) -> float:
         """The fence: call right before the state is mutated. Returns the seconds it waited; cheap if nothing stages.
@@ -288,41 +151,9 @@ class Checkpointer:
         Raises:
             StateError: a lazily staged tensor changed too early (debug mode), or a copy failed.
         """
-        return self._pipeline.before_update()
+        return self.engine.before_update()
 
-    def poll(self) -> None:
-        """Take in what happened in the background: settles handles, emits events, surfaces errors. Never blocks.
-
-        Raises:
-            SnapshotFailedError: with `on_error: raise`, once per failure, with its cause; with `on_failure: fail`, once
-                for a tier that fails.
-        """
-        self._pipeline.poll()
-        self._surface()
-
-    def choose(self, step: int | None = None, *, check: Check | None = None) -> Candidate | None:
-        """The snapshot that `load` would try first, or None if there are none at all; reads its manifest only.
-
-        A `load` after it goes by what further tiers have listed for it.
-
-        Raises:
-            NoUsableSnapshotError: there are snapshots, and none is usable; says why for each. Or there are none, and a
-                tier does not answer.
-            ResumeError: no snapshot of `step`.
-        """
-        self.tenure.require_open()
-        step, _, check = arguments.of_load(step, None, check)
-        return self._reach.choose(step, check)
-
-    def load(
-        self,
-        step: int | None = None,
-        *,
-        into: Any = None,
-        live: restore.Live | None = None,
-        check: Check | None = None,
-        back: bool = False,
-    ) -> Any | None:
+    def load(self, step: int | None = None, *, into: Any = None) -> Any | None:
         """The state of the newest valid snapshot (of `step`), or None if there are none at all.
 
         Every byte is checked against its digest, but for what docs/sharded.md says of parts of DTensors. Of several
@@ -334,49 +165,26 @@ class Checkpointer:
             into: live state whose tensors are overwritten in place, without a second copy of the state in memory; None
                 in the place of a component takes it as it is read. If an error is raised after reading began, the
                 content of the tensors is undefined.
-            live: in the place of `into`: makes some of the live state once the snapshot is chosen. No match is needed.
-            check: raises if a manifest does not fit; asked before data is read.
-            back: what is newer than `step` is to be replaced. Else, and if there is something newer, what is saved from
-                here on is a branch beside it.
 
         Raises:
-            NoUsableSnapshotError, ResumeError: as `choose`.
+            NoUsableSnapshotError: there are snapshots, and none is usable; says why for each. Or there are none, and a
+                tier does not answer.
+            ResumeError: no snapshot of `step`.
             MismatchError: `into` has other tensors; names them. Nothing was overwritten.
         """
-        step, live, check = arguments.of_load(step, live, check)
-        self.tenure.require_open()
-        if self.config.memory and self.tenure.settle_older():
-            self.tenure.claim()  # what it has in memory only becomes durable when it is closed
-        how: dict[str, Any] = {"into": into, "live": live, "check": check, "pickle_paths": self.config.pickle}
-        found = self._reach.load(step, back=arguments.flag("back", back), **how)
-        # The state belongs to the caller: a second reference here would hold its memory for the whole run.
-        self.loaded = found and replace(found, state=None)
-        if found is None:
-            return None
-        if self._session is None or self._session.coordinates:
-            self._tell(found)
-        return found.state
+        return self.engine.load(step, into=into)
 
-    def snapshots(self, *, nearest: bool = False) -> list[SnapshotInfo]:
-        """All snapshots that any tier has, or the `nearest` one, which no other tier can hold up, oldest first.
+    def snapshots(self) -> list[SnapshotInfo]:
+        """All snapshots that any tier has, oldest first.
 
         Raises:
             StorageError: no tier answers.
         """
-        return places.snapshots([self._reach.nearest()] if nearest else self._reach.places())
+        return self.engine.snapshots()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is in flight; False if `timeout` seconds were not enough."""
-        return self._pipeline.drain(arguments.seconds("timeout", timeout))
-
-    def arena_bytes(self) -> int:
-        """Host memory held for snapshots."""
-        return self._pipeline.arena_bytes()
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Host memory that one snapshot takes; 0 before the first state was seen."""
-        return self._pipeline.snapshot_bytes
+        return self.engine.wait(timeout)
 
     def close(self, timeout: float | None = None, *, failed: bool = False) -> None:
         """Finish what is in flight, give back the lease and the memory. Idempotent.
@@ -392,33 +200,12 @@ class Checkpointer:
                 only logged where a stop leaves less time.
             SnapshotFailedError: with `on_error: raise`, a failure that was not surfaced yet.
         """
-        most = arguments.seconds("timeout", timeout)
-        if most is None:
-            most = CLOSE_TIMEOUT_SECONDS + self.config.wait_at_end
-        if self._closing:
-            return
-        self._closing = True
+        timeout = arguments.seconds("timeout", timeout)
         try:
             if self._tracker is not None:
                 self._tracker.finish()
         finally:
-            self._reach.detach()
-            keeps = failed and self.memory and self._session is not None
-            try:
-                left = self.ending.seconds_left(wait_seconds(most))
-                self._pipeline.close(left, failed=keeps, hurries=lambda: self.ending.hurries)
-            except WaitTimeoutError as err:
-                if not self.ending.stops:
-                    raise
-                logging.getLogger(LOGGER_NAME).error("%s", err)
-            except KeyboardInterrupt:
-                self._closing = False
-                raise
-            finally:
-                self.ending.leave()
-                if self._closing:
-                    self.tenure.over()
-        self._surface()
+            self.engine.close(timeout, failed=failed)
 
     def __enter__(self) -> Self:
         return self
@@ -433,45 +220,6 @@ class Checkpointer:
                 raise
             # The user must see the exception that stopped training, not this one.
             logging.getLogger(LOGGER_NAME).error("while handling %s: %s", kind.__name__, err)
-
-    def _open_writer(self, memory: bool, emit: Callable[[Event], None]) -> WriterClient:
-        config = writer_config(self.config, memory=memory, ranks=self._session is not None)
-        begin = partial(open_client, thread=not self._pipeline.process, emit=emit)
-
-        def start(config: WriterConfig) -> WriterClient:
-            return self._pipeline.lineage.checked(begin(config), self.root_url)
-
-        return self._session.open(lambda ranks: start(replace(config, ranks=ranks))) if self._session else start(config)
-
-    def _say_what_stays(self) -> None:
-        if (news := self._pipeline.lineage.news(self.root_url)) is not None:
-            self._emit(Notice("WARNING", news))
-
-    def _emit(self, event: Event) -> None:
-        if isinstance(event, TierDegraded) and event.fatal:
-            self._fatal.append(event)
-        elif isinstance(event, TierDegraded):
-            # At the end the line about what is missing says it.
-            known = event.tier in self._reach.away or (self._closing and self._reach.is_further(event.tier))
-            self._reach.away.discard(event.tier)
-            event = replace(event, known=known)
-        self.events.emit(event)
-
-    def _tell(self, found: restore.Loaded) -> None:
-        line = resumed_from_memory(found.lost_steps)
-        if isinstance(self.events, LogSink):  # nobody else reports of this resume
-            found.announce(logging.getLogger(LOGGER_NAME), line)
-        elif found.from_memory:
-            self._emit(Notice("INFO", line))
-
-    def _surface(self) -> None:
-        if self._fatal:
-            event = self._fatal.pop(0)
-            raise SnapshotFailedError(f"{event.tier} failed, and on_failure is fail: [{event.code}] {event.message}")
-        failure = self._pipeline.take_failure()
-        if failure is not None and self.config.on_error == "raise":
-            text = f"a snapshot failed in the background: {failure.message}"
-            raise SnapshotFailedError(text, hint=failure.hint) from failure
 
 
 _FABRIC_LOADER = "_dataloader"

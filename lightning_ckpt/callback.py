@@ -11,9 +11,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
-from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
+from ckpt_engine.engine import Engine
 from lightning_ckpt.compat import LightningInternals
 from lightning_ckpt.fit_resume import FitResume
 from lightning_ckpt.restart import AUTO, EarlierFit, allow_restart
@@ -118,9 +118,7 @@ class AdaptiveCheckpoint(Callback):
             internals = LightningInternals(trainer)
             internals.probe()
             self._idle = internals
-            internals.wrap_resume_start(
-                FitResume(internals, trainer, pl_module, Checkpointer(self.config), None).resolve
-            )
+            internals.wrap_resume_start(FitResume(internals, trainer, pl_module, Engine(self.config), None).resolve)
         elif _is_fast_dev_run(trainer):
             self._idle = LightningInternals(trainer)
             self._idle.probe()
@@ -130,14 +128,14 @@ class AdaptiveCheckpoint(Callback):
             self._run = FitRun(trainer, pl_module, self.config, self, live_file(self._source, self._options))
             self._run.resume.fresh.fitted = fitted
             self._run.connect()
-            allow_restart(trainer, self._run.checkpointer)
+            allow_restart(trainer, self._run.engine)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         run, self._run = self._run, None
         self._release()
         if run is not None:
-            self._fitted = EarlierFit(trainer, pl_module, run.checkpointer.attempt)
+            self._fitted = EarlierFit(trainer, pl_module, run.engine.attempt)
             run.close()
 
     @override

@@ -22,8 +22,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from ckpt_engine.audit.audit import Audit
-from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.data import rng
+from ckpt_engine.engine import Engine
 from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
 from ckpt_engine.loop import components
 from ckpt_engine.loop.capture import Elastic, elastic_of, merged, require_ranks, require_whole_gradients, unpack
@@ -61,7 +61,7 @@ class FitResume:
         internals: of the trainer.
         trainer: that resumes.
         module: the LightningModule.
-        checkpointer: opens the run's folder.
+        engine: opens the run's folder.
         loaders: of this fit; None outside of `fit`.
         rollbacks: decides whether the run goes back, where it may.
         audit: of the run; None outside of `fit`.
@@ -72,7 +72,7 @@ class FitResume:
         internals: LightningInternals,
         trainer: pl.Trainer,
         module: pl.LightningModule,
-        checkpointer: Checkpointer,
+        engine: Engine,
         loaders: FitLoaders | None,
         rollbacks: Rollbacks | None = None,
         audit: Audit | None = None,
@@ -80,7 +80,7 @@ class FitResume:
         self._internals = internals
         self._trainer = trainer
         self._module = module
-        self._checkpointer = checkpointer
+        self._engine = engine
         self._loaders = loaders
         self._rollbacks = rollbacks
         self._audit = audit
@@ -92,7 +92,7 @@ class FitResume:
         self._callbacks: Mapping[str, Any] = {}
         self._kept: Kept | None = None
         self._regrouped: list[tuple[torch.optim.Optimizer, run_state.Groups]] = []
-        self.fresh = Fresh(trainer, module, checkpointer)
+        self.fresh = Fresh(trainer, module, engine)
         self.report: ReportDraft | None = None
         self.pending = False
 
@@ -111,15 +111,15 @@ class FitResume:
         if path != AUTO:
             original(path, *args, **kwargs)
             return
-        root = self._checkpointer.root_url
+        root = self._engine.root_url
         if self._loaders is not None:
-            self._checkpointer.start(resumes=True)
-        candidate = self._checkpointer.choose(check=self._fits)
+            self._engine.start(resumes=True)
+        candidate = self._engine.choose(check=self._fits)
         hpc = self._newer_hpc(candidate.info if candidate else None)
         if hpc is not None:
             _log.info("ckpt_path='auto': %s is newer than the newest snapshot in %s", hpc, root)
             if candidate is not None:
-                self._checkpointer.go_on_after(candidate.info)
+                self._engine.go_on_after(candidate.info)
             original(hpc, *args, **kwargs)
         elif candidate is None and getattr(original, "resolves_auto", False):
             original(AUTO, *args, **kwargs)  # a second callback with a folder of its own
@@ -141,8 +141,8 @@ class FitResume:
         back = self._rollback
         live = sharded.live_of(self._trainer, self._module)
         step = None if back is None else back.step
-        state = self._checkpointer.load(step, live=live, check=self._fits, back=back is not None)
-        loaded = self._checkpointer.loaded
+        state = self._engine.load(step, live=live, check=self._fits, back=back is not None)
+        loaded = self._engine.loaded
         assert state is not None
         assert loaded is not None
         own = state.pop(OWN_KEY, None)
@@ -159,7 +159,7 @@ class FitResume:
         for key in ("state_dict", "current_model_state"):
             if key in state:
                 state[key] = own_extra_state(state[key])
-        self._internals.hand_over(state, f"{self._checkpointer.root_url}#{loaded.info.id}")
+        self._internals.hand_over(state, f"{self._engine.root_url}#{loaded.info.id}")
         if self._loaders is None:
             _log.info("loaded the weights of snapshot %s (step %d)", loaded.info.id, loaded.info.step)
             return
@@ -171,14 +171,14 @@ class FitResume:
             self._callbacks = own_copy(state.get("callbacks", {}))  # they may keep, and change, what they are given
         self._loaded_as = {} if sharded.is_flat(self._trainer) else restart.dtypes_of(self._module)
         ranks = (self._trainer.global_rank, self._trainer.world_size)
-        self._elastic = elastic_of(loaded, own, OWN_KEY, ranks, self._checkpointer.config.rng)
+        self._elastic = elastic_of(loaded, own, OWN_KEY, ranks, self._engine.config.rng)
         if self._elastic is not None:
             self._elastic = replace(self._elastic, teams=sharded.teams_of(loaded.manifest, self._trainer))
         if self._audit is not None and self._elastic is None:
             self._audit.expect(packed.get("audit", {}), own.get("hidden", {}))
         self._own = own = {**own, **packed}
         del own["packed"]
-        self.report = ReportDraft(self._checkpointer.root_url, loaded, not_restored=differing)
+        self.report = ReportDraft(self._engine.root_url, loaded, not_restored=differing)
         self.report.notes += [_where(own), *notes]
         if back is not None:
             self.report.notes.append(back.text())
@@ -218,7 +218,7 @@ class FitResume:
                 f"snapshot {loaded.info.id} was not taken in a Lightning run", hint="give this run its own folder"
             )
         optimizers = ", ".join(type(optimizer).__name__ for optimizer in self._trainer.optimizers)
-        self.report = ReportDraft(self._checkpointer.root_url, loaded)
+        self.report = ReportDraft(self._engine.root_url, loaded)
         self.report.notes.append(f"imported from {imported['from']}: from its step on the run is not an exact repeat")
         self.report.restored += [Restored("weights"), Restored("optimizers", optimizers), Restored("loop counters")]
         self.report.not_restored += [NotRestored(name, why) for name, why in _NOT_IN_A_FILE.items()]
@@ -227,7 +227,7 @@ class FitResume:
         """Raises where the weights of the snapshot are not those of this model."""
         module = self._module
         if self._loaders is not None:
-            require_ranks(manifest, self._trainer.world_size, self._checkpointer.config.rng)
+            require_ranks(manifest, self._trainer.world_size, self._engine.config.rng)
             sharded.require_layout(manifest, self._trainer)
         if is_overridden("on_load_checkpoint", module):
             return  # the user's hook may well convert the old weights
@@ -294,7 +294,7 @@ class FitResume:
     @property
     def after_failure(self) -> bool:
         """Whether the earlier run ended by itself neither at its end nor after a signal."""
-        loaded = self._checkpointer.loaded
+        loaded = self._engine.loaded
         return loaded is None or loaded.info.reason not in ("end", "signal")
 
     @property
@@ -335,7 +335,7 @@ class FitResume:
         self._kept = Kept(self._trainer, self._module, TRAIN_START, self._callbacks, self._regrouped)
         if self._rollback is None:
             info = self.report.loaded.info
-            run_state.write_again(self._trainer, self._checkpointer.root_url, info, self._internals.wrap)
+            run_state.write_again(self._trainer, self._engine.root_url, info, self._internals.wrap)
 
     def before_epoch(self) -> None:
         """Before Lightning starts the first epoch of the resumed run."""
@@ -413,8 +413,8 @@ class FitResume:
     def _put_back(self) -> None:
         own, module, internals, report = self._own, self._module, self._internals, self.report
         assert report is not None
-        order, engine = sharded.gradient_order(self._trainer), self._checkpointer
-        why, _ = order.restore(own.get("gradient_order", []), engine, report.loaded.info.step, last=True)
+        order = sharded.gradient_order(self._trainer)
+        why, _ = order.restore(own.get("gradient_order", []), self._engine, report.loaded.info.step, last=True)
         missing = not_restored(why) if why and self._elastic is None and self._trainer.global_rank == 0 else []
         missing += components.restore(module, own["metrics"]) if own["metrics"] else []
         missing += run_state.restore_results(internals, self._trainer, module, own["results"])
@@ -446,7 +446,7 @@ class FitResume:
         else:
             self.report.not_restored += self._loaders.problems()
             self.report.notes += self._loaders.notes()
-        url = self._checkpointer.root_url.removeprefix("file://")
+        url = self._engine.root_url.removeprefix("file://")
         folder = url if "://" not in url else self._trainer.log_dir or self._trainer.default_root_dir
         report, self.report = self.report.finish(), None
         publish(report, Path(folder), _log, rank_zero_info, self._trainer.global_rank)

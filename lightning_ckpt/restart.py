@@ -32,7 +32,7 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
-from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.engine import Engine
 from ckpt_engine.loop.components import into_own_memory, own_copy
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.state.sharding import here
@@ -64,7 +64,7 @@ class Fresh:
 
     Args:
         trainer, module: that is fitted.
-        checkpointer: opens the run's folder.
+        engine: opens the run's folder.
 
     `fitted` is what an earlier `fit` has left.
     """
@@ -72,10 +72,10 @@ class Fresh:
     fitted: EarlierFit | None = None
     _asked = False
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, checkpointer: Checkpointer) -> None:
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, engine: Engine) -> None:
         self._trainer = trainer
         self._module = module
-        self._engine = checkpointer
+        self._engine = engine
 
     def path(self, path: Any) -> Any:
         """What the argument `ckpt_path` comes to with the option `resume`; if that is not `auto`, the run is begun."""
@@ -109,18 +109,18 @@ class Fresh:
         engine.start_fresh(how)
 
 
-def allow_restart(trainer: pl.Trainer, checkpointer: Checkpointer) -> None:
+def allow_restart(trainer: pl.Trainer, engine: Engine) -> None:
     """Let LightningCLI overwrite the configuration file that the first start of this run has written.
 
     Its `SaveConfigCallback` refuses to, and would end every restart with the same log folder.
 
     Args:
-        checkpointer: where the nearest tier has snapshots it is a restart even if the command line does not say so.
+        engine: where the nearest tier has snapshots it is a restart even if the command line does not say so.
     """
     for callback in callbacks_of(trainer):
         if isinstance(callback, SaveConfigCallback):
             asked = getattr(callback.config, "ckpt_path", None) == AUTO
-            callback.overwrite = callback.overwrite or asked or bool(checkpointer.snapshots(nearest=True))
+            callback.overwrite = callback.overwrite or asked or bool(engine.snapshots(nearest=True))
 
 
 _LIGHTNING = ("lightning.", "lightning_ckpt.")

@@ -12,11 +12,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from ckpt_engine.audit.audit import Audit
-from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.config import Config
 from ckpt_engine.config.live import LiveFile
 from ckpt_engine.config.sections import Status
 from ckpt_engine.data.exactness import OnChange
+from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, DivergedError, LeaseHeldError, StorageError, UnstorableLeafError, WriterError
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.loop import components
@@ -80,10 +80,10 @@ class FitRun:
         self._internals.probe()
         sinks, clock = FanOutSink(LogSink()), SystemClock()
         ranks = ranks_of(trainer, module)
-        self.checkpointer = Checkpointer(config, ranks=ranks)
-        require_alike(self.checkpointer)
-        self.checkpointer.events = sinks
-        self.cadence = cadence_of(cadence_settings(config), clock, self.checkpointer)
+        self.engine = Engine(config, ranks=ranks)
+        require_alike(self.engine)
+        self.engine.events = sinks
+        self.cadence = cadence_of(cadence_settings(config), clock, self.engine)
         self.telemetry = Telemetry(self.cadence)
         sinks.add(self.cadence)
         sinks.add(self.telemetry)
@@ -92,11 +92,9 @@ class FitRun:
         self._loaders = FitLoaders(self._internals, trainer, OnChange(config.data))
         rollbacks: Rollbacks | None = None
         if config.rollback is not None:
-            rollbacks = Rollbacks(self.checkpointer, _log, replicas_of(trainer), self._internals.in_whole_steps)
+            rollbacks = Rollbacks(self.engine, _log, replicas_of(trainer), self._internals.in_whole_steps)
         self._audit = Audit(config.hidden, lambda: audited(trainer, module, (owner, self.guard)), _log, OF_LIGHTNING)
-        self.resume = FitResume(
-            self._internals, trainer, module, self.checkpointer, self._loaders, rollbacks, self._audit
-        )
+        self.resume = FitResume(self._internals, trainer, module, self.engine, self._loaders, rollbacks, self._audit)
         self._begun = False
         self._skip_batches = 0
         self._capture = FitCapture(self._internals, trainer, module, ranks)
@@ -105,9 +103,9 @@ class FitRun:
         self.guard = FenceGuard(self.fence, self)
         self._stop = StopWatch(trainer)
         preemption = self.watches.preemption
-        self._halt = Halt(preemption, self.checkpointer, SIGTERMException, _log, self.cadence)
+        self._halt = Halt(preemption, self.engine, SIGTERMException, _log, self.cadence)
         self._shared = self._halt.shared
-        diverging = Diverging(self.checkpointer, preemption, self._halt, rollbacks, _log)
+        diverging = Diverging(self.engine, preemption, self._halt, rollbacks, _log)
         self._endings = Endings(self.watches, self._halt, diverging, self._take_here)
         self._asked = False
         self._given: Any = None
@@ -176,8 +174,8 @@ class FitRun:
     def train_started(self) -> None:
         """Lightning has restored its part; loaders exist."""
         sharded.require_trained(self._trainer)
-        self.checkpointer.start()
-        self.checkpointer.tenure.release = self.disconnect
+        self.engine.start()
+        self.engine.tenure.release = self.disconnect
         self.resume.fresh.go_on_beside()
         self._flags_at_start = components.dump_flags(self._module)
         self._audit.begin("start")
@@ -187,7 +185,7 @@ class FitRun:
                 self.cadence.restore(learned, failed=self.resume.after_failure)
         self._announce()
         self.cadence.start(self.step)
-        self.watches.start(self.step, self._module, self.checkpointer.loaded if self.resume.pending else None)
+        self.watches.start(self.step, self._module, self.engine.loaded if self.resume.pending else None)
 
     def validation_started(self) -> None:
         """Time from here to `validation_ended` is not training."""
@@ -224,7 +222,7 @@ class FitRun:
         if self.resume.pending:
             self.resume.publish()
         try:
-            self.checkpointer.close()
+            self.engine.close()
         finally:
             self.disconnect()
         if (stop := self.watches.preemption.stop) is not None:
@@ -236,7 +234,7 @@ class FitRun:
         try:
             if isinstance(exception, SIGTERMException) and self._trainer.world_size == 1 and not self._halt.done:
                 self._take_on_signal()
-            self.checkpointer.close(self._halt.seconds_after(exception, EXCEPTION_WAIT_SECONDS), failed=True)
+            self.engine.close(self._halt.seconds_after(exception, EXCEPTION_WAIT_SECONDS), failed=True)
         except CkptError as err:
             # The user must see the exception that stopped training, not this one.
             _log.error("while handling %s: %s", type(exception).__name__, err)
@@ -249,7 +247,7 @@ class FitRun:
 
     def fence(self) -> None:
         """Wait until lazily copied tensors may change."""
-        seconds = self.checkpointer.before_update()
+        seconds = self.engine.before_update()
         self._failing.last.changes()
         if seconds:
             self.cadence.fence(seconds)
@@ -290,15 +288,15 @@ class FitRun:
             self.resume.at_first_fetch()
         if self._skip_batches:
             self._skip_batches -= self._internals.skip_batches(self._skip_batches)
-        self.checkpointer.poll()
+        self.engine.poll()
         if self._prepare_share is not None:
-            self.cadence.background(self.checkpointer.prepare_seconds)
+            self.cadence.background(self.engine.prepare_seconds)
         step = self.step
         self._asked |= self.watches.preemption.take_save() is not None
         self._endings.boundary(step, asked=self._asked)
         self._given = self._internals.combined_position
         self._config = self.watches.edits.apply(self._config)
-        self.checkpointer.begin_step(step + 1)
+        self.engine.begin_step(step + 1)
         reason = self.cadence.boundary(step) or ("manual" if self._asked and self._shared is None else None)
         vetoed = self._endings.vetoed(due=reason is not None)
         if reason is None:
@@ -306,19 +304,19 @@ class FitRun:
         else:
             position = self._position()
             obstacle = "loss spike" if vetoed else postponed(position)
-            if obstacle is None and not self.checkpointer.ready():
+            if obstacle is None and not self.engine.ready():
                 obstacle = "busy"
             if obstacle is None:
                 self._take(kind_of(position), reason, step)
                 return
             self.cadence.skipped(step, obstacle)
-        if self.checkpointer.memory and self.cadence.memory_due(step):
+        if self.engine.memory and self.cadence.memory_due(step):
             self._take_into_memory(step)
             self.cadence.memory_over(step)
 
     def _take_into_memory(self, step: int) -> None:
         position = self._position()
-        if postponed(position) is None and self.checkpointer.ready(durable=False):
+        if postponed(position) is None and self.engine.ready(durable=False):
             self._take(kind_of(position), MEMORY, step, durable=False)
 
     def _batch_failed(self, error: Exception) -> None:
@@ -387,7 +385,7 @@ class FitRun:
             return "that is the last step"
         if self.watches.vetoed(due=True):
             return f"step {before.step} is not saved: its loss is far above the usual ones"
-        if not self.checkpointer.ready() and not self.checkpointer.wait(EXCEPTION_WAIT_SECONDS):
+        if not self.engine.ready() and not self.engine.wait(EXCEPTION_WAIT_SECONDS):
             return f"step {before.step} is not saved: earlier snapshots are still being written"
         taken = self._take(before.kind, "exception", before.step, before=before)
         return "that is the last step" if taken is not None else f"step {before.step} is not saved"
@@ -395,9 +393,9 @@ class FitRun:
     def _take_at_end(self, kind: BoundaryKind) -> None:
         self._end_taken = True
         reason = self.cadence.ended(self.step) or "end"
-        if not self.checkpointer.ready() and not self.checkpointer.wait(self._halt.seconds_left(END_WAIT_SECONDS)):
+        if not self.engine.ready() and not self.engine.wait(self._halt.seconds_left(END_WAIT_SECONDS)):
             _log.error("the final state was not saved: earlier snapshots are still being written")
-            self.checkpointer.miss(self.step, "busy")
+            self.engine.miss(self.step, "busy")
             return
         self._take(kind, reason, self.step)
         self.fence()  # other callbacks may replace the weights right after this hook
@@ -406,7 +404,7 @@ class FitRun:
         # Lightning also raises in the middle of a validation, where averaged weights may stand in for the real ones.
         if not (self._active and self._trainer.training and self._internals.between_batches):
             return
-        if not self.checkpointer.ready() and not self.checkpointer.wait(0.0):
+        if not self.engine.ready() and not self.engine.wait(0.0):
             return
         kind = kind_of(self._position()) if self._internals.in_epoch else BoundaryKind.FINISHED
         self._take(kind, "signal", self.step)
@@ -416,7 +414,7 @@ class FitRun:
         """At a boundary, also in the middle of an accumulation: its gradients are part of the state."""
         if self._internals.accumulating and sharded.is_flat(self._trainer):
             _log.error("no snapshot of step %d: FSDP1 keeps the gradients of an accumulation to itself", self.step)
-            self.checkpointer.miss(self.step, "accumulating")
+            self.engine.miss(self.step, "accumulating")
             return None
         return self._take(kind_of(self._position()), reason, self.step)
 
@@ -426,12 +424,12 @@ class FitRun:
         if self._endings.vetoed(due=True):
             if durable:
                 _log.error("no snapshot of step %d: its loss is far above the usual ones", step)
-                self.checkpointer.miss(step, "loss spike")
+                self.engine.miss(step, "loss spike")
                 self.cadence.skipped(step, "loss spike")
             return None
         began = time.perf_counter()
         try:
-            handle = self.checkpointer.save(
+            handle = self.engine.save(
                 self._state(kind, before),
                 step=step,
                 epoch=self._trainer.current_epoch,
@@ -506,8 +504,8 @@ class FitRun:
         if self._optimizers_have_state or self._internals.batches_in_total == 1 or self.resume.pending:
             self._announced_optimizers = self._optimizers_have_state
             state = self._state(BoundaryKind.PLAIN)
-            self.checkpointer.prepare(state, lazy=self._lazy, share=self._prepare_share)
-            self.cadence.announce(self.checkpointer.snapshot_bytes)
+            self.engine.prepare(state, lazy=self._lazy, share=self._prepare_share)
+            self.cadence.announce(self.engine.snapshot_bytes)
 
     @property
     def _optimizers_have_state(self) -> bool:

@@ -65,7 +65,7 @@ class Life:
     def live(self, state: dict[str, Any], change: Callable[[], object], snapshots: int) -> None:
         """Save the state once, and again after each change."""
         with Checkpointer(self.folder, keep={"last": 2}) as checkpointer:
-            checkpointer.events = self
+            checkpointer.engine.events = self
             for step in range(snapshots):
                 began = perf_counter()
                 stall, handle = save_timed(checkpointer, state, step)

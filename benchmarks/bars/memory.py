@@ -96,7 +96,7 @@ def _arena(bench: Bench, size: Size) -> tuple[int, float]:
         wait_ready(checkpointer, lambda: None)
         checkpointer.save(state, step=1).wait()
         slots = checkpointer.config.slots
-        return slots, checkpointer.arena_bytes() / slots / state_bytes(state)
+        return slots, checkpointer.engine.arena_bytes() / slots / state_bytes(state)
 
 
 def _many(bench: Bench, size: Size) -> tuple[list[Held], int]:
@@ -107,7 +107,7 @@ def _many(bench: Bench, size: Size) -> tuple[list[Held], int]:
     held = []
     with bench.scratch("memory") as folder:
         with Checkpointer(folder) as checkpointer:
-            checkpointer.start()
+            checkpointer.engine.start()
             (writer,) = started_since(before)
             for step in range(size.snapshots):
                 state["step"] = step
@@ -121,7 +121,7 @@ def _many(bench: Bench, size: Size) -> tuple[list[Held], int]:
                         Held(
                             rss_bytes(trainer),
                             rss_bytes(writer),
-                            checkpointer.arena_bytes(),
+                            checkpointer.engine.arena_bytes(),
                             trainer.num_fds() + writer.num_fds(),
                             trainer.num_threads() + writer.num_threads(),
                         )

@@ -154,7 +154,7 @@ def _restart(folder: Path, size: Size, bench: Bench) -> Restart:
     copied = copy.run()
     fresh = Checkpointer(tiers=["memory", str(folder / "fresh")])
     with fresh:
-        fresh_seconds = timed(fresh.start)
+        fresh_seconds = timed(fresh.engine.start)
     command = [sys.executable, "-m", "benchmarks.bars.memory_tier", str(folder / "run"), str(size.restart_bytes)]
     status = subprocess.run(command, cwd=ROOT, timeout=CHILD_SECONDS, check=False).returncode
     if status != -signal.SIGKILL:
@@ -163,7 +163,7 @@ def _restart(folder: Path, size: Size, bench: Bench) -> Restart:
         load_seconds = timed(lambda: ckpt.load(into=live))
         if ckpt.loaded is None or not ckpt.loaded.from_memory:
             raise RuntimeError("the state did not come from memory")
-        start_seconds = timed(ckpt.start)
+        start_seconds = timed(ckpt.engine.start)
     return Restart(nbytes, load_seconds, start_seconds, fresh_seconds, copied)
 
 

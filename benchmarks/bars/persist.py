@@ -59,7 +59,7 @@ def run(bench: Bench) -> BarResult:
     with bench.scratch("persist") as folder, memoryview(shared.memory) as image:
         before = children()
         with Checkpointer(folder / "run") as checkpointer:
-            checkpointer.events = commits
+            checkpointer.engine.events = commits
             checkpointer.save(state, step=0).wait()
             meters = {"engine": CpuMeter(started_since(before)), "direct": CpuMeter(), "torch.save": CpuMeter()}
             counter = iter(range(1, 1_000_000))

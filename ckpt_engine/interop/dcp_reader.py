@@ -98,7 +98,7 @@ class CkptReader(StorageReader):
 
         Raises:
             StorageMissingError: there is no snapshot.
-            NoUsableSnapshotError, ResumeError: as `Checkpointer.choose`.
+            NoUsableSnapshotError, ResumeError: as `Engine.choose`.
         """
         where = [Repository(open_storage(tier.url, tier.for_storage())) for tier in self._config.tiers]
         found = choose(where, self._step)

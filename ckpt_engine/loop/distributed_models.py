@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError, MismatchError, StateError
-from ckpt_engine.loop.engine import Engine
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.ranks.boxes import Grid
 from ckpt_engine.state.sharding import FlatPart, grid_of_runs

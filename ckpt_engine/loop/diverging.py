@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ckpt_engine.copy.job import ErrorRecord
+from ckpt_engine.engine import Engine
 from ckpt_engine.errors import (
     CkptError,
     ConfigError,
@@ -22,7 +23,6 @@ from ckpt_engine.errors import (
     RollbackRequestedError,
     WaitTimeoutError,
 )
-from ckpt_engine.loop.engine import Engine
 from ckpt_engine.loop.rank_decisions import FLUSHED, HEARD_SECONDS, Patience, Verdicts, stop_of_json, stop_to_json
 from ckpt_engine.loop.stopping import Halt
 from ckpt_engine.preempt.divergence import (

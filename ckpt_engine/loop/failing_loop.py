@@ -24,12 +24,12 @@ import torch
 from ckpt_engine.audit.attributes import Frozen, of_framework
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
+from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.loop import components
 from ckpt_engine.loop.capture import LoopCapture
 from ckpt_engine.loop.components import Components, Counters, Surroundings, managed
-from ckpt_engine.loop.engine import Engine
 from ckpt_engine.loop.loops import Taker
 from ckpt_engine.loop.stopping import EXCEPTION_WAIT_SECONDS, Stopping
 from ckpt_engine.state.flatten import LazyPredicate

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, UnstorableLeafError, WriterError
 from ckpt_engine.frequency.cadence import Cadence
-from ckpt_engine.loop.engine import Engine
 from ckpt_engine.loop.feed import Feed
 from ckpt_engine.loop.shape import (
     Around,

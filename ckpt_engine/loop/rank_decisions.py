@@ -24,16 +24,16 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ckpt_engine.config import Config
+from ckpt_engine.engine import Engine
 from ckpt_engine.errors import RanksError, WaitTimeoutError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.frequency.triggers import MEMORY
-from ckpt_engine.loop.engine import Engine
 from ckpt_engine.observe.events import Clock, EventSink
 from ckpt_engine.preempt.divergence import Divergence, earliest
 from ckpt_engine.preempt.stop_requests import Stop, StopNotice
@@ -56,16 +56,6 @@ _REMEMBERED = 64
 
 Take = Callable[[str], SaveHandle | None]
 """Takes a snapshot with that reason; None: it could not be taken, and that was said."""
-
-
-class SharedEngine(Protocol):
-    """The part of `ckpt_engine.Checkpointer` that this uses."""
-
-    def ready(self, *, durable: bool = True) -> bool: ...
-
-    def miss(self, step: int, why: str, *, durable: bool = True) -> None: ...
-
-    def wait(self, timeout: float | None = None) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +106,7 @@ class Together:
         self,
         ranks: Ranks,
         due: Callable[[int], str | None],
-        engine: SharedEngine,
+        engine: Engine,
         memory_due: Callable[[int], bool] = lambda _: False,
     ) -> None:
         self._ranks = ranks

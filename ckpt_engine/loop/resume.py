@@ -19,6 +19,7 @@ from ckpt_engine.data import rng
 from ckpt_engine.data.changed_loader import require_between_epochs
 from ckpt_engine.data.exactness import Level, OnChange
 from ckpt_engine.data.rng import Teams
+from ckpt_engine.engine import Engine
 from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
 from ckpt_engine.loop import components
 from ckpt_engine.loop.capture import (
@@ -35,7 +36,6 @@ from ckpt_engine.loop.capture import (
 )
 from ckpt_engine.loop.components import OWN_KEY, Components, Surroundings, put_back_gradients, saved_shapes, with_tied
 from ckpt_engine.loop.distributed_models import GradientOrder, not_restored, wrappers_of
-from ckpt_engine.loop.engine import Engine
 from ckpt_engine.loop.feed import Feed
 from ckpt_engine.observe.log import Aloud, announce
 from ckpt_engine.observe.resume_report import (

@@ -19,9 +19,9 @@ from dataclasses import replace
 from ckpt_engine.config import Config
 from ckpt_engine.config.live import LiveFile, change
 from ckpt_engine.data.torch_private import is_dead_worker
+from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, DivergedError
 from ckpt_engine.frequency.cadence import Cadence
-from ckpt_engine.loop.engine import Engine
 from ckpt_engine.loop.rank_decisions import SharedCadence, Take, cadence_settings
 from ckpt_engine.observe.events import SystemClock
 from ckpt_engine.observe.log import FanOutSink

@@ -14,11 +14,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckpt_engine.audit.audit import Audit, roots_of_loader
 from ckpt_engine.audit.carried import calls_now, objects_used
+from ckpt_engine.engine import Engine
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.loop import components
 from ckpt_engine.loop.capture import LoopCapture
 from ckpt_engine.loop.components import Components, GradientWatch, Surroundings, device_of
-from ckpt_engine.loop.engine import Engine
 from ckpt_engine.loop.failing_loop import FailingLoop, ImpossibleError, Saver
 from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
 from ckpt_engine.loop.loops import LoopProgress, Loops, Taker
@@ -50,7 +50,7 @@ class Tracker(LoopProgress):
         fresh: nothing is resumed, and that was said.
 
     Raises:
-        LeaseHeldError, StorageError, WriterError: as `Checkpointer.start`.
+        LeaseHeldError, StorageError, WriterError: as `Engine.start`.
         NoUsableSnapshotError, MismatchError, ResumeError: as `LoopResume.load`.
     """
 
@@ -123,7 +123,7 @@ class Tracker(LoopProgress):
         For loops that do not ask a followed loader for each batch.
 
         Raises:
-            SnapshotFailedError: as `Checkpointer.poll`.
+            SnapshotFailedError: as `Engine.poll`.
             ClosedError: this is closed, or a newer one of this process has taken the run over.
             SystemExit, KeyboardInterrupt: the run was told to stop; what fits into the grace is durable.
         """

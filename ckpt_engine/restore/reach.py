@@ -57,7 +57,7 @@ class Reach:
         """Places that the last load has gone without, which it says."""
 
     def choose(self, step: int | None, check: Check | None) -> Candidate | None:
-        """See `Checkpointer.choose`."""
+        """See `Engine.choose`."""
         self._listed.clear()
         if self._session is not None:
             self.attach()
@@ -90,7 +90,7 @@ class Reach:
                 let_finish(folder, FINISH_SECONDS, self._emit)
 
     def go_on_after(self, info: SnapshotInfo) -> None:
-        """See `Checkpointer.go_on_after`."""
+        """See `Engine.go_on_after`."""
         self._agree(info, lambda: continued(info, (), ()))
 
     def _go_on(self, found: restore.Loaded, *, newest: bool, back: bool) -> None:

@@ -132,7 +132,7 @@ def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> Non
         AdaptiveCheckpoint(other.accelerator, resume_only(tmp_path))
     assert same(before, other.weights())
     with Checkpointer(str(tmp_path), writer="thread") as free:
-        free.start()
+        free.engine.start()
 
 
 def test_save_state_and_load_state_go_on_working(tmp_path: Path) -> None:

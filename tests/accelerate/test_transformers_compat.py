@@ -132,4 +132,4 @@ def test_the_folder_for_transformers_is_gone_once_training_begins(tmp_path: Path
     ckpt._release()
     assert not Path(folder).exists()
     with Checkpointer(str(tmp_path / "run"), writer="thread") as free:
-        free.start()
+        free.engine.start()

@@ -32,25 +32,25 @@ def ckpt(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A run that takes all that is thrown at it, and is well at the end of each test."""
     root = tmp_path_factory.mktemp(str(request.param)) / "run"
     with Checkpointer(root, writer=request.param, keep={"last": 1}) as made:
-        made.events = Heard()
+        made.engine.events = Heard()
         yield made
 
 
 @pytest.fixture(autouse=True)
 def well(ckpt: Checkpointer) -> Iterator[None]:
     """The writer lives, nothing has failed after a call, and a correct snapshot is durable."""
-    heard = ckpt.events = Heard()
+    heard = ckpt.engine.events = Heard()
     yield
-    before = ckpt._pipeline._writer
+    before = ckpt.engine._pipeline._writer
     ckpt.save({"w": torch.ones(2)}, step=7).wait(WAIT_SECONDS)
-    assert ckpt._pipeline._writer is (before or ckpt._pipeline._writer)
+    assert ckpt.engine._pipeline._writer is (before or ckpt.engine._pipeline._writer)
     assert [event for event in heard.events if isinstance(event, SnapshotFailed | WriterLost)] == []
 
 
 def saved(ckpt: Checkpointer, **arguments: Any) -> Manifest:
     """The manifest of a snapshot with these arguments, which is durable."""
     snapshot = ckpt.save(**{"state": {"w": torch.ones(2)}, "step": 1, **arguments}).wait(WAIT_SECONDS)
-    manifest = Repository(open_storage(ckpt.root_url)).read(snapshot)
+    manifest = Repository(open_storage(ckpt.engine.root_url)).read(snapshot)
     assert manifest.info.id == ckpt.snapshots()[-1].id
     return manifest
 
@@ -124,9 +124,9 @@ def test_flags_and_functions_are_asked_for_by_name(ckpt: Checkpointer) -> None:
     for name, value in ALL.items():
         if not callable(value) and value is not None:
             refused("lazy must be a function", lambda value=value: saved(ckpt, lazy=value))
-            refused("check must be a function", lambda value=value: ckpt.load(check=value))
-            refused("check must be a function", lambda value=value: ckpt.choose(check=value))
-            refused("live must be a function", lambda value=value: ckpt.load(live=value))
+            refused("check must be a function", lambda value=value: ckpt.engine.load(check=value))
+            refused("check must be a function", lambda value=value: ckpt.engine.choose(check=value))
+            refused("live must be a function", lambda value=value: ckpt.engine.load(live=value))
         if name not in ("True", "np.bool"):
             refused("durable must be True or False", lambda value=value: saved(ckpt, durable=value))
     refused("memory tier", lambda: saved(ckpt, durable=False), ConfigError)
@@ -138,13 +138,13 @@ def test_load_finds_a_step_of_any_make(ckpt: Checkpointer) -> None:
         expected = {"n": 1 if value is Level.ONE else 3}
         ckpt.save(expected, step=value).wait(WAIT_SECONDS)
         assert ckpt.load(step=value) == expected
-        assert ckpt.choose(step=value) is not None
+        assert ckpt.engine.choose(step=value) is not None
     for value in {**REAL, **TEXTS, **ABSURD}.values():
         if value is not None:
             refused("step must be a whole number", lambda value=value: ckpt.load(step=value))
-            refused("step must be a whole number", lambda value=value: ckpt.choose(step=value))
-            refused("step must be a whole number", lambda value=value: ckpt.begin_step(value))
-            refused("step must be a whole number", lambda value=value: ckpt.miss(value, "why"))
+            refused("step must be a whole number", lambda value=value: ckpt.engine.choose(step=value))
+            refused("step must be a whole number", lambda value=value: ckpt.engine.begin_step(value))
+            refused("step must be a whole number", lambda value=value: ckpt.engine.miss(value, "why"))
 
 
 def test_load_into_anything_says_what_does_not_fit(ckpt: Checkpointer) -> None:

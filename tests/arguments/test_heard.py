@@ -53,7 +53,7 @@ def test_a_failure_after_the_call_is_heard_once(
     """Wherever it happens, under both policies; the next good snapshot is durable."""
     heard = Heard()
     with Checkpointer(tmp_path, writer="thread", on_error=on_error) as ckpt:
-        ckpt.events = FanOutSink(ckpt.events, heard)
+        ckpt.engine.events = FanOutSink(ckpt.engine.events, heard)
         state = {"w": torch.ones(10)}
         ckpt.save(state, step=1, lazy=everything).wait(WAIT_SECONDS)
         with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
@@ -64,7 +64,7 @@ def test_a_failure_after_the_call_is_heard_once(
                     ckpt.before_update()
             with pytest.raises(SnapshotFailedError):
                 handle.wait(WAIT_SECONDS)
-            ckpt.poll()
+            ckpt.engine.poll()
         failed = [event for event in heard.events if isinstance(event, SnapshotFailed)]
         assert [event.step for event in failed] == [2]
         assert [record.getMessage().startswith("step 2: ") for record in caplog.records] == [True]
@@ -81,7 +81,7 @@ def test_what_fails_in_the_call_costs_no_slot(tmp_path: Path, monkeypatch: pytes
                 patch.setattr(ThreadWriter, "_send", broken)
                 with pytest.raises(RuntimeError):
                     ckpt.save({"other": [torch.ones(10)] * (count + 1)}, step=2)
-            assert ckpt.ready() and ckpt.wait(WAIT_SECONDS)
+            assert ckpt.engine.ready() and ckpt.wait(WAIT_SECONDS)
         ckpt.save({"w": torch.ones(10)}, step=3).wait(WAIT_SECONDS)
 
 

@@ -67,7 +67,7 @@ def test_nothing_fails_after_the_call_of_a_thousand(ckpt: Checkpointer, **drawn:
 
 def check(ckpt: Checkpointer, state: Any, step: Any, epoch: Any, metrics: Any, notes: Any, reason: Any) -> None:
     """Most draws are refused for one argument: the others then take its turn alone."""
-    heard = ckpt.events = Heard()
+    heard = ckpt.engine.events = Heard()
     for given_arguments in (
         {"step": step, "epoch": epoch, "metrics": metrics, "notes": notes, "reason": reason},
         {"step": 1, "metrics": metrics},

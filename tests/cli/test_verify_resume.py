@@ -22,6 +22,7 @@ from ckpt_engine.cli.compare import DifferenceKind, LeafDifference
 from ckpt_engine.cli.rehearsal.patches import Rehearsal
 from ckpt_engine.cli.rehearsal.runs import PythonCommand, Spec, Trace, event_line
 from ckpt_engine.cli.rehearsal.verdict import Area, Pair, area_of, explain, judge, judge_end
+from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CorruptError
 from ckpt_engine.observe.resume_report import NotRestored
 from lightning_ckpt import AdaptiveCheckpoint
@@ -70,11 +71,14 @@ def test_a_tracked_loop_with_a_memory_tier_is_exact(verify: Callable[..., Any]) 
 def test_what_is_rehearsed_is_called_as_the_engine_is(tmp_path: Path) -> None:
     """Adapters that ask for both kinds of snapshots get the engine's answer, not a `TypeError`."""
     module = ModuleType("module")
-    module.Checkpointer = Checkpointer  # type: ignore[attr-defined]
-    Rehearsal(Spec(str(tmp_path), str(tmp_path / "trace"), 3))._patch_checkpointer(module)
-    assert module.Checkpointer is not Checkpointer
-    with module.Checkpointer(tmp_path / "run", writer="thread") as ckpt:
-        assert [ckpt.ready(durable=durable) for durable in (True, False)] == [True, True]
+    module.Engine = Engine  # type: ignore[attr-defined]
+    Rehearsal(Spec(str(tmp_path), str(tmp_path / "trace"), 3))._patch_engine(module)
+    assert module.Engine is not Engine
+    engine = module.Engine(tmp_path / "run", writer="thread")
+    try:
+        assert [engine.ready(durable=durable) for durable in (True, False)] == [True, True]
+    finally:
+        engine.close()
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def train(near: Path, far: dict[str, Any], trouble: Any) -> dict[str, Any]:
     steps: list[dict[str, float]] = []
     skipped = 0
     with Checkpointer(tiers=[str(near), far], keep={"last": 3}, lazy="off", wait_at_end=0) as ckpt:
-        ckpt.start()
+        ckpt.engine.start()
         for step in range(1, _STEPS + 1):
             instants = [time.perf_counter()]
             time.sleep(_STEP_SECONDS)
@@ -60,14 +60,14 @@ def train(near: Path, far: dict[str, Any], trouble: Any) -> dict[str, Any]:
                 state = {"net": net.state_dict(), "optimizer": optimizer.state_dict()}
                 skipped += ckpt.save(state, step=step).skipped is not None
             instants.append(time.perf_counter())
-            ckpt.poll()
+            ckpt.engine.poll()
             instants.append(time.perf_counter())
             steps.append(dict(zip(PARTS, (b - a for a, b in pairwise(instants)), strict=True)))
             if step == at and trouble is not None:
                 threading.Thread(target=trouble).start()
         ckpt.wait(60.0)
         ckpt.save(state, step=_STEPS + 1).wait(60.0)
-        newest = ckpt.snapshots(nearest=True)[-1].step
+        newest = ckpt.engine.snapshots(nearest=True)[-1].step
     median = statistics.median(sum(one.values()) for one in steps)
     slowest = max(steps[_EVERY:], key=lambda one: sum(one.values()))
     ratio = sum(slowest.values()) / median

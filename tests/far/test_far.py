@@ -208,7 +208,7 @@ def test_what_vanishes_after_the_choice_is_passed_over_and_the_next_load_looks_a
             assert ckpt.save({"x": torch.tensor([step])}, step=step).wait(WAIT_SECONDS)
     shutil.rmtree(near)
     with Checkpointer(options) as ckpt:
-        chosen = ckpt.choose()
+        chosen = ckpt.engine.choose()
         assert chosen is not None and chosen.info.step == 2
         manifest = far / names.manifest_name(chosen.info.id)
         text = manifest.read_bytes()

@@ -172,7 +172,7 @@ def _train(order: Order, pipe: Connection, told: Told) -> None:
     install(order.control)
     model = Model(order.state_bytes)
     ckpt = Checkpointer(tiers=list(order.tiers), keep=order.keep, on_error="warn")
-    ckpt.events = told
+    ckpt.engine.events = told
     state = ckpt.load()
     if state is None:
         told.say("fresh")
@@ -183,7 +183,7 @@ def _train(order: Order, pipe: Connection, told: Told) -> None:
             "loaded", step=info.step, seq=info.seq, snapshot=info.id, bits=fingerprint(state), place=ckpt.loaded.place
         )
         model.restore(state)
-    ckpt.start()
+    ckpt.engine.start()
     told.say("started")
     _loop(model, ckpt, pipe, told)
     ckpt.close(CLOSE_SECONDS)
@@ -194,7 +194,7 @@ def _loop(model: Model, ckpt: Checkpointer, pipe: Connection, told: Told) -> Non
     meter = Meter(told)
     handles: list[SaveHandle] = []
     while not (pipe.poll() and pipe.recv() == "stop"):
-        due = model.step % SAVE_EVERY_STEPS == 0 and ckpt.ready()
+        due = model.step % SAVE_EVERY_STEPS == 0 and ckpt.engine.ready()
         if due:
             told.say("saving", step=model.step, bits=fingerprint(model.state()))
         with meter:
@@ -204,7 +204,7 @@ def _loop(model: Model, ckpt: Checkpointer, pipe: Connection, told: Told) -> Non
             meter.call(ckpt.before_update)
             model.update()
             time.sleep(DEVICE_SECONDS)
-            meter.call(ckpt.poll)
+            meter.call(ckpt.engine.poll)
         for handle in [one for one in handles if one.done()]:
             handles.remove(handle)
             if handle.snapshot is not None:

@@ -29,7 +29,7 @@ def ckpt(tmp_path: Path) -> Iterator[Checkpointer]:
 
 def side_stream(ckpt: Checkpointer) -> torch.cuda.Stream:
     """Where the copies are queued, once there was a snapshot."""
-    found = ckpt._pipeline._copier.devices._lanes[torch.device("cuda", 0)].stream
+    found = ckpt.engine._pipeline._copier.devices._lanes[torch.device("cuda", 0)].stream
     assert isinstance(found, torch.cuda.Stream)
     return found
 
@@ -192,9 +192,9 @@ def test_memory_that_cannot_be_page_locked(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(Cuda, "register", lambda self, device, address, nbytes: "refused")
     told: list[str] = []
     with Checkpointer(tmp_path) as ckpt:
-        emit = ckpt.events.emit
+        emit = ckpt.engine.events.emit
         sink = lambda event: told.append(event.message) if isinstance(event, Notice) else emit(event)  # noqa: E731
-        ckpt.events = type("Sink", (), {"emit": staticmethod(sink)})()
+        ckpt.engine.events = type("Sink", (), {"emit": staticmethod(sink)})()
         for step in (1, 2):
             state = new_state()
             expected = instant(state)
@@ -217,7 +217,7 @@ def test_the_arena_is_page_locked_and_the_device_memory_bounded(ckpt: Checkpoint
     ckpt.before_update()
     ckpt.wait(SECONDS)
     assert 0 < taken <= BUFFER_BYTES + 1024
-    assert any(slot._bytes.is_pinned() for slot in ckpt._pipeline._slots.known())
+    assert any(slot._bytes.is_pinned() for slot in ckpt.engine._pipeline._slots.known())
 
 
 def test_restoring_into_device_tensors(ckpt: Checkpointer) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt_engine import Checkpointer
+from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, OvertakenError
 from ckpt_engine.observe.events import Event, SnapshotCommitted, SnapshotReplicated
 
@@ -45,14 +46,14 @@ class Link:
         self.say("ready")
         return self._connection.recv()
 
-    def began(self, engine: Checkpointer) -> None:
+    def began(self, engine: Engine) -> None:
         """Of a trainer: it has the lease, and has loaded what it goes on from, if anything."""
         if not self._loaded:
             self._loaded = True
             engine.events.add(self)  # type: ignore[attr-defined]
             self.say("began", engine.attempt, None if engine.loaded is None else engine.loaded.info.id)
 
-    def step(self, engine: Checkpointer) -> bool:
+    def step(self, engine: Engine) -> bool:
         """Between two steps: everything is durable; whether to train on."""
         self.began(engine)
         assert engine.wait(WAIT_SECONDS)
@@ -63,7 +64,7 @@ class Link:
 def plain(link: Link, options: Options, *, resume: bool) -> None:
     """A loop that loads, or not, before it has the lease."""
     ckpt, step = Checkpointer(**{name: value for name, value in options.items() if name != "every_n_steps"}), 0
-    ckpt.events = link
+    ckpt.engine.events = link
     while (request := link.asked()) != "end":
         try:
             if request == "load":
@@ -77,7 +78,7 @@ def plain(link: Link, options: Options, *, resume: bool) -> None:
                 assert ckpt.wait(WAIT_SECONDS)
                 handle = ckpt.save({"w": torch.full((8,), float(step)), "step": step}, step=step)
             handle.wait(WAIT_SECONDS)
-            link.say("began", ckpt.attempt, None if ckpt.loaded is None else ckpt.loaded.info.id)
+            link.say("began", ckpt.engine.attempt, None if ckpt.loaded is None else ckpt.loaded.info.id)
         except OvertakenError:
             link.say("overtaken")
     ckpt.close()
@@ -88,7 +89,7 @@ def _parts() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     return model, torch.optim.SGD(model.parameters(), lr=0.01), DataLoader(TensorDataset(torch.ones(5, 2)))
 
 
-def _loop(link: Link, engine: Checkpointer, epochs: range, model: Any, optimizer: Any, batches: Any) -> None:
+def _loop(link: Link, engine: Engine, epochs: range, model: Any, optimizer: Any, batches: Any) -> None:
     for _ in epochs:
         for (x,) in batches:
             if not link.step(engine):
@@ -103,7 +104,7 @@ def tracked(link: Link, options: Options, *, resume: bool) -> None:
     with Checkpointer(**options, resume="auto" if resume else "off") as ckpt:
         model, optimizer, batches = _parts()
         tracker = ckpt.track(model=model, optimizer=optimizer, loader=batches)
-        _loop(link, ckpt, range(tracker.epoch, ENDLESS), model, optimizer, batches)
+        _loop(link, ckpt.engine, range(tracker.epoch, ENDLESS), model, optimizer, batches)
 
 
 def accelerated(link: Link, options: Options, *, resume: bool) -> None:
@@ -139,7 +140,7 @@ def lightning(link: Link, options: Options, *, resume: bool) -> None:
     class Gate(pl.Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             assert adaptive._run is not None
-            trainer.should_stop = not link.step(adaptive._run.checkpointer)
+            trainer.should_stop = not link.step(adaptive._run.engine)
 
     adaptive = AdaptiveCheckpoint(dict(options))
     trainer = pl.Trainer(

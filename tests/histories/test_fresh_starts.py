@@ -122,12 +122,12 @@ def test_what_a_lost_writer_has_made_is_no_history(tmp_path: Path, caplog: pytes
     """The next one finds the snapshots of this very process there."""
     with Checkpointer(tmp_path, keep={"last": 1}) as ckpt, caplog.at_level(logging.WARNING):
         ckpt.save({"of": "this run"}, step=1).wait(60)
-        handover = ckpt._pipeline._writer
+        handover = ckpt.engine._pipeline._writer
         assert handover is not None
         os.kill(handover.client.pid, signal.SIGKILL)  # type: ignore[attr-defined]
         while handover.client.alive:
             handover.client.wait(60)
-        ckpt.poll()
+        ckpt.engine.poll()
         for step in (2, 3):
             ckpt.save({"of": "this run"}, step=step).wait(60)
     assert "was killed by SIGKILL" in caplog.text

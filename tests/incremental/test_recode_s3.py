@@ -27,7 +27,7 @@ def copies(tiers: list[Any], training: Training, steps: int) -> list[SnapshotRep
     """Train, save and wait for each copy."""
     heard, found = Heard(), []
     with Checkpointer(tiers=tiers, keep={"last": 2}) as ckpt:
-        ckpt.events = heard
+        ckpt.engine.events = heard
         ckpt.load()
         for _ in range(steps):
             training.step()

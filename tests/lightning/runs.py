@@ -298,8 +298,8 @@ class EverySnapshotIsDurable(Callback):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         run = self.ckpt._run
         assert run is not None
-        run.checkpointer.before_update()
-        assert run.checkpointer.wait(30)
+        run.engine.before_update()
+        assert run.engine.wait(30)
 
 
 def every_batch(root: Path, **options: Any) -> list[Callback]:

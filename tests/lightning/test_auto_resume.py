@@ -235,7 +235,7 @@ def test_a_fit_that_lost_its_run_goes_on_without_snapshots(tmp_path: Path, caplo
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if trainer.global_step == 2:
                 others.append(checkpointer.Checkpointer(str(tmp_path), writer="thread"))
-                others[0].start()
+                others[0].engine.start()
 
     outcome = fit(Case(trainer={"max_epochs": 1}), [every_batch(tmp_path)[0], Second()])
     others[0].close()

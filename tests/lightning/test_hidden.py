@@ -119,7 +119,7 @@ class Durable(Callback):
 
     def on_train_batch_start(self, *_: Any) -> None:
         assert self.ckpt._run is not None
-        self.ckpt._run.checkpointer.wait(60)
+        self.ckpt._run.engine.wait(60)
 
 
 def fit(folder: Path, seed: int, crash_at: int | None, **options: Any) -> list[str]:

@@ -28,8 +28,8 @@ class Edit(Callback):
         assert run is not None
         file = run.watches.edits._live
         assert file is not None
-        run.checkpointer.before_update()
-        assert run.checkpointer.wait(30)
+        run.engine.before_update()
+        assert run.engine.wait(30)
         if (text := self.texts.get(trainer.global_step)) is None:
             return
         replace_text(self.path, text)

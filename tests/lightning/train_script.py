@@ -42,11 +42,11 @@ class Patience(Callback):
 
     def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
         run = self._ckpt._run
-        if self._waited == os.getpid() or run is None or not run.checkpointer.arena_bytes():
+        if self._waited == os.getpid() or run is None or not run.engine.arena_bytes():
             return
         self._waited = os.getpid()
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not (run.checkpointer.ready() and run.checkpointer._pipeline._slots._warm_up is None):
+        while not (run.engine.ready() and run.engine._pipeline._slots._warm_up is None):
             if time.monotonic() > deadline:
                 raise TimeoutError("the arena does not become ready")
             time.sleep(0.001)

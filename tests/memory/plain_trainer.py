@@ -104,13 +104,13 @@ def run(job: dict[str, Any]) -> None:
     # Nothing is trained before somebody is there to keep it, and has room for it.
     ckpt.wait()
     deadline = time.monotonic() + READY_SECONDS
-    while not (ckpt.ready() and ckpt._pipeline._slots._warm_up is None):
+    while not (ckpt.engine.ready() and ckpt.engine._pipeline._slots._warm_up is None):
         assert time.monotonic() < deadline, "the arena does not become ready"
         time.sleep(0.001)
     handles: list[SaveHandle | None] = []
     slow_from = training.steps + job.get("slow_after", job["steps"])
     while training.steps < job["steps"]:
-        ckpt.begin_step(training.steps + 1)
+        ckpt.engine.begin_step(training.steps + 1)
         trace.tell("begin", training.steps + 1)
         loss = training.forward_backward()
         time.sleep(job["pace"] if training.steps < slow_from else SLOW_SECONDS)
@@ -132,8 +132,8 @@ def take(
 ) -> SaveHandle | None:
     """A snapshot in memory after every step, a durable one after every seventh."""
     step = training.steps
-    durable = step % job["durable_every"] == 0 and ckpt.ready()
-    if not durable and not (job["memory"] and ckpt.ready(durable=False)):
+    durable = step % job["durable_every"] == 0 and ckpt.engine.ready()
+    if not durable and not (job["memory"] and ckpt.engine.ready(durable=False)):
         trace.tell("skipped", step)
         return None
     reason = "manual" if durable else "memory"

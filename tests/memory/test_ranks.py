@@ -63,7 +63,7 @@ def resumed(root: Path, size: int) -> tuple[int, str]:
     states = on_all(lambda rank: made[rank].load(), size)
     steps = {check(state, rank) for rank, state in enumerate(states)}
     loaded = [one.loaded for one in made]
-    on_all(lambda rank: made[rank].start(), size)
+    on_all(lambda rank: made[rank].engine.start(), size)
     on_all(lambda rank: made[rank].close(), size)
     (step,) = steps
     (place,) = {one.place for one in loaded if one is not None}
@@ -182,7 +182,7 @@ def test_one_process_waits_for_what_the_writers_of_ranks_make_durable(tmp_path: 
 def failing(root: Path, *, with_newest: list[int]) -> tuple[list[Checkpointer], list[psutil.Process]]:
     """Two ranks in this process with the steps 1 and 2 in memory, and step 3 for good where said; and their writers."""
     made = opened(root, 2)
-    on_all(lambda rank: made[rank].start(), 2)
+    on_all(lambda rank: made[rank].engine.start(), 2)
     for step in (1, 2, 3):
         ranks = with_newest if step == 3 else [0, 1]
         handles = [made[rank].save(state_of(step, rank), step=step, durable=step == 3) for rank in ranks]

@@ -104,7 +104,7 @@ def main(job: dict[str, Any]) -> None:
     trace.line("resumed", step, said(weights))
     for _ in range(job["steps"]):
         # Whether all are ready is known by the all-reduce that the step has anyway.
-        total = torch.cat([gradient(stream).flatten(), torch.tensor([float(ckpt.ready())])])
+        total = torch.cat([gradient(stream).flatten(), torch.tensor([float(ckpt.engine.ready())])])
         dist.all_reduce(total)
         weights += total[:-1].reshape(SHAPE)
         step += 1

@@ -49,7 +49,7 @@ def main(job: dict[str, Any]) -> None:
             time.sleep(job["pace"])
             if rank == 0:
                 durable = step % job["durable_every"] == 0
-                taken = ckpt.ready(durable=durable)
+                taken = ckpt.engine.ready(durable=durable)
                 store.set(f"take{job['life']}/{step}", ("durable" if durable else "memory") if taken else "no")
             store.wait([f"take{job['life']}/{step}"], PATIENCE)
             what = store.get(f"take{job['life']}/{step}").decode()

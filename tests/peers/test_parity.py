@@ -399,7 +399,7 @@ def test_parity_needs_groups_of_machines(tmp_path: Any) -> None:
 
     def start(rank: int) -> None:
         with pytest.raises(ConfigError, match="in groups of 3; there are 2, with 1, 1 ranks"):
-            made[rank].start()
+            made[rank].engine.start()
 
     on_all(start, 2)
     for one in made:

@@ -242,7 +242,7 @@ def test_replication_needs_several_machines(tmp_path: Any) -> None:
 
     def start(rank: int) -> None:
         with pytest.raises(ConfigError, match="ranks on several machines in equal numbers"):
-            made[rank].start()
+            made[rank].engine.start()
 
     on_all(start, 2)
     for one in made:

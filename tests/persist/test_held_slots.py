@@ -59,7 +59,7 @@ def start(root: Path, slots: int) -> tuple[Checkpointer, Sink]:
     tiers: Sequence[dict[str, str]] = [{"url": str(root / "near")}, {"url": str(root / "far")}]
     ckpt = Checkpointer({"tiers": tiers, "writer": "thread", "slots": slots, "keep": {"last": 9}})
     sink = Sink()
-    ckpt.events = sink
+    ckpt.engine.events = sink
     return ckpt, sink
 
 
@@ -76,18 +76,18 @@ def test_a_slot_is_not_filled_again_while_a_call_may_read_it(tmp_path: Path, fro
     ckpt.save(state(2), step=2).wait(WAIT_SECONDS)
     third = ckpt.save(state(3), step=3)
     if slots == 1:
-        assert not ckpt.ready()
+        assert not ckpt.engine.ready()
         assert third.skipped is not None
         assert SnapshotSkipped(3, "busy") in sink.events
     else:
         third.wait(WAIT_SECONDS)
     frozen.thawed.set()
     for _ in range(int(WAIT_SECONDS * 20)):
-        ckpt.poll()
-        if not ckpt._pipeline._held:
+        ckpt.engine.poll()
+        if not ckpt.engine._pipeline._held:
             break
         threading.Event().wait(0.05)
-    assert not ckpt._pipeline._held
+    assert not ckpt.engine._pipeline._held
     until_it_is_back(f"file://{tmp_path / 'near'}")
     ckpt.save(state(4), step=4).wait(WAIT_SECONDS)
     ckpt.close(WAIT_SECONDS)
@@ -106,11 +106,11 @@ def test_a_held_slot_is_given_up_with_its_writer(tmp_path: Path, frozen: Frozen)
     ckpt.save(state(1), step=1).wait(WAIT_SECONDS)
     frozen.thawed.clear()
     ckpt.save(state(2), step=2).wait(WAIT_SECONDS)
-    assert not ckpt.ready()
-    assert ckpt._pipeline._writer is not None
-    client = ckpt._pipeline._writer.client
-    ckpt._pipeline._lose_writer()
-    assert ckpt.ready()
+    assert not ckpt.engine.ready()
+    assert ckpt.engine._pipeline._writer is not None
+    client = ckpt.engine._pipeline._writer.client
+    ckpt.engine._pipeline._lose_writer()
+    assert ckpt.engine.ready()
     frozen.thawed.set()
     assert client.close(WAIT_SECONDS)
     ckpt.close(WAIT_SECONDS)

@@ -217,12 +217,12 @@ def test_writers_of_living_trainers_meet_twice(tmp_path: Path) -> None:
     root, store = tmp_path / "run", SharedStore()
     tiers = ["memory", str(root)]
     engines = [Checkpointer(tiers=tiers, ranks=ThreadRanks(rank, 2, store), linger=1) for rank in range(2)]
-    on_all(lambda rank: engines[rank].start(), 2)
-    ledger, watch = open_watch(engines[0].config, SystemClock(), engines[0].ranks)
-    engines[0].events = FanOutSink(ledger)
-    engines[0].events.add(watch)
+    on_all(lambda rank: engines[rank].engine.start(), 2)
+    ledger, watch = open_watch(engines[0].config, SystemClock(), engines[0].engine.ranks)
+    engines[0].engine.events = FanOutSink(ledger)
+    engines[0].engine.events.add(watch)
     over = Over()
-    engines[0].events.add(over)
+    engines[0].engine.events.add(over)
 
     def hold(rank: int, step: int) -> None:
         engines[rank].save(state_of(step, rank), step=step, durable=False).wait(WAIT_SECONDS)
@@ -232,7 +232,7 @@ def test_writers_of_living_trainers_meet_twice(tmp_path: Path) -> None:
         until(lambda: flushes(root, 1) == step)
         until(lambda: list((root / names.PARTS).glob(f"*-s{step:010}-*-r00001.json")))
         assert watch.flush() == step
-        until(lambda: engines[0].poll() or over.steps)
+        until(lambda: engines[0].engine.poll() or over.steps)
         over.steps.clear()
         assert not watch.flushing
 

@@ -58,7 +58,7 @@ class Nodes:
             for rank, node in enumerate(of)
         ]
         for rank, sink in zip(self.ranks, self.sinks, strict=True):
-            rank.events = sink
+            rank.engine.events = sink
 
     def root(self, node: int) -> Path:
         return self.folder / f"n{node}"

@@ -79,7 +79,7 @@ def test_no_node_removes_the_newest_that_all_have(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, (0, 1), keep={"last": 1})
     nodes.save(1)
     for step in (2, 3, 4):  # rank 1 skips: its node has none of them
-        nodes.ranks[1].miss(step, "busy")
+        nodes.ranks[1].engine.miss(step, "busy")
         nodes.ranks[0].save(state_of(step, 0), step=step).wait(60)
     settle(nodes)
     assert nodes.steps(0) == [1, 2, 3, 4]
@@ -97,7 +97,7 @@ def test_no_node_removes_the_newest_that_all_have(tmp_path: Path) -> None:
 def settle(nodes: Nodes) -> None:
     """Retention after what was saved is over."""
     for rank in nodes.ranks:
-        writer = rank._pipeline._writer
+        writer = rank.engine._pipeline._writer
         assert writer is not None
         assert writer.client.drain(60)
 
@@ -110,7 +110,7 @@ def test_room_for_the_next_is_not_made_of_the_newest_that_all_have(tmp_path: Pat
     settle(nodes)
     handle = None
     for step in range(3, 12):
-        nodes.ranks[1].miss(step, "busy")
+        nodes.ranks[1].engine.miss(step, "busy")
         handle = nodes.ranks[0].save(state_of(step, 0), step=step)
         try:
             handle.wait(60)
@@ -148,7 +148,7 @@ def test_what_a_dead_leader_left_complete_is_committed_at_the_next_start(tmp_pat
         name = names.part_name(snapshot, rank)
         (nodes.root(1) / name).write_bytes(kept[name])
     again = Nodes(tmp_path, (0, 0, 1, 1))
-    on_all(lambda rank: again.ranks[rank].start(), 4)
+    on_all(lambda rank: again.ranks[rank].engine.start(), 4)
     again.close()
     assert again.steps(1) == ([1] if len(left) == 2 else [])
     only_needed(again, 1)

@@ -73,7 +73,7 @@ def test_a_node_that_does_not_answer_makes_the_copy_absent_and_the_next_one_is_f
     deadline = time.monotonic() + 30
     while not any(isinstance(event, TierDegraded) for event in nodes.sinks[0].events):
         assert time.monotonic() < deadline
-        nodes.ranks[0].poll()
+        nodes.ranks[0].engine.poll()
     (told,) = [event for event in nodes.sinks[0].events if isinstance(event, TierDegraded)]
     assert "from the nodes of ranks 2, 3 in time" in told.message
     assert far(tmp_path).ids() == ()
@@ -188,7 +188,7 @@ def test_a_part_whose_data_is_gone_is_asked_for_again(tmp_path: Path) -> None:
     once: list[int] = []
     commit.Gather._ask = late  # type: ignore[method-assign]
     try:
-        on_all(lambda rank: again.ranks[rank].start(), 4)
+        on_all(lambda rank: again.ranks[rank].engine.start(), 4)
         wait_for(tmp_path, 1)
     finally:
         commit.Gather._ask = ask  # type: ignore[method-assign]
@@ -203,7 +203,7 @@ def test_a_codec_of_a_further_tier_is_refused(tmp_path: Path) -> None:
 
     def start(rank: int) -> None:
         with pytest.raises(WriterError, match="no codec is possible there"):
-            nodes.ranks[rank].start()
+            nodes.ranks[rank].engine.start()
 
     on_all(start, 2)
     nodes.close()
@@ -214,7 +214,7 @@ def test_who_starts_alone_where_a_node_was_copies_nothing_of_its_part(tmp_path: 
     nodes, _ = lay_out(tmp_path)
     sink = Sink()
     with Checkpointer(tiers=[str(nodes.root(0)), str(tmp_path / "far")], writer="thread") as alone:
-        alone.events = sink
+        alone.engine.events = sink
         alone.save({"w": 1}, step=9).wait(60)
     notices = [event.message for event in sink.events if isinstance(event, Notice)]
     assert not [text for text in notices if str(tmp_path / "far") in text]
@@ -254,10 +254,10 @@ def test_a_node_that_never_had_it_says_so(tmp_path: Path, monkeypatch: pytest.Mo
     (nodes.root(1) / names.manifest_name(snapshot)).unlink()
     asked = asked_for(monkeypatch)
     again = Nodes(tmp_path, NODES, tiers=[str(tmp_path / "far")])
-    on_all(lambda rank: again.ranks[rank].start(), 4)
+    on_all(lambda rank: again.ranks[rank].engine.start(), 4)
 
     def told() -> list[str]:
-        again.ranks[0].poll()
+        again.ranks[0].engine.poll()
         events = again.sinks[0].events
         late = [event.message for event in events if isinstance(event, TierDegraded)]
         return late + [event.message for event in events if isinstance(event, Notice) and "copied" in event.message]

@@ -49,8 +49,8 @@ def test_a_run_that_has_started_restores_as_well(tmp_path: Path) -> None:
     """`start` before `choose` and `load`, as trainers do."""
     saved(tmp_path)
     again = open_nodes(tmp_path, NODES, 2)
-    on_all(lambda rank: again[rank].start(), 4)
-    chosen = on_all(lambda rank: again[rank].choose(), 4)
+    on_all(lambda rank: again[rank].engine.start(), 4)
+    chosen = on_all(lambda rank: again[rank].engine.choose(), 4)
     assert {one.info.step for one in chosen if one is not None} == {2}
     assert {one.manifest.info.partial for one in chosen if one is not None} == {None}
     check_all(again, 2)
@@ -122,7 +122,7 @@ def test_a_lost_node_without_another_tier_is_told(tmp_path: Path, lost: str) -> 
 
 def refused(ranks: list[Checkpointer], why: str) -> None:
     """All ranks start, and none of them loads anything."""
-    on_all(lambda rank: ranks[rank].start(), len(ranks))
+    on_all(lambda rank: ranks[rank].engine.start(), len(ranks))
 
     def load(rank: int) -> None:
         with pytest.raises(NoUsableSnapshotError, match=why):
@@ -215,8 +215,8 @@ def test_a_first_snapshot_that_was_never_finished_is_no_snapshot(tmp_path: Path,
         path.unlink()
     again = open_nodes(tmp_path, NODES, 2)
     if starts:
-        on_all(lambda rank: again[rank].start(), 4)
-    assert on_all(lambda rank: again[rank].choose(), 4) == [None] * 4
+        on_all(lambda rank: again[rank].engine.start(), 4)
+    assert on_all(lambda rank: again[rank].engine.choose(), 4) == [None] * 4
     assert load_all(again) == [None] * 4
     save_all(again, 1)
     close_all(again)
@@ -233,7 +233,7 @@ def test_a_replaced_node_takes_its_shares_from_a_further_tier(tmp_path: Path, lo
     shutil.rmtree(tmp_path / lost)
     again = open_nodes(tmp_path, NODES, 2, further=further)
     if lost == "n0":
-        on_all(lambda rank: again[rank].start(), 4)
+        on_all(lambda rank: again[rank].engine.start(), 4)
     check_all(again, 2)
     for ckpt in again:
         assert ckpt.loaded is not None
@@ -322,7 +322,7 @@ def test_a_memory_tier_needs_one_folder(tmp_path: Path) -> None:
         with pytest.raises(
             ConfigError, match="needs one nearest folder for all ranks, and they have 2: rank 2 does not see"
         ):
-            ranks[rank].start()
+            ranks[rank].engine.start()
 
     on_all(start, 4)
     close_all(ranks)

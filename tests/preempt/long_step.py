@@ -47,7 +47,7 @@ def plain(root: str, told: Told) -> None:
     with Checkpointer(options(root)) as ckpt:
         run = ckpt.track(model=net, optimizer=optimizer, loader=data)
         for (x,) in data:
-            _wait_for_room(ckpt)
+            _wait_for_room(ckpt.engine)
             net(x).square().mean().backward()
             told(run.global_step + 1)
             optimizer.step()
@@ -85,7 +85,7 @@ def lightning(root: str, told: Told) -> None:
 
         def training_step(self, batch: Any, _: int) -> Any:
             if ckpt._run is not None:
-                _wait_for_room(ckpt._run.checkpointer)
+                _wait_for_room(ckpt._run.engine)
             told(self.trainer.global_step + 1)
             return self.net(batch[0]).square().mean()
 
@@ -104,12 +104,12 @@ def lightning(root: str, told: Told) -> None:
     trainer.fit(Module(), loader(), ckpt_path="auto")
 
 
-def _wait_for_room(ckpt: Any) -> None:
+def _wait_for_room(engine: Any) -> None:
     """On a busy machine the arena is not ready at once, and nothing would be in memory."""
     deadline = time.monotonic() + 60.0
-    while ckpt.arena_bytes() and ckpt._pipeline._slots._warm_up is not None:
-        ckpt.poll()
-        ckpt.ready(durable=False)
+    while engine.arena_bytes() and engine._pipeline._slots._warm_up is not None:
+        engine.poll()
+        engine.ready(durable=False)
         assert time.monotonic() < deadline
         time.sleep(0.001)
 

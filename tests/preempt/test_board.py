@@ -175,12 +175,12 @@ def test_a_run_shows_how_it_stands(tmp_path: Path) -> None:
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             run = ckpt._run
             assert run is not None
-            wait_for_the_arena(run.checkpointer)  # else no snapshot may be taken on a slow machine
+            wait_for_the_arena(run.engine)  # else no snapshot may be taken on a slow machine
             if pages or trainer.global_step < 8:
                 return
-            run.checkpointer.before_update()
-            assert run.checkpointer.wait(PATIENCE_SECONDS)
-            if found := run.checkpointer.snapshots():
+            run.engine.before_update()
+            assert run.engine.wait(PATIENCE_SECONDS)
+            if found := run.engine.snapshots():
                 pages.append((trainer.global_step, found[-1].step, get(port, "/metrics")))
 
     file = tmp_path / "status.json"

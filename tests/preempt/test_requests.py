@@ -20,7 +20,7 @@ def asked(root: Path, what: str) -> AdaptiveCheckpoint:
 
     def ask() -> None:
         assert ckpt._run is not None
-        ckpt._run.checkpointer.events.emit(Requested(what, "ann (pid 7)"))
+        ckpt._run.engine.events.emit(Requested(what, "ann (pid 7)"))
 
     fit(Case(), [ckpt, At(5, ask)])
     return ckpt

@@ -141,7 +141,7 @@ def test_a_run_whose_optimizer_does_nothing_is_told(
 
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             assert ckpt._run is not None
-            wait_for_the_arena(ckpt._run.checkpointer)
+            wait_for_the_arena(ckpt._run.engine)
             super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
         def on_train_batch_end(self, *args: Any) -> None:

@@ -70,10 +70,10 @@ class Lines:
         self.say("end " + json.dumps({name: value.flatten().tolist() for name, value in weights.items()}))
 
 
-def wait_for_the_arena(ckpt: Any) -> None:
+def wait_for_the_arena(engine: Any) -> None:
     """If it is being made ready: until all of its slots are. On a busy machine that takes several batches."""
     deadline = time.monotonic() + 60.0
-    slots = ckpt._pipeline._slots
+    slots = engine._pipeline._slots
     while slots._warm_up is not None:
         slots.ready()
         assert time.monotonic() < deadline, "the arena does not become ready"
@@ -105,7 +105,7 @@ def lightning(job: dict[str, Any]) -> None:
             ids, x = batch
             loss: torch.Tensor = self.net(x).square().mean()
             if job.get("patient") and ckpt._run is not None:
-                wait_for_the_arena(ckpt._run.checkpointer)
+                wait_for_the_arena(ckpt._run.engine)
             self.lines.batch(self.current_epoch, ids, loss)
             return loss
 
@@ -193,7 +193,7 @@ def plain(job: dict[str, Any]) -> None:
             for ids, x in loader:
                 loss = net(x).square().mean()
                 if job.get("patient"):
-                    wait_for_the_arena(ckpt)
+                    wait_for_the_arena(ckpt.engine)
                 lines.batch(epoch, ids, loss)
                 loss.backward()
                 optimizer.step()

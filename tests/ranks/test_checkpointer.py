@@ -153,7 +153,7 @@ def test_a_rank_that_skips_says_so(tmp_path: Path) -> None:
     """With its arena full a rank takes no snapshot: that of all ranks fails at once, with the reason."""
     ranks = open_ranks(tmp_path / "run", 2, wait_seconds=50.0)
     save_all(ranks, 1)
-    pipeline = ranks[1]._pipeline
+    pipeline = ranks[1].engine._pipeline
     take, pipeline._slots.take = pipeline._slots.take, lambda plan: None  # type: ignore[method-assign]
     handles = on_all(lambda rank: ranks[rank].save(state_of(2, rank), step=2), 2)
     assert handles[1].skipped is not None
@@ -190,12 +190,12 @@ def test_a_component_may_not_have_the_name_of_what_is_ours(tmp_path: Path) -> No
 def test_no_rank_starts_where_the_coordinator_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease that somebody else holds is told to all ranks."""
     with Checkpointer(tmp_path / "run", writer="thread") as other:
-        other.start()
+        other.engine.start()
         ranks = open_ranks(tmp_path / "run", 2)
 
         def start(rank: int) -> None:
             with pytest.raises(LeaseHeldError, match="is being written by"):
-                ranks[rank].start()
+                ranks[rank].engine.start()
 
         monkeypatch.setattr(writer_link, "LEASE_WAIT_SECONDS", 0.1)
         on_all(start, 2)
@@ -206,7 +206,7 @@ def test_what_another_rank_is_writing_is_not_collected(tmp_path: Path) -> None:
     root = tmp_path / "run"
     ranks = open_ranks(root, 2, keep={"last": 1})
     save_all(ranks, 1)
-    session = ranks[0]._session
+    session = ranks[0].engine._session
     assert session is not None
     coming = root / names.data_name(names.session_id(session._session, 9, 9), 1)
     dead = root / names.data_name(names.session_id("dead", 9, 9), 1)
@@ -285,7 +285,7 @@ def test_what_a_dead_coordinator_left_complete_is_committed_at_the_next_start(tm
     root = tmp_path / "run"
     snapshot = leave_parts(root, [0, 1], 2, 7)
     ranks = open_ranks(root, 2)
-    on_all(lambda rank: ranks[rank].start(), 2)
+    on_all(lambda rank: ranks[rank].engine.start(), 2)
     for rank, state in enumerate(on_all(lambda rank: ranks[rank].load(), 2)):
         check(state, 7, rank)
     assert ranks[0].snapshots()[-1].id == snapshot
@@ -314,7 +314,7 @@ def test_a_part_whose_data_is_gone_completes_nothing(tmp_path: Path) -> None:
     snapshot = leave_parts(root, [0, 1], 2, 7)
     os.remove(root / names.data_name(snapshot, 1))  # noqa: PTH107
     ranks = open_ranks(root, 2)
-    on_all(lambda rank: ranks[rank].start(), 2)
+    on_all(lambda rank: ranks[rank].engine.start(), 2)
     assert ranks[0].snapshots() == []
     close_all(ranks)
 
@@ -323,7 +323,7 @@ def assert_only_needed(root: Path, *, restarts: bool = False) -> None:
     """No data file and no part record is left that no snapshot needs, at the latest after one more start."""
     if restarts:
         ranks = open_ranks(root, 2)
-        on_all(lambda rank: ranks[rank].start(), 2)
+        on_all(lambda rank: ranks[rank].engine.start(), 2)
         close_all(ranks)
     repository = Repository(open_storage(root))
     needed = {name for parsed in repository.ids() for name in repository.files_of(parsed.id)}
@@ -375,7 +375,7 @@ def test_a_rank_that_cannot_take_its_share_tells_the_others(tmp_path: Path) -> N
 
     def work(rank: int) -> None:
         if rank:
-            ranks[rank].miss(2, "loss spike")
+            ranks[rank].engine.miss(2, "loss spike")
             return
         with pytest.raises(SnapshotFailedError):
             ranks[rank].save(state_of(2, rank), step=2).wait(30)

@@ -42,7 +42,7 @@ def remembered(folder: Path) -> list[dict[str, Any]]:
 
 
 def pending(engines: list[Checkpointer], newest: str) -> list[RollbackRecord | None]:
-    return on_all(lambda rank: Rollbacks(engines[rank], _log).pending(newest), 2)
+    return on_all(lambda rank: Rollbacks(engines[rank].engine, _log).pending(newest), 2)
 
 
 def test_a_new_node_of_rank_0_does_not_begin_the_history_anew(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_new_node_of_rank_0_does_not_begin_the_history_anew(tmp_path: Path) ->
     close_all(engines)
     shutil.rmtree(tmp_path / "a")
     engines = opened(tmp_path)
-    on_all(lambda rank: engines[rank].start(), 2)
+    on_all(lambda rank: engines[rank].engine.start(), 2)
     load_all(engines)
     error = diverged(engines)
     assert isinstance(error, RollbackRequestedError)
@@ -63,7 +63,7 @@ def test_a_new_node_of_rank_0_does_not_begin_the_history_anew(tmp_path: Path) ->
     first, second = remembered(tmp_path)
     assert first == second and first["count"] == 2
     engines = opened(tmp_path)
-    on_all(lambda rank: engines[rank].start(), 2)
+    on_all(lambda rank: engines[rank].engine.start(), 2)
     load_all(engines)
     assert "rolled back 2 times already" in str(diverged(engines))
     close_all(engines)

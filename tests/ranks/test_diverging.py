@@ -123,14 +123,16 @@ class End:
 
     def __init__(self, engine: Checkpointer) -> None:
         self.engine = engine
-        assert engine.ranks is not None
+        assert engine.engine.ranks is not None
         settings = FrequencySettings.from_options(every_n_steps=1)
-        self.shared = SharedCadence(settings, SystemClock(), LogSink(), engine)
-        _, watch = open_watch(engine.config, SystemClock(), engine.ranks)
-        self.halt = Halt(watch, engine, SystemExit, _log, self.shared)
-        rollbacks = Rollbacks(engine, _log, engine.ranks.size) if engine.config.rollback is not None else None
+        self.shared = SharedCadence(settings, SystemClock(), LogSink(), engine.engine)
+        _, watch = open_watch(engine.config, SystemClock(), engine.engine.ranks)
+        self.halt = Halt(watch, engine.engine, SystemExit, _log, self.shared)
+        rollbacks = (
+            Rollbacks(engine.engine, _log, engine.engine.ranks.size) if engine.config.rollback is not None else None
+        )
         self.rollbacks = rollbacks
-        self.diverging = Diverging(engine, watch, self.halt, rollbacks, _log)
+        self.diverging = Diverging(engine.engine, watch, self.halt, rollbacks, _log)
 
     def until_told(self) -> None:
         """Another rank has told of its stop."""
@@ -171,16 +173,16 @@ def test_all_ranks_end_with_the_error_that_rank_0_has_found(tmp_path: Path) -> N
     assert all(end.halt.done for end in ends)
     close_all(engines)
     again = open_ranks(tmp_path / "run", 2, **OPTIONS)
-    newest = on_all(lambda rank: again[rank].choose(), 2)[0]
+    newest = on_all(lambda rank: again[rank].engine.choose(), 2)[0]
     assert newest is not None
 
     def pending(rank: int) -> RollbackRecord | None:
-        return Rollbacks(again[rank], _log).pending(newest.info.id)
+        return Rollbacks(again[rank].engine, _log).pending(newest.info.id)
 
     found = on_all(pending, 2)
     assert found[0] is not None and found[0] == found[1]
     assert (found[0].step, found[0].ranks, found[0].batches_of(2)) == (2, 3, 8)
-    assert on_all(lambda rank: Rollbacks(again[rank], _log).pending("another"), 2) == [None, None]
+    assert on_all(lambda rank: Rollbacks(again[rank].engine, _log).pending("another"), 2) == [None, None]
     close_all(again)
 
 
@@ -302,7 +304,7 @@ def test_who_comes_too_late_to_the_end_ends_alone(tmp_path: Path, monkeypatch: p
     assert on_all(lambda rank: ends[rank].over(), 2) == [None, None]
     error = ends[2].over(replace(LOST, rank=2))
     assert type(error) is DivergedError and "rank 0 did not wait for this one" in str(error)
-    assert engines[2].count == engines[0].count + 1
+    assert engines[2].engine.count == engines[0].engine.count + 1
     close_all(engines)
 
 
@@ -336,7 +338,7 @@ def test_nodes_with_folders_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "a" / "rollback.json").unlink()
     again = open_nodes(tmp_path, names, 2, **OPTIONS)
     newest_id = rows[1]["newest"]
-    found = on_all(lambda rank: Rollbacks(again[rank], _log).pending(newest_id), 4)
+    found = on_all(lambda rank: Rollbacks(again[rank].engine, _log).pending(newest_id), 4)
     assert [one and one.step for one in found] == [1] * 4
     close_all(again)
 
@@ -347,6 +349,6 @@ def test_a_rollback_of_one_process_is_read_as_ever(tmp_path: Path) -> None:
         '{"snapshot": "a", "step": 1, "newest": "b", "diverged_step": 2, "skip_batches": 7, "count": 1, "why": "x"}'
     )
     with Checkpointer(load_config(tmp_path, **OPTIONS)) as engine:
-        found = Rollbacks(engine, _log).pending("b")
+        found = Rollbacks(engine.engine, _log).pending("b")
     assert found is not None
     assert (found.ranks, found.batches_of(1), found.batches_of(4)) == (1, 7, 2)

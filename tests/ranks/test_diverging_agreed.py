@@ -103,7 +103,7 @@ def test_options_that_differ_between_ranks_are_refused_on_all(
 
     def error(rank: int) -> str:
         with pytest.raises(ConfigError) as caught:
-            diverging.require_alike(engines[rank])
+            diverging.require_alike(engines[rank].engine)
         return str(caught.value)
 
     (text,) = set(on_all(error, 3))
@@ -111,5 +111,5 @@ def test_options_that_differ_between_ranks_are_refused_on_all(
     assert f"{name} differs between ranks" in text and f"on rank {who or 1}" in text
     close_all(engines)
     same = open_ranks(tmp_path / "run", 3, **options)
-    on_all(lambda rank: diverging.require_alike(same[rank]), 3)
+    on_all(lambda rank: diverging.require_alike(same[rank].engine), 3)
     close_all(same)

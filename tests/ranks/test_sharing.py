@@ -79,7 +79,7 @@ def test_frozen_weights_are_written_once_by_all_ranks_together(tmp_path: Path) -
 def test_what_never_came_to_be_is_not_referred_to(tmp_path: Path) -> None:
     """A rank has written its share of a snapshot that another one has no part in: the next one is written whole."""
     ranks = open_ranks(tmp_path / "run", 2)
-    on_all(lambda rank: ranks[rank].start(), 2)
+    on_all(lambda rank: ranks[rank].engine.start(), 2)
     first = ranks[1].save(state(1, 1), step=1)
     bad = {**state(1, 0), "other": torch.ones(3)}
     with pytest.raises(CkptError):

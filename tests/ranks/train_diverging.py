@@ -103,8 +103,8 @@ class Model(pl.LightningModule):
         say(self._job, {**line, "loss": float(loss.detach()).hex()})
         for ckpt in self.trainer.callbacks:
             if isinstance(ckpt, AdaptiveCheckpoint) and ckpt._run is not None:  # a snapshot that is due is taken
-                wait_for_the_arena(ckpt._run.checkpointer)
-                assert ckpt._run.checkpointer.wait(60.0)
+                wait_for_the_arena(ckpt._run.engine)
+                assert ckpt._run.engine.wait(60.0)
         return loss
 
     def configure_optimizers(self) -> Any:

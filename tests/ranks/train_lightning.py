@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.engine import Engine
 from lightning_ckpt import AdaptiveCheckpoint
 
 
@@ -44,13 +44,13 @@ class Patience(pl.Callback):
 
     def on_before_backward(self, *args: Any) -> None:
         if self._ckpt._run is not None:
-            wait_for_the_arena(self._ckpt._run.checkpointer)
+            wait_for_the_arena(self._ckpt._run.engine)
 
 
-def wait_for_the_arena(checkpointer: Checkpointer) -> None:
+def wait_for_the_arena(engine: Engine) -> None:
     """If it is being made ready: until all of its slots are."""
     deadline = time.monotonic() + 60.0
-    slots = checkpointer._pipeline._slots
+    slots = engine._pipeline._slots
     while slots._warm_up is not None:
         slots.ready()
         assert time.monotonic() < deadline, "the arena does not become ready"

@@ -92,7 +92,7 @@ def train(trace: Trace, steps: int, config: str | None) -> None:
             trace.write(f"step {training.step + 1} {training.train_step(lambda: None).hex()}")
     else:
         with Checkpointer(Path(config)) as ckpt:
-            ckpt.start()
+            ckpt.engine.start()
             state = ckpt.load()
             if state is not None:
                 training.restore(state)

@@ -101,7 +101,7 @@ def test_a_busy_arena_skips_and_says_so(tmp_path: Path) -> None:
     """Back-pressure never blocks: a snapshot that does not fit is skipped, reported, and the next one works."""
     recorder = Recorder()
     with Checkpointer(tmp_path / "run", slots=1) as ckpt:
-        ckpt.events = recorder
+        ckpt.engine.events = recorder
         with no_writing(ckpt):
             handles = [ckpt.save(state(i), step=i) for i in range(5)]
         assert [bool(handle.skipped) for handle in handles] == [False, True, True, True, True]
@@ -115,7 +115,7 @@ def test_commit_events_tell_bytes_and_times(tmp_path: Path) -> None:
     """Every commit is an event with its cost."""
     recorder = Recorder()
     with Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.events = recorder
+        ckpt.engine.events = recorder
         ckpt.save(state(1), step=7).wait(30)
     (event,) = [e for e in recorder.events if isinstance(e, SnapshotCommitted)]
     assert event.step == 7 and event.written_bytes >= event.nbytes == 1003 * 4 and event.latency_seconds > 0
@@ -306,7 +306,7 @@ def test_a_staged_snapshot_survives_the_kill_of_its_trainer(tmp_path: Path) -> N
     child = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "run")], timeout=60, check=False)
     assert child.returncode == -signal.SIGKILL
     with Checkpointer(tmp_path / "run") as ckpt:
-        ckpt.start()
+        ckpt.engine.start()
         loaded = ckpt.load()
     assert loaded is not None and torch.equal(loaded["w"], torch.full((5_000_000,), 7.0))
 
@@ -338,5 +338,5 @@ def test_a_failure_is_raised_once_where_the_user_wants_that(tmp_path: Path) -> N
         ckpt.save({"a": torch.ones(3)}, step=2)
         ckpt.wait(60)
         with pytest.raises(SnapshotFailedError, match="failed in the background"):
-            ckpt.poll()
-        ckpt.poll()
+            ckpt.engine.poll()
+        ckpt.engine.poll()

@@ -61,7 +61,7 @@ def test_a_job_that_was_overtaken_stops_with_an_error_and_harms_nothing(tmp_path
             late.save(state(2), step=2)
         assert error.value.code == "CKPT702"
     with pytest.raises(OvertakenError):
-        late.start()
+        late.engine.start()
     assert steps(tmp_path) == [8, 9]
     assert late.load()["step"] == 9  # type: ignore[index]
     save(late, 10)
@@ -155,7 +155,7 @@ def test_snapshots_without_a_line_are_one_that_the_first_resume_continues(tmp_pa
     """As earlier versions wrote them: a resume goes on with them, a fresh start leaves them alone."""
     from tests.store.samples import save as save_unnamed
 
-    repository = Checkpointer(tmp_path)._reach.places()[0]
+    repository = Checkpointer(tmp_path).engine._reach.places()[0]
     for step in (1, 2, 3):
         save_unnamed(repository, step)
     with job(tmp_path) as fresh:
@@ -212,7 +212,7 @@ def test_a_load_waits_for_the_writer_of_a_dead_trainer(tmp_path: Path) -> None:
                 newest.write_bytes(manifest)
                 lease.release()
 
-    late.events = Finishes()
+    late.engine.events = Finishes()
     assert late.load()["step"] == 2  # type: ignore[index]
     save(late, 3)
     late.close()

@@ -405,24 +405,24 @@ def test_that_a_place_is_away_is_said_once(run: Path) -> None:
             heard.append(event)
 
     with Checkpointer(tiers=[str(run / "near"), str(run / "far")], writer="thread", wait_at_end=0) as ckpt:
-        ckpt.events = Sink()
+        ckpt.engine.events = Sink()
         ckpt.load()
         assert ckpt.loaded is not None and len(ckpt.loaded.left_out) == 1
         ckpt.save(state(4), step=4).wait(WAIT_SECONDS)
         deadline = time.monotonic() + WAIT_SECONDS
         while not (told := [one for one in heard if isinstance(one, TierDegraded)]):
             assert time.monotonic() < deadline
-            ckpt.poll()
+            ckpt.engine.poll()
             time.sleep(0.005)
         assert [(one.tier, one.known, level_of(one)) for one in told] == [(f"file://{run / 'far'}", True, logging.INFO)]
-        ckpt._emit(replace(told[0], known=False))
+        ckpt.engine._emit(replace(told[0], known=False))
         assert level_of(heard[-1]) == logging.WARNING
-        ckpt._closing = True  # the line about what is missing at the end says it
-        ckpt._emit(replace(told[0], known=False))
+        ckpt.engine._closing = True  # the line about what is missing at the end says it
+        ckpt.engine._emit(replace(told[0], known=False))
         assert level_of(heard[-1]) == logging.INFO
-        ckpt._emit(replace(told[0], tier=f"file://{run / 'near'}", known=False))
+        ckpt.engine._emit(replace(told[0], tier=f"file://{run / 'near'}", known=False))
         assert level_of(heard[-1]) == logging.WARNING
-        ckpt._closing = False
+        ckpt.engine._closing = False
 
 
 def test_a_far_place_is_opened_while_the_writer_starts(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,8 +439,8 @@ def test_a_far_place_is_opened_while_the_writer_starts(run: Path, monkeypatch: p
 
     monkeypatch.setattr(places, "open_storage", opens)
     ckpt = Checkpointer(tiers=[str(run / "near"), "s3://bucket/run"])
-    monkeypatch.setattr(ckpt._pipeline, "start", lambda: done.wait(WAIT_SECONDS))
-    ckpt.start(resumes=True)
+    monkeypatch.setattr(ckpt.engine._pipeline, "start", lambda: done.wait(WAIT_SECONDS))
+    ckpt.engine.start(resumes=True)
     found = ckpt.load()
     assert found is not None and same(found, state(3))
     assert ckpt.loaded is not None and ckpt.loaded.away == ()
@@ -477,10 +477,10 @@ def test_a_tier_that_must_not_fail_stops_training(tmp_path: Path) -> None:
         while not degraded.is_set():
             step += 1
             ckpt.save(state(step), step=step).wait(30)
-        ckpt.poll()
+        ckpt.engine.poll()
 
     with Checkpointer(tiers=tiers, writer="thread") as ckpt:
-        ckpt.events = Sink()
+        ckpt.engine.events = Sink()
         with pytest.raises(SnapshotFailedError, match="on_failure is fail"):
             until_raised(ckpt)
         ckpt.save(state(99), step=99).wait(30)

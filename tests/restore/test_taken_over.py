@@ -75,7 +75,7 @@ def test_snapshots_in_flight_are_not_lost(tmp_path: Path, writer: str) -> None:
     assert handle.snapshot is not None
     first.save(state(3), step=3)
     with pytest.raises(OvertakenError):
-        second.start()
+        second.engine.start()
     assert [one.step for one in second.snapshots()] == [1, 2, 3]
     second.close()
 
@@ -95,8 +95,8 @@ def test_what_is_only_in_memory_becomes_durable_too(tmp_path: Path) -> None:
 CALLS: dict[str, Callable[[Checkpointer], Any]] = {
     "save": lambda ckpt: ckpt.save(state(9), step=9),
     "load": lambda ckpt: ckpt.load(),
-    "choose": lambda ckpt: ckpt.choose(),
-    "start": lambda ckpt: ckpt.start(),
+    "choose": lambda ckpt: ckpt.engine.choose(),
+    "start": lambda ckpt: ckpt.engine.start(),
     "prepare": lambda ckpt: ckpt.prepare(state(9)),
     "track": lambda ckpt: ckpt.track(model=torch.nn.Linear(1, 1)),
 }
@@ -109,7 +109,7 @@ def test_a_closed_checkpointer_starts_nothing(tmp_path: Path, call: Callable[[Ch
         ckpt.save(state(1), step=1).wait(WAIT_SECONDS)
     with pytest.raises(ClosedError, match="is closed"):
         call(ckpt)
-    assert ckpt._pipeline._writer is None and not ckpt.ready()
+    assert ckpt.engine._pipeline._writer is None and not ckpt.engine.ready()
     ckpt.close()
     assert ckpt.wait(1) and ckpt.before_update() == 0.0
     assert [one.step for one in ckpt.snapshots()] == [1]
@@ -185,8 +185,8 @@ def test_an_older_one_in_use_by_another_thread_gives_way_at_its_next_call(
     user = threading.Thread(target=use)
     user.start()
     assert began.wait(WAIT_SECONDS)
-    replace = older.tenure._replace
-    monkeypatch.setattr(older.tenure, "_replace", lambda: (replace(), wanted.set()))
+    replace = older.engine.tenure._replace
+    monkeypatch.setattr(older.engine.tenure, "_replace", lambda: (replace(), wanted.set()))
     with Checkpointer(tmp_path, writer="thread") as newer:
         newer.save(state(3), step=3).wait(WAIT_SECONDS)
     user.join(WAIT_SECONDS)
@@ -200,7 +200,7 @@ def test_a_close_that_was_interrupted_is_no_close(tmp_path: Path, monkeypatch: p
         first = Checkpointer(tmp_path)
         first.save(state(1), step=1)
         with monkeypatch.context() as patch:
-            patch.setattr(first._pipeline, "drain", _interrupted)
+            patch.setattr(first.engine._pipeline, "drain", _interrupted)
             with pytest.raises(KeyboardInterrupt):
                 first.close()
         again(first)
@@ -220,7 +220,7 @@ def test_a_save_that_was_interrupted_leaves_no_torn_snapshot(
     live = {"a": torch.zeros(3_000_000), "b": torch.zeros(3_000_000)}
     heard = Heard()
     with Checkpointer(tmp_path, writer="thread") as ckpt:
-        ckpt.events = heard
+        ckpt.engine.events = heard
         with monkeypatch.context() as patch:
             if where == "begin":
                 from ckpt_engine.snapshot.copying import CopyTasks

@@ -38,13 +38,13 @@ class Heard:
 
     def until(self, ckpt: Checkpointer, kind: type, **fields: Any) -> Event:
         """Wait for such an event, taking in what the writer says."""
-        client = ckpt._pipeline._writer.client  # type: ignore[union-attr]
+        client = ckpt.engine._pipeline._writer.client  # type: ignore[union-attr]
         for _ in range(WAIT_SECONDS):
             for event in self.events:
                 if isinstance(event, kind) and all(getattr(event, name) == value for name, value in fields.items()):
                     return event
             client.wait(1.0)
-            ckpt.poll()
+            ckpt.engine.poll()
         raise AssertionError(f"no {kind.__name__} {fields}; only {self.events}")
 
 
@@ -61,7 +61,7 @@ def test_a_run_lives_on_s3_when_its_disk_is_gone(far: dict[str, Any], tmp_path: 
     tiers = [str(near), far]
     heard = Heard()
     with Checkpointer(tiers=tiers, keep={"last": 3}) as ckpt:
-        ckpt.events = heard
+        ckpt.engine.events = heard
         for step in (1, 2, 3):
             ckpt.save(state(step), step=step).wait(WAIT_SECONDS)
             heard.until(ckpt, SnapshotReplicated, step=step)
@@ -95,7 +95,7 @@ def test_encoded_copies_on_s3_are_enough_to_resume(far: dict[str, Any], tmp_path
     """Nothing else is left of the run; a damaged one makes way for the one before."""
     heard = Heard()
     with Checkpointer(tiers=[str(tmp_path / "near"), {**far, "codec": "byteplane-zstd"}], keep={"last": 3}) as ckpt:
-        ckpt.events = heard
+        ckpt.engine.events = heard
         for step in (1, 2):
             ckpt.save(state(step), step=step).wait(WAIT_SECONDS)
             event = heard.until(ckpt, SnapshotReplicated, step=step)
@@ -120,7 +120,7 @@ def test_a_network_that_is_cut_costs_training_nothing(far: dict[str, Any], wire:
     """Snapshots stay durable near meanwhile; afterwards the newest is on S3."""
     heard = Heard()
     with Checkpointer(tiers=[str(tmp_path / "near"), far], keep={"last": 2}) as ckpt:
-        ckpt.events = heard
+        ckpt.engine.events = heard
         ckpt.save(state(1), step=1).wait(WAIT_SECONDS)
         heard.until(ckpt, SnapshotReplicated, step=1)
         wire.cut()

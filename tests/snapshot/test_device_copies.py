@@ -305,8 +305,8 @@ def test_memory_that_cannot_be_page_locked_is_used_as_it_is(monkeypatch: pytest.
 def checkpointer_on(devices: FakeDevices, folder: object, **options: object) -> Checkpointer:
     """A real one, whose copies from devices go through `devices`."""
     ckpt = Checkpointer(str(folder), writer="thread", **options)
-    ckpt._pipeline._copier = Copier(1, DeviceCopies(devices))
-    ckpt._pipeline._slots = Slots(2, devices)
+    ckpt.engine._pipeline._copier = Copier(1, DeviceCopies(devices))
+    ckpt.engine._pipeline._slots = Slots(2, devices)
     return ckpt
 
 
@@ -325,7 +325,7 @@ def test_snapshots_in_a_row_are_each_one_instant_and_come_back_onto_the_device(
             for tensor in (state["lazy"]["w"], state["lazy"]["b"]):
                 devices.launch(lambda t=tensor: t.add_(1))
             state["step"] = step
-            while not ckpt.ready():
+            while not ckpt.engine.ready():
                 next((h for h in handles if not h.done()), handles[-1]).wait(30.0)
             handles.append(ckpt.save(state, step=step, lazy=lazily))
         handles[-1].wait(30.0)
@@ -361,7 +361,7 @@ def test_the_next_snapshot_waits_until_the_one_before_has_landed(
         with checkpointer_on(devices, tmp_path) as ckpt:
             ckpt.save(state, step=1, lazy=lazily)
             ckpt.before_update()
-            assert not ckpt.ready()
+            assert not ckpt.engine.ready()
             thread.start()
             second = ckpt.save(state, step=2, lazy=lazily)
             assert landing_begins.is_set()
@@ -395,7 +395,7 @@ def test_the_user_is_told_once_that_memory_cannot_be_page_locked(
     on_devices(devices, monkeypatch)
     events: list[EngineEvent] = []
     with pumped(devices), checkpointer_on(devices, tmp_path) as ckpt:
-        ckpt.events = type("Sink", (), {"emit": staticmethod(events.append)})()
+        ckpt.engine.events = type("Sink", (), {"emit": staticmethod(events.append)})()
         for step in (1, 2):
             ckpt.save({"w": devices.put(torch.rand(50))}, step=step).wait(30.0)
     told = [event.message for event in events if isinstance(event, Notice)]

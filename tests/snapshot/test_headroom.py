@@ -195,15 +195,15 @@ def test_the_defaults_write_with_a_thread_where_a_process_would_be_killed(
         MemoryLimit(10 * MB, "limit of control group /x")
     ] * 9
     with Checkpointer(tiers=["memory", str(tmp_path)] if memory else str(tmp_path)) as ckpt:
-        monkeypatch.setattr(ckpt._pipeline, "_room", lambda: rooms.pop(0))
-        ckpt.start()
+        monkeypatch.setattr(ckpt.engine._pipeline, "_room", lambda: rooms.pop(0))
+        ckpt.engine.start()
         assert isinstance(_client(ckpt), ProcessWriter if started else ThreadWriter)
         ckpt.save({"w": torch.ones(12 * MB // 4)}, step=1).wait(60)
-        assert not ckpt._pipeline.process and not ckpt.memory
+        assert not ckpt.engine._pipeline.process and not ckpt.engine.memory
         assert [one.step for one in ckpt.snapshots()] == [1]
     assert sum("too little host memory for a writer process" in line for line in caplog.messages) == 1
 
 
 def _client(ckpt: Checkpointer) -> object:
-    assert ckpt._pipeline._writer is not None
-    return ckpt._pipeline._writer.client
+    assert ckpt.engine._pipeline._writer is not None
+    return ckpt.engine._pipeline._writer.client

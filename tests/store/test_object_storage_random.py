@@ -65,7 +65,7 @@ def test_a_dying_tier_draws_nothing_from_the_streams_of_training(tmp_path: Path,
     seen = _Seen()
     before = drawn()
     with Checkpointer(tiers=[str(tmp_path / "run"), far], writer="thread") as checkpointer:
-        checkpointer.events = seen
+        checkpointer.engine.events = seen
         for step in range(1, 10_000):
             checkpointer.save({"w": torch.zeros(1000)}, step=step).wait(WAIT_SECONDS)
             if any(isinstance(event, TierDegraded) for event in seen):

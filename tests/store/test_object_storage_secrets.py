@@ -247,14 +247,14 @@ def test_no_trace_of_a_run_shows_a_secret(
     far = {"url": "s3://bucket/run", "storage_options": options(endpoint)}
     sink = _Away()
     with Checkpointer(tiers=[str(tmp_path / "run"), far], writer=writer) as checkpointer:
-        checkpointer.events = sink
+        checkpointer.engine.events = sink
         for step in range(3):
             checkpointer.save({"w": torch.zeros(1000)}, step=step).wait(WAIT_SECONDS)
         deadline = time.monotonic() + WAIT_SECONDS
         while not any(isinstance(event, TierDegraded) for event in sink.seen):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-            checkpointer.poll()
+            checkpointer.engine.poll()
         for process in psutil.Process().children(recursive=True):
             check(" ".join(process.cmdline()))
         check(f"{checkpointer!r} {checkpointer.config!r}")

@@ -17,9 +17,9 @@ PATIENCE_SECONDS = 60.0
 @contextmanager
 def no_writing(ckpt: Checkpointer) -> Iterator[None]:
     """The writer process is stopped: what is saved in the block stays in flight."""
-    ckpt.start()
-    assert ckpt._pipeline._writer is not None
-    client = ckpt._pipeline._writer.client
+    ckpt.engine.start()
+    assert ckpt.engine._pipeline._writer is not None
+    client = ckpt.engine._pipeline._writer.client
     assert isinstance(client, ProcessWriter)
     process = psutil.Process(client.pid)
     process.suspend()

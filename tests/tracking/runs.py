@@ -287,7 +287,7 @@ def patient(ckpt: Checkpointer) -> None:
     """Wait until a snapshot in memory is possible: there is somebody to keep it, and room."""
     ckpt.before_update()
     deadline = time.monotonic() + READY_SECONDS
-    while not ckpt.ready(durable=False):
+    while not ckpt.engine.ready(durable=False):
         assert time.monotonic() < deadline, "the arena does not become ready"
         time.sleep(0.001)
 

@@ -108,11 +108,11 @@ class Life:
             for samples in found:
                 self.seen.update(samples or ())
             count = None if count is None else count - 1
-            until(lambda: all(rank.ckpt.ready() for rank in self.ranks))
+            until(lambda: all(rank.ckpt.engine.ready() for rank in self.ranks))
 
     def end(self) -> list[Any]:
         """A boundary, and with it the last snapshot if one is due there; what it has of weights."""
-        until(lambda: all(rank.ckpt.ready() for rank in self.ranks))
+        until(lambda: all(rank.ckpt.engine.ready() for rank in self.ranks))
         for rank in self.ranks:
             rank.boundary()
         for rank in self.ranks:

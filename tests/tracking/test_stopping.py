@@ -61,10 +61,10 @@ def ask(what: str) -> Act:
 
     def act(ckpt: Checkpointer) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not ckpt.ready():
+        while not ckpt.engine.ready():
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        ckpt.events.emit(Requested(what, "ann (pid 7)"))
+        ckpt.engine.events.emit(Requested(what, "ann (pid 7)"))
 
     return act
 

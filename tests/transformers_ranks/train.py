@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-import ckpt_engine.checkpointer
+import ckpt_engine.engine
 from accelerate_ckpt import TransformersCallback
 from tests.ranks.launch import PATIENCE_SECONDS
 from tests.ranks.stop_run import wait_for_the_arena
@@ -187,7 +187,7 @@ def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     logging.basicConfig(level=logging.INFO, force=True, handlers=[logging.StreamHandler(sys.stderr)])
-    ckpt_engine.checkpointer.AGREE_SECONDS = job.get("agree_seconds", ckpt_engine.checkpointer.AGREE_SECONDS)
+    ckpt_engine.engine.AGREE_SECONDS = job.get("agree_seconds", ckpt_engine.engine.AGREE_SECONDS)
     if job.get("alone"):  # a process that nobody has told of others
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
             os.environ.pop(name, None)

@@ -48,7 +48,7 @@ class Rehearsal:
         patches: dict[str, Patch] = {
             "ckpt_engine.audit.audit": self._patch_audit,
             "ckpt_engine.config": self._patch_config,
-            "ckpt_engine.checkpointer": self._patch_checkpointer,
+            "ckpt_engine.engine": self._patch_engine,
             "ckpt_engine.data.iteration": self._patch_iteration,
         }
         for name in [name for name in patches if name in sys.modules]:
@@ -93,10 +93,10 @@ class Rehearsal:
             "on_error": "raise",
         }
 
-    def _patch_checkpointer(self, module: ModuleType) -> None:
+    def _patch_engine(self, module: ModuleType) -> None:
         rehearsal = self
 
-        class Checkpointer(module.Checkpointer):  # type: ignore[name-defined, misc]
+        class Engine(module.Engine):  # type: ignore[name-defined, misc]
             """Waits instead of skipping, and ends the process where the rehearsal ends."""
 
             def prepare(self, *_: Any, **__: Any) -> None:
@@ -119,7 +119,7 @@ class Rehearsal:
                     rehearsal.loaded(self.loaded.info.id)
                 return state
 
-        module.Checkpointer = Checkpointer  # type: ignore[attr-defined]
+        module.Engine = Engine  # type: ignore[attr-defined]
 
     def _patch_iteration(self, module: ModuleType) -> None:
         original = module.FollowedIterator.__next__
@@ -152,13 +152,13 @@ class Rehearsal:
         self._note("saving", step=step, batches=self._batches, attributes=self._attributes.changed())
         self._batches = []
 
-    def saved(self, checkpointer: Any, handle: Any, step: int) -> None:
+    def saved(self, engine: Any, handle: Any, step: int) -> None:
         """A snapshot was staged; the one of the last step ends the process."""
         if step < self._spec.steps:
             return
-        checkpointer.before_update()
+        engine.before_update()
         handle.wait(WAIT_SECONDS)
-        checkpointer.close()
+        engine.close()
         self._note("stopped", step=step)
         sys.stdout.flush()
         sys.stderr.flush()

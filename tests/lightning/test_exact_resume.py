@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.engine import Engine
 from tests.lightning.cases import CASES, LOADERS
 from tests.lightning.runs import Case, Outcome, Saved, every_batch, fit, only, resumer, saved, trained
 from tests.support.digests import digest
@@ -128,11 +128,11 @@ def test_gradients_accumulated_by_hand_are_saved(tmp_path: Path, monkeypatch: py
     """Where the model steps by itself, a snapshot that is postponed by a busy writer may meet half an accumulation."""
     case = CASES["accumulation by hand"]
     boundaries = iter(range(1000))
-    ready = Checkpointer.ready
+    ready = Engine.ready
     # Asked at every boundary while a snapshot is due: the even ones are those right after an optimizer step.
-    monkeypatch.setattr(Checkpointer, "ready", lambda self: next(boundaries) % 2 == 1 and ready(self))
+    monkeypatch.setattr(Engine, "ready", lambda self: next(boundaries) % 2 == 1 and ready(self))
     reference, snapshots = taken(case, tmp_path / "run")
-    monkeypatch.setattr(Checkpointer, "ready", ready)
+    monkeypatch.setattr(Engine, "ready", ready)
     halves = [s for s in snapshots if s.batch % 2 == 1]
     assert halves
     assert_continues(reference, case, tmp_path / "run", halves[-1], tmp_path / "half")

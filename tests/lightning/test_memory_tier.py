@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import Callback
 
-from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.copy.job import PersistJob
+from ckpt_engine.engine import Engine
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.writer.launch import ProcessWriter
 from lightning_ckpt import AdaptiveCheckpoint, run
@@ -71,15 +71,15 @@ def test_no_snapshot_in_memory_while_gradients_accumulate(
     tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What could not be taken right after the optimizer step is not made up for in the middle of an accumulation."""
-    ready, refused = Checkpointer.ready, []
+    ready, refused = Engine.ready, []
 
-    def once_not(self: Checkpointer, *, durable: bool = True) -> bool:
+    def once_not(self: Engine, *, durable: bool = True) -> bool:
         if held and not durable and not refused:
             refused.append(held[-1] + 1)
             return False
         return ready(self, durable=durable)
 
-    monkeypatch.setattr(Checkpointer, "ready", once_not)
+    monkeypatch.setattr(Engine, "ready", once_not)
     case = CASES["accumulation of 4"]
     reference = fit(case)
     tiers = [{"url": "memory", "every_n_steps": 1}, str(tmp_path)]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.checkpointer import Checkpointer
+from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError, DivergedError, RollbackRequestedError
 from ckpt_engine.loop import diverging
 from ckpt_engine.preempt.divergence import Divergence
@@ -74,7 +75,7 @@ def test_a_stop_that_comes_while_ranks_wait_for_the_verdict(
 @pytest.mark.parametrize("where", ["together", "over"])
 def test_all_ranks_flush_what_they_have_in_memory(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 reaches the writers of its own machine only, and plans when all others have been asked."""
-    monkeypatch.setattr(Checkpointer, "memory", True)
+    monkeypatch.setattr(Engine, "memory", True)
     engines = open_ranks(tmp_path / "run", 3, **OPTIONS)
     save_all(engines, 1)
     ends = [End(engine) for engine in engines]

@@ -357,7 +357,7 @@ def test_a_failure_to_save_does_not_hide_the_exception(
         raise OSError("no device")
 
     def late(script: Script) -> None:
-        monkeypatch.setattr(script.ckpt, "save", broken)
+        monkeypatch.setattr(script.ckpt.engine, "save", broken)
         fail(script)
 
     with pytest.raises(Failure):

@@ -72,7 +72,7 @@ class EndsByItself:
 
 
 class Engine:
-    """The snapshots of one run, for the code that drives a training loop.
+    """The snapshots of one run, for the code that drives a training loop: see docs/architecture.md.
 
     Args:
         root: folder or `file://` URL of the run, a YAML file, or a mapping of options.

@@ -161,3 +161,35 @@ def test_the_search_finds_what_is_wrong() -> None:
     ]
     assert "--all" not in options_of("ls")
     assert "--keep" in options_of("prune")
+
+
+def test_the_page_of_the_architecture_shows_every_thread() -> None:
+    """Each name that the code gives to a thread or a pool of threads."""
+    named = set()
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.keyword) and node.arg in ("name", "thread_name_prefix"):
+                    named |= {
+                        found
+                        for part in ast.walk(node.value)
+                        if isinstance(part, ast.Constant)
+                        for found in re.findall(r"^ckpt-[a-z]+(?:-[a-z]+)*", str(part.value))
+                    }
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert {"ckpt-writer", "ckpt-stage", "ckpt-tier"} <= named, "the search finds nothing"
+    assert sorted(one for one in named if f"`{one}" not in page) == []
+
+
+def test_the_page_of_the_architecture_names_what_exists() -> None:
+    """Folders and files, in the pictures and in the table, where `folder/file` is below one of the packages."""
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"(?<![\w./-])(?!docs/)((?:[a-z_]+/)+[a-z_]*(?:\.py)?)(?![\w/-])", page))
+    roots = [ROOT, ROOT / "ckpt_engine"]
+    missing = [
+        one
+        for one in sorted(named)
+        if not any((root / one).exists() or (root / f"{one}.py").exists() for root in roots)
+    ]
+    assert len(named) > 20, "the search finds nothing"
+    assert missing == []

@@ -413,12 +413,15 @@ class TrainerInternals:
         original = self._replace("_maybe_log_save_evaluate", maybe_log)
 
     def running_loss(self) -> dict[str, Any]:
-        """The loss since the last log, the step of that log, and the operations that are not counted yet."""
+        """The loss since the last log and the step of that log, all loss and the step it counts from, and the
+        operations that are not counted yet.
+        """
         trainer = self._trainer
         loss = getattr(trainer, _RUNNING_LOSS, self._shown)
         return {
             "loss": None if loss is None else loss.detach().clone(),
             "total": float(getattr(trainer, _TOTAL_LOSS)),
+            "first": int(getattr(trainer, _FIRST_STEP, 0)),
             "last_logged": int(getattr(trainer, _LAST_LOGGED)),
             "flos": float(trainer.current_flos),
         }
@@ -435,9 +438,9 @@ class TrainerInternals:
         else:
             self._carry(saved["loss"])
         setattr(trainer, _LAST_LOGGED, saved["last_logged"])
-        # Where the final mean is over the steps of this call, what earlier ones left in the running loss is not in it.
-        per_call = hasattr(trainer, _FIRST_STEP)
-        setattr(trainer, _TOTAL_LOSS, -float(saved["loss"]) if per_call else saved["total"])
+        setattr(trainer, _TOTAL_LOSS, saved["total"])
+        if hasattr(trainer, _FIRST_STEP):  # the final mean is over the steps since there
+            setattr(trainer, _FIRST_STEP, saved["first"])
         return True
 
     def _carry(self, loss: torch.Tensor) -> None:

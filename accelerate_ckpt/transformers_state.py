@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer_callback import ExportableState, TrainerControl
 
 from accelerate_ckpt.private import TrainerInternals
+from ckpt_engine.audit.attributes import DerivedObject
 from ckpt_engine.data.exactness import OnChange, length_of
 from ckpt_engine.errors import ResumeError
 from ckpt_engine.interop.state_parts import FILES, STREAMS, TRAINER_STATE
@@ -64,7 +65,8 @@ class TrainerSurroundings:
         ]
 
     def audited(self) -> Mapping[str, Any]:
-        return {f"callbacks.{type(one).__name__}": one for one in self._foreign}
+        callbacks = {f"callbacks.{type(one).__name__}": one for one in self._foreign}
+        return {"trainer": DerivedObject(self._trainer, Trainer), **callbacks}
 
     def accumulating(self) -> bool:
         return not self._trainer.accelerator.sync_gradients
@@ -87,6 +89,7 @@ class TrainerSurroundings:
         moved = self._trainer.state.global_step - int(json.loads(saved["state"])["global_step"])
         loss = {**saved["loss"], "flos": saved["loss"]["flos"] * ranks / self._size}  # of all ranks they are added up
         loss["last_logged"] += moved
+        loss["first"] += moved
         missing = []
         if moved and not self._rank:
             until = ", and as much further to max_steps" if self._trainer.args.max_steps > 0 else ""

@@ -10,9 +10,11 @@ from __future__ import annotations
 import collections
 import datetime
 import decimal
+import dis
 import enum
 import fractions
 import functools
+import inspect
 import itertools
 import pathlib
 import random
@@ -137,6 +139,14 @@ class UsedObject:
     owner: Any
 
 
+@dataclass(frozen=True, slots=True)
+class DerivedObject:
+    """A root of a class derived from a framework's: what that class does not have counts, private names too."""
+
+    owner: Any
+    framework: type
+
+
 class Walk:
     """The objects below `roots`, each once, parents first.
 
@@ -165,6 +175,8 @@ class Walk:
         self._seen.add(id(value))
         if isinstance(value, UsedObject):
             self._visit_used(value.owner, path, depth)
+        elif isinstance(value, DerivedObject):
+            self._visit_derived(value, path, depth)
         elif isinstance(value, dict):
             for key, item in itertools.islice(value.items(), _MOST_ITEMS):
                 self.visit(item, f"{path}[{key!r}]", depth - 1)
@@ -188,6 +200,13 @@ class Walk:
         self.found.append(AttributeHolder(path, value, vars(value), _saved(value), public_only=False, plain_only=True))
         for name, one in tuple(vars(value).items()):
             self._visit_used(one, f"{path}.{name}", depth - 1)
+
+    def _visit_derived(self, value: DerivedObject, path: str, depth: int) -> None:
+        values = vars(value.owner)
+        holder = AttributeHolder(path, value.owner, values, _names_of(value.framework), public_only=False)
+        self.found.append(holder)
+        for name in holder.names():
+            self.visit(values[name], f"{path}.{name}", depth - 1)
 
     def _looks_into(self, value: Any, *, root: bool) -> bool:
         kind = type(value)
@@ -272,6 +291,17 @@ def _saved(value: Any) -> frozenset[str]:
     keys = {str(key).lstrip("_") for key in state}
     there = {id(state), *map(id, state.values())}
     return frozenset(name for name, one in vars(value).items() if name.lstrip("_") in keys or id(one) in there)
+
+
+@functools.cache
+def _names_of(kind: type) -> frozenset[str]:
+    """Names that a class has, and those that its code, or that of its bases, assigns to attributes of anything."""
+    names = set(dir(kind))
+    for member in itertools.chain.from_iterable(vars(base).values() for base in kind.__mro__):
+        code = getattr(inspect.unwrap(getattr(member, "fget", None) or member), "__code__", None)
+        if code is not None:
+            names.update(one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR")
+    return frozenset(names)
 
 
 def _class_of(value: Any) -> type:

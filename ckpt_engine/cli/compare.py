@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -23,9 +25,10 @@ from ckpt_engine.store.tree import TreePath, entries_in, require_written_out
 
 PACKED = ("ckpt_engine", "packed")
 """The end of the path at which adapters, and each rank, keep what they need besides the state; compared by content."""
-
-
+_AS_TEXT = ("ckpt_engine", "surroundings", "state")
+"""The end of the path at which the counters of a transformers `Trainer` are, as one text of JSON."""
 _ABSENT = "absent"
+_LOGGED_TIME = re.compile(r"ckpt_engine/surroundings/state/log_history/\d+/\w+_(runtime|per_second)$")
 
 
 class DifferenceKind(StrEnum):
@@ -69,8 +72,8 @@ class LeafDifference:
 
     @property
     def measured(self) -> bool:
-        """Whether it is among what adapters measure: times, which no two runs share."""
-        return "/ckpt_engine/cadence/" in f"/{self.path}"
+        """Whether it is among what adapters or transformers measure: times, which no two runs share."""
+        return "/ckpt_engine/cadence/" in f"/{self.path}" or _LOGGED_TIME.search(self.path) is not None
 
     def __str__(self) -> str:
         if self.kind is DifferenceKind.TENSOR:
@@ -148,6 +151,8 @@ class Comparison:
         elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and type(a) is type(b) and _nested(a, b):
             one, other = ({str(index): child for index, child in enumerate(node)} for node in (a, b))
             yield from self._keyed(one, other, path, self._objects)
+        elif path[-3:] == _AS_TEXT and isinstance(a, str) and isinstance(b, str):
+            yield from self._objects(json.loads(a), json.loads(b), path)
         else:
             self.compared += 1
             found = _difference("/".join(path) or "(root)", a, b)

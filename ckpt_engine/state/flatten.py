@@ -11,7 +11,7 @@ import fnmatch
 import math
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -126,6 +126,7 @@ class Flattener:
             out.signature.extend(node)
             if "$" in node or not all(type(k) is str for k in node):
                 out.signature.extend(map(type, node))
+                _require_keys(node)
             for child in node.values():
                 self._scan(child, out)
         elif kind is str or kind is int:
@@ -148,6 +149,7 @@ class Flattener:
             metadata = getattr(node, "_metadata", None)  # torch's state_dict versions ride on an attribute
             out.signature.extend((OrderedDict, len(node), metadata is None))
             out.signature.extend(node)
+            _require_keys(node)
             for child in node.values():
                 self._scan(child, out)
             if metadata is not None:
@@ -342,6 +344,12 @@ def _array_leaf(item: Any, path: TreePath, leaves: list[ArrayLeaf]) -> dict[str,
         node = {"$": type(item).__name__}
     leaves.append(ArrayLeaf(path, node))
     return node
+
+
+def _require_keys(node: Mapping[Any, Any]) -> None:
+    for key in node:
+        if type(key) is not str and type(key) is not int:
+            _key(key, ())
 
 
 def _key(key: Any, path: TreePath) -> Any:

@@ -24,10 +24,12 @@ import sys
 import types
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from ckpt_engine.errors import CkptError, FormatError, NewerFormatError
 from ckpt_engine.ranks.boxes import Box, boxes_of
@@ -44,6 +46,16 @@ _MOST_WORDS = 624
 """Of a Mersenne Twister: whoever draws from one that stands beyond its end reads other memory."""
 
 
+@dataclass(frozen=True, slots=True)
+class PickledLeaf:
+    """A value that was stored with pickle, as its bytes."""
+
+    data: bytes
+
+    def __repr__(self) -> str:
+        return f"pickled {len(self.data):,} bytes {xxhash.xxh3_64_hexdigest(self.data)}"
+
+
 class Rebuilder:
     """Turns JSON nodes back into objects.
 
@@ -51,7 +63,8 @@ class Rebuilder:
         entries: contiguous tensors by container name, as read.
         pickle_paths: glob patterns of paths that may be unpickled; anything else pickled is refused.
         finished: entries that are the very tensors that the tree shall have.
-        plain: take no class from this process: what would be of one comes back as a plain equivalent.
+        plain: take no class from this process: what would be of one comes back as a plain equivalent, and what is
+            pickled as a `PickledLeaf`.
     """
 
     def __init__(
@@ -167,6 +180,8 @@ class Rebuilder:
         return self._raw_bytes[key]
 
     def unpickle(self, node: Mapping[str, Any], path: TreePath) -> Any:
+        if self._plain:
+            return PickledLeaf(base64.b64decode(node["b64"]))
         joined = "/".join(map(str, path))
         if not any(fnmatch.fnmatchcase(joined, pattern) for pattern in self._pickle_paths):
             raise FormatError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -55,10 +57,10 @@ class Scales(TrainerCallback):  # type: ignore[misc]
             assert ckpt.tracker._engine.wait(30)
 
 
-def train(folder: Path, options: Any, seed: int = 0) -> list[float]:
+def train(folder: Path, options: Any, seed: int = 0, kind: Any = Trainer) -> list[float]:
     """One process: the log of the callback."""
     seed_everything(seed)
-    ours = [] if options is None else [TransformersCallback(options)]
+    ours = [TransformersCallback(options)]
     callback = Scales(ours)
     arguments = TrainingArguments(
         str(folder),
@@ -75,8 +77,8 @@ def train(folder: Path, options: Any, seed: int = 0) -> list[float]:
         seed=seed,
         dataloader_pin_memory=False,
     )
-    trainer = Trainer(Net(), arguments, train_dataset=Points(), callbacks=[*ours, callback])
-    trainer.train(resume_from_checkpoint=ours[0].resume_from(trainer) if ours else None)
+    trainer = kind(Net(), arguments, train_dataset=Points(), callbacks=[*ours, callback])
+    trainer.train(resume_from_checkpoint=ours[0].resume_from(trainer))
     return callback.log
 
 
@@ -95,3 +97,31 @@ def test_what_a_callback_remembers_is_restored_or_named(hidden: str, tmp_path: P
     else:
         assert log == whole
         assert list(found) == ["hidden state callbacks.Scales.last"]
+
+
+class Clipped(Trainer):  # type: ignore[misc]
+    """A trainer that a library derives: it scales the loss by what it has counted itself."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._losses: Any = {"train": collections.defaultdict(list)}
+        self._state_of_ours = 0
+        self.began = time.time()
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        loss = super().compute_loss(*args, **options)
+        self._losses["train"]["loss"].append(loss.item())
+        self._state_of_ours += 1
+        return loss / (self._state_of_ours + len(self._losses["train"]["loss"]))
+
+
+def test_what_a_derived_trainer_counts_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Private names included, of a class in an installed package too; not what transformers' own code sets."""
+    monkeypatch.setattr(sys.modules[__name__], "__file__", "/usr/lib/python3/site-packages/library.py")
+    whole = train(tmp_path / "out", every_boundary(tmp_path / "run"), kind=Clipped)
+    middle = [one for one in saved(tmp_path / "run") if one.reason != "end"][2]
+    folder = only(tmp_path / "run", middle, tmp_path / "again")
+    assert train(tmp_path / "out", resume_only(folder), seed=7, kind=Clipped) == whole
+    found = next(one.detail for one in report(folder).restored if one.name == "hidden state")
+    ours = [path for path in found.split(", ") if path.startswith("trainer.")]
+    assert ours == ["trainer._losses", "trainer._state_of_ours"]

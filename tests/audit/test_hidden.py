@@ -172,21 +172,23 @@ class Stack:
     def __init__(self) -> None:
         self.items = iter([1, 2, 3])
         self.other: Any = None
+        self.table: dict[Any, int] = {}
 
 
 def test_what_cannot_be_stored_is_named() -> None:
-    """Running iterators, whether they move or not, and new objects."""
+    """Running iterators, whether they move or not, new objects, and dicts with keys that are objects."""
     stack = Stack()
     hidden = begun(stack)
     stack.other = Stack()
-    rows = hidden.state()
-    assert set(rows) == {"net.items", "net.other"}
-    assert len(hidden.unsaved(rows)) == 2
+    stack.table[stack] = 1
+    rows = through_a_snapshot(hidden.state())
+    assert set(rows) == {"net.items", "net.other", "net.table"}
+    assert len(hidden.unsaved(rows)) == 3
     assert hidden.unsaved(rows) == []
     again = begun(Stack())
     again.expect(through_a_snapshot(rows))
     _, missing = again.restore("batch")
-    assert sorted(one.name for one in missing) == ["hidden state net.items", "hidden state net.other"]
+    assert sorted(one.name for one in missing) == [f"hidden state net.{name}" for name in ("items", "other", "table")]
 
 
 def test_report_only_names() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -170,6 +172,28 @@ def test_random_streams_and_positions_that_adapters_pack_are_compared_by_name(ck
     assert "ckpt_engine/loaders/0/batches" in paths
     assert any(path.startswith("ckpt_engine/rng/numpy/") for path in paths)
     assert not any("rng/torch" in path or "packed" in path for path in paths)
+
+
+def test_pickled_values_are_compared_by_their_bytes(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Nothing is unpickled, and the comparison goes on behind them."""
+    for name, number in (("a", 3), ("b", 7)):
+        with Checkpointer(tmp_path / name, writer="thread", pickle=["odd*"]) as checkpointer:
+            odd = [functools.partial(max, 1), functools.partial(max, number)]
+            checkpointer.save({"odd": odd, "rest": number}, step=0).wait(60)
+    found = ckpt("diff", tmp_path / "a", tmp_path / "b", "--json").json["differences"]
+    assert [one["path"] for one in found] == ["odd/1", "rest"]
+    assert found[0]["a"] != found[0]["b"]
+    assert found[0]["a"].startswith("pickled ")
+
+
+def test_the_counters_of_a_transformers_trainer_are_compared_one_by_one(ckpt: Ckpt, tmp_path: Path) -> None:
+    """They are one text in a snapshot; how long training took is no difference."""
+    for name, loss, seconds in (("a", 0.5, 1.0), ("b", 0.25, 2.0)):
+        history = [{"loss": loss, "train_runtime": seconds, "train_steps_per_second": 1 / seconds}]
+        state = json.dumps({"epoch": 1.0, "log_history": history})
+        _save(tmp_path / name, {"ckpt_engine": {"surroundings": {"state": state}}})
+    found = ckpt("diff", tmp_path / "a", tmp_path / "b", "--json").json["differences"]
+    assert [one["path"] for one in found] == ["ckpt_engine/surroundings/state/log_history/0/loss"]
 
 
 def test_many_differences_are_cut_unless_all_are_asked_for(ckpt: Ckpt, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from tests.ranks.launch import PATIENCE_SECONDS
 from tests.ranks.stop_run import wait_for_the_arena
 from tests.support.digests import digest, seed_everything
 
-_TIMED = ("runtime", "per_second", "train_loss")
+_TIMED = ("runtime", "per_second")
 SAMPLES = 64
 
 

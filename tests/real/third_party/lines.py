@@ -35,6 +35,7 @@ carry = Carry(X=X, Y=Y, best_val_loss=best_val_loss)
 run = ckpt.track(model=raw_model, optimizer=optimizer, scaler=scaler, carry=carry)
 iter_num, X, Y, best_val_loss = run.global_step, carry.X, carry.Y, carry.best_val_loss""",
     ),
+    ("while True:", "while iter_num <= max_iters:"),
     (
         "    local_iter_num += 1",
         """    local_iter_num += 1
@@ -128,6 +129,16 @@ def accelerate(epochs: str, indent: int = 4) -> Changes:
 {line}for epoch in range(ckpt.epoch, num_epochs):""",
         ),
     )
+
+
+FOLDS: Changes = (
+    *((old, new.replace("ROOT", "f'{ROOT}{i or str()}'")) for old, new in accelerate("num_epochs", 8)),
+    (
+        "        model, optimizer = accelerator.free_memory(model, optimizer)",
+        "        ckpt.close()\n        model, optimizer = accelerator.free_memory(model, optimizer)",
+    ),
+)
+"""A run of its own for each fold: `run` has the first one's."""
 
 
 def transformers(train: str, indent: int = 0) -> Changes:

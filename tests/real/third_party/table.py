@@ -78,6 +78,8 @@ _ACCELERATE = ("huggingface/accelerate", "16cb6eb80dd9aa8b4df1a63ef57863e455d53b
 _BY_FEATURE: Sequence[tuple[str, Changes, tuple[str, ...]]] = (
     ("automatic_gradient_accumulation", lines.accelerate("num_epochs", 8), ()),
     ("checkpointing", lines.accelerate("starting_epoch, num_epochs"), ("--checkpointing_steps=5", "--output_dir=out")),
+    ("cross_validation", lines.FOLDS, ("--num_folds=2",)),
+    ("ddp_comm_hook", lines.accelerate("num_epochs"), ("--ddp_comm_hook=no",)),
     ("early_stopping", lines.accelerate("num_epochs"), ()),
     ("gradient_accumulation", lines.accelerate("num_epochs"), ("--gradient_accumulation_steps=2",)),
     ("local_sgd", lines.accelerate("num_epochs"), ()),

@@ -290,8 +290,8 @@ class Files:
 
     def __init__(self, manifest: Manifest, planned: EncodingPlan) -> None:
         self._source = manifest
-        self._plan = planned
-        self._new: list[DataFile] = []
+        self.plan = planned
+        self.new: list[DataFile] = []
         self._pieces: dict[Key, Piece] = {}
         self._needed: dict[tuple[str, str, int], Piece] = {}
         """Pieces of the older snapshot that are bases, by whose they are, entry and place."""
@@ -315,7 +315,7 @@ class Files:
             elif start == 0:
                 size = sum(piece.raw_nbytes for piece in entries[name].pieces)
                 rows.append((name, *container.container_form(entries[name].dtype, entries[name].shape, size), size))
-        if not self._new:
+        if not self.new:
             rows += [
                 (name, *container.container_form(entry.dtype, entry.shape, 0), 0)
                 for name, entry in entries.items()
@@ -328,32 +328,32 @@ class Files:
         file = DataFile(names.data_name(self._source.info.id, part=number), nbytes)
         offset = len(header)
         for one in part:
-            self._pieces[one.work.key] = one.piece_at(len(self._new), offset)
+            self._pieces[one.work.key] = one.piece_at(len(self.new), offset)
             if one.is_over and one.work.over is not None:
                 self._keep(one.work.start, one.work.over.needed)
             offset += len(one.stored)
-        self._new.append(file)
+        self.new.append(file)
         return file, header
 
     def _keep(self, start: int, needed: Needed) -> None:
-        assert self._plan.before is not None
+        assert self.plan.before is not None
         for (level, name), piece in needed.items():
-            self._needed[level or self._plan.before.info.id, name, start] = piece
+            self._needed[level or self.plan.before.info.id, name, start] = piece
 
     def old_files(self) -> tuple[DataFile, ...]:
         """The files of older snapshots that are needed, the oldest first."""
-        before = self._plan.before
+        before = self.plan.before
         if before is None:
             return ()
-        used = {self._pieces[key].file for key in self._plan.old} | {piece.file for piece in self._needed.values()}
+        used = {self._pieces[key].file for key in self.plan.old} | {piece.file for piece in self._needed.values()}
         return tuple(sorted((before.files[index] for index in used), key=lambda file: file.name))
 
     def manifest(self) -> Manifest:
         """Of all that was added."""
         old = self.old_files()
-        files = (*old, *self._new)
+        files = (*old, *self.new)
         number = {file.name: index for index, file in enumerate(files)}
-        before = self._plan.before
+        before = self.plan.before
 
         def older(piece: Piece) -> Piece:
             assert before is not None
@@ -361,7 +361,7 @@ class Files:
 
         def placed_at(key: Key) -> Piece:
             piece = self._pieces[key]
-            return older(piece) if key in self._plan.old else replace(piece, file=len(old) + piece.file)
+            return older(piece) if key in self.plan.old else replace(piece, file=len(old) + piece.file)
 
         entries = {
             name: replace(entry, pieces=tuple(placed_at((name, start)) for start, _ in placed(entry.pieces)))

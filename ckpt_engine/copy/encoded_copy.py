@@ -18,12 +18,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from ckpt_engine.copy.encode_pieces import DELTA, THREADS, EncodedPiece, Encoder, Files, Pick, chunk_of
-from ckpt_engine.copy.encoding_plan import ROWS, Bases, placed, plan, require_old
+from ckpt_engine.copy.encoding_plan import ROWS, Bases, placed, plan
 from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, settle_data
-from ckpt_engine.copy.write_snapshot import Staged, SupersededError
-from ckpt_engine.errors import CkptError, WriterError
-from ckpt_engine.observe.events import SnapshotCommitted
-from ckpt_engine.store import manifest_codec, names
+from ckpt_engine.copy.write_snapshot import Staged
+from ckpt_engine.errors import CkptError, StorageMissingError, WriterError
+from ckpt_engine.store import manifest_codec
 from ckpt_engine.store.codecs import codec
 from ckpt_engine.store.codecs.codec import RAW as RAW_CODEC
 from ckpt_engine.store.codecs.codec import EncodingLimits, Knowledge, Speed, class_of, get_codec
@@ -99,45 +98,33 @@ def copy_encoded(
         manifest = source.read(snapshot)
     except CkptError as err:
         raise CopySourceError(err) from err
-
-    def commit(stored: Manifest) -> None:
+    planned = plan(manifest, target, differences=_takes_differences(manifest, pick))
+    decoder = decoder_of(source.storage, manifest)
+    files = Files(manifest, planned)
+    encoder = Encoder(manifest, decoder, Bases(manifest, source, planned.before, target), pick)
+    copied = _put_parts(files, encoder, target, put, tally)
+    stored, old = files.manifest(), files.old_files()
+    with committing():
+        if planned.before is not None and old and not target.still_has(planned.before.info.id, old):
+            raise StorageMissingError(
+                f"{target.storage.url}: what a copy was to refer to in {planned.before.info.id} was removed meanwhile",
+                hint="the copy is made again",
+            )
         target.commit_copy(stored, manifest_codec.encode(stored), put)
-
-    return store_encoded(
-        manifest, decoder_of(source.storage, manifest), source, target, pick, tally, put, commit, committing
-    )
+    return copied
 
 
-def store_encoded(
-    manifest: Manifest,
-    decoder: Decoder,
-    source: Repository | None,
-    target: Repository,
-    pick: Pick,
-    tally: Tally,
-    put: Storage,
-    commit: Callable[[Manifest], object],
-    committing: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> Copied:
-    """Store a snapshot encoded, wherever its bytes come from. Needs the target's lease.
-
-    Args:
-        manifest: of the snapshot as `decoder` reads it.
-        source: a place of the same run that may have older snapshots; None: there is none.
-        put: what data files are put into.
-        commit: makes the snapshot exist, given its manifest.
+def _put_parts(files: Files, encoder: Encoder, target: Repository, put: Storage, tally: Tally) -> Copied:
+    """Put all data files of a plan; while one is sent the next one is encoded.
 
     Raises:
-        SourceError: `decoder` cannot read it.
+        SourceError: what is copied cannot be read.
         StorageError: from the target.
     """
-    planned = plan(manifest, target, differences=_takes_differences(manifest, pick))
-    encoder = Encoder(manifest, decoder, Bases(manifest, source, planned.before, target), pick)
-    files = Files(manifest, planned)
     sent = present = 0
     with encoder.pool:
         try:
-            for part in encoder.ahead(planned.parts):
+            for part in encoder.ahead(files.plan.parts):
                 # Changed rows apart, which stay needed for longer than other differences.
                 rows = [one for one in part if one.codec == ROWS]
                 others = [one for one in part if one.codec != ROWS]
@@ -159,9 +146,6 @@ def store_encoded(
             encoder.pool.shutdown(cancel_futures=True)
     if present:
         settle_data(target.storage)
-    with committing():
-        require_old(planned.before, files.old_files(), target)
-        commit(files.manifest())
     return Copied(sent, present)
 
 
@@ -172,46 +156,41 @@ def _takes_differences(manifest: Manifest, pick: Pick) -> bool:
     return any(pick(kind) == DELTA for kind in kinds)
 
 
-def most_bytes(staged: Staged, repository: Repository, codec: str) -> int:
-    """At most so many bytes of data are written, if nothing can be encoded.
+class Encoded:
+    """A staged snapshot as data files of encoded pieces. See `write_snapshot.Contents`.
+
+    Each piece is compared with its digest when it is encoded. At most two parts of the image
+    (`encoding_plan.PART_BYTES`) are in memory beside it.
+
+    Args:
+        codec: a codec's name, or `DELTA`.
 
     Raises:
         WriterError: the image cannot be read.
         StorageError: from the repository.
     """
-    manifest = staged.manifest(repository.run_id, staged.whole(staged.digest()))
-    planned = plan(manifest, repository, codec == DELTA)
-    return max(staged.data.nbytes, planned.most_bytes(manifest_codec.encode(manifest)))
 
+    def __init__(self, staged: Staged, repository: Repository, codec: str) -> None:
+        self.staged = staged
+        self.repository = repository
+        self.write_seconds = 0.0
+        digests, self.cpu_seconds = staged.timed_digest()
+        self._codec = codec
+        self._manifest = staged.manifest(repository.run_id, staged.whole(digests))
+        self._files = Files(self._manifest, plan(self._manifest, repository, codec == DELTA))
+        most_bytes = self._files.plan.most_bytes(manifest_codec.encode(self._manifest))
+        self.new_bytes = max(staged.data.nbytes, most_bytes)
 
-def write_encoded(
-    staged: Staged,
-    repository: Repository,
-    tier: str,
-    codec: str,
-    progress: CallProgress,
-    undo_failed: Callable[[CkptError], object],
-) -> SnapshotCommitted:
-    """Make `staged` durable in `repository`, its pieces encoded. Needs its lease.
+    @property
+    def new(self) -> list[str]:
+        return [file.name for file in self._files.new]
 
-    The arena slot is read until this returns, left behind or not; each piece is compared with its digest when it is
-    encoded. At most two parts of the image (`encoding_plan.PART_BYTES`) are in memory beside it.
+    def manifest(self) -> Manifest:
+        """That of the image as it is, of which `new_bytes` counts what encoding adds."""
+        return self._manifest
 
-    Args:
-        tier: how the place is called in the event.
-        codec: a codec's name, or `DELTA`.
-        progress: of the call that this is part of: a snapshot that nobody waits for any more is not committed.
-        undo_failed: told if data of a snapshot that was not committed stays.
-
-    Raises:
-        CkptError: it does not exist there.
-        AbandonedError: as before; nobody waits for it.
-    """
-    job, began, cpu_before = staged.job, time.monotonic(), time.thread_time()
-    progress.check()
-    digests, digest_seconds = staged.timed_digest()
-    manifest, tally = staged.manifest(repository.run_id, staged.whole(digests)), Tally()
-    with staged.slot.image(staged.data.nbytes) as image:
+    def put(self, image: memoryview, progress: CallProgress) -> Manifest:
+        manifest, planned, tally, began = self._manifest, self._files.plan, Tally(), time.monotonic()
 
         def fetch(entry: str, piece: Piece, out: memoryview) -> None:
             progress.check()
@@ -221,52 +200,21 @@ def write_encoded(
             if digest(out) != piece.digest:
                 raise WriterError(f"{entry!r} has changed in its arena slot while it was encoded; it is not written")
 
-        def commit(stored: Manifest) -> None:
-            progress.check()
-            if not staged.unchanged():
-                raise SupersededError(f"the snapshot of step {job.step} was left: a newer one has taken its place")
-            repository.commit(stored)
-
+        bases = Bases(manifest, None, planned.before, self.repository)
+        encoder = Encoder(manifest, Decoder(manifest, fetch), bases, lambda _: self._codec)
         try:
-            done = store_encoded(
-                manifest,
-                Decoder(manifest, fetch),
-                None,
-                repository,
-                lambda _: codec,
-                tally,
-                repository.storage,
-                commit,
-            )
+            done = _put_parts(self._files, encoder, self.repository, self.repository.storage, tally)
         except CopySourceError as err:
-            _undo(staged, repository, undo_failed)
             raise err.error from err
-        except BaseException:
-            _undo(staged, repository, undo_failed)
-            raise
-    return SnapshotCommitted(
-        snapshot=staged.snapshot,
-        step=job.step,
-        tier=tier,
-        nbytes=manifest.info.nbytes,
-        written_bytes=done.sent_bytes + done.present_bytes,
-        latency_seconds=time.monotonic() - job.instant_monotonic,
-        write_seconds=time.monotonic() - began,
-        cpu_seconds=time.thread_time() - cpu_before + digest_seconds + sum(tally.seconds.values()),
-        time=time.time(),
-    )
+        self.new_bytes = done.sent_bytes + done.present_bytes
+        self.write_seconds = time.monotonic() - began
+        self.cpu_seconds += sum(tally.seconds.values())
+        return self._files.manifest()
 
-
-def _undo(staged: Staged, repository: Repository, failed: Callable[[CkptError], object]) -> None:
-    """Free the data of a snapshot that could not be committed."""
-    try:
-        # The manifest goes first: a commit may have landed although it reported an error.
-        repository.forget([staged.snapshot])
-        listed = [item.name for item in repository.storage.list(names.DATA)]
-        mine = [name for name in listed if (owner := names.data_owner(name)) and owner.id == staged.snapshot]
-        repository.storage.delete(*mine)
-    except CkptError as err:
-        failed(err)
+    def stands(self) -> bool:
+        before, old = self._files.plan.before, self._files.old_files()
+        refers = bool(old) or not self._files.new  # until it is stored it may yet refer to anything there
+        return before is None or not refers or self.repository.still_has(before.info.id, old)
 
 
 AUTO = "auto"

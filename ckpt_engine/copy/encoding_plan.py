@@ -20,7 +20,7 @@ from ckpt_engine.copy.adam_groups import AdamGroup, find
 from ckpt_engine.errors import CkptError, CorruptError, StorageMissingError
 from ckpt_engine.store import container, names
 from ckpt_engine.store.decode import Decoder, chain_of, decoder_of, needed_for
-from ckpt_engine.store.manifest import DataFile, Manifest, Piece
+from ckpt_engine.store.manifest import Manifest, Piece
 from ckpt_engine.store.repository import Repository
 
 PART_BYTES = 128 << 20
@@ -179,24 +179,6 @@ def plan(manifest: Manifest, target: Repository, differences: bool = False) -> E
 def placed(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
     """The pieces of an entry, each with the byte of it at which it begins."""
     return zip(accumulate((piece.raw_nbytes for piece in pieces), initial=0), pieces, strict=False)
-
-
-def require_old(before: Manifest | None, files: Sequence[DataFile], target: Repository) -> None:
-    """Whether what is referred to is still there, and will be as long as nothing is forgotten.
-
-    Raises:
-        StorageMissingError: it is not.
-    """
-    if not files or before is None:
-        return
-    there = {item.name: item.nbytes for item in target.storage.list(names.DATA)}
-    if before.info.id not in {parsed.id for parsed in target.ids()} or any(
-        there.get(file.name) != file.nbytes for file in files
-    ):
-        raise StorageMissingError(
-            f"{target.storage.url}: what a copy was to refer to in {before.info.id} was removed meanwhile",
-            hint="the copy is made again",
-        )
 
 
 def _before(manifest: Manifest, target: Repository) -> Manifest | None:

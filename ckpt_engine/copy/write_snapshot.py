@@ -18,14 +18,14 @@ from ckpt_engine.copy import write_plan as drafts
 from ckpt_engine.copy.job import PersistJob
 from ckpt_engine.copy.row_deltas import Aside, RowDeltas
 from ckpt_engine.copy.staged import ArenaSlot, CutLayout, Digesting
-from ckpt_engine.copy.write_plan import NewFile, WritePlan, whole
+from ckpt_engine.copy.write_plan import WritePlan, whole
 from ckpt_engine.errors import CkptError, FormatError, StorageMissingError, WriterError
 from ckpt_engine.observe.events import SnapshotCommitted
 from ckpt_engine.store import names
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import chain_of
 from ckpt_engine.store.manifest import DataFile, Manifest, SnapshotInfo
-from ckpt_engine.store.repository import Repository, lacking
+from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.watchdog import CallProgress
 from ckpt_engine.store.tree import KeySkeleton
 
@@ -130,10 +130,6 @@ class Staged:
         """The image as one file, given the digests of all pieces."""
         return whole(self.data.name, self.cut_layout, digests)
 
-    def foresee(self, run: str, draft: WritePlan | None) -> Manifest:
-        """Its manifest before the digests are known, unless there is a draft: as long as it will be."""
-        return self.manifest(run, draft or self.whole(self.cut_layout.blank_digests()))
-
 
 class Finish(Protocol):
     """How a snapshot comes to exist once its data is durable."""
@@ -163,17 +159,105 @@ class Alone:
 ALONE: Finish = Alone()
 
 
+class Contents(Protocol):
+    """What a staged snapshot stores in one repository, and in which form. For one attempt.
+
+    Attributes:
+        staged, repository: of which, and where.
+        new_bytes: of its data files; at most so many until all are put.
+        write_seconds, cpu_seconds: what putting them has taken, and the CPU time of other threads for that.
+    """
+
+    staged: Staged
+    repository: Repository
+    new_bytes: int
+    write_seconds: float
+    cpu_seconds: float
+
+    @property
+    def new(self) -> Sequence[str]:
+        """The names of the data files that it has put, or begun to put."""
+        ...
+
+    def put(self, image: memoryview, progress: CallProgress) -> Manifest:
+        """Store the data files, durably; the manifest of what is stored."""
+        ...
+
+    def stands(self) -> bool:
+        """Whether the older data that it refers to is there, and stays as long as nothing is forgotten.
+
+        Raises:
+            StorageError: that cannot be told.
+        """
+        ...
+
+
+class Plain:
+    """The whole image as one file, digested while it is written; or what a draft says.
+
+    Args:
+        stands: whether what a draft refers to is still there.
+    """
+
+    def __init__(
+        self,
+        staged: Staged,
+        repository: Repository,
+        draft: WritePlan | None = None,
+        stands: Callable[[WritePlan], bool] = lambda _: True,
+    ) -> None:
+        self.staged = staged
+        self.repository = repository
+        self._new: list[str] = []
+        self.new_bytes = staged.data.nbytes if draft is None else draft.new_bytes
+        self.write_seconds = 0.0
+        self.cpu_seconds = 0.0 if draft is None else draft.cpu_seconds
+        self._draft = draft
+        self._stands = stands
+
+    @property
+    def new(self) -> Sequence[str]:
+        return self._new
+
+    def manifest(self) -> Manifest:
+        """As it will be; the digests of a whole image may be any until they are known."""
+        staged = self.staged
+        plan = self._draft or staged.whole(staged.digests.known or staged.cut_layout.blank_digests())
+        return staged.manifest(self.repository.run_id, plan)
+
+    def put(self, image: memoryview, progress: CallProgress) -> Manifest:
+        del progress
+        staged, draft = self.staged, self._draft
+        digesting = Digesting(image, staged.cut_layout) if draft is None and staged.digests.known is None else None
+        began = time.monotonic()
+        try:
+            for file in (draft or staged.whole(staged.cut_layout.blank_digests())).new:
+                with ExitStack() as held:
+                    blocks = [held.enter_context(block) for block in file.blocks(image)]
+                    self.repository.storage.put(file.name, blocks)
+                self._new.append(file.name)
+        except BaseException:
+            if digesting is not None:
+                digesting.abandon()
+            raise
+        self.write_seconds = time.monotonic() - began
+        if digesting is not None:
+            staged.digests.settle(digesting.result())
+            self.cpu_seconds = digesting.cpu_seconds
+        return self.manifest()
+
+    def stands(self) -> bool:
+        return self._draft is None or self._stands(self._draft)
+
+
 def write_snapshot(
-    staged: Staged,
-    repository: Repository,
+    contents: Contents,
     tier: str,
     progress: CallProgress,
     undo_failed: Callable[[CkptError], object],
-    draft: WritePlan | None = None,
-    stands: Callable[[WritePlan], bool] = lambda _: True,
     finish: Finish = ALONE,
 ) -> tuple[SnapshotCommitted, Manifest]:
-    """Make `staged` durable in `repository`. Needs its lease.
+    """Make a staged snapshot durable in a repository. Needs its lease.
 
     The arena slot is read until this returns, left behind or not.
 
@@ -181,90 +265,46 @@ def write_snapshot(
         tier: how the place is called in the event.
         progress: of the call that this is part of: a snapshot that nobody waits for any more is not committed.
         undo_failed: told if data of a snapshot that was not committed stays.
-        draft: what is written; None: the whole image, which is digested meanwhile.
-        stands: whether what a draft refers to is still there; asked last before the commit.
         finish: what happens when the data is durable.
+
+    Returns:
+        The event, and the manifest of what is stored: of several ranks, that of this one's share.
 
     Raises:
         CkptError: it does not exist there.
         AbandonedError: as before; nobody waits for it.
     """
-    job = staged.job
+    staged, repository = contents.staged, contents.repository
     cpu_before = time.thread_time()
-    other_cpu_seconds = draft.cpu_seconds if draft is not None else 0.0
     progress.check()
-    with staged.slot.image(staged.data.nbytes) as image:
-        digesting = Digesting(image, staged.cut_layout) if draft is None and staged.digests.known is None else None
-        began = time.monotonic()
-        try:
-            for file in _to_write(staged, draft):
-                _put(repository, file, image)
-        except BaseException:
-            if digesting is not None:
-                digesting.abandon()
-            if draft is not None:
-                _undo(staged, repository, draft, undo_failed, finish)
-            raise
-        write_seconds = time.monotonic() - began
-        if digesting is not None:
-            digesting.result()
-            other_cpu_seconds = digesting.cpu_seconds
-    stored = draft
     try:
-        if stored is None:
-            digests = staged.digests.settle(digesting.result()) if digesting is not None else staged.digest()
-            stored = staged.whole(digests)
+        with staged.slot.image(staged.data.nbytes) as image:
+            stored = contents.put(image, progress)
         progress.check()
         if not staged.unchanged():
-            raise SupersededError(f"the snapshot of step {job.step} was left: a newer one has taken its place")
-        if not stands(stored):
+            raise SupersededError(f"the snapshot of step {staged.job.step} was left: a newer one has taken its place")
+        if not contents.stands():
             raise StorageMissingError(f"what {staged.snapshot} refers to was removed while it was written")
-        manifest = finish.commit(staged, repository, staged.manifest(repository.run_id, stored))
+        manifest = finish.commit(staged, repository, stored)
     except BaseException:
-        _undo(staged, repository, stored, undo_failed, finish)
+        if contents.new:
+            try:
+                finish.undo(staged, repository, contents.new)
+            except CkptError as err:
+                undo_failed(err)
         raise
     committed = SnapshotCommitted(
         snapshot=staged.snapshot,
-        step=job.step,
+        step=staged.job.step,
         tier=tier,
         nbytes=manifest.info.nbytes,
-        written_bytes=stored.new_bytes,
-        latency_seconds=time.monotonic() - job.instant_monotonic,
-        write_seconds=write_seconds,
-        cpu_seconds=time.thread_time() - cpu_before + other_cpu_seconds,
+        written_bytes=contents.new_bytes,
+        latency_seconds=time.monotonic() - staged.job.instant_monotonic,
+        write_seconds=contents.write_seconds,
+        cpu_seconds=time.thread_time() - cpu_before + contents.cpu_seconds,
         time=time.time(),
     )
-    return committed, manifest
-
-
-def share_of(staged: Staged, repository: Repository, draft: WritePlan | None) -> Manifest:
-    """The manifest of what one of several ranks has written, as `write_snapshot` did."""
-    return staged.manifest(repository.run_id, draft or staged.whole(staged.digest()))
-
-
-def _to_write(staged: Staged, draft: WritePlan | None) -> tuple[NewFile, ...]:
-    return draft.new if draft is not None else staged.whole(staged.cut_layout.blank_digests()).new
-
-
-def _put(repository: Repository, file: NewFile, image: memoryview) -> None:
-    with ExitStack() as held:
-        repository.storage.put(file.name, [held.enter_context(block) for block in file.blocks(image)])
-
-
-def _undo(
-    staged: Staged,
-    repository: Repository,
-    stored: WritePlan | None,
-    failed: Callable[[CkptError], object],
-    finish: Finish,
-) -> None:
-    """Free the data of a snapshot that could not be committed."""
-    try:
-        finish.undo(
-            staged, repository, [file.name for file in stored.new] if stored is not None else [staged.data.name]
-        )
-    except CkptError as err:
-        failed(err)
+    return committed, stored
 
 
 SMALL_BYTES = 64 << 20
@@ -320,11 +360,7 @@ class DedupBaseline:
         Raises:
             StorageError: that cannot be told.
         """
-        if draft.source is None:
-            return True
-        if all(parsed.id != draft.source for parsed in self._repository.ids()):
-            return False
-        return not lacking(self._repository.storage, draft.old_files)
+        return draft.source is None or self._repository.still_has(draft.source, draft.old_files)
 
     def committed(self, manifest: Manifest) -> None:
         """Note the newest snapshot; of several ranks, this one's share of it, which may yet come to nothing."""

@@ -268,6 +268,14 @@ class Repository:
         sink.put(name, [memoryview(text)])
         self.remember(manifest)
 
+    def still_has(self, snapshot: str, files: Sequence[DataFile]) -> bool:
+        """Whether a snapshot is there with these data files, which stay as long as nothing is forgotten.
+
+        Raises:
+            StorageError: that cannot be told.
+        """
+        return any(parsed.id == snapshot for parsed in self.ids()) and not lacking(self.storage, files)
+
     def next_seq(self) -> int:
         """A number higher than that of every snapshot, damaged ones included."""
         return max((parsed.seq for parsed in self.ids()), default=0) + 1

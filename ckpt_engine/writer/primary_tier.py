@@ -17,13 +17,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_engine.copy.encoded_copy import most_bytes, write_encoded
+from ckpt_engine.copy.encoded_copy import Encoded
 from ckpt_engine.copy.job import ErrorRecord, History, RankConfig, WriterConfig
 from ckpt_engine.copy.make_room import Collected, Pruned, SpaceReservation, collect, prune
 from ckpt_engine.copy.row_deltas import Aside
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_plan import WritePlan
-from ckpt_engine.copy.write_snapshot import ALONE, DedupBaseline, Finish, Staged, share_of, write_snapshot
+from ckpt_engine.copy.write_snapshot import ALONE, DedupBaseline, Finish, Plain, Staged, write_snapshot
 from ckpt_engine.errors import (
     CkptError,
     ForeignError,
@@ -156,41 +156,20 @@ class PrimaryTier:
         if isinstance(self._policy, KeepAll):  # else it comes with retention
             self._repository.write_catalog_if_due()
         self._progress.check()
-        if self._codec != RAW:
-            return self._write_encoded(staged)
-        known = self._known
-        draft = self._draft(staged)
-        self._make_room(staged, draft)
-        if draft is not None and not known.stands(draft):
-            draft = None
-            self._make_room(staged, None)
-        committed, manifest = write_snapshot(
-            staged,
-            self._repository,
-            self._url,
-            self._progress,
-            self._not_undone(staged),
-            draft,
-            known.stands,
-            self._finish,
-        )
-        known.committed(manifest if self._ranks is None else share_of(staged, self._repository, draft))
+        contents = self._contents(staged)
+        self._make_room(contents)
+        while not contents.stands():  # what it was to refer to has gone for room: then more is to be written
+            contents = self._contents(staged)
+            self._make_room(contents)
+        committed, stored = write_snapshot(contents, self._url, self._progress, self._not_undone(staged), self._finish)
+        self._known.committed(stored)
         self._room.committed(staged.snapshot)
         return committed
 
-    def _write_encoded(self, staged: Staged) -> SnapshotCommitted:
-        removed = True
-        while removed:  # what was to be referred to may have gone for room: then more has to be written
-            nbytes = most_bytes(staged, self._repository, self._codec)
-            room = self._room.before(nbytes, lambda: staged.foresee(self._repository.run_id, None))
-            removed = room is not None and bool(room.plan.remove)
-            if room is not None:
-                self._made_room(room.plan.remove)
-            self._told(room)
-        undo_failed = self._not_undone(staged)
-        committed = write_encoded(staged, self._repository, self._url, self._codec, self._progress, undo_failed)
-        self._room.committed(staged.snapshot)
-        return committed
+    def _contents(self, staged: Staged) -> Plain | Encoded:
+        if self._codec != RAW:
+            return Encoded(staged, self._repository, self._codec)
+        return Plain(staged, self._repository, self._draft(staged), self._known.stands)
 
     def _draft(self, staged: Staged) -> WritePlan | None:
         """What need not be written again is not worth failing for: with trouble finding out, all is written."""
@@ -204,14 +183,11 @@ class PrimaryTier:
         self._drafts_fail = False
         return draft
 
-    def _make_room(self, staged: Staged, draft: WritePlan | None) -> None:
-        nbytes = staged.data.nbytes if draft is None else draft.new_bytes
-        if self._ranks is not None:
-            nbytes = staged.data.nbytes * len(
-                self._ranks.members
-            )  # shares are equal, and what others spare is not known
-        # Digests may not be known yet; any will do to see how much will be written.
-        room = self._room.before(nbytes, lambda: staged.foresee(self._repository.run_id, draft))
+    def _make_room(self, contents: Plain | Encoded) -> None:
+        nbytes = contents.new_bytes
+        if self._ranks is not None:  # shares are equal, and what others spare is not known
+            nbytes = contents.staged.data.nbytes * len(self._ranks.members)
+        room = self._room.before(nbytes, contents.manifest)
         if room is not None:
             self._made_room(room.plan.remove)
         self._told(room)
@@ -361,12 +337,9 @@ class RankMemberTier:
         def not_undone(err: CkptError) -> None:
             self._notice(f"cannot take back the share of the failed snapshot {staged.snapshot}: {err}")
 
-        known, finish = self._known, Contributing(self._ranks)
-        draft = self._draft(staged)
-        written = write_snapshot(
-            staged, self._repository, self._tier, self._progress, not_undone, draft, known.stands, finish
-        )[0]
-        known.committed(share_of(staged, self._repository, draft))
+        contents = Plain(staged, self._repository, self._draft(staged), self._known.stands)
+        written, stored = write_snapshot(contents, self._tier, self._progress, not_undone, Contributing(self._ranks))
+        self._known.committed(stored)
         return written
 
     def _draft(self, staged: Staged) -> WritePlan | None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from ckpt_engine.copy.job import RankConfig
-from ckpt_engine.copy.write_snapshot import Staged, share_of, write_snapshot
+from ckpt_engine.copy.write_snapshot import Plain, Staged, write_snapshot
 from ckpt_engine.errors import CkptError, FormatError, SnapshotFailedError, SnapshotSkippedError
 from ckpt_engine.observe.events import SnapshotCommitted
 from ckpt_engine.store import repository
@@ -252,18 +252,14 @@ class NearestTier:
         def write() -> None:
             storage = self._repository.storage
             if staged.snapshot in self._written:
-                share = share_of(staged, self._repository, None)
+                staged.digest()
+                share = Plain(staged, self._repository).manifest()
                 if not repository.lacking(storage, share.files):
                     part_records.put(storage, part_records.part_of(share, staged.cut_layout.layout, self._ranks))
                     return
-            event, _ = write_snapshot(
-                staged,
-                self._repository,
-                self._tier,
-                self._progress,
-                self._not_undone,
-                finish=Contributing(self._ranks, says_failure=False),
-            )
+            finish = Contributing(self._ranks, says_failure=False)
+            contents = Plain(staged, self._repository)
+            event, _ = write_snapshot(contents, self._tier, self._progress, self._not_undone, finish)
             self._written[staged.snapshot] = event
 
         self._lane(write, staged)

@@ -17,7 +17,7 @@ from ckpt_engine.copy.encoding_plan import plan
 from ckpt_engine.copy.job import ErrorRecord, TierConfig
 from ckpt_engine.copy.make_room import collect, make_room, prune
 from ckpt_engine.copy.transfer import Copied, CopySourceError, RunText, adopt_run, copy_snapshot, scratch_of
-from ckpt_engine.copy.write_snapshot import Staged, write_snapshot
+from ckpt_engine.copy.write_snapshot import Plain, Staged, write_snapshot
 from ckpt_engine.errors import (
     CkptError,
     FormatError,
@@ -188,7 +188,8 @@ class SecondaryTier:
             CkptError: it is not.
         """
         with self.writing(staged.cut_layout.layout.nbytes) as repository:
-            return write_snapshot(staged, repository, self.url, self.direct.progress, self._not_undone(staged))[0]
+            contents = Plain(staged, repository)
+            return write_snapshot(contents, self.url, self.direct.progress, self._not_undone(staged))[0]
 
     @contextmanager
     def writing(self, nbytes: int) -> Iterator[Repository]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.copy import encoded_copy, encoding_plan
+from ckpt_engine.copy import encoding_plan
 from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
 from ckpt_engine.copy.encoding_plan import placed
 from ckpt_engine.copy.make_room import collect, prune
@@ -221,7 +221,7 @@ def test_the_check_notices_a_manifest_that_comes_first(
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "put", late)
-        patch.setattr(encoded_copy, "require_old", lambda *_: None)
+        patch.setattr(Repository, "still_has", lambda *_: True)
         disk = _lived(world, tmp_path / "disk", 2)
     explorer = Explorer(scratch, world.check)
     explorer.explore(disk, stop_at_bad=True)

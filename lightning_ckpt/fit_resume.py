@@ -27,7 +27,7 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.errors import MismatchError, NewerFormatError, ResumeError
 from ckpt_engine.loop import components
 from ckpt_engine.loop.capture import Elastic, elastic_of, merged, require_ranks, require_whole_gradients, unpack
-from ckpt_engine.loop.components import into_own_memory, own_copy, own_extra_state, saved_shapes
+from ckpt_engine.loop.components import OWN_KEY, into_own_memory, own_copy, own_extra_state, saved_shapes
 from ckpt_engine.loop.distributed_models import not_restored
 from ckpt_engine.loop.diverging import Rollbacks
 from ckpt_engine.loop.resume import ReportDraft, publish
@@ -41,8 +41,8 @@ from lightning_ckpt import restart, run_state, sharded
 from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.restart import AUTO, Fresh, Kept, calls_the_users
-from lightning_ckpt.run_state import OWN_KEY, OWN_VERSION, BoundaryKind
-from lightning_ckpt.strategy_ranks import replicas_of
+from lightning_ckpt.run_state import OWN_VERSION, BoundaryKind
+from lightning_ckpt.sharded import replicas_of
 
 _log = logging.getLogger("lightning_ckpt")
 

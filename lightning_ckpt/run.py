@@ -14,16 +14,16 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.config import Config
 from ckpt_engine.config.live import LiveFile
-from ckpt_engine.config.sections import Status
 from ckpt_engine.data.exactness import OnChange
 from ckpt_engine.engine import Engine
-from ckpt_engine.errors import CkptError, DivergedError, LeaseHeldError, StorageError, UnstorableLeafError, WriterError
+from ckpt_engine.errors import CkptError, DivergedError
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.loop import components
-from ckpt_engine.loop.diverging import Diverging, Rollbacks, require_alike
+from ckpt_engine.loop.diverging import Rollbacks, require_alike
 from ckpt_engine.loop.failing_loop import ImpossibleError
+from ckpt_engine.loop.loops import Taker
 from ckpt_engine.loop.rank_decisions import cadence_of, cadence_settings, prepare_share
-from ckpt_engine.loop.stopping import Halt
+from ckpt_engine.loop.stopping import END_WAIT_SECONDS, EXCEPTION_WAIT_SECONDS, Stopping, losses_of
 from ckpt_engine.observe.events import SystemClock
 from ckpt_engine.observe.log import FanOutSink, LogSink
 from ckpt_engine.snapshot.save_request import SaveHandle
@@ -43,14 +43,11 @@ from lightning_ckpt.run_state import (
     kind_of,
     postponed,
 )
-from lightning_ckpt.strategy_ranks import ranks_of, replicas_of
-from lightning_ckpt.watches import BAR_NAMES, Endings, StopWatch, Telemetry, Watches, finish_again
+from lightning_ckpt.sharded import ranks_of, replicas_of
+from lightning_ckpt.telemetry import BAR_NAMES, StopWatch, Telemetry, finish_again
 from lightning_ckpt.weight_guard import FenceGuard
 
 _log = logging.getLogger("lightning_ckpt")
-
-END_WAIT_SECONDS = 600.0
-EXCEPTION_WAIT_SECONDS = 30.0
 
 
 class FitRun:
@@ -65,12 +62,7 @@ class FitRun:
     """
 
     def __init__(
-        self,
-        trainer: pl.Trainer,
-        module: pl.LightningModule,
-        config: Config,
-        owner: Callback,
-        live: LiveFile | None = None,
+        self, trainer: pl.Trainer, module: pl.LightningModule, config: Config, owner: Callback, live: LiveFile | None
     ) -> None:
         self._trainer = trainer
         self._module = module
@@ -81,42 +73,45 @@ class FitRun:
         sinks, clock = FanOutSink(LogSink()), SystemClock()
         ranks = ranks_of(trainer, module)
         self.engine = Engine(config, ranks=ranks)
+        self.engine.live = live
         require_alike(self.engine)
         self.engine.events = sinks
         self.cadence = cadence_of(cadence_settings(config), clock, self.engine)
         self.telemetry = Telemetry(self.cadence)
         sinks.add(self.cadence)
         sinks.add(self.telemetry)
-        watched = config if ranks is None or ranks.rank == 0 else config.model_copy(update={"status": Status()})
-        self.watches = Watches(watched, clock, sinks, self.telemetry, self.cadence, live, ranks)
         self._loaders = FitLoaders(self._internals, trainer, OnChange(config.data))
         rollbacks: Rollbacks | None = None
         if config.rollback is not None:
             rollbacks = Rollbacks(self.engine, _log, replicas_of(trainer), self._internals.in_whole_steps)
         self._audit = Audit(config.hidden, lambda: audited(trainer, module, (owner, self.guard)), _log, OF_LIGHTNING)
         self.resume = FitResume(self._internals, trainer, module, self.engine, self._loaders, rollbacks, self._audit)
-        self._begun = False
+        self._begun = self._validated = self._announced_optimizers = self._end_taken = self._report_due = False
         self._skip_batches = 0
         self._capture = FitCapture(self._internals, trainer, module, ranks)
         self._lazy = self._capture.lazy() if copies_lazily(config.lazy, trainer.strategy.root_device) else None
         self._prepare_share = prepare_share(config, trainer.strategy.root_device)
         self.guard = FenceGuard(self.fence, self)
         self._stop = StopWatch(trainer)
-        preemption = self.watches.preemption
-        self._halt = Halt(preemption, self.engine, SIGTERMException, _log, self.cadence)
+        self._losses = losses_of(config)
+        self.stopping = Stopping(
+            self.engine,
+            self.cadence,
+            sinks,
+            _log,
+            numbers=self.telemetry.plain_numbers,
+            ends_with=SIGTERMException,
+            losses=self._losses,
+            rollbacks=rollbacks,
+        )
+        self._taker = Taker(self.engine, self.cadence, _log)
+        self._halt = self.stopping.halt
         self._shared = self._halt.shared
-        diverging = Diverging(self.engine, preemption, self._halt, rollbacks, _log)
-        self._endings = Endings(self.watches, self._halt, diverging, self._take_here)
-        self._asked = False
         self._given: Any = None
         self._step_fence = StepFence(self.fence)
         self._flags_at_start: dict[str, list[str]] = {"frozen": [], "eval": []}
         self._sanity_steps = trainer.num_sanity_val_steps
         self._validation_began: float | None = None
-        self._validated = False
-        self._announced_optimizers = False
-        self._end_taken = False
-        self._report_due = False
         self._failing = FailingFit(
             trainer, module, self._internals, self._loaders, config.overhead, BAR_NAMES, self._audit
         )
@@ -135,7 +130,7 @@ class FitRun:
         internals.wrap_loop_reset(lambda: self.resume.pending)
         internals.wrap_fetch(self._boundary, self._batch_failed)
         relays = self._shared is not None and SIGTERM in self._config.preemption.numbers()
-        internals.defer_sigterm(lambda: self.watches.preemption.stop is not None, relays=relays)
+        internals.defer_sigterm(lambda: self.stopping.watch.stop is not None, relays=relays)
         self._step_fence.install()
         others = [callback for callback in callbacks_of(self._trainer) if callback is not self._owner]
         # Weights must be whole before any other callback changes them, and callbacks' states final when captured.
@@ -143,7 +138,7 @@ class FitRun:
 
     def disconnect(self) -> None:
         """Leave the trainer as it was found."""
-        self.watches.close()
+        self.stopping.close()
         self._internals.unwrap()
         self.telemetry.hide(self._internals.metric_tables["progress_bar"])
         self._step_fence.remove()
@@ -185,7 +180,8 @@ class FitRun:
                 self.cadence.restore(learned, failed=self.resume.after_failure)
         self._announce()
         self.cadence.start(self.step)
-        self.watches.start(self.step, self._module, self.engine.loaded if self.resume.pending else None)
+        trained = [f"state_dict/{name}" for name, one in self._module.named_parameters() if one.requires_grad]
+        self.stopping.start(self.step, trained)
 
     def validation_started(self) -> None:
         """Time from here to `validation_ended` is not training."""
@@ -211,7 +207,8 @@ class FitRun:
     def batch_ended(self, outputs: Any) -> None:
         """The loss for the guard; numbers for loggers and the progress bar."""
         self._validated = False
-        self.watches.batch_ended(self.step + self._internals.accumulating, outputs)
+        if self._losses is not None:
+            self._losses.add(self.step + self._internals.accumulating, outputs)
         self.telemetry.show(self._internals.metric_tables["progress_bar"])
         if self._trainer.loggers and self._internals.logs_now:
             self.telemetry.log(self._trainer, self._internals.batches_that_stepped)
@@ -225,7 +222,7 @@ class FitRun:
             self.engine.close()
         finally:
             self.disconnect()
-        if (stop := self.watches.preemption.stop) is not None:
+        if (stop := self.stopping.watch.stop) is not None:
             _log.warning("%s: it came when training was complete", stop.notice.who)
             raise self._halt.exit_of(stop)
 
@@ -241,7 +238,7 @@ class FitRun:
         finally:
             self.disconnect()
         if self._not_saved:
-            _log.warning("%s: %s; %s", type(exception).__name__, self.watches.preemption.durable(), self._not_saved)
+            _log.warning("%s: %s; %s", type(exception).__name__, self.stopping.watch.durable(), self._not_saved)
         if isinstance(exception, DivergedError) and self._halt.stops:
             raise self._halt.end_of(exception)  # it came meanwhile
 
@@ -292,13 +289,13 @@ class FitRun:
         if self._prepare_share is not None:
             self.cadence.background(self.engine.prepare_seconds)
         step = self.step
-        self._asked |= self.watches.preemption.take_save() is not None
-        self._endings.boundary(step, asked=self._asked)
+        if (stop := self.stopping.boundary(step)) is not None:
+            raise self.stopping.end(stop, self._take_here)
         self._given = self._internals.combined_position
-        self._config = self.watches.edits.apply(self._config)
+        self._config = self.stopping.edited(self._config)
         self.engine.begin_step(step + 1)
-        reason = self.cadence.boundary(step) or ("manual" if self._asked and self._shared is None else None)
-        vetoed = self._endings.vetoed(due=reason is not None)
+        reason = self.cadence.boundary(step) or ("manual" if self.stopping.asked else None)
+        vetoed = self.stopping.vetoed(due=reason is not None)
         if reason is None:
             self._announce()
         else:
@@ -323,7 +320,9 @@ class FitRun:
         """A stop that ended loader workers too may show as a batch that never comes: it is still the boundary then."""
         nothing_came = self._given is not None and self._given == self._internals.combined_position
         still_there = nothing_came and self._loaders.one_with_workers
-        self._endings.no_batch(error, str(self._internals.batches_in_total) if still_there else None)
+        where = str(self._internals.batches_in_total) if still_there else None
+        if (stop := self.stopping.no_batch(error, where)) is not None:
+            raise self.stopping.end(stop, self._take_here) from error
 
     def _position(self) -> Position:
         return Position(
@@ -344,7 +343,7 @@ class FitRun:
     def epoch_over(self) -> None:
         self._stop.before()
         if self._active and self._internals.ends_mid_epoch:
-            self._endings.training_over(self.step)
+            self.stopping.training_over(self.step)
             if self._config.at_end:
                 # A longer run would go on in this epoch, so this must be captured before anything sees its end.
                 self._take_at_end(BoundaryKind.STOPPED)
@@ -353,7 +352,7 @@ class FitRun:
         self._stop.after()
         if not self._active:
             return
-        self._endings.training_over(self.step)
+        self.stopping.training_over(self.step)
         if self._config.at_end and not self._end_taken:
             # Weight averaging has not replaced the weights yet; a longer run would go on with these.
             self._take_at_end(BoundaryKind.FINISHED)
@@ -383,7 +382,7 @@ class FitRun:
             return f"the last boundary is not saved: {err}"
         if before.step == self._saved_step:
             return "that is the last step"
-        if self.watches.vetoed(due=True):
+        if self.stopping.suspicious():
             return f"step {before.step} is not saved: its loss is far above the usual ones"
         if not self.engine.ready() and not self.engine.wait(EXCEPTION_WAIT_SECONDS):
             return f"step {before.step} is not saved: earlier snapshots are still being written"
@@ -421,49 +420,35 @@ class FitRun:
     def _take(
         self, kind: BoundaryKind, reason: str, step: int, *, durable: bool = True, before: FitStepStart | None = None
     ) -> SaveHandle | None:
-        if self._endings.vetoed(due=True):
+        if self.stopping.vetoed(due=True):
             if durable:
                 _log.error("no snapshot of step %d: its loss is far above the usual ones", step)
                 self.engine.miss(step, "loss spike")
                 self.cadence.skipped(step, "loss spike")
             return None
         began = time.perf_counter()
-        try:
-            handle = self.engine.save(
-                self._state(kind, before),
-                step=step,
-                epoch=self._trainer.current_epoch,
-                reason=reason,
-                metrics=run_state.numbers(self._internals),
-                lazy=self._lazy,
-                notes={
-                    "trainer": "lightning",
-                    "kind": kind.value,
-                    "batch": self._internals.batches_in_epoch if before is None else before.position.batches_in_epoch,
-                    **sharded.notes(self._trainer),
-                },
-                durable=durable,
-            )
-        except (StorageError, WriterError, UnstorableLeafError) as err:
-            # At the start it is for the user to mend now; later it must not end a long run.
-            wrong = isinstance(err, UnstorableLeafError) and self._saved_step is None
-            if wrong or isinstance(err, LeaseHeldError) or self._config.on_error == "raise":
-                raise
-            _log.error("no snapshot of step %d: %s", step, err)
-            self.cadence.skipped(step, "error")
+        handle = self._taker.take(
+            lambda: self._state(kind, before),
+            step=step,
+            durable=durable,
+            epoch=self._trainer.current_epoch,
+            reason=reason,
+            metrics=run_state.numbers(self._internals),
+            lazy=self._lazy,
+            notes={
+                "trainer": "lightning",
+                "kind": kind.value,
+                "batch": self._internals.batches_in_epoch if before is None else before.position.batches_in_epoch,
+                **sharded.notes(self._trainer),
+            },
+        )
+        if handle is None:
             return None
-        if handle.skipped is not None:
-            if durable:
-                self.cadence.skipped(step, "busy")
-            return None
-        stall = time.perf_counter() - began
+        self.telemetry.took(time.perf_counter() - began)
         if durable:
-            self._asked, self._saved_step = False, step
+            self.stopping.taken()
+            self._saved_step = step
             self._announced_optimizers |= self._optimizers_have_state
-            self.cadence.taken(step, stall)
-        else:
-            self.cadence.held(step, stall)
-        self.telemetry.took(stall)
         return handle
 
     def _state(self, kind: BoundaryKind, before: FitStepStart | None = None) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from ckpt_engine.audit.audit import Audit, roots_of_loader
 from ckpt_engine.data import rng
 from ckpt_engine.loop import components
 from ckpt_engine.loop.capture import Packer, own_values
+from ckpt_engine.loop.components import OWN_KEY
 from ckpt_engine.loop.distributed_models import GradientOrder
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.ranks.world import Ranks
@@ -54,7 +55,6 @@ from ckpt_engine.store.manifest import SnapshotInfo
 from lightning_ckpt.compat import LightningInternals, callbacks_of, metric_progress, set_metric_progress
 from lightning_ckpt.sharded import gradient_order, live_states
 
-OWN_KEY = "ckpt_engine"
 OWN_VERSION = 1
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
 _HPARAMS_TYPES = ("hparams_type", "datamodule_hparams_type")

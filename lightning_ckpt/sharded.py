@@ -1,6 +1,6 @@
-"""Runs whose models are divided (`ModelParallelStrategy`, `FSDPStrategy`): their live state, and putting it back.
+"""Which processes train together under a Lightning strategy, and the live state of models that they divide.
 
-Nothing is gathered.
+Nothing of a divided model (`ModelParallelStrategy`, `FSDPStrategy`) is gathered.
 """
 
 from __future__ import annotations
@@ -12,12 +12,20 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+    SingleDeviceStrategy,
+)
 
 from ckpt_engine.data.rng import Teams
-from ckpt_engine.errors import ResumeError
-from ckpt_engine.loop.components import Shapes, weight_shapes
+from ckpt_engine.errors import ConfigError, ResumeError
+from ckpt_engine.loop.components import OWN_KEY, Shapes, weight_shapes
 from ckpt_engine.loop.distributed_models import FlatModels, GradientOrder, flat_models
+from ckpt_engine.ranks.process_group import ProcessGroupRanks
+from ckpt_engine.ranks.world import Ranks
 from ckpt_engine.state.compatibility import size_of
 from ckpt_engine.state.sharding import optimizer_shell
 from ckpt_engine.store.manifest import Manifest
@@ -162,3 +170,46 @@ def restore(trainer: pl.Trainer, state: Mapping[str, Any]) -> None:
             optimizer.load_state_dict(saved)
         else:
             flat.load_optimizer(optimizer, saved)
+
+
+_HINTS = {
+    "DeepSpeedStrategy": "it keeps its state to itself: use its own checkpoints, or FSDP2 with ModelParallelStrategy",
+}
+
+
+def ranks_of(trainer: pl.Trainer, module: pl.LightningModule) -> Ranks | None:
+    """All ranks of `trainer`; None: it is one process.
+
+    Parameters and what optimizers know of them are the same on all ranks of DDP; DTensors and FSDP1 tell who has what.
+    Buffers are those of rank 0, which DDP hands to the others before the next forward. Streams, positions and metrics
+    are each rank's own.
+
+    Raises:
+        ConfigError: a strategy whose state is divided in ways that are not supported.
+    """
+    strategy = trainer.strategy
+    if trainer.world_size == 1 or isinstance(strategy, SingleDeviceStrategy):
+        return None
+    # Kinds of DDP divide the optimizer's state.
+    if type(strategy) not in (DDPStrategy, ModelParallelStrategy) and not isinstance(strategy, FSDPStrategy):
+        raise ConfigError(
+            f"several processes are supported with DDP, FSDP and ModelParallelStrategy, and this run has "
+            f"{type(strategy).__name__}",
+            hint=_HINTS.get(type(strategy).__name__, "use strategy='ddp', 'ddp_spawn' or 'ddp_fork'"),
+        )
+    parameters = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
+
+    def alike(path: tuple[Any, ...]) -> bool:
+        if path[0] in ("state_dict", "current_model_state"):
+            return len(path) == 2 and path[1] in parameters
+        return path[0] == "optimizer_states" and len(path) > 2 and path[2] == "state"
+
+    return ProcessGroupRanks(own={OWN_KEY}, divides=alike)
+
+
+def replicas_of(trainer: pl.Trainer) -> int:
+    """By how many the training samples are divided: ranks that share a model have the same ones."""
+    strategy = trainer.strategy
+    if trainer.world_size == 1 or not isinstance(strategy, ParallelStrategy):
+        return 1
+    return int(strategy.distributed_sampler_kwargs["num_replicas"])

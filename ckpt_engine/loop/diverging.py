@@ -23,8 +23,8 @@ from ckpt_engine.errors import (
     RollbackRequestedError,
     WaitTimeoutError,
 )
+from ckpt_engine.loop.halt import Halt
 from ckpt_engine.loop.rank_decisions import FLUSHED, HEARD_SECONDS, Patience, Verdicts, stop_of_json, stop_to_json
-from ckpt_engine.loop.stopping import Halt
 from ckpt_engine.preempt.divergence import (
     Divergence,
     RollbackRecord,

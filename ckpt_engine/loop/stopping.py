@@ -1,38 +1,38 @@
-"""Who wants something of a tracked run: stops it in time, hands on requests and edited options, shows how it stands.
-
-Ends a run that must stop: at a boundary, with the best snapshot that becomes durable in time.
-
-Takes in what an edited options file changes in a running job, and says what became of the edit.
-"""
+"""Who wants something of a run: stops it in time, judges its losses, hands on requests and edited options."""
 
 from __future__ import annotations
 
 import atexit
 import logging
-import math
 import sys
-import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from typing import Any
+
+import torch
 
 from ckpt_engine.config import Config
 from ckpt_engine.config.live import LiveFile, change
+from ckpt_engine.config.sections import Status
 from ckpt_engine.data.torch_private import is_dead_worker
 from ckpt_engine.engine import Engine
-from ckpt_engine.errors import CkptError, DivergedError
+from ckpt_engine.errors import RanksError
 from ckpt_engine.frequency.cadence import Cadence
+from ckpt_engine.loop.diverging import Diverging, Rollbacks
+from ckpt_engine.loop.halt import Halt
 from ckpt_engine.loop.rank_decisions import SharedCadence, Take, cadence_settings
 from ckpt_engine.observe.events import SystemClock
 from ckpt_engine.observe.log import FanOutSink
 from ckpt_engine.observe.metrics import RunMetrics
-from ckpt_engine.observe.units import duration
-from ckpt_engine.preempt.stop_plan import Board, StopChoice, StopPlan
+from ckpt_engine.preempt.divergence import Divergence, LossGuard, On, StaleWatch
+from ckpt_engine.preempt.stop_plan import Board
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.preempt.watch import PreemptionWatch, open_watch
+from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.open import open_storage
 
 END_WAIT_SECONDS = 600.0
-"""How long the end of a run waits for what is in flight, where nobody stops it."""
+"""How long the end of a run waits for what is in flight, where nothing stops it."""
 
 EXCEPTION_WAIT_SECONDS = 30.0
 """How long an exception waits for what is in flight."""
@@ -46,39 +46,72 @@ def uncaught() -> BaseException | None:
 class Stopping:
     """From `start` to `close`, on the training thread. At the end of the interpreter it closes itself.
 
+    One process that has diverged ends at once. One of several ranks takes part in no snapshot from then on, informs the
+    others, and ends with all of them: alone it would leave them in a collective.
+
     Args:
         engine: of the run.
-        cadence: where the numbers for the status page come from.
-        sinks: gets this run's events.
+        cadence: of the run.
+        sinks: gets this run's events, and takes those of what watches it.
         log: of the adapter.
+        numbers: for the status page; called on threads. None: those of `RunMetrics`.
+        ends_with: makes of an exit code the exception that ends the run.
+        losses: judges the losses that the adapter gives; None: it gives none.
+        rollbacks: where a run that has diverged goes back, if it may.
+
+    Attributes:
+        watch: knows of requests to stop, and of what is durable.
+        halt: ends the run.
 
     Raises:
         StorageError: a tier that no storage serves.
     """
 
-    def __init__(self, engine: Engine, cadence: Cadence, sinks: FanOutSink, log: logging.Logger) -> None:
-        config = engine.config
-        self._engine = engine
-        self._log = log
-        metrics = RunMetrics(cadence)
-        self._ledger, self._watch = open_watch(config, SystemClock(), engine.ranks)
-        self._board = Board(config.status, self._watch.outlook, metrics.numbers)
-        self._edits = Edits(engine.live, cadence, self._watch, log)
-        self._halt = Halt(self._watch, engine, SystemExit, log, cadence)
-        self._shared = self._halt.shared
-        self._asked = False
-        if config.guard != "off" or config.rollback is not None:
+    def __init__(
+        self,
+        engine: Engine,
+        cadence: Cadence,
+        sinks: FanOutSink,
+        log: logging.Logger,
+        *,
+        numbers: Callable[[], Mapping[str, float]] | None = None,
+        ends_with: Callable[[int], BaseException] = SystemExit,
+        losses: Losses | None = None,
+        rollbacks: Rollbacks | None = None,
+    ) -> None:
+        self._engine, self._sinks, self._log, self._losses = engine, sinks, log, losses
+        self._ledger, self.watch = open_watch(engine.config, SystemClock(), engine.ranks)
+        self._rank = None if engine.ranks is None else engine.ranks.rank
+        if losses_of(engine.config) is not None and losses is None:
             log.warning("`guard` and `rollback` work with Lightning only; they are ignored here")
-        for sink in (metrics, self._ledger, self._watch):
+        if numbers is None:
+            sinks.add(metrics := RunMetrics(cadence))
+            numbers = metrics.numbers
+        self._board = Board(Status() if self._rank else engine.config.status, self.watch.outlook, numbers)
+        self._edits = Edits(engine.live, cadence, self.watch, log)
+        self.halt = Halt(self.watch, engine, ends_with, log, cadence)
+        self._shared = self.halt.shared
+        self._diverging = Diverging(engine, self.watch, self.halt, rollbacks, log)
+        self._stale: StaleWatch | None = None
+        self._asked = self._judged_the_end = False
+        for sink in (self._ledger, self.watch):
             sinks.add(sink)
 
-    def start(self, step: int) -> None:
-        """The run goes on from `step`: signal handlers and threads start. On the main thread, for signals."""
-        loaded = self._engine.loaded
-        if loaded is not None:
+    def start(self, step: int, trained: Collection[str] = ()) -> None:
+        """The run goes on from `step`: signal handlers and threads start. On the main thread, for signals.
+
+        Args:
+            trained: entries of what an optimizer changes: where they stay the same from snapshot to snapshot, that is
+                said.
+        """
+        if (loaded := self._engine.loaded) is not None:
             self._ledger.resumed(loaded.info.step, loaded.place)
-        self._watch.boundary(step)
-        self._watch.start()
+        if trained:
+            nearest = self._engine.config.tiers[0]
+            self._stale = StaleWatch(trained, Repository(open_storage(nearest.url, nearest.for_storage())).read)
+            self._sinks.add(self._stale)
+        self.watch.boundary(step)
+        self.watch.start()
         self._board.start()
         self._edits.start()
         atexit.register(self.close)
@@ -86,17 +119,35 @@ class Stopping:
     def close(self) -> None:
         """Put signal handlers back, end all threads. Idempotent."""
         atexit.unregister(self.close)
-        self._watch.close()
+        self.watch.close()
         self._board.close()
         self._edits.close()
 
+    # ---- at a boundary
+
     def boundary(self, step: int) -> Stop | None:
-        """Step `step` is complete; the stop, if there is one."""
-        self._watch.boundary(step)
-        self._asked |= self._watch.take_save() is not None
+        """Step `step` is complete, and nothing was decided yet of what comes after it; the stop, if there is one.
+
+        Raises:
+            DivergedError: all ranks end here. Where they are stopped as well they end for that: see `Halt.end_of`.
+        """
+        if self._stale is not None and (stale := self._stale.take()) is not None:
+            self._sinks.emit(stale)
+        self.watch.boundary(step)
+        self._asked |= self.watch.take_save() is not None
         if self._shared is None:
-            return self._watch.stop
-        return self._shared.stop(step, self._watch.stop, asked=self._asked, fits=self._halt.fits)
+            return self.watch.stop
+        try:
+            stop = self._shared.stop(step, self.watch.stop, asked=self._asked, fits=self.halt.fits)
+            if stop is None and self._shared.diverged is None:
+                self._judge(self._shared, due=self._shared.due)
+        except RanksError as err:
+            if (own := self._divergence) is not None:
+                raise self._diverging.cut_off(own, err) from err
+            raise
+        if self._shared.diverged is not None:
+            raise self.halt.end_of(self._diverging.together(self._shared.diverged, self._divergence))
+        return stop
 
     def edited(self, config: Config) -> Config:
         """The options from now on, see `Edits.apply`."""
@@ -112,37 +163,90 @@ class Stopping:
         self._asked = False
 
     def end(self, stop: Stop, take: Take) -> BaseException:
-        """Do what fits into the grace; what ends the run: `SystemExit`, or `KeyboardInterrupt` after a Ctrl-C.
+        """Do what fits into the grace; what ends the run, or `KeyboardInterrupt` after a Ctrl-C.
 
         Raises:
             KeyboardInterrupt: another Ctrl-C.
         """
-        try:
-            return self._halt.now(stop, take) if self._shared is None else self._halt.together(stop, take)
-        finally:
-            self.close()
+        return self.halt.now(stop, take) if self._shared is None else self.halt.together(stop, take)
 
-    def no_batch(self, error: Exception, where: str, take: Take) -> None:
-        """A loader has failed.
+    def no_batch(self, error: Exception, where: str | None) -> Stop | None:
+        """A step has failed; the stop that takes effect here, as it has ended the loader's workers too.
 
         Args:
-            where: see `Together.all_stuck`.
+            where: the step had not begun, as no batch came: see `Together.all_stuck`. None: it may have.
 
         Raises:
-            SystemExit, KeyboardInterrupt: a stop has ended its workers too, and takes effect now; as `end`.
+            DivergedError: this rank has diverged, and waits for others that may be gone.
         """
-        stop = self._watch.stop
-        if stop is None or self._halt.done or not is_dead_worker(error):
+        stop = self.watch.stop
+        if self.halt.done:
+            return None
+        if stop is not None and where is not None and is_dead_worker(error):
+            if self._shared is not None and not self._shared.stop_stuck(stop, where):
+                return None
+            self._log.warning("%s: no batch came: %s", stop.notice.who, error)
+            return stop
+        if self._shared is not None and (own := self._divergence) is not None:
+            raise self._diverging.cut_off(own, error) from error
+        return None
+
+    # ---- losses
+
+    def vetoed(self, *, due: bool) -> bool:
+        """Whether the losses speak against a snapshot now; `due`: one would be taken.
+
+        Raises:
+            DivergedError: this process, which is alone, has diverged.
+        """
+        vetoed = self._losses is not None and self._losses.veto(due=due)
+        if self._shared is None and (found := self._divergence) is not None:
+            raise self._diverging.error(found)
+        return vetoed
+
+    def suspicious(self) -> bool:
+        """Whether the losses speak against a snapshot now. Never raises for them: something else ends the run."""
+        return self._losses is not None and self._losses.veto(due=True)
+
+    def training_over(self, step: int) -> None:
+        """Training has come to its end by itself, before its final snapshot. Of all ranks at once; idempotent.
+
+        Raises:
+            DivergedError: the last losses say so, of several ranks those of any of them. Where the run is to stop as
+                well, what `Halt.end_of` makes of it.
+        """
+        if self._judged_the_end or self._losses is None:
             return
-        if self._shared is not None and not self._shared.stop_stuck(stop, where):
-            return
-        self._log.warning("%s: no batch came: %s", stop.notice.who, error)
-        raise self.end(stop, take) from error
+        self._judged_the_end = True
+        if self._shared is None:
+            self._losses.veto(due=True)
+        else:
+            try:
+                self._judge(self._shared, due=True)
+            except RanksError as err:
+                self._log.error("the other ranks do not learn that this one has diverged: %s", err)
+        error = self._diverging.at_the_end(self._divergence, step)
+        if error is not None:
+            raise self.halt.end_of(error)
+
+    def _judge(self, shared: SharedCadence, *, due: bool) -> None:
+        if self._losses is not None:
+            self._losses.veto(due=due)
+        if (found := self._divergence) is not None:
+            shared.tell(found)
+
+    @property
+    def _divergence(self) -> Divergence | None:
+        """Training has diverged; of several ranks, on this one."""
+        found = None if self._losses is None else self._losses.divergence
+        return found if found is None or self._rank is None else replace(found, rank=self._rank)
+
+    # ---- the end
 
     @property
     def stops(self) -> bool:
-        """Whether the run was told to stop: what becomes durable is decided then."""
-        return self._halt.stops
+        """Whether the run is to stop: what becomes durable is decided then."""
+        return self.halt.stops
 
     def failed(self, error: BaseException, found: str) -> None:
         """An exception ends the run: wait for what is in flight, and say what is durable.
@@ -151,11 +255,11 @@ class Stopping:
             found: what became of the last step.
         """
         self._engine.wait(self.seconds_left(EXCEPTION_WAIT_SECONDS))
-        self._log.warning("%s: %s; %s", type(error).__name__, self._watch.durable(), found)
+        self._log.warning("%s: %s; %s", type(error).__name__, self.watch.durable(), found)
 
     def seconds_left(self, at_most: float) -> float:
         """How long something may be waited for: `at_most`, and not beyond the deadline of a stop."""
-        return self._halt.seconds_left(at_most)
+        return self.halt.seconds_left(at_most)
 
     def over(self) -> None:
         """Training is over, and this is closed.
@@ -164,208 +268,54 @@ class Stopping:
             SystemExit, KeyboardInterrupt: a stop came too late for a boundary, and no exception is on its way already;
                 what is in flight was waited for within the grace.
         """
-        stop = self._watch.stop
-        self._halt.complete = sys.exc_info()[0] is None
-        if stop is None or self._halt.done or not self._halt.complete:
+        stop = self.watch.stop
+        self.halt.complete = sys.exc_info()[0] is None
+        if stop is None or self.halt.done or not self.halt.complete:
             return
         self._log.warning("%s: it came when training was over", stop.notice.who)
         self._engine.wait(self.seconds_left(END_WAIT_SECONDS))
-        raise self._halt.exit_of(stop)
+        raise self.halt.exit_of(stop)
 
 
-_LOOK_SECONDS = 0.05
-_LEAVE_SECONDS = 60.0
-"""How long other ranks wait for rank 0 to have closed a run that has diverged."""
-_FOR_THE_EXIT = 0.1
-"""Share of the time left that is not waited for further tiers: the process must end too."""
+_MOST_WAITING = 64
+"""Losses on a device are fetched when a snapshot is due, or when there are so many."""
 
 
-class Halt:
-    """Stops training at a boundary. Training thread only.
+class Losses:
+    """Collects what `training_step` returned and lets the guard judge it at boundaries.
 
     Args:
-        watch: who knows of the stop.
-        engine: of the run.
-        ends_with: makes of an exit code the exception that ends the run.
-        log: of the adapter.
-        cadence: of the run; it knows of other ranks, if there are any.
+        on: what counts as divergence.
     """
 
-    def __init__(
-        self,
-        watch: PreemptionWatch,
-        engine: Engine,
-        ends_with: Callable[[int], BaseException],
-        log: logging.Logger,
-        cadence: Cadence,
-    ) -> None:
-        self._watch = watch
-        self._engine = engine
-        self._ends_with = ends_with
-        self._log = log
-        self.shared = cadence if isinstance(cadence, SharedCadence) else None
-        """The cadence of several ranks."""
-        self.done = False
-        self.complete = False
-        """Training has come to its end by itself."""
-        self._exit: BaseException | None = None
-        self._until: float | None = None
-        """Without a stop: so long others wait for rank 0."""
-        engine.ending = self
-        if self.shared is not None:
-            self.shared.verdicts.patience = self.seconds_left
-            self.shared.verdicts.stop = lambda: self.stop
+    def __init__(self, on: On) -> None:
+        self._guard = LossGuard(on)
+        self.divergence: Divergence | None = None
+        """Training has diverged. Nothing is judged any more, and no snapshot may be taken."""
+        self._waiting: list[tuple[int, torch.Tensor]] = []
 
-    def now(self, stop: Stop, take: Take) -> BaseException:
-        """Do what fits, wait for it as long as there is time, say what came of it.
+    def add(self, step: int, outputs: Any) -> None:
+        """What step `step` returned: a loss, a mapping with one, or nothing to judge."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1 and self.divergence is None:
+            self._waiting.append((step, loss.detach()))
 
-        Returns:
-            What ends the run; see `exit_of`.
-
-        Raises:
-            KeyboardInterrupt: another Ctrl-C.
-        """
-        self._watch.attend()
-        plan = self._watch.plan(stop)
-        self._log.warning("%s: %s", stop.notice.who, plan.why)
-        try:
-            self._make_durable(plan, stop, take)
-        except CkptError as err:
-            self._log.error("%s: %s", stop.notice.who, err)
-        else:
-            self._tell(stop)
-        self.done = True
-        return self.exit_of(stop)
-
-    def fits(self, stop: Stop) -> bool:
-        """Of several ranks the first asks ahead: whether a snapshot after the next step will be durable in time."""
-        plan = self._watch.plan_ahead(stop)
-        self._log.warning("%s: %s", stop.notice.who, plan.why)
-        return plan.choice is StopChoice.SNAPSHOT
-
-    def together(self, stop: Stop, take: Take) -> BaseException:
-        """Do what all ranks have agreed on; as `now`."""
-        assert self.shared is not None
-        self._watch.attend()
-        try:
-            self.shared.halt(take)
-        except CkptError as err:
-            self._log.error("%s: %s", stop.notice.who, err)
-        else:
-            self._tell(stop)
-        self.done = True
-        return self.exit_of(stop)
-
-    def diverged(self) -> None:
-        """All ranks end now with an error that they agree on."""
-        self.done = True
-        self._until = time.monotonic() + _LEAVE_SECONDS
-
-    def stop_too(self, stop: Stop) -> None:
-        """All ranks end for a divergence, and have agreed that they are stopped as well."""
-        assert self.shared is not None
-        own = self._watch.stop
-        deadline = stop.deadline if own is None else min(stop.deadline, own.deadline)
-        self.shared.stop_too(replace(stop, deadline=deadline))
-
-    def end_of(self, error: DivergedError) -> BaseException:
-        """What ends a run that has diverged: of one that is to stop as well, what ends that.
-
-        `fit` may be called again after a rollback, and the notice would be lost.
-        """
-        stop = self.stop
-        if stop is None:
-            return error
-        self._watch.attend()
-        self._log.error("%s: %s", stop.notice.who, error)
-        self.done = True
-        end = self.exit_of(stop)
-        end.__cause__ = error
-        return end
-
-    def exit_of(self, stop: Stop) -> BaseException:
-        """What ends a run that has stopped: `KeyboardInterrupt` after a Ctrl-C, else what carries the exit code."""
-        self._exit = KeyboardInterrupt() if stop.notice.interrupts else self._ends_with(stop.notice.exit_code)
-        return self._exit
-
-    @property
-    def stops(self) -> bool:
-        """Whether this rank was told to stop, or all were."""
-        return self.stop is not None
-
-    @property
-    def hurries(self) -> bool:
-        """A Ctrl-C came, or the time of another stop is over."""
-        stop = self.stop
-        return stop is not None and (stop.notice.interrupts or self.seconds_left(math.inf) <= 0.0)
-
-    @property
-    def stop(self) -> Stop | None:
-        """The stop that all ranks have agreed on, or what this one knows."""
-        agreed = self.shared.halting if self.shared is not None else None
-        return self._watch.stop if agreed is None else agreed
-
-    def leave(self) -> None:
-        """See `Together.leave`. One that has failed waits for nobody, nor does one after a second Ctrl-C."""
-        if self.shared is not None:
-            waits = (self.done or self.complete) and not self._is_interrupted()
-            self.shared.leave(self._leave_seconds if waits else 0.0)
-
-    @property
-    def _leave_seconds(self) -> float:
-        """How long other ranks wait for rank 0: nobody does in a run that ends by itself."""
-        if self._until is not None:
-            return self.seconds_left(self._until - time.monotonic())
-        return 0.0 if (stop := self.stop) is None else stop.deadline - time.monotonic()
-
-    def seconds_left(self, at_most: float) -> float:
-        """How long something may be waited for: `at_most`, and not beyond a stop's deadline, or a second Ctrl-C."""
-        if self._watch.interrupted:
-            return 0.0
-        stop = self.stop
-        return at_most if stop is None else max(0.0, min(at_most, (1.0 - _FOR_THE_EXIT) * _left(stop)))
-
-    def seconds_after(self, exception: BaseException, usual: float) -> float:
-        """How long an exception may wait for what is in flight: not at all after a second Ctrl-C."""
-        if not self.stops:
-            return usual
-        at_once = isinstance(exception, KeyboardInterrupt) and not self.done
-        return 0.0 if at_once else self.seconds_left(math.inf)
-
-    def _is_interrupted(self) -> bool:
-        """A Ctrl-C that is not the one that stops the run; one after the handlers were put back raises at once."""
-        raised = sys.exception()
-        return self._watch.interrupted or (isinstance(raised, KeyboardInterrupt) and raised is not self._exit)
-
-    def _make_durable(self, plan: StopPlan, stop: Stop, take: Take) -> None:
-        if plan.choice is not StopChoice.SNAPSHOT:
-            if plan.choice is StopChoice.FLUSH:
-                self._watch.flush()
-            self._engine.wait(_left(stop))
-            self._wait_for_the_flushed(stop)
-            return
-        if not self._engine.ready():
-            self._engine.wait(_left(stop))  # a slot is free when what is in flight is durable
-        handle = take("signal")
-        if handle is not None:
-            handle.wait(_left(stop))
-
-    def _wait_for_the_flushed(self, stop: Stop) -> None:
-        """What the writer had only in memory is nothing that the engine waits for."""
-        pause = threading.Event()
-        while self._watch.flushing and _left(stop) > 0.0:
-            pause.wait(min(_LOOK_SECONDS, _left(stop)))
-            self._engine.poll()
-
-    def _tell(self, stop: Stop) -> None:
-        self._engine.poll()
-        left = _left(stop)
-        spare = f"{duration(left)} to spare" if left > 0.0 else "too late"
-        self._log.warning("%s: %s (%s)", stop.notice.who, self._watch.durable(), spare)
+    def veto(self, *, due: bool) -> bool:
+        """Whether a snapshot now would be one of a state after a spike, or of a run that has diverged."""
+        waits = self._waiting and self._waiting[-1][1].device.type != "cpu"
+        if waits and not due and len(self._waiting) < _MOST_WAITING:
+            return self.divergence is not None
+        waiting, self._waiting = self._waiting, []
+        losses = torch.stack([loss.reshape(()).float() for _, loss in waiting]).tolist() if waiting else []
+        for (step, _), loss in zip(waiting, losses, strict=True):
+            self.divergence = self.divergence or self._guard.judge(step, loss)
+        return self.divergence is not None or self._guard.suspicious
 
 
-def _left(stop: Stop) -> float:
-    return max(0.0, stop.deadline - time.monotonic())
+def losses_of(config: Config) -> Losses | None:
+    """What judges the losses of a run; None: nothing does."""
+    on = config.guard if config.rollback is None else config.rollback.on
+    return Losses(On(on)) if on != "off" else None
 
 
 class Edits:

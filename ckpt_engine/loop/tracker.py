@@ -22,11 +22,12 @@ from ckpt_engine.loop.components import Components, GradientWatch, Surroundings,
 from ckpt_engine.loop.failing_loop import FailingLoop, ImpossibleError, Saver
 from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
 from ckpt_engine.loop.loops import LoopProgress, Loops, Taker
-from ckpt_engine.loop.rank_decisions import cadence_of, cadence_settings, prepare_share
+from ckpt_engine.loop.rank_decisions import Take, cadence_of, cadence_settings, prepare_share
 from ckpt_engine.loop.resume import LoopResume
 from ckpt_engine.loop.stopping import END_WAIT_SECONDS, Stopping, uncaught
 from ckpt_engine.observe.events import SystemClock
 from ckpt_engine.observe.log import FanOutSink
+from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.stage import StepFence, copies_lazily
@@ -246,7 +247,8 @@ class Tracker(LoopProgress):
     def failed(self, feed: Feed, error: Exception) -> None:
         """It had none to give: a stop that has ended its workers takes effect at the boundary before."""
         where = f"{feed.name} {feed.epochs} {feed.delivered}"
-        self._stopping.no_batch(error, where, lambda reason: self._take_before(feed, reason))
+        if (stop := self._stopping.no_batch(error, where)) is not None:
+            raise self._end(stop, lambda reason: self._take_before(feed, reason)) from error
 
     def over(self, feed: Feed) -> None:
         """A pass over a followed loader is complete, or was left."""
@@ -313,7 +315,7 @@ class Tracker(LoopProgress):
         self._engine.begin_step(self._steps + 1)
         stop = self._stopping.boundary(self._steps)
         if stop is not None and obstacle is None and not (feed is not None and is_at_end(feed.state())):
-            raise self._stopping.end(stop, lambda reason: self._take(reason, feed, self._positions()))
+            raise self._end(stop, lambda reason: self._take(reason, feed, self._positions()))
         self._config = self._stopping.edited(self._config)
         reason = self._cadence.boundary(self._steps) or ("manual" if self._stopping.asked else None)
         self._audit.stepped()
@@ -350,6 +352,13 @@ class Tracker(LoopProgress):
         if durable:
             self._cadence.skipped(self._steps, obstacle)
         return False
+
+    def _end(self, stop: Stop, take: Take) -> BaseException:
+        """See `Stopping.end`; after it signals are the script's again, which may not end with the exception."""
+        try:
+            return self._stopping.end(stop, take)
+        finally:
+            self._stopping.close()
 
     def _take_at_end(self) -> None:
         if (reason := self._cadence.ended(self._steps)) is None:
@@ -388,8 +397,7 @@ class Tracker(LoopProgress):
         return handle
 
     def _complete_copies(self) -> None:
-        seconds = self._engine.before_update()
-        if seconds:
+        if seconds := self._engine.before_update():
             self._cadence.fence(seconds)
 
     def _take_before(self, feed: Feed, reason: str) -> SaveHandle | None:

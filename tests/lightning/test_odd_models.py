@@ -15,7 +15,7 @@ from torch import nn
 
 from ckpt_engine.errors import UnstorableLeafError
 from lightning_ckpt import AdaptiveCheckpoint
-from lightning_ckpt.strategy_ranks import ranks_of
+from lightning_ckpt.sharded import ranks_of
 from tests.lightning.runs import Case, EverySnapshotIsDurable, Model, every_batch, fit, only, resumer, saved, tail
 
 

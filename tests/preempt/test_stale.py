@@ -134,7 +134,7 @@ def test_a_run_whose_optimizer_does_nothing_is_told(
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             run = ckpt._run
             assert run is not None
-            run.watches._sinks.add(self)
+            run.stopping._sinks.add(self)
 
         def emit(self, event: Event) -> None:
             events.append(event)
@@ -146,8 +146,8 @@ def test_a_run_whose_optimizer_does_nothing_is_told(
 
         def on_train_batch_end(self, *args: Any) -> None:
             run = ckpt._run
-            assert run is not None and run.watches._stale is not None
-            if (thread := run.watches._stale._thread) is not None:
+            assert run is not None and run.stopping._stale is not None
+            if (thread := run.stopping._stale._thread) is not None:
                 thread.join(PATIENCE_SECONDS)
 
     fit(Case(model=model), [ckpt, Listen(ckpt)])

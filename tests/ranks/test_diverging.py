@@ -18,8 +18,8 @@ from ckpt_engine.errors import DivergedError, RanksError, RollbackRequestedError
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.loop import diverging, rank_decisions
 from ckpt_engine.loop.diverging import Diverging, Rollbacks, whole
+from ckpt_engine.loop.halt import Halt
 from ckpt_engine.loop.rank_decisions import SharedCadence, hear
-from ckpt_engine.loop.stopping import Halt
 from ckpt_engine.observe.events import SystemClock
 from ckpt_engine.observe.log import LogSink
 from ckpt_engine.preempt.divergence import Divergence, RollbackRecord, earliest

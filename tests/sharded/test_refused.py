@@ -11,7 +11,7 @@ from torch import nn
 
 from accelerate_ckpt.adaptive import ranks_of as accelerate_ranks_of
 from ckpt_engine.errors import ConfigError
-from lightning_ckpt.strategy_ranks import ranks_of as lightning_ranks_of
+from lightning_ckpt.sharded import ranks_of as lightning_ranks_of
 
 
 class DeepSpeedStrategy:

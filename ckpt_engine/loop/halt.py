@@ -1,0 +1,214 @@
+"""Ends a run that must stop: at a boundary, with the best snapshot that becomes durable in time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from ckpt_engine.engine import Engine
+from ckpt_engine.errors import CkptError, DivergedError
+from ckpt_engine.frequency.cadence import Cadence
+from ckpt_engine.loop.rank_decisions import SharedCadence, Take
+from ckpt_engine.observe.units import duration
+from ckpt_engine.preempt.stop_plan import StopChoice, StopPlan
+from ckpt_engine.preempt.stop_requests import Stop
+from ckpt_engine.preempt.watch import PreemptionWatch
+
+_LOOK_SECONDS = 0.05
+_LEAVE_SECONDS = 60.0
+"""How long other ranks wait for rank 0 to have closed a run that has diverged."""
+_FOR_THE_EXIT = 0.1
+"""Share of the time left that is not waited for further tiers: the process must end too."""
+
+
+class Halt:
+    """Stops training at a boundary. Training thread only.
+
+    Args:
+        watch: who knows of the stop.
+        engine: of the run.
+        ends_with: makes of an exit code the exception that ends the run.
+        log: of the adapter.
+        cadence: of the run; it knows of other ranks, if there are any.
+    """
+
+    def __init__(
+        self,
+        watch: PreemptionWatch,
+        engine: Engine,
+        ends_with: Callable[[int], BaseException],
+        log: logging.Logger,
+        cadence: Cadence,
+    ) -> None:
+        self._watch = watch
+        self._engine = engine
+        self._ends_with = ends_with
+        self._log = log
+        self.shared = cadence if isinstance(cadence, SharedCadence) else None
+        """The cadence of several ranks."""
+        self.done = False
+        self.complete = False
+        """Training has come to its end by itself."""
+        self._exit: BaseException | None = None
+        self._until: float | None = None
+        """Without a stop: so long others wait for rank 0."""
+        engine.ending = self
+        if self.shared is not None:
+            self.shared.verdicts.patience = self.seconds_left
+            self.shared.verdicts.stop = lambda: self.stop
+
+    def now(self, stop: Stop, take: Take) -> BaseException:
+        """Do what fits, wait for it as long as there is time, say what came of it.
+
+        Returns:
+            What ends the run; see `exit_of`.
+
+        Raises:
+            KeyboardInterrupt: another Ctrl-C.
+        """
+        self._watch.attend()
+        plan = self._watch.plan(stop)
+        self._log.warning("%s: %s", stop.notice.who, plan.why)
+        try:
+            self._make_durable(plan, stop, take)
+        except CkptError as err:
+            self._log.error("%s: %s", stop.notice.who, err)
+        else:
+            self._tell(stop)
+        self.done = True
+        return self.exit_of(stop)
+
+    def fits(self, stop: Stop) -> bool:
+        """Of several ranks the first asks ahead: whether a snapshot after the next step will be durable in time."""
+        plan = self._watch.plan_ahead(stop)
+        self._log.warning("%s: %s", stop.notice.who, plan.why)
+        return plan.choice is StopChoice.SNAPSHOT
+
+    def together(self, stop: Stop, take: Take) -> BaseException:
+        """Do what all ranks have agreed on; as `now`."""
+        assert self.shared is not None
+        self._watch.attend()
+        try:
+            self.shared.halt(take)
+        except CkptError as err:
+            self._log.error("%s: %s", stop.notice.who, err)
+        else:
+            self._tell(stop)
+        self.done = True
+        return self.exit_of(stop)
+
+    def diverged(self) -> None:
+        """All ranks end now with an error that they agree on."""
+        self.done = True
+        self._until = time.monotonic() + _LEAVE_SECONDS
+
+    def stop_too(self, stop: Stop) -> None:
+        """All ranks end for a divergence, and have agreed that they are stopped as well."""
+        assert self.shared is not None
+        own = self._watch.stop
+        deadline = stop.deadline if own is None else min(stop.deadline, own.deadline)
+        self.shared.stop_too(replace(stop, deadline=deadline))
+
+    def end_of(self, error: DivergedError) -> BaseException:
+        """What ends a run that has diverged: of one that is to stop as well, what ends that.
+
+        `fit` may be called again after a rollback, and the notice would be lost.
+        """
+        stop = self.stop
+        if stop is None:
+            return error
+        self._watch.attend()
+        self._log.error("%s: %s", stop.notice.who, error)
+        self.done = True
+        end = self.exit_of(stop)
+        end.__cause__ = error
+        return end
+
+    def exit_of(self, stop: Stop) -> BaseException:
+        """What ends a run that has stopped: `KeyboardInterrupt` after a Ctrl-C, else what carries the exit code."""
+        self._exit = KeyboardInterrupt() if stop.notice.interrupts else self._ends_with(stop.notice.exit_code)
+        return self._exit
+
+    @property
+    def stops(self) -> bool:
+        """Whether this rank was told to stop, or all were."""
+        return self.stop is not None
+
+    @property
+    def hurries(self) -> bool:
+        """A Ctrl-C came, or the time of another stop is over."""
+        stop = self.stop
+        return stop is not None and (stop.notice.interrupts or self.seconds_left(math.inf) <= 0.0)
+
+    @property
+    def stop(self) -> Stop | None:
+        """The stop that all ranks have agreed on, or what this one knows."""
+        agreed = self.shared.halting if self.shared is not None else None
+        return self._watch.stop if agreed is None else agreed
+
+    def leave(self) -> None:
+        """See `Together.leave`. One that has failed waits for nobody, nor does one after a second Ctrl-C."""
+        if self.shared is not None:
+            waits = (self.done or self.complete) and not self._is_interrupted()
+            self.shared.leave(self._leave_seconds if waits else 0.0)
+
+    @property
+    def _leave_seconds(self) -> float:
+        """How long other ranks wait for rank 0: nobody does in a run that ends by itself."""
+        if self._until is not None:
+            return self.seconds_left(self._until - time.monotonic())
+        return 0.0 if (stop := self.stop) is None else stop.deadline - time.monotonic()
+
+    def seconds_left(self, at_most: float) -> float:
+        """How long something may be waited for: `at_most`, and not beyond a stop's deadline, or a second Ctrl-C."""
+        if self._watch.interrupted:
+            return 0.0
+        stop = self.stop
+        return at_most if stop is None else max(0.0, min(at_most, (1.0 - _FOR_THE_EXIT) * _left(stop)))
+
+    def seconds_after(self, exception: BaseException, usual: float) -> float:
+        """How long an exception may wait for what is in flight: not at all after a second Ctrl-C."""
+        if not self.stops:
+            return usual
+        at_once = isinstance(exception, KeyboardInterrupt) and not self.done
+        return 0.0 if at_once else self.seconds_left(math.inf)
+
+    def _is_interrupted(self) -> bool:
+        """A Ctrl-C that is not the one that stops the run; one after the handlers were put back raises at once."""
+        raised = sys.exception()
+        return self._watch.interrupted or (isinstance(raised, KeyboardInterrupt) and raised is not self._exit)
+
+    def _make_durable(self, plan: StopPlan, stop: Stop, take: Take) -> None:
+        if plan.choice is not StopChoice.SNAPSHOT:
+            if plan.choice is StopChoice.FLUSH:
+                self._watch.flush()
+            self._engine.wait(_left(stop))
+            self._wait_for_the_flushed(stop)
+            return
+        if not self._engine.ready():
+            self._engine.wait(_left(stop))  # a slot is free when what is in flight is durable
+        handle = take("signal")
+        if handle is not None:
+            handle.wait(_left(stop))
+
+    def _wait_for_the_flushed(self, stop: Stop) -> None:
+        """What the writer had only in memory is nothing that the engine waits for."""
+        pause = threading.Event()
+        while self._watch.flushing and _left(stop) > 0.0:
+            pause.wait(min(_LOOK_SECONDS, _left(stop)))
+            self._engine.poll()
+
+    def _tell(self, stop: Stop) -> None:
+        self._engine.poll()
+        left = _left(stop)
+        spare = f"{duration(left)} to spare" if left > 0.0 else "too late"
+        self._log.warning("%s: %s (%s)", stop.notice.who, self._watch.durable(), spare)
+
+
+def _left(stop: Stop) -> float:
+    return max(0.0, stop.deadline - time.monotonic())

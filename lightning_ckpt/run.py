@@ -33,16 +33,7 @@ from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.failing_fit import FailingFit, FitStepStart
 from lightning_ckpt.fit_resume import FitResume
 from lightning_ckpt.loaders import FitLoaders
-from lightning_ckpt.run_state import (
-    OF_LIGHTNING,
-    BoundaryKind,
-    FitCapture,
-    FitInstant,
-    Position,
-    audited,
-    kind_of,
-    postponed,
-)
+from lightning_ckpt.run_state import OF_LIGHTNING, BoundaryKind, FitCapture, FitInstant, Position, audited, kind_of
 from lightning_ckpt.sharded import ranks_of, replicas_of
 from lightning_ckpt.telemetry import BAR_NAMES, StopWatch, Telemetry, finish_again
 from lightning_ckpt.weight_guard import FenceGuard
@@ -143,9 +134,7 @@ class FitRun:
         self.telemetry.hide(self._internals.metric_tables["progress_bar"])
         self._step_fence.remove()
         self._loaders.release()
-        self._internals.set_callbacks(
-            [callback for callback in callbacks_of(self._trainer) if callback is not self.guard]
-        )
+        self._internals.set_callbacks([one for one in callbacks_of(self._trainer) if one is not self.guard])
         self._trainer.num_sanity_val_steps = self._sanity_steps
 
     @property
@@ -209,9 +198,7 @@ class FitRun:
         self._validated = False
         if self._losses is not None:
             self._losses.add(self.step + self._internals.accumulating, outputs)
-        self.telemetry.show(self._internals.metric_tables["progress_bar"])
-        if self._trainer.loggers and self._internals.logs_now:
-            self.telemetry.log(self._trainer, self._internals.batches_that_stepped)
+        self.telemetry.batch_ended(self._trainer, self._internals)
 
     def close(self) -> None:
         """Training ended by itself: wait until everything is durable."""
@@ -300,7 +287,7 @@ class FitRun:
             self._announce()
         else:
             position = self._position()
-            obstacle = "loss spike" if vetoed else postponed(position)
+            obstacle = "loss spike" if vetoed else run_state.postponed(position)
             if obstacle is None and not self.engine.ready():
                 obstacle = "busy"
             if obstacle is None:
@@ -313,7 +300,7 @@ class FitRun:
 
     def _take_into_memory(self, step: int) -> None:
         position = self._position()
-        if postponed(position) is None and self.engine.ready(durable=False):
+        if run_state.postponed(position) is None and self.engine.ready(durable=False):
             self._take(kind_of(position), MEMORY, step, durable=False)
 
     def _batch_failed(self, error: Exception) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, StochasticWeigh
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.observe.events import Event, SnapshotStaged
 from ckpt_engine.observe.metrics import RunMetrics
-from lightning_ckpt.compat import callbacks_of
+from lightning_ckpt.compat import LightningInternals, callbacks_of
 
 BAR_NAMES = frozenset({"ckpt_stall_ms", "ckpt_every", "ckpt_MB", "ckpt_age_s"})
 """Entries of the progress bar that are ours; they are no part of a snapshot."""
@@ -53,6 +53,12 @@ class Telemetry:
     def numbers(self) -> dict[str, float]:
         """Everything known, by logger name."""
         return {f"ckpt/{name}": value for name, value in self.plain_numbers().items()}
+
+    def batch_ended(self, trainer: pl.Trainer, internals: LightningInternals) -> None:
+        """The progress bar shows the newest numbers, and loggers get them when they get all others."""
+        self.show(internals.metric_tables["progress_bar"])
+        if trainer.loggers and internals.logs_now:
+            self.log(trainer, internals.batches_that_stepped)
 
     def log(self, trainer: pl.Trainer, step: int) -> None:
         """Send everything known to every logger of the trainer.

@@ -228,7 +228,7 @@ class Aside:
     def __init__(self, repository: Repository, lane: Lane, waiting: CallProgress) -> None:
         self._repository = repository
         self._lane = lane
-        self._waiting = waiting
+        self.waiting = waiting
 
     def read(self, work: Callable[[Repository], T], nbytes: int = 0) -> T:
         """The result of `work`, which reads at most so many bytes in one call, and into nothing that others need.
@@ -236,8 +236,8 @@ class Aside:
         Raises:
             StorageStalledError: it hangs, or one before still does.
         """
-        self._waiting.moved(watchdog.STALL_SECONDS + nbytes / SLOWEST_BYTES_PER_SECOND)
+        self.waiting.moved(watchdog.STALL_SECONDS + nbytes / SLOWEST_BYTES_PER_SECOND)
         try:
             return self._lane.call(lambda: work(self._repository))
         finally:
-            self._waiting.moved()
+            self.waiting.moved()

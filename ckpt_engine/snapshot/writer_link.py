@@ -254,7 +254,7 @@ def outlives_the_trainer(client: WriterClient, emit: Callable[[Event], None]) ->
 class Handover:
     """A running writer and what it has been told."""
 
-    def __init__(self, client: WriterClient) -> None:
+    def __init__(self, client: WriterClient | Coming) -> None:
         self.client = client
         self._slots: set[int] = set()
         self._layout: int | None = None

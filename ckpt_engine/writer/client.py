@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ckpt_engine.copy.job import (
     ErrorRecord,
@@ -49,112 +49,18 @@ def never() -> bool:
     return False
 
 
-class WriterClient(Protocol):
+class WriterClient(abc.ABC):
     """A started writer. Slots, layouts and skeletons MUST be sent before the first job that names them.
 
     Sending never waits for storage and may be done by one thread at a time; the rest belongs to the training thread.
     When the writer dies, every open job fails, one `WriterLost` follows, and the client is of no more use: open a new
     one and send everything again. In a forked child of the trainer a client does nothing.
+
+    Attributes:
+        first_seq: the lowest number that a snapshot may get, as the writer saw it when it started.
+        history: what earlier writers have left at the nearest tier, as the writer saw it when it had the lease.
+        peer_port: where the writers of other machines reach this one; 0: nowhere.
     """
-
-    first_seq: int
-    """The lowest number that a snapshot may get, as the writer saw it when it started."""
-
-    history: History | None
-    """What earlier writers have left at the nearest tier, as the writer saw it when it had the lease."""
-
-    peer_port: int
-    """Where the writers of other machines reach this one; 0: nowhere."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether jobs are still taken."""
-        ...
-
-    def meet(self, others: Mapping[str, Any]) -> None:
-        """Say where the writers of other machines are, see `peers.Peers.meet`."""
-        ...
-
-    def attach_slot(self, slot: int, fd: int, nbytes: int) -> None:
-        """Share an arena slot; the writer keeps its memory alive. Sent to a dead writer this does nothing."""
-        ...
-
-    def define_layout(self, layout: Layout) -> None:
-        """Send a layout. Sent to a dead writer this does nothing."""
-        ...
-
-    def define_skeleton(self, skeleton_id: int, tree: Any) -> None:
-        """Send a skeleton. Sent to a dead writer this does nothing."""
-        ...
-
-    def forget(self, *, slots: Sequence[int] = (), layouts: Sequence[int] = (), skeletons: Sequence[int] = ()) -> None:
-        """Let the writer free what no later job names; jobs submitted before are not affected."""
-        ...
-
-    def submit(self, job: PersistJob) -> None:
-        """Queue a job; its `JobDone` will come.
-
-        Raises:
-            WriterError: the writer is lost, or the job has something that is not JSON; no `JobDone` comes.
-        """
-        ...
-
-    def cancel(self, snapshot: str, why: str) -> None:
-        """Tell that this rank has no part in a snapshot of all ranks. Sent to a dead writer this does nothing."""
-        ...
-
-    def hold(self, job: PersistJob) -> None:
-        """Let the writer keep a job in memory instead of the one before; no `JobDone` will come. Never waits.
-
-        With `WriterConfig.memory` every `submit` holds its job as well. The slot of the newest held job MUST NOT change
-        before a newer one is held or submitted and `flushed` is true, even if the job is durable.
-
-        Raises:
-            WriterError: as `submit`.
-        """
-        ...
-
-    @property
-    def flushed(self) -> bool:
-        """Whether the writer will read everything sent so far even if the trainer is killed now.
-
-        True as well if the writer is lost.
-        """
-        ...
-
-    def attach_pulse(self, fd: int) -> None:
-        """Share where the trainer says how far it is, see `channel.Pulse`. Sent to a dead writer this does nothing."""
-        ...
-
-    def poll(self) -> list[Message]:
-        """Outcomes and events since the last call, in order. Never waits."""
-        ...
-
-    def wait(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds for something to `poll`; whether there is."""
-        ...
-
-    def drain(self, timeout: float) -> bool:
-        """Wait at most `timeout` seconds until all jobs, and retention after them, are done; whether they are."""
-        ...
-
-    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> bool:
-        """Let the writer finish everything and give back the lease; whether it has ended within `timeout` seconds.
-
-        Until it has, the slots of open jobs and of the newest held one MUST NOT change.
-
-        If not, open jobs count as failed here, while the writer goes on for at most `drain_seconds`. Idempotent; works
-        with a dead writer.
-
-        Args:
-            failed: training did not end by itself: what is in memory only stays there for whoever restarts it.
-            hurries: asked again and again: whether to leave what further tiers still lack.
-        """
-        ...
-
-
-class Client(abc.ABC):
-    """What the clients of a writer process and of a writer thread share."""
 
     def __init__(self, config: WriterConfig) -> None:
         self._mailbox = Mailbox(config.url)
@@ -243,6 +149,28 @@ class Client(abc.ABC):
         )
         announce(logging.getLogger(LOGGER_NAME), line)
 
+    @property
+    @abc.abstractmethod
+    def flushed(self) -> bool:
+        """Whether the writer will read everything sent so far even if the trainer is killed now.
+
+        True as well if the writer is lost.
+        """
+
+    @abc.abstractmethod
+    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> bool:
+        """Let the writer finish everything and give back the lease; whether it has ended within `timeout` seconds.
+
+        Until it has, the slots of open jobs and of the newest held one MUST NOT change.
+
+        If not, open jobs count as failed here, while the writer goes on for at most `drain_seconds`. Idempotent; works
+        with a dead writer.
+
+        Args:
+            failed: training did not end by itself: what is in memory only stays there for whoever restarts it.
+            hurries: asked again and again: whether to leave what further tiers still lack.
+        """
+
     @abc.abstractmethod
     def _send(self, body: Body, fds: Sequence[int] = ()) -> None:
         """Send a message; to a dead writer: do nothing."""
@@ -254,23 +182,33 @@ class Client(abc.ABC):
 
     @property
     def alive(self) -> bool:
+        """Whether jobs are still taken."""
         return not self._foreign and self._mailbox.lost is None
 
     def attach_slot(self, slot: int, fd: int, nbytes: int) -> None:
+        """Share an arena slot; the writer keeps its memory alive. Sent to a dead writer this does nothing."""
         self._tell({"kind": channel.SLOT, "slot": slot, "nbytes": nbytes}, [fd])
 
     def define_layout(self, layout: Layout) -> None:
+        """Send a layout. Sent to a dead writer this does nothing."""
         self._tell({"kind": channel.LAYOUT, "layout": layout_to_json(layout)})
 
     def define_skeleton(self, skeleton_id: int, tree: Any) -> None:
+        """Send a skeleton. Sent to a dead writer this does nothing."""
         self._tell({"kind": channel.SKELETON, "id": skeleton_id, "tree": tree})
 
     def forget(self, *, slots: Sequence[int] = (), layouts: Sequence[int] = (), skeletons: Sequence[int] = ()) -> None:
+        """Let the writer free what no later job names; jobs submitted before are not affected."""
         self._tell(
             {"kind": channel.FORGET, "slots": list(slots), "layouts": list(layouts), "skeletons": list(skeletons)}
         )
 
     def submit(self, job: PersistJob) -> None:
+        """Queue a job; its `JobDone` will come.
+
+        Raises:
+            WriterError: the writer is lost, or the job has something that is not JSON; no `JobDone` comes.
+        """
         self._require_own()
         if not self._mailbox.expect(job):
             raise self._lost()
@@ -281,27 +219,41 @@ class Client(abc.ABC):
             raise
 
     def cancel(self, snapshot: str, why: str) -> None:
+        """Tell that this rank has no part in a snapshot of all ranks. Sent to a dead writer this does nothing."""
         self._tell({"kind": channel.CANCEL, "snapshot": snapshot, "why": why})
 
     def meet(self, others: Mapping[str, Any]) -> None:
+        """Say where the writers of other machines are, see `peers.Peers.meet`."""
         self._tell({"kind": channel.PARTNER, **others})
 
     def hold(self, job: PersistJob) -> None:
+        """Let the writer keep a job in memory instead of the one before; no `JobDone` will come. Never waits.
+
+        With `WriterConfig.memory` every `submit` holds its job as well. The slot of the newest held job MUST NOT change
+        before a newer one is held or submitted and `flushed` is true, even if the job is durable.
+
+        Raises:
+            WriterError: as `submit`.
+        """
         self._require_own()
         if self._mailbox.lost is not None:
             raise self._lost()
         self._send_job(channel.HOLD, job)
 
     def attach_pulse(self, fd: int) -> None:
+        """Share where the trainer says how far it is, see `channel.Pulse`. Sent to a dead writer this does nothing."""
         self._tell({"kind": channel.PULSE}, [fd])
 
     def poll(self) -> list[Message]:
+        """Outcomes and events since the last call, in order. Never waits."""
         return [] if self._foreign else self._mailbox.poll()
 
     def wait(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds for something to `poll`; whether there is."""
         return False if self._foreign else self._mailbox.wait(timeout)
 
     def drain(self, timeout: float) -> bool:
+        """Wait at most `timeout` seconds until all jobs, and retention after them, are done; whether they are."""
         return True if self._foreign else self._mailbox.drain(timeout)
 
     def _tell(self, body: Body, fds: Sequence[int] = ()) -> None:

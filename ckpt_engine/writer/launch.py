@@ -23,11 +23,11 @@ from ckpt_engine.observe.events import Event
 from ckpt_engine.writer import channel
 from ckpt_engine.writer import channel as protocol
 from ckpt_engine.writer.channel import Body, Channel, decode, encode
-from ckpt_engine.writer.client import Client, never
+from ckpt_engine.writer.client import WriterClient, never
 from ckpt_engine.writer.worker import Worker, refusal, unfinished
 
 
-class ThreadWriter(Client):
+class ThreadWriter(WriterClient):
     """A client whose writer shares the trainer's process: the same messages and code, but it dies with the trainer.
 
     At the interpreter's exit it still finishes its jobs, for at most `drain_seconds`.
@@ -125,7 +125,7 @@ class CannotSpawnError(WriterError):
     """A writer process cannot be started here, while a thread might do."""
 
 
-class ProcessWriter(Client):
+class ProcessWriter(WriterClient):
     """A client whose writer is a process that outlives the trainer until everything it was given is durable.
 
     Args:

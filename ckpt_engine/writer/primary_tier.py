@@ -73,45 +73,38 @@ class PrimaryTier:
     """The nearest tier, its lease taken. Methods are called one at a time; each may be left behind by its caller.
 
     Args:
-        url: how it is called in events.
+        config: of the writer. With further tiers a place that was removed is taken again.
         acquire: takes the lease anew.
-        run: says which run it is, to take its place again if it was removed; None with one tier.
-        progress: of the lane that the methods run in.
-        aside: reads what is there where a read that hangs must not be in the way.
+        aside: reads what is there where a read that hangs must not be in the way; waits in the lane of the methods.
         emit: takes events.
         made_room: told the snapshots that had to go for the next one.
-        codec: how snapshots are stored: a codec's name, or `delta`.
-        ranks, in_flight, alone, alone_seconds: where this is the coordinator of several ranks, see `commit.Gathering`.
+        in_flight, alone: where this is the coordinator of several ranks, see `commit.Gathering`.
     """
 
     def __init__(
         self,
-        url: str,
+        config: WriterConfig,
         repository: Repository,
         lease: Lease,
         acquire: Callable[[], Lease],
         policy: RetentionPolicy,
-        run: RunText | None,
-        progress: CallProgress,
         aside: Aside,
         emit: Callable[[Event], object],
         made_room: Callable[[Sequence[str]], object],
-        codec: str = RAW,
-        ranks: RankConfig | None = None,
-        in_flight: SessionSnapshots | None = None,
-        alone: threading.Event | None = None,
-        alone_seconds: float = ALONE_SECONDS,
+        in_flight: SessionSnapshots | None,
+        alone: threading.Event,
     ) -> None:
-        self._url = url
+        ranks = config.ranks
+        self._url = config.url
         self._repository = repository
         self._lease = lease
         self._acquire = acquire
         self._policy = policy
-        self._run = run
-        self._progress = progress
+        self._run = RunText.of(repository) if config.tiers else None
+        self._progress = aside.waiting
         self._emit = emit
         self._made_room = made_room
-        self._codec = codec
+        self._codec = config.codec
         self._aside = aside
         self._known = DedupBaseline(repository, aside if ranks is None else None)
         self._drafts_fail = False
@@ -122,8 +115,9 @@ class PrimaryTier:
         self._common_seq = 0
         self._line: Line | None = None
         self._finish: Finish = ALONE
-        if ranks is not None and in_flight is not None and alone is not None:
-            self._finish = Gathering(ranks, in_flight, progress, self.check_lease, alone, alone_seconds)
+        if ranks is not None and in_flight is not None:
+            alone_seconds = 0.0 if config.memory else ALONE_SECONDS  # what is in memory waits for the others by itself
+            self._finish = Gathering(ranks, in_flight, aside.waiting, self.check_lease, alone, alone_seconds)
 
     def learn(self, line: Line, common: str | None) -> None:
         """What is written next is of this line, and all nodes have this snapshot: what is older is not what a lost

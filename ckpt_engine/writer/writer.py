@@ -38,7 +38,7 @@ from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.storage.watchdog import AbandonedError, Lane, WatchedStorage
 from ckpt_engine.writer import channel, part_records
 from ckpt_engine.writer.channel import Body
-from ckpt_engine.writer.commit import ALONE_SECONDS, Cancelled, SessionSnapshots
+from ckpt_engine.writer.commit import Cancelled, SessionSnapshots
 from ckpt_engine.writer.memory_snapshots import SlotReaders
 from ckpt_engine.writer.message_decoder import Ids, StagedJob
 from ckpt_engine.writer.part_records import recover
@@ -133,21 +133,16 @@ class Writer:
                     self._emit_event(SnapshotFound(newest.id, newest.step, config.url))
             self._keeps_all = isinstance(policy, KeepAll)
             self._make_near = lambda repository: PrimaryTier(
-                config.url,
+                config,
                 repository,
                 lease,
                 partial(acquire, plain, holder),
                 policy,
-                RunText.of(repository) if config.tiers else None,
-                lane.progress,
                 self._aside(lane),
                 self._emit_event,
                 self._gone,
-                config.codec,
-                ranks,
                 in_flight,
                 self._alone,
-                0.0 if config.memory else ALONE_SECONDS,  # the reunion waits
             )
             self._near = self._make_near(repository)
             if ranks is not None and config.memory:

@@ -28,7 +28,7 @@ from ckpt_engine.restore.memory import address_of
 from ckpt_engine.restore.read import READ_BYTES, stream_into
 from ckpt_engine.restore.sources import Sources
 from ckpt_engine.snapshot import host_memory
-from ckpt_engine.snapshot.cuda import CUDA, Pinned, Runtime, split
+from ckpt_engine.snapshot.cuda import CUDA, Pinned, Runtime, home, split
 from ckpt_engine.state.compatibility import require_match, tensor_shapes
 from ckpt_engine.state.flatten import MAX_DEPTH, show_path
 from ckpt_engine.state.json_types import dtype_of
@@ -444,7 +444,7 @@ def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tenso
     Raises:
         CorruptError, NewerFormatError, StorageError: as `stream_into`.
     """
-    away = {name: target for name, target in targets.items() if runtime.owns(target) and target.numel()}
+    away = {name: target for name, target in targets.items() if runtime.device(target) is not None and target.numel()}
     stream_into(sources, manifest, {name: target for name, target in targets.items() if name not in away})
     if not away:
         return
@@ -455,7 +455,7 @@ def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tenso
     try:
         for number, names in enumerate(batches):
             if number < 2:
-                strips.append(_Strip(room, runtime, runtime.device(away[names[0]])))
+                strips.append(_Strip(room, runtime, home(runtime, away[names[0]])))
             strip = strips[number % 2]
             strip.wait()
             landed = strip.views({name: away[name] for name in names})
@@ -512,7 +512,7 @@ class _Strip:
             target = targets[name].detach().view(-1).view(torch.uint8)
             first = int(source.storage_offset()) * source.element_size()
             cuts = list(split(first, first + target.numel()))
-            device = runtime.device(targets[name])
+            device = home(runtime, targets[name])
             devices[device] = None
             targets_of_cuts = [target[a - first : b - first] for a, b in cuts]
             runtime.copy(runtime.current(device), targets_of_cuts, [self._bytes[a:b] for a, b in cuts])

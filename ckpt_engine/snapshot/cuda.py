@@ -40,15 +40,23 @@ _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all GPUs, not only th
 _SUCCESS = 0
 
 
-class Runtime(Protocol):
-    """Devices whose work is queued in streams. A stream or event is whatever the runtime returned."""
+class PageLocks(Protocol):
+    """Host memory that devices copy to and from at their full rate."""
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's bytes are on one of these devices."""
+    def register(self, device: torch.device, address: int, nbytes: int) -> str | None:
+        """Page-lock host memory, by the driver of a device; what is wrong, or None. Lets go of the GIL."""
         ...
 
-    def device(self, tensor: torch.Tensor) -> torch.device:
-        """Where a tensor is that the runtime owns."""
+    def unregister(self, device: torch.device, address: int) -> str | None:
+        """Give page-locked memory back to the system's paging; what is wrong, or None."""
+        ...
+
+
+class Runtime(PageLocks, Protocol):
+    """Devices whose work is queued in streams. A stream or event is whatever the runtime returned."""
+
+    def device(self, tensor: torch.Tensor) -> torch.device | None:
+        """Which of these devices has the tensor's bytes; None: none of them."""
         ...
 
     def current(self, device: torch.device) -> Any:
@@ -79,13 +87,12 @@ class Runtime(Protocol):
         """Bytes on a device, to be used in `stream` only."""
         ...
 
-    def register(self, device: torch.device, address: int, nbytes: int) -> str | None:
-        """Page-lock host memory, by the driver of a device; what is wrong, or None. Lets go of the GIL."""
-        ...
 
-    def unregister(self, device: torch.device, address: int) -> str | None:
-        """Give page-locked memory back to the system's paging; what is wrong, or None."""
-        ...
+def home(runtime: Runtime, tensor: torch.Tensor) -> torch.device:
+    """Which device has the bytes of a tensor that is on one of them."""
+    device = runtime.device(tensor)
+    assert device is not None
+    return device
 
 
 class Cuda:
@@ -95,11 +102,8 @@ class Cuda:
     GPU that training may not use: so whatever other threads call chooses one.
     """
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_cuda
-
-    def device(self, tensor: torch.Tensor) -> torch.device:
-        return tensor.device
+    def device(self, tensor: torch.Tensor) -> torch.device | None:
+        return tensor.device if tensor.is_cuda else None
 
     def current(self, device: torch.device) -> torch.cuda.Stream:
         return torch.cuda.current_stream(device)
@@ -335,7 +339,7 @@ class DeviceCopies:
                 rows = int(view.shape[0]) if view.dim() else 1
                 start = int(view.storage_offset()) * view.element_size()
                 item = DeviceTensor(index, start, nbytes, rows, lazy, _in_order(tensor))
-                items.setdefault(self.runtime.device(tensor), []).append(item)
+                items.setdefault(home(self.runtime, tensor), []).append(item)
         self._active = list(items)
         for device, found in items.items():
             way = transfers(found)
@@ -525,13 +529,13 @@ class Pinned:
     Args:
         address: of its first byte, at the start of a page.
         nbytes: its length; all of it must be present (touched).
-        runtime: page-locks.
+        locks: of the devices.
     """
 
-    def __init__(self, address: int, nbytes: int, runtime: Runtime = CUDA) -> None:
+    def __init__(self, address: int, nbytes: int, locks: PageLocks = CUDA) -> None:
         self._address = address
         self._nbytes = nbytes
-        self._runtime = runtime
+        self._locks = locks
         self._pieces: list[tuple[torch.device, int]] = []
         self._problem: str | None = None
         self._done = False
@@ -561,14 +565,14 @@ class Pinned:
         pieces, self._pieces, self._done = self._pieces, [], False
         for device, address in pieces:
             # Refused only where the process's CUDA context is gone, and everything with it.
-            self._runtime.unregister(device, address)
+            self._locks.unregister(device, address)
 
     def _run(self, device: torch.device, go_on: Callable[[], bool]) -> None:
         for start, stop in split(len(self._pieces) * PIECE_BYTES, self._nbytes):
             if not go_on():
                 return
             try:
-                self._problem = self._runtime.register(device, self._address + start, stop - start)
+                self._problem = self._locks.register(device, self._address + start, stop - start)
             except RuntimeError as err:
                 self._problem = str(err)
             if self._problem is not None:

@@ -196,7 +196,7 @@ class Staging:
         self, devices: DeviceCopies, sources: Sequence[EntrySource], pairs: Sequence[_Pair]
     ) -> tuple[Sequence[EntrySource], list[_Pair]]:
         """Prepare the flight of the device tensors; the others are left."""
-        owned = [devices.runtime.owns(tensor) for _, tensor in pairs]
+        owned = [devices.runtime.device(tensor) is not None for _, tensor in pairs]
         own = [pair for pair, is_own in zip(pairs, owned, strict=True) if is_own]
         load = Load(
             [view for view, _ in own],

@@ -18,7 +18,7 @@ MOST_IN_FUNCTION = 60
 MOST_FILES = 218
 MOST_MEMBERS = 8
 MOST_ARGUMENTS = 10
-WIDE_PROTOCOLS = frozenset({"Runtime", "Storage"})
+WIDE_PROTOCOLS = frozenset({"Storage"})
 LONG_CONSTRUCTORS = frozenset({"AdaptiveCheckpoint"})
 """What is longer or wider; these lists may only become shorter. LightningCLI needs the options of the callback."""
 UNPLAIN = re.compile(r"\b(nobody|whoever|anew|told|held)\b", re.IGNORECASE)

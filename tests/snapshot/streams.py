@@ -101,11 +101,8 @@ class FakeDevices:
 
     # ---- Runtime
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        return self.home(tensor) is not None
-
-    def device(self, tensor: torch.Tensor) -> torch.device:
-        return self._homes[tensor.untyped_storage().data_ptr()]
+    def device(self, tensor: torch.Tensor) -> torch.device | None:
+        return self.home(tensor)
 
     def current(self, device: torch.device) -> Stream:
         return self._current[device]
@@ -141,7 +138,7 @@ class FakeDevices:
             self.fail_next_copy = False
             raise RuntimeError("CUDA error: a copy was refused")
         pairs = list(zip(targets, sources, strict=True))
-        for host in (tensor for tensor in (*targets, *sources) if not self.owns(tensor)):
+        for host in (tensor for tensor in (*targets, *sources) if self.home(tensor) is None):
             self._require_one_piece(host)
 
         def run() -> None:

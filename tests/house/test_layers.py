@@ -112,6 +112,20 @@ def test_messages_use_plain_words() -> None:
     assert found == []
 
 
+def test_pages_for_users_use_plain_words() -> None:
+    """Those that a benchmark run writes are in the words of the benchmarks."""
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = [
+        f"{page.name}:{number}: {line}"
+        for page in pages
+        if page.name != "benchmarks.md"
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if UNPLAIN.search(line)
+    ]
+    assert len(pages) > 20
+    assert found == []
+
+
 def test_there_are_no_more_files() -> None:
     """A new file is weighed against the one that has the responsibility already; the number may only become smaller."""
     assert len(MODULES) <= MOST_FILES

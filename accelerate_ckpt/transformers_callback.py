@@ -165,22 +165,16 @@ class TransformersCallback(TrainerCallback):
         return engine, internals
 
     def _open_unasked(self, step: int) -> None:
-        """As `_open`, where training has begun without a word about resuming.
+        """As `_open`, where training has begun without a word about resuming, or by transformers at a later step.
 
         Raises:
-            ConfigError: it goes on from a checkpoint of transformers' own, or it is too late to resume.
+            ConfigError: it is too late to resume.
         """
         trainer = trainer_above()
         if trainer is None:
             raise ConfigError("the trainer that calls this callback cannot be found", hint=_RESUME)
-        if step:
-            raise ConfigError(
-                f"training goes on at step {step} of a checkpoint of transformers' own, and what was trained before is "
-                "in no snapshot",
-                hint=f"{_RESUME}; `ckpt import` takes over such a checkpoint",
-            )
         engine, _ = self._open(trainer)
-        if self.config.resume == "auto" and engine.snapshots(nearest=True):
+        if self.config.resume == "auto" and not step and engine.snapshots(nearest=True):
             self._release()
             raise ConfigError(
                 "resume='auto' needs a callback that the trainer is made with, and this one was added later",
@@ -231,21 +225,22 @@ class TransformersCallback(TrainerCallback):
             surroundings,
             trainer="transformers",
             folder=Path(args.output_dir or "."),
-            fresh=unasked,
+            begins_at=state.global_step if unasked else None,
         )
         self._evaluations.clear()
         internals.follow_evaluations(self._follow_evaluation)
+        foreign = self._imported or (unasked and state.global_step > 0)  # a checkpoint of transformers' own goes on
         self._unchecked = resumed and not self._imported
         self._saved_epoch = _saved_epoch(engine, int(getattr(source.outer, source.counter)))
-        if resumed:
-            internals.skip_with(self._skip_imported if self._imported else self._skip)
+        if resumed or foreign:
+            internals.skip_with(self._skip_foreign if foreign else self._skip)
         _require_same_step(tracker, engine, self._saved_step, self._step, state, resumed=resumed)
         if resumed:
             surroundings.share_history(engine.agree)
-        if self._imported and self._folder is not None:
+        if foreign:
             tracker.continue_after(_LOADER, int(state.epoch or 0), 0)
-            if surroundings.streams is not None:
-                transformers_folder.write_streams(surroundings.streams, self._folder)
+        if self._folder is not None and surroundings.streams is not None:
+            transformers_folder.write_streams(surroundings.streams, self._folder)
 
     @override
     def on_step_begin(
@@ -338,7 +333,7 @@ class TransformersCallback(TrainerCallback):
         self._require_same_batch(loader, batches)
         return loader
 
-    def _skip_imported(self, loader: Any, batches: int) -> Any:
+    def _skip_foreign(self, loader: Any, batches: int) -> Any:
         """The loader itself, so that it is followed, after as many batches of the epoch as transformers has counted."""
         assert self._tracker is not None
         assert self._trainer is not None

@@ -28,7 +28,7 @@ PACKED = ("ckpt_engine", "packed")
 _AS_TEXT = ("ckpt_engine", "surroundings", "state")
 """The end of the path at which the counters of a transformers `Trainer` are, as one text of JSON."""
 _ABSENT = "absent"
-_LOGGED_TIME = re.compile(r"ckpt_engine/surroundings/state/log_history/\d+/\w+_(runtime|per_second)$")
+_LOGGED_TIME = re.compile(r"ckpt_engine/(metrics|surroundings/state/log_history/\d+)/\w+_(runtime|per_second)$")
 
 
 class DifferenceKind(StrEnum):

@@ -70,7 +70,7 @@ class LoopResume:
         folder: where the report is written if the run's own place is not a local folder.
         log: of the adapter.
         audit: of the run.
-        fresh: nothing is resumed, and that was said.
+        begins_at: nothing of ours is resumed, that was said, and training begins at this step.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class LoopResume:
         folder: Path,
         log: logging.Logger,
         audit: Audit,
-        fresh: bool = False,
+        begins_at: int | None = None,
     ) -> None:
         self._engine = engine
-        self._fresh = fresh
+        self._begins_at = begins_at
         self._parts = parts
         self._feeds = feeds
         self._surroundings = surroundings
@@ -110,7 +110,7 @@ class LoopResume:
             MismatchError: the snapshot is of another model; names the keys, before any data is read.
             ResumeError: the snapshot is not of such a loop.
         """
-        if self._fresh:
+        if self._begins_at is not None:
             return None
         if self._engine.config.resume == "off":
             self._engine.start_fresh("leave out resume='off'")

@@ -48,7 +48,7 @@ class Tracker(LoopProgress):
         surroundings: what runs the loop.
         trainer: its name, for the snapshot's notes and the log.
         folder: where the resume report goes if the run's place is not a local folder.
-        fresh: nothing is resumed, and that was said.
+        begins_at: nothing of ours is resumed, that was said, and training begins at this step.
 
     Raises:
         LeaseHeldError, StorageError, WriterError: as `Engine.start`.
@@ -64,7 +64,7 @@ class Tracker(LoopProgress):
         *,
         trainer: str,
         folder: Path,
-        fresh: bool = False,
+        begins_at: int | None = None,
     ) -> None:
         self._engine = engine
         self._config = engine.config
@@ -86,7 +86,7 @@ class Tracker(LoopProgress):
         self._share = prepare_share(self._config, device)
         saver = Saver(engine, self._taker, self._stopping, self._cadence, self._lazy, trainer)
         self._failing = FailingLoop(parts, self._capture, self._audit, surroundings, saver)
-        self._steps = 0
+        self._steps = begins_at or 0
         self._counted = self._dirty = False
         self._boundaries_missed = 0
         self._stepped: set[int] = set()
@@ -99,11 +99,11 @@ class Tracker(LoopProgress):
         self._reloaded: list[Feed] = []
         self._announced = self._closed = False
         self._asked_at: dict[Feed, float] = {}
-        engine.start(resumes=not fresh and engine.config.resume != "off")
+        engine.start(resumes=begins_at is None and engine.config.resume != "off")
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
         self._feeds = [Feed(name, source, self) for name, source in sources.items()]
         self._loops = Loops(self._feeds, self._log)
-        self._resume = LoopResume(engine, parts, self._feeds, surroundings, folder, self._log, self._audit, fresh)
+        self._resume = LoopResume(engine, parts, self._feeds, surroundings, folder, self._log, self._audit, begins_at)
         try:
             self._take_over()
         except BaseException:
@@ -185,7 +185,7 @@ class Tracker(LoopProgress):
         self._release_feeds()
 
     def continue_after(self, loader: str, epochs: int, batches: int) -> None:
-        """An imported run goes on in epoch `epochs` of this loader after so many batches. Before its first pass."""
+        """A run of others goes on in epoch `epochs` of this loader after so many batches. Before its first pass."""
         self._training = feed = next(one for one in self._feeds if one.name == loader)
         feed.begin_after(epochs, batches)
         self._resumed, self._resumed_batches = feed if batches else None, batches

@@ -85,6 +85,29 @@ def test_an_imported_folder_goes_on_as_trainer_itself_would(step: int, more: dic
     assert report(third).not_restored == ()
 
 
+@pytest.mark.parametrize(
+    ("step", "more"),
+    [
+        (8, {}),
+        pytest.param(2 * EPOCH, {}, marks=pytest.mark.slow),
+        pytest.param(4, ACCUMULATING, marks=pytest.mark.slow),
+    ],
+    ids=["within an epoch", "at the end of an epoch", "accumulation"],
+)
+def test_transformers_own_resume_is_left_to_it_and_followed(step: int, more: dict[str, Any], tmp_path: Path) -> None:
+    """Its checkpoint that the user names is what goes on, and each snapshot from there on resumes exactly."""
+    reference = trained(tmp_path / "out", seed=0, **more)
+    trainer = tiny_trainer(tmp_path / "again", steps=STEPS, seed=9, **more)
+    trainer.add_callback(TransformersCallback(every_boundary(tmp_path / "run")))
+    trainer.train(resume_from_checkpoint=str(tmp_path / "out" / f"checkpoint-{step}"))
+    same_end(trainer, reference)
+    own = [one for one in saved(tmp_path / "run") if one.reason != "end"]
+    assert own[0].step > step
+    third = only(tmp_path / "run", own[0], tmp_path / "third")
+    same_end(trained(tmp_path / "last", resume_only(third), seed=4, **more), reference)
+    assert report(third).not_restored == ()
+
+
 class Counting(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Counts the steps of all lives."""
 

@@ -90,17 +90,16 @@ _BY_FEATURE: Sequence[tuple[str, Changes, tuple[str, ...]]] = (
     ("tracking", lines.accelerate("num_epochs"), ("--with_tracking",)),
 )
 _TRAINERS = ("-p", "in_every_trainer")
-_OWN_CHECKPOINT = (
-    *("test_can_resume_training", "test_compare_trainer_and_checkpoint_args_logging", "test_resume_batch_order"),
-    *("test_resume_from_interrupted_training", "test_resume_training_with_checkpoint"),
-    *("test_resume_training_with_different_batch_size", "test_resume_training_with_frozen_params"),
-    *("test_resume_training_with_gradient_accumulation", "test_resume_training_with_shard_checkpoint"),
-)
-"""Go on from a checkpoint of transformers' own: with our callback that takes `ckpt import`, and is refused without."""
 _REFUSED = {
-    **dict.fromkeys(_OWN_CHECKPOINT, "transformers' own checkpoint takes `ckpt import`"),
     "test_auto_batch_size_with_resume_from_checkpoint": "auto_find_batch_size has no exact resume",
 }
+_LISTS = dict.fromkeys(
+    (
+        *("test_checkpoint_callbacks_are_last", "test_attach_model_callbacks", "test_configure_external_callbacks"),
+        "test_callbacks_state_fit_ckpt_path",
+    ),
+    "it asserts which callbacks a Trainer has, or how many",
+)
 PROGRAMS: Mapping[str, Program | Suite] = {
     "nanogpt": Program(
         *("karpathy/nanoGPT", "3adf61e154c3fe3fca428ad6bc3818b27a3b8291", "", "train.py"),
@@ -163,10 +162,10 @@ PROGRAMS: Mapping[str, Program | Suite] = {
         prepare=data.series,
         spoken=r"Mean absolute error of model: [\d.]+",
     ),
-    "lightning-restore": Suite(*_LIGHTNING, ("tests_pytorch/models/test_restore.py",), _ALONE),
+    "lightning-restore": Suite(*_LIGHTNING, ("tests_pytorch/models/test_restore.py",), _ALONE, _LISTS),
     "lightning-loops": Suite(*_LIGHTNING, ("tests_pytorch/loops",), _ALONE),
     "lightning-checkpointing": Suite(*_LIGHTNING, ("tests_pytorch/checkpointing",), _ALONE),
-    "lightning-connectors": Suite(*_LIGHTNING, ("tests_pytorch/trainer/connectors",), _ALONE),
+    "lightning-connectors": Suite(*_LIGHTNING, ("tests_pytorch/trainer/connectors",), _ALONE, _LISTS),
     "accelerate-state": Suite(*_ACCELERATE, "tests", ("test_state_checkpointing.py",), (*_ALONE, *_TRAINERS)),
     "transformers-checkpointing": Suite(
         *("huggingface/transformers", "e2372ffabdf6da99364d3d053da7783acf5f623c", ""),

@@ -82,7 +82,7 @@ class TransformersCallback(TrainerCallback):
         """`resume_from` was called for the training that begins next."""
         self._imported = False
         self._unchecked = False
-        """transformers has counted where it resumes, and nobody has compared that yet."""
+        """transformers has counted where it resumes, and that is not compared yet."""
         self._evaluations: dict[str, Any] = {}
         self._step = self._saved_step = 0
         """From which transformers counts on, and that of the snapshot: others where the loader has changed."""
@@ -410,7 +410,7 @@ def _require(callback: TransformersCallback, trainer: Trainer) -> None:
 
 
 def _saved_epoch(engine: Engine, counted: int) -> int:
-    """In which the snapshot goes on; the loader has not counted an epoch whose end nobody has asked it for."""
+    """In which the snapshot goes on; the loader has not counted an epoch whose end was not asked for."""
     loaded = engine.loaded
     return counted if loaded is None else max(counted, int(loaded.manifest.notes[NOTE]["epoch"] or 0))
 

@@ -187,7 +187,7 @@ class _Moment:
         }
 
     def notes(self) -> dict[str, Any]:
-        # The history grows with the run, and nobody needs it before the snapshot is loaded; nor a best metric that is
+        # The history grows with the run, and it is not needed before the snapshot is loaded; nor a best metric that is
         # NaN, which is no JSON: `restore` has it from `dump`.
         state = {name: None if _is_endless(value) else value for name, value in self._state().items()}
         return {NOTE: {**state, _LONG: [], PACE: {**pace_of(self.trainer), SHIFT: self.shift}}}

@@ -131,7 +131,7 @@ class Checkpointer:
                 writer makes it durable. Needs the memory tier.
 
         Returns:
-            A handle; `handle.wait()` returns once the snapshot is durable, or held in memory. If earlier snapshots
+            A handle; `handle.wait()` returns once the snapshot is durable, or in memory. If earlier snapshots
             still fill the arena this one is skipped (`handle.skipped`): training never waits for storage.
 
         Raises:

@@ -320,7 +320,7 @@ class Engine:
         return self._pipeline.drain(arguments.seconds("timeout", timeout))
 
     def arena_bytes(self) -> int:
-        """Host memory held for snapshots."""
+        """Host memory that is reserved for snapshots."""
         return self._pipeline.arena_bytes()
 
     @property
@@ -379,7 +379,7 @@ class Engine:
 
     def _tell(self, found: restore.Loaded) -> None:
         line = resumed_from_memory(found.lost_steps)
-        if isinstance(self.events, LogSink):  # nobody else reports of this resume
+        if isinstance(self.events, LogSink):  # nothing else reports of this resume
             found.announce(logging.getLogger(LOGGER_NAME), line)
         elif found.from_memory:
             self._emit(Notice("INFO", line))

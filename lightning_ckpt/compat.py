@@ -172,7 +172,7 @@ class LightningInternals(DataInternals):
     def wrap_fetch(self, boundary: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         """`boundary()` runs right before every training batch is asked for, when the previous one is finished.
 
-        `failed(error)` is told what the batch raises, and may raise something else.
+        `failed(error)` gets what the batch raises, and may raise something else.
         """
         epoch_loop = self._trainer.fit_loop.epoch_loop
         original = epoch_loop.advance

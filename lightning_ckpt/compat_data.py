@@ -89,7 +89,7 @@ class DataInternals:
         return type(self._trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher"
 
     def restart_fetcher(self) -> None:
-        """Makes the iterator over the training loaders anew."""
+        """Makes the iterator over the training loaders again."""
         iter(self._trainer.fit_loop._data_fetcher)
 
     @property

@@ -1,7 +1,7 @@
 """A fit that ends by an exception: makes the last finished boundary durable, if it can be had exactly.
 
 What a training step changes before its optimizer steps is recorded at each boundary, or known not to have moved, or
-nobody can tell: then nothing is saved. A batch that does not come has changed the random streams and the loaders only.
+it is not known: then nothing is saved. A batch that does not come has changed the random streams and the loaders only.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class FitLoaders:
         return None
 
     def load_again(self) -> None:
-        """Before the first epoch of a resumed run starts anew: what iterators were made so far does not count."""
+        """Before the first epoch of a resumed run starts again: what iterators were made so far does not count."""
         if self._saved is not None:
             for index in range(len(self._positions)):
                 self._load(index)

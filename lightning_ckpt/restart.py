@@ -2,7 +2,7 @@
 
 Lets a LightningCLI job restart into the same log folder.
 
-The state of a resumed run across hooks that run once more than in a run that nobody interrupts.
+The state of a resumed run across hooks that run once more than in a run that is not interrupted.
 
 `on_train_start`, which Lightning calls in every process, and `on_train_epoch_start`, see `epoch_start`. A hook that
 resets an optimizer or steps a scheduler there has done so before the snapshot already. What it changes of the state in

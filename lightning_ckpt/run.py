@@ -144,7 +144,7 @@ class FitRun:
 
     @property
     def step(self) -> int:
-        """The training step: optimizer steps, or batches where the model steps raw optimizers that nobody counts."""
+        """The training step: optimizer steps, or batches where the model steps raw optimizers itself."""
         return int(self._trainer.global_step) or (
             0 if self._module.automatic_optimization else self._internals.batches_in_total
         )

@@ -189,7 +189,7 @@ class FitCapture:
     def _tables(self, instant: FitInstant) -> dict[str, Any]:
         tables = dump_tables(self._internals, instant.hidden)
         if instant.kind is BoundaryKind.STOPPED:
-            # The logger connector was already told that the epoch is over, which a longer run would not be.
+            # The logger connector already knows that the epoch is over, which a longer run would not be.
             tables["first_batch"] = self._internals.batches_in_epoch == 1
         return tables
 

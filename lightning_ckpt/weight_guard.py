@@ -19,7 +19,7 @@ from ckpt_engine.snapshot.stage import Fence
 
 
 class GuardListener(Protocol):
-    """Who is told, before any other callback, what happens."""
+    """Hears, before any other callback, what happens."""
 
     def training_begins(self) -> None: ...
 

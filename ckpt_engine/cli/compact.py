@@ -1,4 +1,4 @@
-"""`ckpt compact`: write snapshots anew, so that each is one plain file and needs no other."""
+"""`ckpt compact`: write snapshots again, so that each is one plain file and needs no other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Compacted:
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
 @json_option
 def command(root: str, snapshots: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
-    """Write SNAPSHOTs (default: latest) anew, each as one plain file that needs no data of others.
+    """Write SNAPSHOTs (default: latest) again, each as one plain file that needs no data of others.
 
     It gets a new id, of the same place in the order. Data that no snapshot needs any more is removed. On every tier
     that has the snapshot; a pinned one stays as it is. No training may be writing the run meanwhile.

@@ -273,7 +273,7 @@ def _clock(storage: Storage) -> tuple[Mark, str]:
     after = time.time()
     if there is None:
         return Mark.NOTE, "the storage does not tell its time"
-    skew = max(there - after, before - there - 1.0, 0.0)  # whole seconds are told
+    skew = max(there - after, before - there - 1.0, 0.0)  # the answer has whole seconds
     if skew <= SKEW_SECONDS:
         return Mark.OK, "the same as here"
     ahead = "ahead" if there > after else "behind"

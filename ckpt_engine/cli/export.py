@@ -5,7 +5,7 @@ Copies arrays of a snapshot into one safetensors file, verified on the way. No t
 Tied tensors are stored once, as `safetensors.torch.save_model` does: the metadata maps each other name to the stored
 one, and `safetensors.torch.load_model` ties them again.
 
-Numbers in a smaller floating-point format, for exported files only: what is lost is counted and told. No torch.
+Numbers in a smaller floating-point format, for exported files only: what is lost is counted and shown. No torch.
 """
 
 from __future__ import annotations
@@ -406,7 +406,7 @@ def select_all(manifest: Manifest) -> Selection:
 def write_arrays(
     sources: Sources, manifest: Manifest, selection: Selection, out: BinaryIO, advance: Callable[[int], object]
 ) -> Loss:
-    """Write the file; `advance` is told the bytes written. What conversion has lost.
+    """Write the file; `advance` gets the bytes written. What conversion has lost.
 
     Raises:
         CorruptError: the snapshot is damaged in all sources; names the entry.

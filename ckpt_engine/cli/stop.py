@@ -53,7 +53,7 @@ def ask_trainer(root: str, what: str) -> str:
 
     Raises:
         ConfigError: a YAML file that is wrong or missing.
-        WriterError: nobody trains that run on this machine as this user.
+        WriterError: no process trains that run on this machine as this user.
     """
     url = load_config(root).root_url
     reply = control.ask(url, {"what": what, "who": _who()}, ANSWER_SECONDS)

@@ -6,7 +6,7 @@ business and is reported. Within an epoch nothing is right by itself, so the use
 Turns the positions of a loader on several ranks into the one with which another number of ranks goes on.
 
 A pure function of the saved states and the loader. In the middle of an epoch the samples that no rank has seen are
-dealt anew; where an epoch begins there is nothing to divide.
+dealt again; where an epoch begins there is nothing to divide.
 """
 
 from __future__ import annotations

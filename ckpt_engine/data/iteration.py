@@ -164,12 +164,12 @@ _KEPT = "in persistent workers: what they keep between epochs is unknown"
 
 
 def no_order() -> dict[str, Any]:
-    """What a state says of the order of an epoch that nobody has followed."""
+    """What a state says of the order of an epoch that was not followed."""
     return {"at_iter": None, "at_first": None, "digest": None, "draws": False, "outstanding": [], "moves": False}
 
 
 def nothing_recorded(num_workers: int) -> dict[str, Any]:
-    """What a state says of an iterator that nobody has followed, but for what it was made with."""
+    """What a state says of an iterator that was not followed, but for what it was made with."""
     return {
         "lost": 0,
         "held": [],
@@ -201,7 +201,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """What held right before one batch was fetched."""
+    """What was true right before one batch was fetched."""
 
     rng: rng.RngState | None
     workers: tuple[WorkerState | None, ...]
@@ -251,7 +251,7 @@ class Epoch:
     """Whose turn it is to deliver."""
     ring: dict[int, Fetch] = field(default_factory=dict)
     refetch: list[rng.RngState] = field(default_factory=list)
-    """Streams under which the batches held at the snapshot are fetched again, in order."""
+    """Streams under which the batches that were fetched ahead at the snapshot are fetched again, in order."""
     then_rng: rng.RngState | None = None
     then_holders: dict[str, Any] | None = None
     """Installed before the first new fetch: fetching a batch again moves generators, counters and samplers."""
@@ -274,7 +274,7 @@ class Epoch:
         return iterator is not None and private.knows_its_end(iterator)
 
     def workers_stopped_at(self, batches: Iterable[Any]) -> None:
-        """Take from batches that nobody will see where the workers that made them are now."""
+        """Take from batches that the loop will not see where the workers that made them are now."""
         for batch in batches:
             if isinstance(batch, Shipped):
                 self.workers[batch.role] = batch.state

@@ -152,7 +152,7 @@ def load(dataset: Any, saved: Mapping[str, Any]) -> None:
 
 
 def begin_anew(dataset: Any) -> None:
-    """The next pass is one that nobody has loaded a state for."""
+    """No state was loaded for the next pass."""
     rows = {path: (value, was) for path, value, was in _loaded.pop(id(dataset), ())}
     for path, owner, name, now in list(_attributes(dataset)) if rows else ():
         value, was = rows.get(path, (_MISSING, _MISSING))
@@ -165,7 +165,7 @@ def begin_anew(dataset: Any) -> None:
 
 
 def continue_once(dataset: Any, *, ended: bool) -> None:
-    """The next `iter(dataset)` goes on where the loaded state says, and the one after begins anew.
+    """The next `iter(dataset)` goes on where the loaded state says, and the one after begins at the beginning.
 
     Args:
         ended: the next one is empty: a state taken after the last, short batch cannot say that it is over.

@@ -129,7 +129,7 @@ class LoaderPosition:
 
     A resumed process makes the same loader, attaches, calls `load_state`, restores the global random streams
     (`rng.restore`, or pass them as `rng=`) and goes on with `iter(loader)`. Everything redone on the way (building the
-    iterator, getting past trained samples, fetching held batches again) leaves the global streams as it found them.
+    iterator, getting past trained samples, fetching batches again) leaves the global streams as it found them.
     """
 
     def __init__(self, loader: DataLoader[Any], *, lookahead: int = 0) -> None:
@@ -256,7 +256,7 @@ class LoaderPosition:
         return self._assemble(epoch, epoch.next_fetch(self.loader), epoch.fetched, "fresh")
 
     def state_after(self, batches: int) -> State:
-        """The position in an epoch that begins now, after so many batches, where nobody has recorded one.
+        """The position in an epoch that begins now, after so many batches, where none was recorded.
 
         The batches are drawn and dropped when the epoch begins; of iterable datasets they are fetched and dropped. What
         decides the order of this epoch (`set_epoch`) must be set before.
@@ -341,7 +341,7 @@ class LoaderPosition:
             common: streams that are the same for all ranks.
 
         Raises:
-            ResumeError: the rest of the epoch cannot be divided anew; says why.
+            ResumeError: the rest of the epoch cannot be divided again; says why.
         """
         fresh = self._assemble(None, None, 0, "fresh")
         require_same_split(fingerprint.compare(states[0]["fingerprint"], fresh["fingerprint"]))
@@ -417,7 +417,7 @@ class LoaderPosition:
         if order is not None:
             given = batches + epoch.lost
             state["made_at_start"] = sorted(order.made_at_start)
-            # Without workers, only a batch that is held was asked for already.
+            # Without workers, only a batch that is kept was asked for already.
             again = state["samplers"] or (order.draws and self.loader.num_workers)
             state["order"] = {
                 "at_iter": order.at_iter,
@@ -448,7 +448,7 @@ _set_class = object.__dict__["__class__"].__set__  # works where a class hides `
 
 
 class Iterations(Protocol):
-    """Who is told about iterations: gets the loader's own `__iter__` and returns the iterator to use."""
+    """Hears of iterations: gets the loader's own `__iter__` and returns the iterator to use."""
 
     def begin(self, make: Callable[[], Iterator[Any]]) -> Iterator[Any]: ...
 

@@ -228,7 +228,7 @@ class OrderOrigin:
 
     Args:
         length: samples of the dataset.
-        samples: of the epoch; another number if the sampler was told so.
+        samples: of the epoch; another number if the sampler was given it.
         replacement: a sample may come several times by chance.
         seed: of the shuffle.
         generator: or the state of a torch generator that shuffles; with neither the order is that of the dataset.

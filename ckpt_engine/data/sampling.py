@@ -7,7 +7,7 @@ are drawn and dropped.
 Samplers that change with training (curricula, losses, weights) and cannot save themselves: found out and named.
 
 A sampler without `state_dict` is put back by its generators and plain counters. Whether that was all shows in its other
-attributes: what they hold now is compared with what they held when the snapshot was taken.
+attributes: what they have now is compared with what they had when the snapshot was taken.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class SamplerOrder:
     drawn: rng.RngState | None = None
     """Then, without workers: the streams after the last entry of a sampler with a state."""
     made_at_start: set[str] = field(default_factory=set)
-    """Attributes that it makes anew whenever it starts, see `adapting`."""
+    """Attributes that it makes again whenever it starts, see `adapting`."""
     digest: int | None = 0
     """Running checksum of every index given so far; None where indices are not integers."""
     base: int = 0
@@ -279,7 +279,7 @@ class _RecordingIterator:
             self._draw(f"fewer batches than the {plan.skip + len(plan.outstanding)} the saved run had dealt out")
 
     def _started(self) -> None:
-        """The first entry was given: what that has changed in the sampler is made anew at each start."""
+        """The first entry was given: what that has changed in the sampler is made again at each start."""
         if self._attributes:
             made = changed(deref(self._reference), self._attributes)
             self._order.made_at_start.update(made)

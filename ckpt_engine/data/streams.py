@@ -1,6 +1,6 @@
 """Everything random or counting that a loader's samplers depend on, captured at one instant and put back.
 
-That is: the process's global streams, the generators held by the loader and its samplers (torch, python and numpy
+That is: the process's global streams, the generators of the loader and its samplers (torch, python and numpy
 ones), the samplers' plain counters such as `DistributedSampler.epoch`, their `state_dict` where they have one, and the
 epoch of iterable datasets.
 """
@@ -122,7 +122,7 @@ def capture_samplers(loader: DataLoader[Any], among: Holders | None = None) -> d
 
 
 def capture_generators(loader: DataLoader[Any], among: Holders | None = None) -> dict[str, Any]:
-    """The state of every generator object held by the loader or a sampler, by path."""
+    """The state of every generator object of the loader or a sampler, by path."""
     return {path: _encode(generator) for path, _, _, generator in _generators(loader, among)}
 
 

@@ -360,7 +360,7 @@ _runs: dict[str, _Run] = {}
 _lines: dict[str, Line] = {}
 """By the URL of a run: the line of history of what this process saves there."""
 _lock = threading.RLock()
-"""The collector of garbage may end a save that nobody ended, at any instant of the thread that holds this."""
+"""The collector of garbage may end a save that was not ended, at any instant of the thread that holds this."""
 
 
 class Save:
@@ -399,7 +399,7 @@ class Save:
 
         Raises:
             LeaseHeldError: the lease was lost; the snapshot does not exist.
-            StorageError: it does not exist. What goes wrong after it does is only told.
+            StorageError: it does not exist. What goes wrong after that is only logged.
         """
         repository, lease = self._run.repository, self._run.lease
         line = _lines.setdefault(self._url, _begun())

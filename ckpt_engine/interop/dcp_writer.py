@@ -93,7 +93,7 @@ class CkptWriter(StorageWriter):
             self._step = step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *_args: Any, **kwargs: Any) -> None:  # noqa: ARG002
-        """Raises ConfigError without collectives: then nobody would know when all ranks have written."""
+        """Raises ConfigError without collectives: then it would not be known when all ranks have written."""
         if not kwargs.get("use_collectives", True):
             raise ConfigError("use_collectives=False cannot make one snapshot of several ranks", hint="leave it out")
 

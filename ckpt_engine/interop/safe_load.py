@@ -5,7 +5,7 @@ Where torch refuses a class, the file is read once more with an inert stand-in f
 Whether what was read from a foreign file can be gone through, and is no larger than the file can account for.
 
 Pickles share what is in them: thirty lists that each hold the one before twice are a few hundred bytes, and a thousand
-million values to whoever goes through them.
+million values to code that goes through them.
 
 One file of `torch.save`, written and read.
 
@@ -87,7 +87,7 @@ class Opened:
     """What a file holds.
 
     Args:
-        left_out: paths of parts that held refused classes and that may be lost, with the class.
+        left_out: paths of parts that had refused classes and that may be lost, with the class.
     """
 
     value: Any
@@ -235,7 +235,7 @@ def _foreign(path: Path, error: Exception) -> ForeignError:
 
 
 def _cause(error: Exception) -> str:
-    """What torch says about the file itself; its advice on `weights_only` helps nobody here."""
+    """What torch says about the file itself; its advice on `weights_only` does not help here."""
     text = str(error).strip()
     if (found := _UNPICKLER.search(text)) and found[1].strip():
         return found[1].strip()
@@ -333,7 +333,7 @@ def require_stored(path: Path) -> None:
 
 
 def require_honest(pickle: bytes, what: str) -> None:
-    """Refuse a pickle that has whoever reads it make room for far more than it has.
+    """Refuse a pickle that makes its reader reserve room for far more than it has.
 
     Raises:
         CorruptError
@@ -386,7 +386,7 @@ def of_state(form: str, state: dict[Any, Any]) -> Imported:
 
 
 Advance = Callable[[int], object]
-"""Told the bytes that were read."""
+"""Gets the bytes that were read."""
 
 
 @dataclass(frozen=True, slots=True)

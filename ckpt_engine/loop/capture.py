@@ -406,7 +406,7 @@ class Elastic:
             saved: the states of the saved ranks, in order.
 
         Raises:
-            ResumeError: the rest of its epoch cannot be divided anew.
+            ResumeError: the rest of its epoch cannot be divided again.
         """
         return position.for_another_number(saved, self.rank, self.size, self.streams, self.own[0]["rng"])
 

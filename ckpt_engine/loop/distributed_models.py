@@ -6,7 +6,7 @@ parameters, on every rank. The names of torch that are not public, and that this
 
 The order in which DistributedDataParallel adds up gradients: recorded, and in force again from the first step on.
 
-DDP puts gradients into buckets in the order of the parameters, and after its first backward pass anew in the order in
+DDP puts gradients into buckets in the order of the parameters, and after its first backward pass again in the order in
 which they came. Where an element lies in a bucket decides in which order the ranks' values are added, and so its last
 bit, from three ranks on. A resumed process would have the first order once more, in its first step.
 """
@@ -75,7 +75,7 @@ _places: weakref.WeakKeyDictionary[nn.Module, tuple[_Place, ...]] = weakref.Weak
 
 
 def units(module: nn.Module) -> list[tuple[str, Any]]:
-    """The modules of FSDP1 in `module`, with their names. Nothing where nobody has imported FSDP1."""
+    """The modules of FSDP1 in `module`, with their names. Nothing where FSDP1 is not imported."""
     found = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if found is None:
         return []
@@ -89,7 +89,7 @@ def is_flat(module: nn.Module) -> bool:
 
 
 def require_supported(modules: Iterable[nn.Module]) -> None:
-    """Raise where the parts of a parameter cannot be told.
+    """Raise where the parts of a parameter are not known.
 
     Raises:
         ConfigError: says what to do.
@@ -371,7 +371,7 @@ _FEW = 2
 
 
 def wrappers_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The DDP objects around modules, which nobody but their owner knows. Looks at all objects there are: once.
+    """The DDP objects around modules, which only their owner knows. Looks at all objects there are: once.
 
     Nothing where the order does not matter, or a module has several: which one trains is not known.
     """

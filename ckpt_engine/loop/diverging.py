@@ -121,7 +121,7 @@ class Diverging:
                 if found is not None:
                     return self._lead(verdicts, found)
                 verdicts.say(_NONE)
-                verdicts.stay()  # whoever still looks for it finds no store where this process is gone
+                verdicts.stay()  # a rank that still looks for it finds no store where this process is gone
                 return None
             verdicts.come()
             error = self._follow(verdicts)
@@ -172,7 +172,7 @@ class Diverging:
             self._halt.stop_too(min(stops, key=lambda one: one.deadline))
 
     def _follow(self, verdicts: Verdicts) -> DivergedError | None:
-        """What rank 0 has found; None: nobody has diverged. Raises as `Verdicts.hear`."""
+        """What rank 0 has found; None: no rank has diverged. Raises as `Verdicts.hear`."""
         said = verdicts.hear()
         while "ask" in said:
             said = verdicts.answer(said, self._answer(said))
@@ -287,7 +287,7 @@ class Rollbacks:
         Rank 0 reads it for all. Where nodes have disks of their own each has it, and rank 0 may be on another one now.
 
         Raises:
-            CorruptError, StorageError: nobody can tell.
+            CorruptError, StorageError: it is not known.
         """
 
         def read() -> dict[str, Any] | None:

@@ -459,7 +459,7 @@ class Loose:
 
 
 def keys_of(module: torch.nn.Module) -> Iterator[tuple[Loose, torch.Tensor]]:
-    """What a `state_dict` has where nobody has changed what it does; tied tensors under each of their names."""
+    """What a `state_dict` has where no class has changed what it does; tied tensors under each of their names."""
     for path, owner in module.named_modules(remove_duplicate=False):
         left_out = owner._non_persistent_buffers_set
         for name, tensor in (*owner._parameters.items(), *owner._buffers.items()):

@@ -28,7 +28,7 @@ _clock = itertools.count(1)
 
 
 class FeedListener(Protocol):
-    """Who is told about the passes over a feed."""
+    """Hears of the passes over a feed."""
 
     def asked(self, feed: Feed) -> None:
         """The consumer asks for the next batch: the fetch boundary."""
@@ -74,7 +74,7 @@ class Feed:
     Args:
         name: for reports.
         source: the loader.
-        listener: is told about passes.
+        listener: hears of passes.
     """
 
     def __init__(self, name: str, source: LoaderSource, listener: FeedListener) -> None:
@@ -85,7 +85,7 @@ class Feed:
         self.epochs = 0
         """Passes that are over and in which weights changed."""
         self.finished = False
-        """The consumer of the last pass was told that there are no more batches."""
+        """The consumer of the last pass knows that there are no more batches."""
         self.trained = False
         """Weights changed during the current or last pass."""
         self.longest: int | None = 0
@@ -255,7 +255,7 @@ class Feed:
     def begin_after(self, epochs: int, batches: int) -> None:
         """The next pass comes after so many others, and starts after so many of its batches.
 
-        For a run whose position nobody has recorded. The loader must have been told its epoch before.
+        For a run whose position is not recorded. The loader must know its epoch before.
         """
         if batches:
             position = self.position.state_after(batches * self._share)
@@ -440,7 +440,7 @@ class _Pass(Followed):
 def obstacle_of(feed: Feed | None, *, accumulating: bool) -> str | None:
     """Why no snapshot is taken when `feed` is asked for a batch, or None where one may be.
 
-    At the end of an epoch what the script does between epochs is still to come, and at the start of a pass nobody
+    At the end of an epoch what the script does between epochs is still to come, and at the start of a pass none
     knows whether it will train: both wait for the next batch, unless epochs are too short for that.
     """
     if accumulating:

@@ -136,7 +136,7 @@ class Halt:
 
     @property
     def stops(self) -> bool:
-        """Whether this rank was told to stop, or all were."""
+        """Whether this rank, or all of them, got a request to stop."""
         return self.stop is not None
 
     @property
@@ -152,14 +152,14 @@ class Halt:
         return self._watch.stop if agreed is None else agreed
 
     def leave(self) -> None:
-        """See `Together.leave`. One that has failed waits for nobody, nor does one after a second Ctrl-C."""
+        """See `Together.leave`. One that has failed does not wait, nor does one after a second Ctrl-C."""
         if self.shared is not None:
             waits = (self.done or self.complete) and not self._is_interrupted()
             self.shared.leave(self._leave_seconds if waits else 0.0)
 
     @property
     def _leave_seconds(self) -> float:
-        """How long other ranks wait for rank 0: nobody does in a run that ends by itself."""
+        """How long other ranks wait for rank 0: not at all in a run that ends by itself."""
         if self._until is not None:
             return self.seconds_left(self._until - time.monotonic())
         return 0.0 if (stop := self.stop) is None else stop.deadline - time.monotonic()

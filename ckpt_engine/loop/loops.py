@@ -298,7 +298,7 @@ class Taker:
 
     Args:
         engine: takes them.
-        cadence: is told of each.
+        cadence: hears of each.
         log: of the adapter.
     """
 

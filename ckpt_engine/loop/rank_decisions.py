@@ -1,6 +1,6 @@
 """When several ranks take a snapshot or end: rank 0 decides one step ahead, the others learn it from the store.
 
-Rank 0 publishes what happens after optimizer step n before it begins that step. Whoever has finished step n has taken
+Rank 0 publishes what happens after optimizer step n before it begins that step. A rank that has finished step n took
 part in its all-reduce, which rank 0 entered after it had published: one look into the store then finds the decision. No
 collective is added to a step. A rank that looks too early after all (no all-reduce in that step) has no part in that
 snapshot, says so, and goes on.
@@ -67,7 +67,7 @@ class RankDecision:
         boundary: counts such boundaries since the start.
         step: of the run there, as far as rank 0 could foresee it.
         reason: of the snapshot that is taken (`MEMORY`: into memory only); None: none is.
-        stop: who stops the run; None: nobody.
+        stop: who stops the run; None: it goes on.
         left_seconds: then, how long it had at the boundary before.
         exit_code, interrupts: see `StopNotice`.
         diverged: the run ends here, because of that (a `Divergence`) too or alone: `reason` is None.
@@ -161,8 +161,8 @@ class Together:
             asked: somebody wants a snapshot.
             fits: whether a last snapshot after the next step fits into the time that a stop leaves.
 
-        A divergence that is told after a stop was decided changes nothing. Of both at once all end as stopped, with
-        the time that the stop leaves, and the divergence is what the next start is told.
+        A divergence that is known after a stop was decided changes nothing. Of both at once all end as stopped, with
+        the time that the stop leaves, and the next start hears of the divergence.
         """
         if self._boundaries == self._led:
             return
@@ -200,7 +200,7 @@ class Together:
             self._tell_first({"diverged": asdict(found)})
 
     def _tell_first(self, why: dict[str, Any]) -> None:
-        """Two ranks that do this at once are as good as told in any order."""
+        """Of two ranks that do this at once the order does not matter."""
         if self._ranks.store.get(_STOP) is None:
             self._ranks.store.set(_STOP, json.dumps(why))
 
@@ -220,7 +220,7 @@ class Together:
     def all_stuck(self, where: str, seconds: float) -> bool:
         """No batch comes on this rank; whether none does on all others, before the same step.
 
-        Then nobody is in a step that waits for the others, and all can stop here.
+        Then no rank is in a step that waits for the others, and all can stop here.
 
         Args:
             where: the place of the batch in the data of a rank; the same text on all ranks that are at the same batch.
@@ -320,7 +320,7 @@ def hear(
         other_than: what was heard already.
 
     Raises:
-        WaitTimeoutError: nobody has said it in time. It is looked for once at least.
+        WaitTimeoutError: no rank has said it in time. It is looked for once at least.
         RanksError: the store is gone.
     """
     deadline, pause = time.monotonic() + seconds, threading.Event()
@@ -363,7 +363,7 @@ class Verdicts:
         self._ranks, self._store = ranks, ranks.store
         self.leads = ranks.rank == 0
         self.patience: Patience = lambda seconds: seconds
-        """Set by whoever knows of stops."""
+        """Set by what knows of stops."""
         self.stop: Callable[[], Stop | None] = lambda: None
         """What this rank knows of a stop; set as well."""
         self._told_stop = False
@@ -373,7 +373,7 @@ class Verdicts:
         self._store.set(f"{_SEEN}/{self._ranks.rank}", json.dumps(asdict(found)))
 
     def come(self) -> None:
-        """This rank, not rank 0, has told what it has seen, and waits for the verdict; also tells of a stop."""
+        """This rank, not rank 0, has published what it has seen, and waits for the verdict; publishes a stop too."""
         self._tell_stop()
         if not self._told_stop:
             self._store.set(f"{_THERE}/{self._ranks.rank}", "")
@@ -414,7 +414,7 @@ class Verdicts:
     # ---- rank 0
 
     def seen(self) -> list[Divergence]:
-        """What other ranks have told by now."""
+        """What other ranks have published by now."""
         found = [self._store.get(f"{_SEEN}/{rank}") for rank in range(1, self._ranks.size)]
         return [Divergence(**json.loads(text)) for text in found if text is not None]
 

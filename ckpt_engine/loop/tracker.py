@@ -126,7 +126,7 @@ class Tracker(LoopProgress):
         Raises:
             SnapshotFailedError: as `Engine.poll`.
             ClosedError: this is closed, or a newer one of this process has taken the run over.
-            SystemExit, KeyboardInterrupt: the run was told to stop; what fits into the grace is durable.
+            SystemExit, KeyboardInterrupt: a request to stop; what fits into the grace is durable.
         """
         feed = next((one for one in self._due if one.active), None)
         self._engine.tenure.require_open()
@@ -151,7 +151,7 @@ class Tracker(LoopProgress):
                 and no exception is being handled.
 
         Raises:
-            SystemExit, KeyboardInterrupt: the run was told to stop after its last boundary.
+            SystemExit, KeyboardInterrupt: a request to stop after its last boundary.
         """
         if self._closed:
             return
@@ -262,7 +262,7 @@ class Tracker(LoopProgress):
                 self._resume.again(feed)
                 self._reloaded.append(feed)
                 return
-            self._restoring = False  # the snapshot was taken after the last batch, which nobody knew to be the last
+            self._restoring = False  # the snapshot was taken after the last batch, which was not known to be the last
         if feed is self._resumed:
             self._resumed = None
         if feed.trained:

@@ -1,1 +1,1 @@
-"""Events, metrics and reports: how everything that happens is told."""
+"""Events, metrics and reports: how everything that happens is said."""

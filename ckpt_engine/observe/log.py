@@ -2,7 +2,7 @@
 
 The sink that passes events on to several others and survives each of them.
 
-Says the one line that nobody may miss, also where logging was never configured, and never twice.
+Says the one line that every user must see, also where logging was never configured, and never twice.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LOGGER_NAME = "ckpt_engine"
 class LogSink:
     """Logs every event: failures as errors, lost writers as warnings, the routine as info or debug.
 
-    What fails again for the same reason is told in short, until a snapshot is durable there again.
+    What fails again for the same reason gets a short line, until a snapshot is durable there again.
     """
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
@@ -193,7 +193,7 @@ def on_stderr(logger: logging.Logger) -> Aloud:
 
 
 def announce(logger: logging.Logger, text: str, *, line: str | None = None, aloud: Aloud | None = None) -> None:
-    """Log `text` at INFO; where nobody would hear it, say it another way.
+    """Log `text` at INFO; where no handler would show it, say it another way.
 
     Args:
         line: what is said then, if `text` is longer than a line.

@@ -141,7 +141,7 @@ def resumed_from_memory(lost_steps: int | None) -> str:
     """The sentence about a resume from the memory of the writer of a trainer that died.
 
     Args:
-        lost_steps: steps that had begun since that snapshot; None where nobody knows.
+        lost_steps: steps that had begun since that snapshot; None where that is not known.
     """
     if lost_steps is None:
         return _FROM_MEMORY

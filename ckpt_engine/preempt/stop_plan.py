@@ -3,7 +3,7 @@
 One writer writes snapshots to the nearest tier one after the other; each further tier copies them from there. So a
 snapshot is durable when what is queued before it is written, it was taken, and its own bytes are written.
 
-How a run stands for whoever may want to stop it: what would be lost, and how long a snapshot would take.
+How a run stands for those who may want to stop it: what would be lost, and how long a snapshot would take.
 
 Shows the outlook of a run to the outside: a JSON file and a small web server, on threads of their own.
 """
@@ -39,7 +39,7 @@ class StopChoice(StrEnum):
     SNAPSHOT = "snapshot"
     """Take a new one at the next boundary."""
     FLUSH = "flush"
-    """Write the newest one that is held in memory."""
+    """Write the newest one that is in memory."""
     FINISH = "finish"
     """Take no new one: let what is being written finish."""
     NOTHING = "nothing"
@@ -83,7 +83,7 @@ class StopFacts:
         stall_seconds: that taking a snapshot lasts.
         in_flight: oldest first.
         slots: snapshots that fit in host memory at once, those in flight included.
-        held_step: of the newest snapshot that is held in memory and was not given to the writer.
+        held_step: of the newest snapshot that is in memory and was not given to the writer.
     """
 
     step: int

@@ -349,7 +349,7 @@ class Wake:
             self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Nobody waits any more. Idempotent. Off the main thread it stays open where it hears signals."""
+        """No thread waits any more. Idempotent. Off the main thread it stays open where it hears signals."""
         self.ignore_signals()
         self._over = True
         if self._hears_signals:

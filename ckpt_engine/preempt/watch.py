@@ -201,7 +201,7 @@ class PreemptionWatch:
 
     @property
     def flushing(self) -> bool:
-        """Whether `flush` was called, and the writer has not told yet what came of it."""
+        """Whether `flush` was called, and the writer has not said yet what came of it."""
         flushed = self._flushed
         return flushed is not None and not self._has(flushed.step)
 

@@ -1,6 +1,6 @@
 """One start of all ranks: what they agree on once, and the ids that follow from it without asking again.
 
-Which ranks see one and the same root: rank 0 leaves a beacon there, and whoever sees it is in its place.
+Which ranks see one and the same root: rank 0 leaves a beacon there, and a rank that sees it is in its place.
 """
 
 from __future__ import annotations
@@ -310,7 +310,7 @@ class Session:
         mine: dict[str, Any]
         try:
             mine = {"value": make()}
-        except Exception as err:  # noqa: BLE001 - nobody may wait for this rank in vain; raised below
+        except Exception as err:  # noqa: BLE001 - no rank may wait for this one in vain; raised below
             failure, mine = err, {"error": asdict(ErrorRecord.of(err))}
         if not self.coordinates:
             say(store, f"{key}/{self.ranks.rank}", mine)
@@ -374,7 +374,7 @@ class Session:
 
     @property
     def divided(self) -> bool:
-        """Whether there are several places, as far as `places` has told."""
+        """Whether there are several places, as far as `places` has said."""
         return self._places is not None and len(self._places) > 1
 
 
@@ -442,7 +442,7 @@ LOOKS_SECONDS = (0.0, 0.1, 0.3)
 
 
 class Beacon:
-    """A file in the root that nobody can have looked for before: network file systems remember what was missing.
+    """A file in the root that no process can have looked for before: network file systems remember what was missing.
 
     It takes the form of an interrupted put, so that it is no object, and is swept if its process dies.
 

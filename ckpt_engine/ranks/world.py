@@ -25,7 +25,7 @@ class Store(Protocol):
     """Small texts by key that all ranks see. Every call is short; nothing here is a collective. Thread safe."""
 
     def set(self, key: str, value: str) -> None:
-        """Write, or write anew.
+        """Write, or write again.
 
         Raises:
             RanksError: the store is gone.
@@ -40,7 +40,7 @@ class Store(Protocol):
         """What is there, waiting at most `timeout` seconds for it.
 
         Raises:
-            WaitTimeoutError: nobody has written it.
+            WaitTimeoutError: no rank has written it.
             RanksError: as `set`.
         """
         ...
@@ -96,7 +96,7 @@ class Ranks(Protocol):
 
 
 PIECE_BYTES = 4 << 20
-"""The server of torch's `TCPStore` hangs up on whoever sets more than 8 MiB at once."""
+"""The server of torch's `TCPStore` hangs up on a client that sets more than 8 MiB at once."""
 
 
 def say(store: Store, key: str, answer: dict[str, Any]) -> None:
@@ -121,7 +121,7 @@ def hear(store: Store, key: str, timeout: float) -> dict[str, Any]:
     """What `say` has set or will set within `timeout` seconds.
 
     Raises:
-        WaitTimeoutError: nobody has said it.
+        WaitTimeoutError: no rank has said it.
         RanksError: the store does not answer, or what it has is not what was said.
     """
     found: dict[str, Any] = json.loads(store.wait(key, timeout))

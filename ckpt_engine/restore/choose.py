@@ -54,7 +54,7 @@ class Search:
 
     rejected: list[RejectedCandidate] = field(default_factory=list)
     unfinished: set[str] = field(default_factory=set)
-    """Those among the rejected that never were snapshots of all nodes: they do not keep a run from starting anew."""
+    """Those among the rejected that never were snapshots of all nodes: they do not keep a run from starting again."""
     away: list[Away] = field(default_factory=list)
     newest_seq: int = 0
     """The highest number of all snapshots that were there, usable or not."""

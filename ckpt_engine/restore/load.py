@@ -63,7 +63,7 @@ class Loaded:
         own: where another number of ranks wrote it: what each of them had of its own, by component.
         unverified_bytes: read for DTensors from pieces of which little was needed: no digest is of these bytes.
         newest_seq: the highest number of all snapshots that were there when this one was chosen.
-        lost_steps: steps that had begun after this snapshot when the trainer died; None where nobody knows.
+        lost_steps: steps that had begun after this snapshot when the trainer died; None where that is not known.
     """
 
     state: Any

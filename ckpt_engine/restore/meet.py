@@ -333,7 +333,7 @@ class Gathered:
 
     def _began(self, info: SnapshotInfo, lacking: Sequence[int]) -> bool:
         """See `sources.Began`."""
-        # A later one says that there was more, and what is not there now may have been removed: nobody remembers
+        # A later one says that there was more, and what is not there now may have been removed: no place remembers
         # that. Of the first one it is certain enough where the nodes that lack it have a folder that is older.
         first = info.seq == 1 and info.parent is None and self._offers.keys() == {info.id}
         held = [number for number, members in enumerate(self._roots) if not set(members) & set(lacking)]

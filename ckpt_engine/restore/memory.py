@@ -189,7 +189,7 @@ class MemoryPlace:
         """Give up the memory. Idempotent; never raises.
 
         Args:
-            bye: tell the writer that it is not needed any more; whoever only looks at the snapshot does not.
+            bye: tell the writer that it is not needed any more; a reader that only looks at the snapshot does not.
         """
         if self._released:
             return

@@ -1,7 +1,7 @@
 """Several ranks restore from memory: the shares that the writers of dead ranks hold are one snapshot, the nearest one.
 
 What is on the same machine is mapped; with replication or parity what is on others is fetched from there, and what a
-lost machine had is a copy there, or made from parity. All ranks attach to the same snapshot, or none does, and nobody
+lost machine had is a copy there, or made from parity. All ranks attach to the same snapshot, or none does, and none
 goes on before all have: the next writers end those that serve it.
 
 Which snapshot in memory all ranks can have: from where each share comes, and which are made from parity.
@@ -37,7 +37,7 @@ def attach(
 
     Args:
         timeout: seconds to wait for the writers; they answer at once, but for the digests of the snapshot.
-        emit: told on rank 0 why what should be in memory, on whichever machines, cannot be had.
+        emit: hears on rank 0 why what should be in memory, on whichever machines, cannot be had.
 
     Returns:
         The place, which MUST be released; None, on all ranks: one of them cannot get at all shares, or there are none.
@@ -142,7 +142,7 @@ def _gather(
     deadline: float,
     beside: int,
 ) -> None:
-    """Put the shares of all ranks into `shares`; whoever calls owns what is in there, also if this raises."""
+    """Put the shares of all ranks into `shares`; the caller owns what is in there, also if this raises."""
 
     def parity_of(keeper: int) -> Received:
         request = {"what": control.PARITY, "snapshot": wanted.snapshot}
@@ -179,7 +179,7 @@ def _place(root_url: str, snapshot: str, replies: Sequence[Received]) -> MemoryP
 
 
 def _fetch(source: ShareSource, request: dict[str, Any], beside: int, deadline: float) -> Received:
-    """A share or parity from another machine, in memory of this process. Whoever reads it compares its digests.
+    """A share or parity from another machine, in memory of this process. A reader compares its digests.
 
     Args:
         beside: ranks of this machine that fetch the same at the same time.

@@ -3,7 +3,7 @@
 Blocks of bytes that processes of one node share: who fetches which, without anybody who could leave them hanging.
 
 The blocks are in a file in shared memory that has no name any more: they are gone with the last process that has it
-open. Whoever fetches a block holds a lock on it, which the kernel frees if that process dies.
+open. A process that fetches a block has a lock on it, which the kernel frees if that process dies.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class NodeBlocks:
 class NodeStorage(WrapperStorage):
     """A storage as `Storage`, whose `get_into` asks the neighbours first. Thread safe.
 
-    Nothing that was put into shared memory is believed: whoever reads verifies the pieces as ever, and what does not
+    Nothing that was put into shared memory is believed: a reader verifies the pieces as ever, and what does not
     fit is read once more from `inner`.
 
     Args:
@@ -205,7 +205,7 @@ class NodeStorage(WrapperStorage):
                 try:
                     self._fetch(blocks, region, number)
                 except CkptError:
-                    return  # whoever needs the block will be told
+                    return  # the reader that needs the block gets the error
 
     def _order(self, count: int) -> Sequence[int]:
         """This rank's share first, then what the others may not get to."""
@@ -252,7 +252,7 @@ def open_shared(name: str) -> tuple[int, bool]:
 
 
 def remove_shared(name: str) -> None:
-    """Take the name away. Whoever has the file open keeps it."""
+    """Take the name away. A process that has the file open keeps it."""
     with suppress(FileNotFoundError):
         os.unlink(f"{SHARED_MEMORY}/{name}")  # noqa: PTH108
 

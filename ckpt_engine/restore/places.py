@@ -34,7 +34,7 @@ TELL_SECONDS = 3.0
 RECENT_SECONDS = 0.5
 """A place that has given a sign since then gets on."""
 _LOOK_SECONDS = 0.1
-"""Nobody says that a place gives no sign."""
+"""For a place that is not watched for signs."""
 
 T = TypeVar("T")
 
@@ -58,12 +58,12 @@ def until_one_answers(answers: Sequence[PlaceAnswer[T]]) -> float:
 
 
 def until_one_has_some(answers: Sequence[PlaceAnswer[T]]) -> float:
-    """Longer until one place has snapshots: a run must not begin anew because of a place that is slow."""
+    """Longer until one place has snapshots: a run must not begin again because of a place that is slow."""
     return ANSWER_SECONDS if any(answer.value for answer in answers) else LONGER_SECONDS
 
 
 def at_most(_: Sequence[PlaceAnswer[T]]) -> float:
-    """Not longer, whoever has answered."""
+    """Not longer, also where not all have answered."""
     return ANSWER_SECONDS
 
 
@@ -72,7 +72,7 @@ def _say(line: str) -> None:
 
 
 class FarStorage:
-    """An object store, to read from, that whoever asks it first opens: its library is slow to import.
+    """An object store, to read from, opened by the first request: its library is slow to import.
 
     Args:
         url: of a root, `scheme://…`.
@@ -132,7 +132,7 @@ class FarStorage:
             return storage.free_bytes()
 
     def open_ahead(self) -> None:
-        """Open it; whoever asks it is told what is wrong."""
+        """Open it; the first request raises what is wrong."""
         with suppress(CkptError):
             self._storage()
 
@@ -168,7 +168,7 @@ class ListedOnce(Repository):
 
 
 def place_of(tier: Tier) -> Repository:
-    """What a tier has, to read from; an object store is opened by whoever asks it first."""
+    """What a tier has, to read from; an object store is opened by the first request."""
     options = tier.for_storage()
     return Repository(open_storage(tier.url, options) if tier.is_folder else FarStorage(tier.url, options))
 
@@ -186,7 +186,7 @@ def ask(
     *,
     silence: float = math.inf,
 ) -> list[PlaceAnswer[T]]:
-    """The answers of all places, in their order, asked side by side. A place where nobody listens is away at once.
+    """The answers of all places, in their order, asked side by side. A place where no server listens is away at once.
 
     Args:
         say: takes the line about a wait of some seconds.
@@ -308,7 +308,7 @@ def of_one_run(answers: Sequence[PlaceAnswer[T]]) -> Sequence[PlaceAnswer[T]]:
     """The same answers, in which a place with snapshots of another run than the nearest one's counts as an error.
 
     A snapshot in memory is left out, as if it was not there, if it is of a run that no other place knows and all of
-    them answer: it outlives a folder that was removed to start anew.
+    them answer: it outlives a folder that was removed to start again.
 
     Args:
         answers: to a question that has `look_up_run` among it: nothing is asked here any more.
@@ -333,7 +333,7 @@ def _without_memory_of_other_runs(answers: Sequence[PlaceAnswer[T]]) -> Sequence
     others = [answer for answer in answers if not _in_memory(answer)]
     known = {_run_of(answer.place) for answer in others if answer.error is None}
     if known <= {None} and any(answer.error is not None for answer in others):
-        return answers  # whoever is away may know it
+        return answers  # a place that is away may know it
     return [answer for answer in answers if not _in_memory(answer) or not others or _run_of(answer.place) in known]
 
 

@@ -35,7 +35,7 @@ class Reach:
 
     Args:
         session: of several ranks; None: this process is alone.
-        pipeline: takes the snapshots: it is told with what it goes on.
+        pipeline: takes the snapshots: it hears what it goes on from.
         emit: takes events.
         owner: says whether another one of this process writes the run.
     """
@@ -155,7 +155,7 @@ class Reach:
             held = self._attached is None and is_held(url, ATTACH_SECONDS)
         if held and self._attached is None:
             self._owner.claim()
-            self._pipeline.start()  # with the lease: what is held, and cannot be had from memory, is durable by then
+            self._pipeline.start()  # with the lease: what is there, and cannot be had from memory, is durable by then
 
     def _answers(self, url: str) -> bool:
         """Whether a writer can be asked. One that hangs is asked once."""

@@ -215,7 +215,7 @@ def stream_into(
             for span in _spans([move for move in plain if not filler.is_direct(move)])
         ]
         for batch in batches(manifest, [move for move in moves if move.piece.base is not None]):
-            # Work begins in this order, so that nobody waits for what no thread has begun with.
+            # Work begins in this order, so that no thread waits for what no other has begun with.
             for one in batch.ranges:
                 one.data = pool.submit(one.read, sources, manifest, memory)
             ready = batch.decoder(sources, manifest, filler.read_base)
@@ -394,7 +394,7 @@ class Memory:
             self._free += spare
 
     def give(self, buffer: mmap.mmap) -> None:
-        """Nobody uses it any more."""
+        """It is not used any more."""
         self._free.append(buffer)
 
 

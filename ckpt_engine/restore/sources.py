@@ -539,7 +539,7 @@ class Borrower:
                     head = self._once(request, room)
                     break
                 except (OSError, WriterError) as err:
-                    # Nobody listens any more: waiting does not change that.
+                    # No server listens any more: waiting does not change that.
                     ended = isinstance(err, ConnectionRefusedError) or time.monotonic() + pause > deadline
                     if ended or self._closed.wait(pause):
                         self.gone = f"{self.url} does not answer on port {self._where[1]}: {err}"

@@ -187,7 +187,7 @@ class Slots:
             self._free.insert(0, self._busy.pop(index))
 
     def discard(self, index: int) -> None:
-        """The slot is not used again; whoever else has its memory keeps it."""
+        """The slot is not used again; what else has its memory keeps it."""
         slot = self._busy.pop(index, None)
         self._uses.pop(index, None)
         if slot is not None:
@@ -207,7 +207,7 @@ class Slots:
         """Make all slots ready for `plan` on a background thread; `ready` is False until the first one is.
 
         Args:
-            share: of one core, at most so much until a slot is urgently needed; None: as much as nobody else wants.
+            share: of one core, at most so much until a slot is urgently needed; None: as much as is idle.
         """
         self._collect_warm()
         if self._warm_up is not None and not self._outgrown(self._warm_up, plan):
@@ -231,7 +231,7 @@ class Slots:
             warm.resume()
 
     def known(self) -> list[SharedSlot]:
-        """All slots that exist, for a writer that is started anew."""
+        """All slots that exist, for a writer that is started again."""
         return [*self._free, *self._busy.values(), *(self._warm_up.slots if self._warm_up else [])]
 
     def nbytes(self) -> int:
@@ -285,7 +285,7 @@ class Slots:
 
 
 class _WarmUp:
-    """Pre-faults new slots one after the other, in processor time that nobody else wants, and page-locks them."""
+    """Pre-faults new slots one after the other, in idle processor time, and page-locks them."""
 
     def __init__(self, slots: list[SharedSlot], share: float | None, devices: Sequence[torch.device]) -> None:
         self.slots = list(slots)
@@ -372,7 +372,7 @@ class _WarmUp:
 
     def _run(self, slots: tuple[SharedSlot, ...]) -> None:
         # First touch can cost seconds of processor time per GB, and a training that uses all cores would pay for it.
-        # If this thread is preempted while it holds a kernel lock, whoever waits for the lock leaves it a core.
+        # If this thread is preempted while it has a kernel lock, a thread that waits for the lock leaves it a core.
         with suppress(OSError):  # some sandboxes forbid it; it only makes this less polite
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
         began = time.monotonic()
@@ -380,7 +380,7 @@ class _WarmUp:
             try:
                 slot.prefault(lambda: self._go_on(began))
                 if self._devices:
-                    slot.pin(self._devices[0], self._undisturbed)  # what is wrong is told when the slot is taken
+                    slot.pin(self._devices[0], self._undisturbed)  # what is wrong is said when the slot is taken
             except (StateError, WaitTimeoutError) as err:
                 with self._changed:
                     self._error = err

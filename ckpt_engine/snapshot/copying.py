@@ -36,7 +36,7 @@ _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Bytes of one contiguous CPU tensor; the tensors are held so that the addresses stay valid."""
+    """Bytes of one contiguous CPU tensor; the tensors are kept so that the addresses stay valid."""
 
     dst: torch.Tensor
     src: torch.Tensor
@@ -75,7 +75,7 @@ class Compare:
         if not self.claim.hinted:
             move.run()
         elif move.src._version == self.claim.version:
-            # Nobody can say any more whether it has changed before or after the instant.
+            # It is not known any more whether it has changed before or after the instant.
             raise StateError(
                 f"{show_path(self.claim.path)} had not changed for several snapshots, and has now without torch "
                 "noticing",
@@ -118,7 +118,7 @@ class CopyTasks:
         except Exception as err:  # noqa: BLE001 - raised by the fence on the training thread
             self.error = err
         except BaseException as err:
-            self.error = err  # a Ctrl-C: nobody knows what was copied
+            self.error = err  # a Ctrl-C: it is not known what was copied
             raise
         finally:
             self._count(1)
@@ -222,7 +222,7 @@ class Claim:
         name, path: of the entry.
         version: what torch had counted for the tensor at the instant.
         hinted: checked behind training.
-        differs: set by whoever finds that it is wrong; final once the snapshot is staged.
+        differs: set where it is found to be wrong; final once the snapshot is staged.
     """
 
     name: str

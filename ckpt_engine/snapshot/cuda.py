@@ -204,7 +204,7 @@ class Flight:
         self.ends: list[Any] = []
         self._runtime = runtime
         self._on_complete = on_complete
-        # Freed memory would be used again, under the copy: whoever lets go of a tensor meanwhile, these stay.
+        # Freed memory would be used again, under the copy: these stay, also where a tensor is freed meanwhile.
         self.load: Load = load
 
     def fence(self) -> None:

@@ -150,7 +150,7 @@ def _walk(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[Memor
     """The group and all groups above it: each has a limit of its own."""
     group = mount.joinpath(*PurePosixPath(path).parts[1:])
     if not group.is_dir():
-        group = mount  # a container sees its own group as the root, and is told the host's path
+        group = mount  # a container sees its own group as the root, and gets the host's path
     limit_name, usage_name, prefix = names
     while True:
         limit, usage = _number(group / limit_name), _number(group / usage_name)

@@ -130,7 +130,7 @@ class Tenure:
     def _end(self) -> None:
         """The interpreter ends: a snapshot that is being staged would be lost, though not those with the writer."""
         if self._pid == os.getpid():
-            self._quietly(self.release)  # nobody knows why it ends: this is no place for a snapshot of the final state
+            self._quietly(self.release)  # why it ends is not known: no place for a snapshot of the final state
             self._close()
 
 
@@ -138,7 +138,7 @@ _tenures: dict[tuple[str, int], Tenure] = {}
 
 
 def _nothing() -> None:
-    """Nobody uses the engine but its caller."""
+    """Only its caller uses the engine."""
 
 
 CLOSE_SECONDS = 60.0

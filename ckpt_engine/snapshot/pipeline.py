@@ -105,7 +105,7 @@ class Pipeline:
         """Start the writer and take the run's lease, unless that is done.
 
         `behind` another writer it is only waited for shortly: snapshots are skipped as busy until it has started, and
-        what goes wrong is raised by the first call after that. After a writer was lost nobody waits for the next one.
+        what goes wrong is raised by the first call after that. After a writer was lost the next one is not waited for.
 
         Raises:
             LeaseHeldError, StorageError, WriterError
@@ -302,7 +302,7 @@ class Pipeline:
                     self._lose_writer()
 
     def _lose_writer(self) -> None:
-        """Nobody will say any more when the slots are free that its hanging calls held: others take their place."""
+        """It will not become known when the slots of its hanging calls are free: others take their place."""
         self._writer, self._lost = None, True
         for slot in self._held:
             self._slots.discard(slot)
@@ -369,7 +369,7 @@ class Pipeline:
         return self._wait(lambda: not self._pending, timeout)
 
     def arena_bytes(self) -> int:
-        """Host memory held by the arena."""
+        """Host memory of the arena."""
         return self._slots.nbytes()
 
     @property
@@ -405,7 +405,7 @@ class Pipeline:
             if left <= 0:
                 return False
             if self._writer is not None:
-                # Nobody says when what was sent is with the kernel: look again soon.
+                # There is no event when what was sent is with the kernel: look again soon.
                 self._writer.client.wait(min(left, 1.0 if self._writer.client.flushed else _FLUSH_SECONDS))
             self.poll()
         return True
@@ -423,7 +423,7 @@ class Pipeline:
                 return
             try:
                 writer.send(job, durable=handle.durable)
-            except Exception as err:  # noqa: BLE001 - told by `poll`, whatever it is
+            except Exception as err:  # noqa: BLE001 - `poll` says what it is
                 self._unsent[job.job] = (job, handle, ErrorRecord.of(err).exception())
             else:
                 if memory:

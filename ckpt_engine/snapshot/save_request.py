@@ -11,7 +11,7 @@ Whether partners have kept up: with replication the next snapshot into memory wa
 Which snapshot all nodes have, where each has a root of its own: until that is known none may remove it.
 
 Each leader counts up a number in the ranks' store when its node has committed a snapshot. Where that has reached the
-number of places all of them have it. Asked once per snapshot, when the next one is taken; nobody is waited for.
+number of places all of them have it. Asked once per snapshot, when the next one is taken, without a wait.
 """
 
 from __future__ import annotations
@@ -135,12 +135,12 @@ class SaveHandle:
         self.error: CkptError | None = None
 
     def done(self) -> bool:
-        """Whether the outcome is known: durable, held in memory, failed or skipped. Never blocks."""
+        """Whether the outcome is known: durable, in memory, failed or skipped. Never blocks."""
         self._pipeline.poll()
         return self._settled
 
     def wait(self, timeout: float | None = None) -> str:
-        """Return the snapshot's id once it is durable; one that only stays in memory has none: "" once it is held.
+        """Return the snapshot's id once it is durable; one that only stays in memory has none: "" once it is there.
 
         Args:
             timeout: seconds; None waits up to an hour.
@@ -228,7 +228,7 @@ class Numbering:
         return handle
 
     def miss(self, step: int, parent: str | None, why: str, *, durable: bool = True) -> None:
-        """This rank takes no snapshot of `step` though all ranks do: it is counted, and nobody waits for this rank."""
+        """This rank takes no snapshot of `step` though all ranks do: it is counted, and no rank waits for this one."""
         if self._session is not None and self._session.is_open:
             snapshot = self._session.number(step, parent)
             self._tell(snapshot, why, durable=durable)
@@ -241,7 +241,7 @@ class Numbering:
 
 
 PATIENCE_SECONDS = 30.0
-"""How long a partner that is gone keeps snapshots from being taken; it is told by then."""
+"""How long a partner that is gone keeps snapshots from being taken; that is known by then."""
 _MISSED = "missed"
 
 
@@ -265,7 +265,7 @@ class Mirroring:
         return self._waits_for is None
 
     def _is_missed(self) -> bool:
-        """Whether a rank has told that it did not take what is waited for."""
+        """Whether a rank has said that it did not take what is waited for."""
         missed = self._session.ranks.store.get(_MISSED) if self._session is not None else None
         return missed is not None and self._waits_for is not None and _number(missed) >= self._waits_for
 
@@ -283,7 +283,7 @@ class Mirroring:
 def miss(session: Session, snapshot: str) -> None:
     """This rank has not taken a snapshot into memory that others may have: rank 0 need not wait for its keepers."""
     if session.replicates and not session.coordinates:
-        with suppress(RanksError):  # rank 0 is gone: it waits for nobody
+        with suppress(RanksError):  # rank 0 is gone: it does not wait
             session.ranks.store.set(_MISSED, snapshot)
 
 

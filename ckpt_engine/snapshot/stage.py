@@ -91,7 +91,7 @@ class Staging:
         except BaseException as err:
             for part in (self.eager, self.lazy, self.hinted):
                 part.stop(err)
-                part.complete.wait(FENCE_TIMEOUT_SECONDS)  # the slot is filled again when this was told
+                part.complete.wait(FENCE_TIMEOUT_SECONDS)  # the slot is filled again after this event
             self._settle()
             raise
 
@@ -361,7 +361,7 @@ Fence = Callable[[], object]
 
 
 class StepFence:
-    """A process-wide hook on `torch.optim.Optimizer.step`, for steps that nobody announces.
+    """A process-wide hook on `torch.optim.Optimizer.step`, for steps that are not announced.
 
     Args:
         fence: waits for lazy copies; cheap where none is under way.

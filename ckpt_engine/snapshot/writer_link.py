@@ -3,13 +3,13 @@ know.
 
 A writer that is being started on a thread of its own, because its lease may have to wait for another one.
 
-What a running writer has been told of slots, layouts and skeletons, and sending it what the next job refers to.
+What a running writer knows of slots, layouts and skeletons, and sending it what the next job refers to.
 
 Which arena slots the writer may still need to rescue: the newest complete snapshots, until it surely has newer ones.
 
-With a memory tier the writer makes the newest snapshot it was told of durable when the trainer is gone. Its slot must
-not change before a newer one was told *and* that message is with the kernel: a trainer killed in between would leave a
-slot half overwritten, and a writer that knows of no other. Of several ranks each keeps two while it fills a third
+With a memory tier the writer makes the newest snapshot that it knows of durable when the trainer is gone. Its slot must
+not change before the message of a newer one is with the kernel: a trainer killed in between would leave a slot half
+overwritten, and a writer that knows of no other. Of several ranks each keeps two while it fills a third
 slot: see `writer.memory_snapshots`.
 
 What the options of a run mean for its writer.
@@ -41,7 +41,7 @@ class Coming:
     Args:
         starting: starts the writer.
         tier: that it writes to, for events.
-        arrived: told of it, on the training thread, before it is told anything else.
+        arrived: hears of it, on the training thread, before anything else.
     """
 
     def __init__(self, starting: Starting, tier: str, arrived: Callable[[WriterClient], object]) -> None:
@@ -252,7 +252,7 @@ def outlives_the_trainer(client: WriterClient, emit: Callable[[Event], None]) ->
 
 
 class Handover:
-    """A running writer and what it has been told."""
+    """A running writer and what it knows."""
 
     def __init__(self, client: WriterClient | Coming) -> None:
         self.client = client
@@ -311,7 +311,7 @@ class _Told:
 
 
 class Newest:
-    """The slots of snapshots that the writer was told of, oldest first.
+    """The slots of snapshots that the writer knows of, oldest first.
 
     Args:
         release: takes the slots that may change; called on the training thread.
@@ -327,7 +327,7 @@ class Newest:
         """Counts the writers: those that were lost, and the one there is."""
 
     def tell(self, slot: int, handle: SaveHandle | None, writer: int) -> None:
-        """A writer was told of the snapshot in `slot`. Any thread, one at a time, oldest first.
+        """A writer got the message of the snapshot in `slot`. Any thread, one at a time, oldest first.
 
         Args:
             handle: set to held once the message cannot be lost any more; None for snapshots that become durable.
@@ -343,7 +343,7 @@ class Newest:
         """
         while self._told and self._told[0].writer != self.writer:
             self._give_up(self._told.popleft())
-        # Count first: what is told after the question is not part of the answer.
+        # Count first: what is sent after the question is not part of the answer.
         count = len(self._told)
         if not self._open(count) or not flushed():
             return
@@ -354,7 +354,7 @@ class Newest:
             self._release(self._told.popleft().slot)
 
     def lose(self, why: CkptError) -> None:
-        """The writer is gone, and with it everything it was told."""
+        """The writer is gone, and with it everything it knew."""
         self._why = why
         self.writer += 1
         while self._told:

@@ -267,7 +267,7 @@ def _pickled(item: Any) -> Any:
 
 
 def _naming(path: TreePath, encode: Callable[[Any], T], item: Any) -> T:
-    """What `encode` makes of `item`; whatever a class of the user's raises there is told with the path."""
+    """What `encode` makes of `item`; an exception of a user's class gets the path."""
     try:
         return encode(item)
     except Exception as err:

@@ -73,7 +73,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _too_long(number: int) -> str | None:
-    """Python reads no number of more digits, unless the reading process was told to."""
+    """Python reads no number of more digits, unless the reading process allows it."""
     most = min(sys.int_info.default_max_str_digits, sys.get_int_max_str_digits() or sys.maxsize)
     if abs(number) < 10**most:
         return None

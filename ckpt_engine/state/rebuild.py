@@ -43,7 +43,7 @@ _FRACTION = re.compile(r"-?[0-9]+(/[0-9]+)?")
 _FLOATS = {text: float(text) for text in ("nan", "-nan", "inf", "-inf")}
 _GENERATORS = re.compile(r"(cpu|cuda|mps|xpu)(:[0-9]{1,4})?")
 _MOST_WORDS = 624
-"""Of a Mersenne Twister: whoever draws from one that stands beyond its end reads other memory."""
+"""Of a Mersenne Twister: a draw from one that stands beyond its end reads other memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class Shard:
 
 
 def is_sharded(value: object) -> bool:
-    """Whether it is a DTensor or a `FlatPart`. Where nobody has imported the module of DTensors none is one."""
+    """Whether it is a DTensor or a `FlatPart`. Where the module of DTensors is not imported none is one."""
     if type(value) is FlatPart:
         return True
     module = sys.modules.get("torch.distributed.tensor")

@@ -1,4 +1,4 @@
-"""Runs of a script or of a test suite in processes of their own, and what they are told.
+"""Runs of a script or of a test suite in processes of their own, and what they get to know.
 
 Runs a test suite without us and with our callback in every Trainer, and tells which tests that changes.
 

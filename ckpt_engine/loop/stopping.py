@@ -122,6 +122,8 @@ class Stopping:
         self.watch.close()
         self._board.close()
         self._edits.close()
+        if self._stale is not None:
+            self._stale.close()
 
     # ---- at a boundary
 

@@ -311,6 +311,9 @@ def unchanged(before: Content, after: Content) -> bool:
     )
 
 
+_CLOSING_SECONDS = 2.0
+
+
 class StaleWatch:
     """An event sink that compares committed snapshots with one before, on a thread that lives that long.
 
@@ -342,6 +345,13 @@ class StaleWatch:
                 return  # it looks at the newest one next
             self._thread = threading.Thread(target=self._look, name="ckpt-stale", daemon=True)
             self._thread.start()
+
+    def close(self) -> None:
+        """Look at no more snapshots, and wait for a look that goes on, unless the storage hangs. Idempotent."""
+        with self._lock:
+            self._again, self._newest, thread = math.inf, None, self._thread
+        if thread is not None:
+            thread.join(_CLOSING_SECONDS)
 
     def take(self) -> StaleSnapshot | None:
         """What was found since the last call. Training thread; an attribute is read."""
@@ -375,4 +385,5 @@ class StaleWatch:
             self._found = StaleSnapshot(after.step, before.step, len(after.pieces))
         else:
             self._pause = min(2.0 * self._pause, MOST_SECONDS)
-        self._again = time.monotonic() + self._pause
+        with self._lock:
+            self._again = max(self._again, time.monotonic() + self._pause)

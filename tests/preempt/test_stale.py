@@ -109,6 +109,22 @@ def test_each_manifest_is_read_while_its_snapshot_is_the_newest() -> None:
     assert watch.take() == StaleSnapshot(3, 2, 1)
 
 
+def test_no_thread_outlives_a_run() -> None:
+    """A look that goes on is waited for, and none begins behind it."""
+    begun = threading.Event()
+
+    def read(snapshot: str) -> Manifest:
+        begun.set()
+        return manifest(int(snapshot[1:]), w="a")
+
+    watch = StaleWatch(["w"], read)
+    watch.emit(committed("s1"))
+    assert begun.wait(PATIENCE_SECONDS)
+    watch.close()
+    watch.emit(committed("s2"))
+    assert "ckpt-stale" not in {thread.name for thread in threading.enumerate()}
+
+
 class Stuck(Model):
     """Trains with a learning rate of nothing."""
 

@@ -132,7 +132,7 @@ def accelerate(epochs: str, indent: int = 4) -> Changes:
 
 
 FOLDS: Changes = (
-    *((old, new.replace("ROOT", "f'{ROOT}{i or str()}'")) for old, new in accelerate("num_epochs", 8)),
+    *((old, new.replace("ROOT", "ROOT + str(i or '')")) for old, new in accelerate("num_epochs", 8)),
     (
         "        model, optimizer = accelerator.free_memory(model, optimizer)",
         "        ckpt.close()\n        model, optimizer = accelerator.free_memory(model, optimizer)",

@@ -18,6 +18,7 @@ from ckpt_engine.errors import ResumeError
 from ckpt_engine.interop.state_parts import FILES, STREAMS, TRAINER_STATE
 from ckpt_engine.loop.components import Counters
 from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.snapshot.arguments import plain_number
 
 NOTE = TRAINER_STATE
 """The key in a manifest's notes under which `resume_from` finds the trainer's state."""
@@ -25,6 +26,7 @@ PACE = "pace"
 """Its entry that says how many samples there are, and in a step."""
 SHIFT = "shift"
 """In that entry: by how many steps the trainer counts more than were trained, as another loader had others."""
+_MOST_DEPTH = 32
 _LONG = "log_history"
 _RANKS = "ranks"
 _SINCE_THE_RESUME = "the next logged loss covers only the steps since the resume"
@@ -76,7 +78,7 @@ class TrainerSurroundings:
         return _Moment(
             {one.name: getattr(state, one.name) for one in dataclasses.fields(state)},
             len(state.log_history),
-            [[type(one).__name__, json.dumps(one.state())] for one in callbacks if isinstance(one, ExportableState)],
+            [[type(one).__name__, _text_of(one.state())] for one in callbacks if isinstance(one, ExportableState)],
             self._internals.running_loss(),
             self._files,
             self._trainer,
@@ -179,7 +181,7 @@ class _Moment:
         if self.trainer.accelerator.process_index:
             del state[_LONG]  # it is the same on all ranks, and grows with the run: see `share_history`
         return {
-            "state": json.dumps(state),
+            "state": _text_of(state),
             "callbacks": self.callbacks,
             "loss": dict(self.loss),
             "files": self.files,
@@ -189,8 +191,8 @@ class _Moment:
     def notes(self) -> dict[str, Any]:
         # The history grows with the run, and it is not needed before the snapshot is loaded; nor a best metric that is
         # NaN, which is no JSON: `restore` has it from `dump`.
-        state = {name: None if _is_endless(value) else value for name, value in self._state().items()}
-        return {NOTE: {**state, _LONG: [], PACE: {**pace_of(self.trainer), SHIFT: self.shift}}}
+        state = _json_of({**self._state(), _LONG: []}, endless=False)
+        return {NOTE: {**state, PACE: {**pace_of(self.trainer), SHIFT: self.shift}}}
 
     def _state(self) -> dict[str, Any]:
         # Callbacks' states are ours to restore: transformers would make new callbacks of them.
@@ -242,8 +244,38 @@ def steps_before(
     return whole * steps_of_an_epoch + done // int(trainer.args.gradient_accumulation_steps)
 
 
-def _is_endless(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _text_of(value: Any) -> str:
+    """`value` as JSON, as far as it is: users put anything into what a trainer logs and remembers."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return json.dumps(_json_of(value))
+
+
+def _json_of(value: Any, depth: int = 0, *, endless: bool = True) -> Any:
+    """`value` with numbers of any make as plain ones, and None in the place of all that is not JSON.
+
+    Args:
+        endless: NaN and infinity stay.
+    """
+    if depth > _MOST_DEPTH:
+        return None
+    if isinstance(value, Mapping):
+        return {
+            str(key).encode(errors="replace").decode(): _json_of(one, depth + 1, endless=endless)
+            for key, one in value.items()
+            if isinstance(key, str | int | float | bool)
+        }
+    if isinstance(value, list | tuple):
+        return [_json_of(one, depth + 1, endless=endless) for one in value]
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    try:
+        number = None if value is None else plain_number(value)
+        finite = number is None or math.isfinite(number)
+    except (ValueError, OverflowError):  # it is none, or a whole number that no float has
+        return None
+    return number if finite or endless else None
 
 
 def as_file(state: Mapping[str, Any]) -> str:

@@ -239,6 +239,8 @@ def track_objects(engine: Engine, objects: Mapping[str, Any]) -> Tracker:
                 f"this is one of {processes} processes, and this Checkpointer does not know of the others",
                 hint="pass ranks=ProcessGroupRanks(own={'ckpt_engine'}), see docs/many-ranks.md",
             )
+    for name in objects:
+        arguments.text(f"the name {name!a} of a component", name)
     sources = {name: source for name, value in objects.items() if (source := source_of(value)) is not None}
     parts = NamedParts({name: value for name, value in objects.items() if name not in sources})
     if not parts.optimizers:

@@ -366,11 +366,18 @@ def dump_tables(internals: LightningInternals, hidden: frozenset[str]) -> dict[s
         hidden: names in the progress bar that are not the user's.
     """
     tables = {
-        name: {key: value for key, value in table.items() if key not in hidden and _plain(value)}
+        name: {
+            key: value
+            for key, value in table.items()
+            if key not in hidden and _plain(value) and problems({key: value}, (name,), _FLATTENER) is None
+        }
         for name, table in internals.metric_tables.items()
     }
     first, fx = internals.log_position
     return {**tables, "first_batch": first, "fx": fx}
+
+
+_FLATTENER = Flattener()
 
 
 def _plain(value: Any) -> bool:

@@ -34,6 +34,7 @@ from ckpt_engine.config.sections import (
     Rollback,
     Section,
     Share,
+    Slots,
     Status,
     checked,
     nonempty_text,
@@ -58,8 +59,6 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 def _location(value: object) -> str:
     """A storage URL or `memory` as given, or a folder as an absolute path (of the working directory, `~` expanded)."""
     text = nonempty_text(value)
-    if "\0" in text:
-        raise ValueError("must not contain a zero byte")
     scheme = _SCHEME.match(text)
     if text == MEMORY:
         return text
@@ -289,7 +288,7 @@ class Config(Section):
         description="How long the writer of a trainer that died keeps its last snapshot in memory for a restarted one; "
         "only with the memory tier.",
     )
-    slots: Count = Field(
+    slots: Slots = Field(
         default=2,
         description="Snapshots that fit in host memory at once: one staged while one is written; with the memory tier "
         "at least 2, and 3 unless given, as one is always complete.",

@@ -21,7 +21,10 @@ import math
 import re
 import signal
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import PurePath
 from typing import Annotated, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
@@ -37,6 +40,8 @@ SECONDS_PER_UNIT: Mapping[str, float] = {
     **dict.fromkeys(("d", "day", "days"), 86400.0),
     **dict.fromkeys(("w", "week", "weeks"), 604800.0),
 }
+MOST_SECONDS = 100 * 365 * 86400.0
+"""No clock of the system waits for much more than that."""
 _DECIMAL = ("", "k", "M", "G", "T", "P")
 BYTES_PER_UNIT: Mapping[str, int] = {
     **{f"{prefix}{b}": 1000**n for n, prefix in enumerate(_DECIMAL) for b in ("B", "")},
@@ -103,6 +108,8 @@ def parse_duration_seconds(value: object) -> float:
         raise ValueError("must be a duration such as '10 min', '90 s', '1 h 30 min' or a number of seconds")
     if not 0 < seconds < math.inf:
         raise ValueError("must be a duration above 0")
+    if seconds > MOST_SECONDS:
+        raise ValueError("must be a duration of at most 100 years")
     return seconds
 
 
@@ -161,20 +168,23 @@ def parse_bytes_per_second(value: object) -> int:
         raise ValueError("must be a rate such as '200 MB/s' or a number of bytes per second") from None
 
 
-def parse_count(value: object) -> int:
-    """A whole number of at least 1.
+def parse_count(value: object, most: int = 1 << 53) -> int:
+    """A whole number from 1 to `most`.
 
     Args:
         value: `500`, `"500"`, `1e3` or `"1e3"`.
+        most: the largest one that means anything; by default the largest that every reader of JSON has exactly.
 
     Raises:
-        ValueError: not a whole number, or below 1.
+        ValueError: not a whole number, below 1 or above `most`.
     """
     number = _number(value)
     if number is None or number != int(number):
         raise ValueError("must be a whole number")
     if number < 1:
         raise ValueError("must be a whole number of at least 1")
+    if number > most:
+        raise ValueError(f"must be a whole number of at most {most}")
     return int(number)
 
 
@@ -235,7 +245,21 @@ def nonempty_text(value: object) -> str:
         value.encode()
     except UnicodeEncodeError:
         raise ValueError("must be a text that has bytes in UTF-8, without lone surrogates") from None
+    if "\0" in value:
+        raise ValueError("must not contain a zero byte")
     return value
+
+
+def _file_path(value: object) -> str:
+    """The path of a file, which need not exist.
+
+    Raises:
+        ValueError: it can be none.
+    """
+    text = nonempty_text(value)
+    if PurePath(text).name in ("", ".."):
+        raise ValueError("must be the path of a file, such as 'status.json'")
+    return text
 
 
 _COUNT_SCHEMA = WithJsonSchema({"type": "integer", "minimum": 1})
@@ -245,6 +269,18 @@ DURATION_SCHEMA = {
 }
 
 Count = Annotated[int, checked(parse_count), _COUNT_SCHEMA]
+MOST_SLOTS = 64
+"""Each is a file of its own in memory, and a snapshot large."""
+Slots = Annotated[
+    int,
+    checked(partial(parse_count, most=MOST_SLOTS)),
+    WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MOST_SLOTS}),
+]
+Port = Annotated[
+    int,
+    checked(partial(parse_count, most=65535)),
+    WithJsonSchema({"type": "integer", "minimum": 1, "maximum": 65535}),
+]
 Duration = Annotated[float, checked(parse_duration_seconds), WithJsonSchema(DURATION_SCHEMA)]
 Flag = Annotated[bool, checked(parse_flag), WithJsonSchema({"type": "boolean"})]
 Share = Annotated[
@@ -260,6 +296,7 @@ Share = Annotated[
         }
     ),
 ]
+FilePath = Annotated[str, checked(_file_path), WithJsonSchema({"type": "string", "minLength": 1})]
 Text = Annotated[str, checked(nonempty_text), WithJsonSchema({"type": "string", "minLength": 1})]
 
 
@@ -335,8 +372,13 @@ def _signal_names(value: object) -> list[str]:
 
 def _web_address(value: object) -> str:
     text = nonempty_text(value)
-    if not re.match(r"https?://[^/]", text):
-        raise ValueError("must be a URL that starts with http:// or https://")
+    try:
+        parts = urlsplit(text)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # such as half of an IPv6 address, or a port that is no number
+        usable = False
+    if not usable:
+        raise ValueError("must be a URL that starts with http:// or https:// and names a host")
     return text
 
 
@@ -354,6 +396,8 @@ def _command(value: object) -> list[str]:
         raise ValueError("must be a list of a program and its arguments, such as [./preempted.sh, --now]")
     if not all(isinstance(item, str) for item in value):
         raise ValueError("must be a list of texts; put numbers in quotes")
+    if any("\0" in item for item in value):
+        raise ValueError("must not contain a zero byte")
     return [nonempty_text(value[0]), *value[1:]]
 
 
@@ -366,7 +410,7 @@ def _headers(value: object) -> dict[str, str]:
 class Source(Section):
     """Who else is asked whether the run must stop: one of `file`, `http` and `command`."""
 
-    file: Text | None = Field(default=None, description="A file that appears or is touched.")
+    file: FilePath | None = Field(default=None, description="A file that appears or is touched.")
     http: Annotated[str, checked(_web_address), WithJsonSchema({"type": "string"})] | None = Field(
         default=None, description="A URL that answers with something else than 404, and with match if that is given."
     )
@@ -435,7 +479,7 @@ class Rollback(Section):
 class Status(Section):
     """What schedulers and monitors read of a run: nothing, a file, a page, or both."""
 
-    file: Text | None = Field(default=None, description="A JSON file that is replaced again and again.")
+    file: FilePath | None = Field(default=None, description="A JSON file that is replaced again and again.")
     every: Duration = Field(default=5.0, description="How often the file is replaced.")
-    port: Count | None = Field(default=None, description="Serve /metrics (for Prometheus) and /status (JSON) there.")
+    port: Port | None = Field(default=None, description="Serve /metrics (for Prometheus) and /status (JSON) there.")
     host: Text = Field(default="127.0.0.1", description="The address that the port is opened on.")

@@ -72,8 +72,7 @@ class Tracker(LoopProgress):
         self._surroundings = surroundings
         self._trainer = trainer
         self._log = logging.getLogger(f"ckpt_engine.{trainer}")
-        self.metrics: dict[str, float] = {}
-        """Numbers that retention may rank snapshots by; the loop keeps them up to date."""
+        self.metrics = {}
         self._cadence = cadence_of(cadence_settings(self._config), SystemClock(), engine)
         engine.events = sinks = FanOutSink(engine.events, self._cadence)
         self._stopping = Stopping(engine, self._cadence, sinks, self._log)
@@ -117,6 +116,19 @@ class Tracker(LoopProgress):
         self._stopping.start(self._steps)
 
     # ---- what the loop reads and calls
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers that retention may rank snapshots by; the loop keeps them up to date.
+
+        Raises:
+            ArgumentError: a value is put in, or assigned, that means no number.
+        """
+        return self._metrics
+
+    @metrics.setter
+    def metrics(self, values: Mapping[str, Any]) -> None:
+        self._metrics: dict[str, float] = arguments.Metrics(values)
 
     def step(self) -> None:
         """A boundary that the loop announces itself, as the last statement of its body.
@@ -429,7 +441,7 @@ class Tracker(LoopProgress):
             "epoch": 0 if there is None else there["epochs"],
             "batch": 0 if there is None else there["delivered"],
             "step": self._steps,
-            "metrics": arguments.metrics(self.metrics),
+            "metrics": dict(self.metrics),
             "loop": {} if finished else self._loops.state(feed),
         }
 

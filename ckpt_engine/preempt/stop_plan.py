@@ -462,6 +462,8 @@ class Board:
         path = Path(self._options.file or "")
         temporary = path.with_name(f".{path.name}.{self._owner}")
         try:
+            if path.exists() and not path.is_file():  # a device would be replaced as well, /dev/null for all processes
+                raise FileExistsError("it is there, and no regular file")
             temporary.write_text(json.dumps(self.status()) + "\n", encoding="utf-8")
             temporary.replace(path)
             self._failed = False

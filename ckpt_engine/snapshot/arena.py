@@ -395,7 +395,9 @@ class _WarmUp:
         with self._changed:
             if self._share is not None:
                 early = self.cpu_seconds / self._share - (time.monotonic() - began)
-                self._changed.wait_for(lambda: self._stopped or self._share is None, max(0.0, early))
+                self._changed.wait_for(
+                    lambda: self._stopped or self._share is None, min(max(0.0, early), threading.TIMEOUT_MAX)
+                )
         return self._undisturbed()
 
     def _undisturbed(self) -> bool:

@@ -15,7 +15,7 @@ import operator
 import os
 import threading
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -166,6 +166,32 @@ def metrics(value: Any, name: str = "metrics") -> dict[str, float]:
         except (ValueError, OverflowError) as err:
             raise ArgumentError(f"{name}/{key} must be a number: {err}", hint="notes take texts and lists") from err
     return found
+
+
+class Metrics(dict[str, float]):
+    """Numbers by name: what means a number becomes one, and the rest is refused where it is put in.
+
+    Raises:
+        ArgumentError: at each change, as `metrics`.
+    """
+
+    def __init__(self, *values: Any, **more: Any) -> None:
+        super().__init__(metrics(dict(*values, **more)))
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().update(metrics({key: value}))
+
+    def setdefault(self, key: str, default: Any = None) -> float:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *values: Any, **more: Any) -> None:
+        super().update(metrics(dict(*values, **more)))
+
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc]
+        self.update(other)
+        return self
 
 
 def numbers_among(values: Mapping[str, Any], most: int | None = None) -> dict[str, float]:

@@ -113,7 +113,7 @@ class Flattener:
             self._scan(node, out)
         except Exception as err:
             self.describe(node, root)  # raises with the path
-            raise StateError(f"cannot store {show_path(root)}: {type(err).__name__}: {err}") from err
+            raise UnstorableLeafError(f"cannot store {show_path(root)}: {type(err).__name__}: {err}") from err
         return out
 
     def _scan(self, node: Any, out: Scan) -> None:
@@ -201,7 +201,7 @@ class Flattener:
         def visit(item: Any, path: TreePath) -> Any:
             if len(path) > MAX_DEPTH:
                 where = show_path(path[:8])
-                raise StateError(
+                raise UnstorableLeafError(
                     f"state is nested deeper than {MAX_DEPTH} levels at {where}/… (does it contain itself?)"
                 )
             kind = type(item)
@@ -237,7 +237,7 @@ class Flattener:
 
         tree = visit(node, root)
         if _nests_deeper(tree, _MAX_NESTING):
-            raise StateError(
+            raise UnstorableLeafError(
                 f"the state at {show_path(root)} is nested too deeply: more than {_MAX_NESTING} levels of JSON, where "
                 "tuples take two, and dicts with keys that are no texts three"
             )
@@ -402,7 +402,7 @@ def _shown(key: Any) -> str:
 def problems(node: Any, root: TreePath, flattener: Flattener) -> str | None:
     """Why `node` cannot be stored, or None. For adapters that may leave optional parts out."""
     try:
-        flattener.scan(node, root)
+        flattener.describe(node, root)
     except StateError as err:
         return err.message
     return None

@@ -80,10 +80,17 @@ def test_a_duration_is_positive(value: object) -> None:
         parse_duration_seconds(value)
 
 
-@given(st.floats(1e-3, 1e6), st.sampled_from(sorted(SECONDS_PER_UNIT)), st.sampled_from(["", " "]))
+@given(st.floats(1e-3, 5e3), st.sampled_from(sorted(SECONDS_PER_UNIT)), st.sampled_from(["", " "]))
 def test_number_times_unit(number: float, unit: str, gap: str) -> None:
     """A number followed by a unit is their product, for every unit."""
     assert parse_duration_seconds(f"{number!r}{gap}{unit}") == pytest.approx(number * SECONDS_PER_UNIT[unit])
+
+
+@pytest.mark.parametrize("value", [1e300, "40000 days", 2**63])
+def test_a_duration_is_one_that_a_clock_of_the_system_waits_for(value: object) -> None:
+    """A thread that is to wait longer dies of it."""
+    with pytest.raises(ValueError, match="at most 100 years"):
+        parse_duration_seconds(value)
 
 
 @given(st.text(max_size=20) | st.floats() | st.integers() | st.none() | st.booleans())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import threading
@@ -130,6 +131,17 @@ def test_a_file_that_cannot_be_written_is_said_once(
     path.parent.mkdir()
     until(path.exists)
     assert caplog.text.count("cannot be written") == 1
+
+
+def test_a_device_is_not_replaced(
+    board: Callable[..., Board], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run as root that shows itself at /dev/null would take it from the whole machine."""
+    path = tmp_path / "null"
+    os.mkfifo(path)
+    board(file=str(path), every=0.01).close()
+    assert path.is_fifo()
+    assert "cannot be written: it is there, and no regular file" in caplog.text
 
 
 def test_the_page_is_served_to_this_machine(board: Callable[..., Board]) -> None:

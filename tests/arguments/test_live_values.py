@@ -1,0 +1,179 @@
+"""What the user's code puts into a living run: numbers that are none, texts that have no bytes, objects, odd names.
+
+It is refused where it is put in, by its name, or the run goes on, ends as without it, and its last step is durable.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from torch import nn
+
+from ckpt_engine import Checkpointer
+from ckpt_engine.errors import ArgumentError, CkptError
+from tests.arguments.loops import LOOPS, STEPS, Hooks
+from tests.arguments.values import ABSURD, ALL, HUGE, LONE, REAL, TEXTS, WHOLE
+
+
+class Counter:
+    """An object with a state."""
+
+    def __init__(self, state: Any = 1) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["state"]
+
+
+def options(root: Path) -> dict[str, Any]:
+    return {"tiers": [{"url": str(root)}], "writer": "thread", "every_n_steps": 1}
+
+
+def ends_well(loop: str, root: Path, hooks: Hooks, log: pytest.LogCaptureFixture) -> None:
+    """The run ends, without an error in the log, and its last step is durable; another one resumes from it."""
+    log.clear()
+    LOOPS[loop](options(root), hooks)
+    assert [one.getMessage() for one in log.records if one.levelno >= logging.ERROR] == []
+    assert Checkpointer(root).snapshots()[-1].step == STEPS
+    assert Checkpointer(root).load() is not None
+
+
+def test_a_metric_of_a_loop_is_refused_where_it_is_put_in(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By each way to put one in; numbers of any make are taken."""
+    puts: list[Callable[[Any, Any], Any]] = [
+        lambda run, value: run.metrics.__setitem__("m", value),
+        lambda run, value: run.metrics.update({"m": value}),
+        lambda run, value: run.metrics.update(m=value),
+        lambda run, value: (run.metrics.pop("m", None), run.metrics.setdefault("m", value)),
+        lambda run, value: run.metrics.__ior__({"m": value}),
+        lambda run, value: setattr(run, "metrics", {"m": value}),
+    ]
+
+    def step(number: int, run: Any) -> None:
+        for put in puts:
+            for value in {**TEXTS, **ABSURD}.values():
+                with pytest.raises(ArgumentError, match="metrics/m must be a number"):
+                    put(run, value)
+            for value in {**WHOLE, **REAL}.values():
+                put(run, value)
+                assert type(run.metrics["m"]) is float
+        for key in (LONE, 1, None):
+            with pytest.raises(ArgumentError, match="a key of metrics"):
+                run.metrics[key] = 1.0
+
+    for loop in ("plain", "accelerate"):
+        ends_well(loop, tmp_path / loop, Hooks(step), caplog)
+
+
+def put_into_tables(number: int, module: Any, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        try:
+            move_data_to_device(value, torch.device("cpu"))
+        except Exception:  # noqa: BLE001 - Lightning itself does this at the end, and fails
+            continue
+        module.trainer.callback_metrics[name] = value
+        module.trainer._logger_connector._logged_metrics[name] = value
+        module.trainer._logger_connector._progress_bar_metrics[name] = value
+        if name in WHOLE or name in REAL:  # Lightning itself fails at the end of the epoch for others
+            with suppress(ValueError, RuntimeError, OverflowError):  # or at the call
+                module.log(f"log {name}", value)
+
+
+def put_into_state(number: int, loop: Any, values: dict[str, Any]) -> None:
+    ours, state = loop
+    ours.on_evaluate(None, state, None, metrics=values)
+    state.log_history.append({"step": number, **values})
+    for name, value in values.items():
+        state.best_metric = state.trial_name = value
+        state.trial_params = {name: value, "nested": [value]}
+
+
+PUTS: dict[str, Callable[[int, Any, dict[str, Any]], None]] = {
+    "lightning": put_into_tables,
+    "transformers": put_into_state,
+}
+
+
+@pytest.mark.parametrize("loop", PUTS)
+def test_what_a_trainer_remembers_may_be_anything(loop: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All at once, and from the first step on."""
+    everything = {**ALL, "str/ange \ud800": 1, "": 2}
+    ends_well(loop, tmp_path / "run", Hooks(lambda number, on: PUTS[loop](number, on, everything)), caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", PUTS)
+def test_what_a_trainer_remembers_may_be_anything_alone(
+    loop: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each value alone, in a run that resumes from one that ended with it."""
+    for number, (name, value) in enumerate(ALL.items()):
+        alone = {name: value}
+        ends_well(loop, tmp_path / str(number), Hooks(lambda at, on, alone=alone: PUTS[loop](at, on, alone)), caplog)
+        LOOPS[loop](options(tmp_path / str(number)), Hooks())
+
+
+NAMES = ["", " ", "a/b", "a.b", "..", "$", "rng", "ckpt_engine", "state_dict", "ü😀", "x" * 5000, "a\0b", "\n", LONE]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_component_has_any_name_or_it_is_refused(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In `track`, before anything is trained."""
+    try:
+        ends_well("plain", tmp_path / "run", Hooks(parts={name: Counter()}), caplog)
+    except CkptError as err:
+        assert name.encode(errors="backslashreplace").decode() in err.message
+
+
+@pytest.mark.parametrize("loop", ["plain", "accelerate", "lightning"])
+def test_a_state_that_becomes_unstorable_is_said_and_the_run_goes_on(
+    loop: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says of which step; the next state that can be stored is durable."""
+    becomes(loop, [object(), LONE, HUGE], tmp_path, caplog)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["plain", "accelerate", "lightning"])
+def test_whatever_a_state_becomes_the_run_goes_on(loop: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same, of all values."""
+    becomes(loop, list(ALL.values()), tmp_path, caplog)
+
+
+class Extra(nn.Module):
+    """A module with a state of its own."""
+
+    def __init__(self, part: Counter) -> None:
+        super().__init__()
+        self._part = [part]
+
+    def get_extra_state(self) -> Any:
+        return self._part[0].state
+
+    def set_extra_state(self, state: Any) -> None:
+        self._part[0].state = state
+
+
+def becomes(loop: str, values: list[Any], tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    for number, value in enumerate(values):
+        part = Counter()
+        log.clear()
+
+        def step(at: int, run: Any, part: Counter = part, value: Any = value) -> None:
+            part.state = value if at == 2 else 1
+
+        parts = {"extra": Extra(part) if loop == "lightning" else part}
+        LOOPS[loop](options(tmp_path / str(number)), Hooks(step, parts))
+        errors = [one.getMessage() for one in log.records if one.levelno >= logging.ERROR]
+        assert all("step 2" in one for one in errors), errors
+        assert Checkpointer(tmp_path / str(number)).snapshots()[-1].step == STEPS

@@ -24,6 +24,7 @@ from ckpt_engine.loop.shape import (
     later,
     place_of,
 )
+from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.save_request import SaveHandle
 
 _MOST_LOOKS = 64
@@ -238,6 +239,19 @@ class LoopProgress:
     def finish(self, *, complete: bool | None = None) -> None:
         """See the tracker."""
         raise NotImplementedError
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Numbers that retention may rank snapshots by; the loop keeps them up to date.
+
+        Raises:
+            ArgumentError: a value is put in, or assigned, that means no number.
+        """
+        return self._metrics
+
+    @metrics.setter
+    def metrics(self, values: Mapping[str, Any]) -> None:
+        self._metrics: dict[str, float] = arguments.Metrics(values)
 
     @property
     def epoch(self) -> int:

@@ -28,7 +28,6 @@ from ckpt_engine.loop.stopping import END_WAIT_SECONDS, Stopping, uncaught
 from ckpt_engine.observe.events import SystemClock
 from ckpt_engine.observe.log import FanOutSink
 from ckpt_engine.preempt.stop_requests import Stop
-from ckpt_engine.snapshot import arguments
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.stage import StepFence, copies_lazily
 
@@ -116,19 +115,6 @@ class Tracker(LoopProgress):
         self._stopping.start(self._steps)
 
     # ---- what the loop reads and calls
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Numbers that retention may rank snapshots by; the loop keeps them up to date.
-
-        Raises:
-            ArgumentError: a value is put in, or assigned, that means no number.
-        """
-        return self._metrics
-
-    @metrics.setter
-    def metrics(self, values: Mapping[str, Any]) -> None:
-        self._metrics: dict[str, float] = arguments.Metrics(values)
 
     def step(self) -> None:
         """A boundary that the loop announces itself, as the last statement of its body.

@@ -422,7 +422,7 @@ _KINDS: dict[int, tuple[type[StorageError], str | None]] = {
     errno.EACCES: (StorageReadOnlyError, "check the permissions of this folder and its parents"),
     errno.EPERM: (StorageReadOnlyError, "check the permissions of this folder and its parents"),
     errno.ENOTDIR: (NotAFolderError, "give the path of a folder"),
-    errno.ENOENT: (StorageMissingError, "choose a folder that exists, or one below which folders can be made"),
+    errno.ENOENT: (StorageMissingError, None),
     errno.EEXIST: (StorageExistsError, None),
 }
 

@@ -139,7 +139,7 @@ class Finish(Protocol):
         ...
 
     def undo(self, staged: Staged, repository: Repository, new: Sequence[str]) -> None:
-        """It does not exist: free its data files `new`."""
+        """It does not exist: free its data files `new`, if any was put, and say so where others wait for it."""
         ...
 
 
@@ -151,9 +151,10 @@ class Alone:
         return manifest
 
     def undo(self, staged: Staged, repository: Repository, new: Sequence[str]) -> None:
-        # The manifest goes first: a commit may have landed although it reported an error.
-        repository.forget([staged.snapshot])
-        repository.storage.delete(*new)
+        if new:
+            # The manifest goes first: a commit may have landed although it reported an error.
+            repository.forget([staged.snapshot])
+            repository.storage.delete(*new)
 
 
 ALONE: Finish = Alone()
@@ -287,11 +288,10 @@ def write_snapshot(
             raise StorageMissingError(f"what {staged.snapshot} refers to was removed while it was written")
         manifest = finish.commit(staged, repository, stored)
     except BaseException:
-        if contents.new:
-            try:
-                finish.undo(staged, repository, contents.new)
-            except CkptError as err:
-                undo_failed(err)
+        try:
+            finish.undo(staged, repository, contents.new)
+        except CkptError as err:
+            undo_failed(err)
         raise
     committed = SnapshotCommitted(
         snapshot=staged.snapshot,

@@ -339,8 +339,8 @@ class Engine:
         self._reach.detach()
         keeps = failed and self.memory and self._session is not None
         try:
-            left = self.ending.seconds_left(wait_seconds(most))
-            self._pipeline.close(left, failed=keeps, hurries=lambda: self.ending.hurries)
+            left, failed = self.ending.seconds_left(wait_seconds(most)), failed and not self.ending.stops
+            self._pipeline.close(left, failed=failed, keeps=keeps, hurries=lambda: self.ending.hurries)
         except WaitTimeoutError as err:
             if not self.ending.stops:
                 raise

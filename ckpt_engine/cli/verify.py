@@ -29,6 +29,7 @@ from ckpt_engine.store.lease import parse_holder
 from ckpt_engine.store.manifest import Entry, Manifest, Partial, Piece
 from ckpt_engine.store.repository import Repository, parse_record
 from ckpt_engine.writer import part_records
+from ckpt_engine.writer.attempts import parse_attempts
 from ckpt_engine.writer.tier_status import parse_status
 
 MAX_SHOWN = 20
@@ -249,6 +250,7 @@ class Checker:
             names.LEASE: parse_holder,
             names.STATUS: parse_status,
             names.ROLLBACK: parse_rollback,
+            names.ATTEMPTS: parse_attempts,
             names.CATALOG: lambda text, _: repository.decode(text, self._repository.run_id, {}),
         }
         return readers.get(name)

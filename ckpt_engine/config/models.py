@@ -232,7 +232,9 @@ class Config(Section):
         checked(parse_duration_seconds, also="auto"),
         WithJsonSchema({"anyOf": [{"const": "auto"}, *DURATION_SCHEMA["anyOf"]]}),
     ] = Field(
-        default="auto", description="Mean time between failures of the job; auto learns it from the run's own restarts."
+        default="auto",
+        description="Mean time between failures of the job, as far as it is known; auto assumes 12 h, less with many "
+        "ranks. Either way the run's own attempts correct it.",
     )
     every_n_steps: Count | None = Field(
         default=None,

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ckpt_engine.frequency.failures import STATED_WEIGHT, FailureBelief, assumed_mtbf
 from ckpt_engine.frequency.measure import (
     CLEAN_WINDOW,
     CostMeter,
-    FailureRate,
     Learned,
     Settled,
     StepTimes,
@@ -20,6 +20,8 @@ from ckpt_engine.frequency.measure import (
 from ckpt_engine.frequency.policy import Decision, FrequencySettings
 from ckpt_engine.frequency.triggers import INTERVAL, Account, AdaptiveTrigger, FixedTriggers, MemoryTrigger, Moment
 from ckpt_engine.observe.events import (
+    UNKNOWN,
+    AttemptsFound,
     Clock,
     Event,
     EventSink,
@@ -56,6 +58,7 @@ class Cadence:
         settings: what the user asked for.
         clock: the source of durations.
         sink: gets `IntervalChanged`, `SnapshotSkipped` (once per due snapshot) and `Notice`.
+        ranks: that train together: what fails the job grows with them.
     """
 
     _account: Account
@@ -63,6 +66,7 @@ class Cadence:
     _disturbed: bool
     _durable_instant: float
     _durable_step: int
+    _failures: FailureBelief
     _failures_in_a_row: int
     _fixed: FixedTriggers
     _held_back: bool
@@ -82,14 +86,18 @@ class Cadence:
     _wake_time: float
     _warm_up: int
 
-    def __init__(self, settings: FrequencySettings, clock: Clock, sink: EventSink) -> None:
+    def __init__(self, settings: FrequencySettings, clock: Clock, sink: EventSink, ranks: int = 1) -> None:
         self._settings = settings
         self._now: Callable[[], float] = clock.monotonic
         self._sink = sink
         self._adaptive = AdaptiveTrigger(settings) if settings.overhead is not None else None
         self._memory = MemoryTrigger(settings.memory, settings.budget) if settings.memory is not None else None
-        self._failures = FailureRate.prior()
+        self._assumed = assumed_mtbf(ranks)
+        self._earlier: AttemptsFound | None = None
+        self._remembered: FailureBelief | None = None
+        """What is known of earlier attempts: by the nearest tier, and by the snapshot that training goes on from."""
         self._failures_since = self._now()
+        self._believe()
         self._background_seconds = 0.0
         self._meter = CostMeter()
         self._steps = StepTimes()
@@ -108,6 +116,7 @@ class Cadence:
     def retune(self, settings: FrequencySettings) -> None:
         """Other settings from the next boundary on. What was measured stays; what was due is not any more."""
         self._settings = settings
+        self._believe()
         now, step = self._now(), self._next - 1
         self._fixed = FixedTriggers(settings, step=step, now=now)
         self._adaptive = AdaptiveTrigger(settings) if settings.overhead is not None else None
@@ -263,6 +272,10 @@ class Cadence:
             self.committed(event.step, event.latency_seconds, event.written_bytes, event.write_seconds)
         elif isinstance(event, SnapshotFailed):
             self.failed(event.step)
+        elif isinstance(event, AttemptsFound):
+            self._earlier = event
+            self._failures_since = self._now() - event.seconds
+            self._believe()
 
     def announce(self, nbytes: int) -> None:
         """The size of the state, so that the first snapshot waits until the budget has earned its likely stall."""
@@ -303,30 +316,30 @@ class Cadence:
     def state(self) -> dict[str, Any]:
         """What was learned, as JSON; store it with each snapshot (never needed to rebuild the training state)."""
         step_seconds = self._steps.step_seconds() if self._steps.known else None
-        failures = self._failures.survived(self._now() - self._failures_since)
-        return Learned(failures, self._meter, step_seconds, self.interval_steps).to_json()
+        return Learned(self._believed(), self._meter, step_seconds, self.interval_steps).to_json()
 
     def restore(self, state: Mapping[str, Any], *, failed: bool = True) -> None:
         """Starts from what an earlier run of this training had learned. Call before `start`.
 
-        A state this version cannot read is reported as a `Notice` and ignored: it only costs a little learning.
+        A state this version cannot read is reported as a `Notice` and ignored: it only costs a little learning. What
+        the nearest tier knows of earlier attempts is more than what a snapshot can: its belief about failures counts
+        only where that tier knows of none, because it was lost itself.
 
         Args:
-            failed: the earlier run did not end by itself, so the restart is a failure to learn from. The time it ran
-                after that snapshot is unknown; half an interval is the expectation.
+            failed: the earlier run did not end by itself, so the restart is a failure to learn from.
         """
         try:
             learned = Learned.from_json(state)
         except (KeyError, TypeError, ValueError, OverflowError) as err:
             self._sink.emit(Notice("INFO", f"what the earlier run learned about snapshot costs is not usable: {err}"))
             return
-        self._failures = learned.after_failure if failed else learned.failures
+        self._remembered = learned.failures.failed(UNKNOWN) if failed else learned.failures
+        self._believe()
         self._meter = learned.meter
         self._steps = StepTimes(learned.step_seconds)
         self._add_clean = self._add_warm_up
 
     def _begin(self, step: int, now: float) -> None:
-        self._failures = self._failures.survived(now - self._failures_since)
         self._steps = StepTimes(self._steps.prior)
         self._account = Account()
         self._fixed = FixedTriggers(self._settings, step=step, now=now)
@@ -338,7 +351,7 @@ class Cadence:
         self._settled = []
         self._pending = None
         self._skip_told = self._held_back = self._disturbed = False
-        self._mark = self._failures_since = self._taken_time = self._durable_instant = now
+        self._mark = self._taken_time = self._durable_instant = now
         self._paused = self._taken_trained = 0.0
         self._failures_in_a_row = 0
         self._retry_time = -math.inf
@@ -382,7 +395,7 @@ class Cadence:
     def _wake(self, step: int, now: float) -> str | None:
         """The slow path of `boundary`: something may be due, or was learned."""
         if self._settled:
-            self._learn(step, now)
+            self._learn(step)
             if not self._in_flight:
                 self._disturbed = False
                 self._quiet_step = step
@@ -398,7 +411,7 @@ class Cadence:
         self._wake_step = -1
         return self._pending
 
-    def _learn(self, step: int, now: float) -> None:
+    def _learn(self, step: int) -> None:
         for settled in self._settled:
             self._in_flight.remove(settled.snapshot)
             stall, slowdown = settled.snapshot.stall_seconds, self._steps.take_slowdown()
@@ -408,14 +421,14 @@ class Cadence:
             if self._adaptive is not None:
                 self._adaptive.calibrating = not self._steps.enough_for(self._settings.overhead or 0.0)
         self._settled.clear()
-        self._decide(step, now)
+        self._decide(step)
         self._held_back = False
 
-    def _decide(self, step: int, now: float) -> None:
+    def _decide(self, step: int) -> None:
         if not (self._meter.known and self._steps.known):
             return
         costs = self._meter.costs(self._steps.step_seconds())
-        rate, part = self._failures_per_second(now), None
+        rate, part = self._believed().per_second, None
         if self._memory is not None:
             part = self._memory.share_out(self._settings, costs, self.decision, rate)
             rate *= 1.0 - self._memory.covered
@@ -432,17 +445,26 @@ class Cadence:
         if falls_short:
             self._sink.emit(Notice("WARNING", after.shortfall))
 
-    def _failures_per_second(self, now: float) -> float:
-        if self._settings.mtbf_seconds is not None:
-            return 1.0 / self._settings.mtbf_seconds
-        return self._failures.survived(now - self._failures_since).per_second
+    def _believe(self) -> None:
+        """Begin with what is assumed, or the user has said, and let evidence correct it."""
+        stated, earlier = self._settings.mtbf_seconds, self._earlier
+        belief = FailureBelief.prior(self._assumed) if stated is None else FailureBelief.prior(stated, STATED_WEIGHT)
+        if earlier is not None and earlier.lasted:
+            belief = belief.after(earlier.lasted, earlier.failures)
+        elif self._remembered is not None:
+            belief = self._remembered
+        self._failures = belief
+
+    def _believed(self) -> FailureBelief:
+        """What is believed of failures now."""
+        return self._failures.survived(self._now() - self._failures_since)
 
     def _interval_due(self, step: int, now: float) -> bool:
         """Whether the adaptive trigger fires; if not, it is asked again at the moment it names."""
         if self._adaptive is None:
             return False
         if step >= self._adaptive.review_step or self._adaptive.decision is None:
-            self._decide(step, now)
+            self._decide(step)
         if self._adaptive.decision is None and (self._in_flight or not self._steps.known):
             self._wake_step = min(self._wake_step, step + 1)
             return False

@@ -459,8 +459,8 @@ class SharedCadence(Cadence):
     """Asked like any cadence. At each boundary `stop` MUST be called before `boundary`."""
 
     def __init__(self, settings: FrequencySettings, clock: Clock, sink: EventSink, engine: Engine) -> None:
-        super().__init__(settings, clock, sink)
         assert engine.ranks is not None
+        super().__init__(settings, clock, sink, engine.ranks.size)
         self._engine = engine
         self._together = Together(engine.ranks, super().boundary, engine, self._memory_is_due)
         self._decision: RankDecision | None = None

@@ -66,6 +66,30 @@ class SnapshotFound(Event):
     tier: str
 
 
+ENDS = CLOSED, FAILED, GONE = "closed", "failed", "gone"
+"""How an attempt ends: by itself or as it was asked to, by an error, or as a process that disappears."""
+PROCESS, MACHINE, SITE = "process", "machine", "site"
+"""Classes of failures: what is lost is the trainer; its machine too, with what is in memory; the nearest tier too."""
+UNKNOWN = "unknown"
+"""A failure of one of these classes."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptsFound(Event):
+    """How earlier attempts of the run went, as the nearest tier knows it when the writer opens; nothing if of none.
+
+    Args:
+        lasted: seconds that each earlier one was known to live, the oldest first.
+        failures: the class of the failure that ended it, or `UNKNOWN`; "": none.
+        seconds: that the current one has lasted already: its writer was replaced.
+    """
+
+    name: ClassVar[str] = "attempts_found"
+    lasted: tuple[float, ...]
+    failures: tuple[str, ...]
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotFailed(Event):
     """The snapshot did not become durable; everything older is untouched. `code` and `hint` are those of the error."""
@@ -206,6 +230,7 @@ KINDS: Mapping[str, type[Event]] = {
         SnapshotStaged,
         SnapshotCommitted,
         SnapshotFound,
+        AttemptsFound,
         SnapshotFailed,
         MemoryFlushed,
         SnapshotSkipped,

@@ -377,8 +377,10 @@ class Pipeline:
         """Host memory that one snapshot takes; 0 before the first state was seen."""
         return self._fitted_bytes
 
-    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> None:
-        """Finish what is in flight, stop the writer (`failed`, `hurries`: see `WriterClient.close`), free the arena.
+    def close(
+        self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[], bool] = never
+    ) -> None:
+        """Finish what is in flight, stop the writer (see `WriterClient.close`), free the arena.
 
         Raises:
             WaitTimeoutError: snapshots are still in flight; the writer goes on with them by itself.
@@ -387,7 +389,7 @@ class Pipeline:
         self._guard.close()
         self._copier.close(max(timeout, _CHUNK_SECONDS))
         if self._writer is not None:
-            self._writer.client.close(timeout, failed=failed, hurries=hurries)
+            self._writer.client.close(timeout, failed=failed, keeps=keeps, hurries=hurries)
             self.poll()  # what further tiers had to say until the end
             self._writer = None
         if self._pulse is not None:

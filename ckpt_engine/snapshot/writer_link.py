@@ -119,14 +119,16 @@ class Coming:
     def drain(self, timeout: float) -> bool:
         return self._client.drain(timeout) if self._client is not None else not self._jobs
 
-    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> bool:
+    def close(
+        self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[], bool] = never
+    ) -> bool:
         if self._client is None and self._failed is None:
             self._starting.wait(timeout)
             if self._starting.done:
                 self._look()
         if self._client is None:
             return self._failed is not None
-        return self._client.close(timeout, failed=failed, hurries=hurries)
+        return self._client.close(timeout, failed=failed, keeps=keeps, hurries=hurries)
 
     def _tell(self, what: Callable[[WriterClient], object]) -> None:
         with self._lock:

@@ -46,9 +46,14 @@ class ProcessIdentity:
     @classmethod
     def current(cls) -> Self | None:
         """This process; None where the system does not tell."""
+        return cls.of(os.getpid())
+
+    @classmethod
+    def of(cls, pid: int) -> Self | None:
+        """The process that has this number here; None where the system does not tell, or there is none."""
         try:
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-            return cls(boot, str(Path("/proc/self/ns/pid").readlink()), os.getpid(), _started_ticks(os.getpid()))
+            return cls(boot, str(Path("/proc/self/ns/pid").readlink()), pid, _started_ticks(pid))
         except OSError:
             return None
 

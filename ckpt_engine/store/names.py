@@ -11,6 +11,7 @@ pins/<id>.json                       pins: snapshots that retention leaves alone
 status.json                          what the writer of several tiers was doing last
 catalog.json                         what many manifests say: a cache
 rollback.json                        the last time that the run had to go back
+attempts.json                        who trained, how long, and how that ended
 ```
 Whatever does not match is foreign: never read as ours, never deleted.
 """
@@ -27,6 +28,7 @@ LEASE = "lease.json"
 STATUS = "status.json"
 CATALOG = "catalog.json"
 ROLLBACK = "rollback.json"
+ATTEMPTS = "attempts.json"
 MANIFESTS = "snapshots/"
 DATA = "data/"
 PINS = "pins/"
@@ -150,13 +152,13 @@ def _owner(match: re.Match[str] | None) -> ParsedId | None:
 
 def most_bytes(name: str) -> int:
     """How many bytes of the object of this name are read at most when it is read whole."""
-    if name in (RECORD, LEASE, STATUS, ROLLBACK) or wanted_id(name):
+    if name in (RECORD, LEASE, STATUS, ROLLBACK, ATTEMPTS) or wanted_id(name):
         return SMALL_BYTES
     return MANIFEST_BYTES + (SMALL_BYTES if pin_id(name) else 0)
 
 
 def is_ours(name: str) -> bool:
     """Whether an object of this name may have been written by us."""
-    return name in (RECORD, LEASE, STATUS, CATALOG, ROLLBACK) or any(
+    return name in (RECORD, LEASE, STATUS, CATALOG, ROLLBACK, ATTEMPTS) or any(
         part(name) is not None for part in (manifest_id, data_owner, pin_id, part_owner, wanted_id)
     )

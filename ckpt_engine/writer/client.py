@@ -158,7 +158,9 @@ class WriterClient(abc.ABC):
         """
 
     @abc.abstractmethod
-    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> bool:
+    def close(
+        self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[], bool] = never
+    ) -> bool:
         """Let the writer finish everything and give back the lease; whether it has ended within `timeout` seconds.
 
         Until it has, the slots of open jobs and of the newest held one MUST NOT change.
@@ -167,7 +169,8 @@ class WriterClient(abc.ABC):
         with a dead writer.
 
         Args:
-            failed: training did not end by itself: what is in memory only stays there for whoever restarts it.
+            failed: training has ended because of an error.
+            keeps: what is in memory only stays there, for the process that restarts it.
             hurries: asked again and again: whether to leave what further tiers still lack.
         """
 

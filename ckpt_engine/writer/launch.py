@@ -58,12 +58,19 @@ class ThreadWriter(WriterClient):
         atexit.register(client._finish_at_exit)
         return client
 
-    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> bool:  # noqa: ARG002 - it ends with the trainer
+    def close(
+        self,
+        timeout: float,
+        *,
+        failed: bool = False,
+        keeps: bool = False,  # noqa: ARG002 - it ends with the trainer
+        hurries: Callable[[], bool] = never,
+    ) -> bool:
         if self._foreign:
             return True
         self._closing = True
         atexit.unregister(self._finish_at_exit)
-        self._worker.finish()
+        self._worker.finish(failed=failed)
         ended = self._wait_for_the_end(self._closed, timeout, hurries)
         if not ended:
             self._mailbox.lose(ErrorRecord("CKPT603", f"not durable {timeout:.0f} s after closing"), expected=True)
@@ -180,11 +187,13 @@ class ProcessWriter(WriterClient):
         """The writer's process id."""
         return self._process.pid
 
-    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> bool:
+    def close(
+        self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[], bool] = never
+    ) -> bool:
         if self._foreign:
             return True
-        self._closing, self._leaving = True, failed
-        self._channel.send({"kind": protocol.LEAVE if failed else protocol.CLOSE})
+        self._closing, self._leaving = True, keeps
+        self._channel.send({"kind": protocol.LEAVE if keeps else protocol.CLOSE, "failed": failed})
         closed = self._wait_for_the_end(self._closed, timeout, hurries)
         if closed and not self._goes_on:
             self._listener.join(_REAP_SECONDS)

@@ -25,7 +25,7 @@ from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from ckpt_engine.errors import WriterError
-from ckpt_engine.observe.events import Notice
+from ckpt_engine.observe.events import CLOSED, FAILED, GONE, Notice
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body, Channel, Received
 
@@ -181,18 +181,18 @@ class Serving:
         elif self._worker is None:
             raise WriterError(f"the trainer sent {kind!r} before {channel.START!r}")
         elif kind == channel.LEAVE and self._worker.opened and self._worker.may_lose:
-            self._leave(self._worker)
+            self._leave(self._worker, failed=item.body["failed"])
         elif kind in (channel.CLOSE, channel.LEAVE):
             self._closing = True
-            self._worker.finish()
+            self._worker.finish(failed=item.body["failed"])
         else:
             self._worker.put(item.body, item.fds)
 
-    def _leave(self, worker: Worker) -> None:
-        """The trainer has failed, and does not touch its memory any more: everything but its end is as if it died."""
+    def _leave(self, worker: Worker, *, failed: bool) -> None:
+        """The trainer ends, and does not touch its memory any more: everything but its end is as if it died."""
         assert self._desk is not None
         self._left = True
-        worker.abandon(failed=True)
+        worker.abandon(FAILED if failed else CLOSED)
         self._desk.leave(serves=True)
         self._poke()
 
@@ -270,12 +270,11 @@ class Serving:
             return self._status  # still waiting for the lease: there is nothing to finish
         _silence()
         if self._closing:
-            worker.finish()
             worker.leave_alone()
         elif self._left:
             pass  # it was told when the trainer said so
         elif self._peer.fd is None or self._peer.ended(_END_SECONDS):
-            worker.abandon()
+            worker.abandon(GONE)
         else:
             worker.disown()  # it lives, speaks to us no more, and does with its memory what it wants
         assert self._desk is not None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_engine.copy.job import ErrorRecord, RankConfig, WriterConfig
 from ckpt_engine.errors import CkptError
-from ckpt_engine.observe.events import MemoryFlushed, Notice
+from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MemoryFlushed, Notice
 from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body
 from ckpt_engine.writer.commit import Cancelled
@@ -167,8 +167,13 @@ class Worker:
                 self._changed.notify()
             return newest.job.step
 
-    def finish(self) -> None:
-        """Exit after what is queued, and after what is held has become durable."""
+    def finish(self, *, failed: bool = False) -> None:
+        """Exit after what is queued, and after what is held has become durable.
+
+        Args:
+            failed: the trainer ends because of an error.
+        """
+        self._writer.ending = FAILED if failed else CLOSED
         self._writer.finish()
         with self._changed:
             self._finishing = True
@@ -187,17 +192,19 @@ class Worker:
         newest = self.held.newest
         return newest is not None and (not newest.durable or (self._ranks is not None and self._ranks.rank > 0))
 
-    def abandon(self, *, failed: bool = False) -> None:
+    def abandon(self, ending: str) -> None:
         """The trainer is gone, and everything it sent was put: exit after what is needed to lose nothing.
 
         With memory that is the job at hand and the newest one; else all of them.
 
         Args:
-            failed: it lives, and has said so: where its newest share is written, and then committed, nothing is kept.
+            ending: how, one of `events.ENDS`. If it has said so (not `GONE`), nothing is kept where its newest share
+                is written, and then committed.
         """
+        self._writer.ending = ending
         with self._changed:
             newest = self.held.newest
-            self._written = failed and newest is not None and newest.durable
+            self._written = ending != GONE and newest is not None and newest.durable
             if newest is not None:
                 # They are older, and given no numbers any more: the highest number is that of the newest.
                 self._drop(lambda order: order is not newest)
@@ -210,6 +217,7 @@ class Worker:
 
     def disown(self) -> None:
         """The trainer has hung up and lives: exit after what is queued, without what is held, which may change now."""
+        self._writer.ending = FAILED
         with self._changed:
             self.held.close()
             self._finishing = True

@@ -37,6 +37,7 @@ from ckpt_engine.store.retention_rules import KeepAll
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.storage.watchdog import AbandonedError, Lane, WatchedStorage
 from ckpt_engine.writer import channel, part_records
+from ckpt_engine.writer.attempts import AttemptRecord
 from ckpt_engine.writer.channel import Body
 from ckpt_engine.writer.commit import Cancelled, SessionSnapshots
 from ckpt_engine.writer.memory_snapshots import SlotReaders
@@ -69,6 +70,9 @@ class Writer:
     history: History | None = None
     """What earlier ones have left, from `open` on; None: nothing, or this rank does not write there."""
 
+    ending: str | None = None
+    """How the attempt of the trainer ends, one of `events.ENDS`; to be set before `close`. None: not known."""
+
     def __init__(self, config: WriterConfig, emit: Emit, ids: Ids) -> None:
         self._config = config
         self._emit = emit
@@ -88,6 +92,7 @@ class Writer:
         self._make_fleet: Callable[[], SecondaryTiers]
         self._alone = threading.Event()
         self._reunion: CrashRecovery | None = None
+        self._attempts: AttemptRecord | None = None
 
     def open(self) -> None:
         """Take the lease and make the run's folder ready.
@@ -145,6 +150,8 @@ class Writer:
                 self._alone,
             )
             self._near = self._make_near(repository)
+            self._attempts = AttemptRecord(plain, holder, ranks.size if ranks else 1, lease.check, self._emit_event)
+            self._attempts.begin()
             if ranks is not None and config.memory:
                 self._reunion = self._meet(ranks, repository, self._near.check_lease, in_flight)
             if ranks is not None and len(ranks.places) > 1 and not (ranks.rank or config.tiers):
@@ -221,6 +228,8 @@ class Writer:
                 self._notice(f"the lease could not be given back: {err.message}")
 
     def _release(self) -> None:
+        if self._attempts is not None:
+            self._attempts.end(self.ending)
         try:
             self._near.release()
         except (CkptError, OSError) as err:  # a tier that is away cannot be told

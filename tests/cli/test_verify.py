@@ -184,7 +184,7 @@ def test_a_terminal_sees_progress_and_colours(run_folder: Any, arrays: Any) -> N
 def test_every_other_file_of_a_run_is_checked_and_comes_with_what_to_do(
     ckpt: Ckpt, run_folder: Any, arrays: Any
 ) -> None:
-    """Record, lease, status, rollback, catalog, pins and part records; a single snapshot is checked alone."""
+    """Record, lease, status, rollback, attempts, catalog, pins and part records; a single snapshot is checked alone."""
     snapshot = run_folder.add(1, arrays)
     storage = open_storage(str(run_folder.path))
     repository = Repository(storage)
@@ -197,6 +197,7 @@ def test_every_other_file_of_a_run_is_checked_and_comes_with_what_to_do(
         layout.LEASE,
         layout.STATUS,
         layout.ROLLBACK,
+        layout.ATTEMPTS,
         layout.CATALOG,
         layout.pin_name(snapshot),
         part,

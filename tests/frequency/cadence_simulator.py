@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
-from ckpt_engine.observe.events import Event, IntervalChanged
+from ckpt_engine.observe.events import AttemptsFound, Event, IntervalChanged
 
 
 @dataclass
@@ -23,6 +23,10 @@ class FakeClock:
 
     def wall(self) -> float:
         return 1.7e9 + self.now
+
+
+NOT_LASTED = AttemptsFound((), ())
+"""Told at each step: an attempt that has just begun, so that what is assumed of failures is what is believed."""
 
 
 @dataclass
@@ -65,6 +69,7 @@ class Training:
         slowdown: factor on step times while a persist is active.
         jitter: standard deviation of the logarithm of step times.
         slow: a factor on the time of each step, given its number: what makes it slow has nothing to do with snapshots.
+        certain: no evidence corrects what is assumed of failures.
         fails: whether the snapshot of this number (from 0) fails at the end of its persist.
     """
 
@@ -76,6 +81,7 @@ class Training:
     waits: bool = False
     jitter: float = 0.0
     slow: Callable[[int, random.Random], float] = lambda _step, _random: 1.0
+    certain: bool = True
     fails: Callable[[int], bool] = lambda _: False
     seed: int = 0
     nbytes: int = 10**9
@@ -125,6 +131,8 @@ class Training:
         for _ in range(steps):
             self._train_one_step()
             self._drain()
+            if self.certain:
+                self.cadence.emit(NOT_LASTED)
             reason = self.cadence.boundary(self.step)
             if reason is not None:
                 self._snapshot(reason)

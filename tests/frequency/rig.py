@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
-from tests.frequency.cadence_simulator import FakeClock, Recorder
+from tests.frequency.cadence_simulator import NOT_LASTED, FakeClock, Recorder
 
 
 class Rig:
@@ -14,6 +14,8 @@ class Rig:
         self.clock, self.sink = FakeClock(), Recorder()
         self.cadence = Cadence(FrequencySettings(**settings), self.clock, self.sink)  # type: ignore[arg-type]
         self.step = 0
+        self.certain = settings.get("mtbf_seconds") is not None
+        """The failures are as stated: no evidence corrects that."""
         if start is not None:
             self.step = start
             self.cadence.start(start)
@@ -23,6 +25,8 @@ class Rig:
         for _ in range(steps):
             self.step += 1
             self.clock.now += seconds
+            if self.certain:
+                self.cadence.emit(NOT_LASTED)
             if (reason := self.cadence.boundary(self.step)) is not None:
                 return reason
         return None

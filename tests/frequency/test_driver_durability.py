@@ -54,10 +54,8 @@ def test_a_clean_end_is_no_failure() -> None:
     crashed, finished = Rig(overhead=0.05), Rig(overhead=0.05)
     crashed.cadence.restore(state)
     finished.cadence.restore(state, failed=False)
-    rate = {
-        name: rig.cadence.state()["failures"]["events"] for name, rig in {"crash": crashed, "end": finished}.items()
-    }
-    assert rate["crash"] > rate["end"] == 1.0
+    believed = [rig.cadence.state()["failures"]["process"] for rig in (crashed, finished)]
+    assert believed[0] > believed[1] == state["failures"]["process"]
 
 
 def test_starting_again_keeps_what_an_earlier_run_learned() -> None:
@@ -95,8 +93,8 @@ def test_an_unreadable_state_is_told_and_ignored(state: object) -> None:
     assert rig.go(100) == "interval"
 
 
-def test_mtbf_given_by_the_user_is_used_as_it_is() -> None:
-    """No learning where a duration was given."""
+def test_mtbf_given_by_the_user_is_where_the_belief_begins() -> None:
+    """It weighs more than an assumption; evidence corrects it as well."""
     rig = Rig(overhead=0.05, mtbf_seconds=3600.0)
     rig.go(100)
     rig.take(stall=0.7, latency=9.0)

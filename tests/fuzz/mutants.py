@@ -237,7 +237,7 @@ _FIELDS = [
     *("device", "state", "maxlen", "factory", "hex", "fold", "pure", "container", "flags", "metadata", "re", "im"),
     *("byte_offset", "requires_grad"),
 ]
-_BESIDE = ["ckpt.json", "lease.json", "status.json", "rollback.json", "catalog.json", "pins"]
+_BESIDE = ["ckpt.json", "lease.json", "status.json", "rollback.json", "attempts.json", "catalog.json", "pins"]
 
 
 def draw(seed: int, stores: dict[str, Path]) -> Mutant:

@@ -15,7 +15,7 @@ import pytest
 from ckpt_engine.copy.job import RankConfig, WriterConfig, job_to_json, layout_to_json
 from ckpt_engine.copy.transfer import RunText
 from ckpt_engine.errors import WriterError
-from ckpt_engine.observe.events import Requested
+from ckpt_engine.observe.events import GONE, Requested
 from ckpt_engine.store import manifest_codec
 from ckpt_engine.store.names import parse_id, session_id
 from ckpt_engine.writer import channel, control, part_records
@@ -365,7 +365,7 @@ def test_the_newest_has_the_highest_number_though_it_overtakes(
     worker.put({"kind": channel.PERSIST, "job": job_to_json(stage.job(1))})
     assert at_hand.wait(WAIT_SECONDS)
     worker.put({"kind": channel.HOLD, "job": job_to_json(second.job(2))})
-    worker.abandon()
+    worker.abandon(GONE)
     offer = offered(worker.held)
     os.close(offer.fd)
     go_on.set()

@@ -220,14 +220,14 @@ def test_a_flipped_bit_in_a_run_id_stops_no_replication(run: Run, damaged: str, 
 
 
 def test_one_tier_means_no_thread_and_no_message_more(run: Run) -> None:
-    """Without further tiers the writer is as it was: one thread, and per job what the protocol says."""
+    """Without further tiers: the writer, the record of attempts, and per job what the protocol says."""
     config = completed(WriterConfig(str(run.near), keep={"last": 2}))
     before = set(threading.enumerate())
     run.client = client = ThreadWriter.start(config)
     run.stage.share(client)
     run.save(1)
     until_it_is_back(f"file://{run.near}")
-    assert {thread.name for thread in set(threading.enumerate()) - before} == {"ckpt-writer"}
+    assert {thread.name for thread in set(threading.enumerate()) - before} == {"ckpt-writer", "ckpt-attempt"}
     assert [type(message).__name__ for message in run.heard] == ["SnapshotCommitted", "JobDone"]
     run.close()
     assert [type(message).__name__ for message in run.heard] == ["SnapshotCommitted", "JobDone"]

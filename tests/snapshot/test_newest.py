@@ -111,7 +111,9 @@ class FakeWriter:
     def drain(self, timeout: float) -> bool:
         return True
 
-    def close(self, timeout: float, *, failed: bool = False, hurries: Callable[[], bool] = never) -> bool:
+    def close(
+        self, timeout: float, *, failed: bool = False, keeps: bool = False, hurries: Callable[[], bool] = never
+    ) -> bool:
         self.closed = True
         for fd in self.slots.values():
             os.close(fd)

@@ -27,6 +27,7 @@ KINDS = {
     "status": names.STATUS,
     "catalog": names.CATALOG,
     "rollback": names.ROLLBACK,
+    "attempts": names.ATTEMPTS,
     "manifest": names.manifest_name(SNAPSHOT),
     "data": names.data_name(SNAPSHOT),
     "part": names.part_name(SNAPSHOT, 0),

@@ -261,7 +261,7 @@ class Runs:
         """A folder with the snapshots of the uninterrupted run up to a step, as if it had been killed there."""
         target = self.scratch / "cut"
         # Data is written once: a link is as good as a copy. The lease is not.
-        without = shutil.ignore_patterns(names.LEASE, names.CATALOG, names.STATUS)
+        without = shutil.ignore_patterns(names.LEASE, names.CATALOG, names.STATUS, names.ATTEMPTS)
         shutil.copytree(self.scratch / "uninterrupted", target, copy_function=os.link, ignore=without)
         for manifest in target.glob("*/snapshots/*.json"):
             parsed = names.manifest_id(f"snapshots/{manifest.name}")

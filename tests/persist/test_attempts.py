@@ -1,0 +1,148 @@
+"""The record of a run's attempts: how each end is told apart, and that it never is in the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from ckpt_engine.errors import CorruptError, LeaseHeldError
+from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MACHINE, PROCESS, UNKNOWN, AttemptsFound, Event, Notice
+from ckpt_engine.store import names
+from ckpt_engine.store.lease import LeaseHolder
+from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.writer import attempts
+from ckpt_engine.writer.attempts import Attempt, AttemptRecord, encode_attempts, parse_attempts, read_attempts
+from tests.persist.conftest import Writers
+from tests.persist.staged import WAIT_SECONDS, Stage, outcome
+from tests.persist.test_process import run_trainer
+
+
+def heard(writers: Writers) -> tuple[AttemptsFound | None, list[Event]]:
+    """What the next writer says of earlier attempts, and all that it says."""
+    client = writers.start(lease_wait_seconds=WAIT_SECONDS)
+    events = [event for event in client.poll() if isinstance(event, Event)]
+    return next((event for event in events if isinstance(event, AttemptsFound)), None), events
+
+
+@pytest.mark.parametrize(("failed", "end"), [(False, CLOSED), (True, FAILED)])
+def test_how_a_trainer_ends_is_recorded(writers: Writers, failed: bool, end: str) -> None:
+    """By itself or by an error, as the trainer says."""
+    client = writers.start()
+    assert [one.end for one in read_attempts(LocalStorage(writers.root))] == [None]
+    assert client.close(WAIT_SECONDS, failed=failed)
+    assert [one.end for one in read_attempts(LocalStorage(writers.root))] == [end]
+
+
+def test_a_trainer_that_is_killed_without_its_writer_is_a_process_failure(processes: Writers) -> None:
+    """The writer lives on, says so, and the next one tells; also of a run that has no snapshot yet."""
+    run_trainer(processes.root, "die-after", "0")
+    found, _ = heard(processes)
+    assert found is not None
+    assert found.failures == (PROCESS,)
+    assert [one.end for one in read_attempts(LocalStorage(processes.root))] == [GONE, None]
+
+
+def test_a_writer_that_is_killed_goes_on_in_the_row_of_its_trainer(processes: Writers, stage: Stage) -> None:
+    """Only the trainer's end ends an attempt."""
+    client = processes.start()
+    os.kill(client.pid, signal.SIGKILL)
+    stage.share(client)
+    assert client.wait(WAIT_SECONDS)
+    found, _ = heard(processes)
+    assert found is not None
+    assert (found.lasted, found.seconds > 0.0) == ((), True)
+    assert len(read_attempts(LocalStorage(processes.root))) == 1
+
+
+def test_an_attempt_without_an_end_has_lost_its_machine(tmp_path: Path, processes: Writers) -> None:
+    """As far as what was in memory is concerned."""
+    processes.root.mkdir()
+    rows = [Attempt("there", "other", 1e9, 60.0)] * 2 + [Attempt("there", "other", 1e9, 5.0, FAILED, ranks=4)]
+    (processes.root / names.ATTEMPTS).write_bytes(encode_attempts(rows))
+    found, _ = heard(processes)
+    assert found == AttemptsFound((60.0, 60.0, 5.0), (MACHINE, MACHINE, UNKNOWN), pytest.approx(0.0, abs=30.0))
+
+
+def test_the_first_attempt_has_nothing_to_tell(processes: Writers) -> None:
+    """No message more."""
+    assert heard(processes) == (None, [])
+
+
+def test_old_attempts_are_dropped() -> None:
+    """The file stays small."""
+    rows = [Attempt("host", "", float(number)) for number in range(attempts.MOST + 10)]
+    kept = parse_attempts(encode_attempts(rows), "here")
+    assert kept == tuple(rows[10:])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"attempts": 5}',
+        b'{"attempts": [5]}',
+        b'{"attempts": [{"host": 1, "process": "", "began": 1}]}',
+        b'{"attempts": [{"host": "", "process": "", "began": 1e999}]}',
+        b'{"attempts": [{"host": "", "process": "", "began": 1, "seconds": -1}]}',
+        b'{"attempts": [{"host": "", "process": "", "began": 1, "end": "well"}]}',
+        b'{"attempts": [{"host": "", "process": "", "began": 1, "ranks": 0}]}',
+        encode_attempts([Attempt("host", "", 1.0)]).replace(b"host", b"hose"),
+    ],
+)
+def test_what_is_no_record_is_refused(text: bytes) -> None:
+    """Whoever writes a store can write anything."""
+    with pytest.raises(CorruptError) as refused:
+        parse_attempts(text, "here")
+    assert refused.value.hint
+
+
+def test_a_damaged_record_is_said_once_and_begun_again(processes: Writers, stage: Stage) -> None:
+    """Snapshots do not depend on it."""
+    processes.root.mkdir()
+    (processes.root / names.ATTEMPTS).write_bytes(b"{?")
+    client = processes.start()
+    assert [type(event) for event in client.poll()] == [Notice]
+    assert len(read_attempts(LocalStorage(processes.root))) == 1
+    stage.share(client)
+    job = stage.job(1)
+    client.submit(job)
+    assert outcome(client, job.job, []).ok
+
+
+def test_the_heartbeat_says_how_long_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without any snapshot."""
+    monkeypatch.setattr(attempts, "BEAT_SECONDS", 0.001)
+    said: list[float] = []
+    several = threading.Event()
+    storage = LocalStorage(tmp_path)
+
+    def check() -> None:
+        said.extend(one.seconds for one in read_attempts(storage))
+        if len(said) >= 3:
+            several.set()
+
+    record = AttemptRecord(storage, LeaseHolder.current(), 1, check, said.append)  # type: ignore[arg-type]
+    record.begin()
+    assert several.wait(WAIT_SECONDS)
+    record.end(CLOSED)
+    assert sorted(set(said)) == said
+    assert read_attempts(storage)[0].seconds > said[-1]
+
+
+def test_a_lost_lease_ends_the_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The record is of the one who has the lease now."""
+    monkeypatch.setattr(attempts, "BEAT_SECONDS", 0.001)
+
+    def check() -> None:
+        raise LeaseHeldError("lost")
+
+    record = AttemptRecord(LocalStorage(tmp_path), LeaseHolder.current(), 1, check, lambda _: None)
+    record.begin()
+    record.end(CLOSED)
+    assert not (tmp_path / names.ATTEMPTS).exists()

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 
 from ckpt_engine.observe.events import (
+    AttemptsFound,
     Event,
     EventSink,
     IntervalChanged,
@@ -92,6 +93,9 @@ def line(event: Event, *, again: bool = False) -> str:
             )
         case SnapshotFound():
             return f"step {event.step}: snapshot {event.snapshot} is the newest on {event.tier}"
+        case AttemptsFound():
+            failed = sum(kind != "" for kind in event.failures)
+            return f"{len(event.lasted)} earlier attempts are known, {failed} of them have failed"
         case MemoryFlushed():
             return f"step {event.step}: the newest in memory when that was to become durable; what could, is"
         case SnapshotFailed() if again:

@@ -153,6 +153,8 @@ class AttemptRecord:
     def end(self, how: str | None) -> None:
         """How the attempt has ended; call it before the lease is given back. None: the trainer goes on, or is lost."""
         self._over.set()
+        if how is None:
+            return
         with self._lock:
             self._mine = replace(self._mine, end=how)
         self._write()

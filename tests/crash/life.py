@@ -22,6 +22,7 @@ from ckpt_engine.store.retention_rules import KeepAll, KeepLast
 from ckpt_engine.store.storage import disk
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.writer.attempts import read_attempts
 from tests.crash.powerloss import RecordingDisk
 
 FOREIGN = {"data/notes.txt": b"mine", "snapshots/list.json": b"{}", "data/.tmp-mine": b"?", "plan.yaml": b"a: 1"}
@@ -194,6 +195,8 @@ def check(root: Path, labels: list[str], check_whole: Callable[[Repository, set[
     needed = {names.RECORD, names.LEASE} | {names.manifest_name(manifest.info.id) for manifest in manifests}
     needed |= {file.name for manifest in manifests for file in manifest.files}
     needed |= pin_files
+    needed |= {names.ATTEMPTS} & left
+    read_attempts(storage)  # as it was before or after, never torn
     assert left == needed | set(foreign), f"garbage {left - needed - set(foreign)}, missing {needed - left}"
     assert _foreign(root) == foreign, "a foreign file was changed"
     with acquire(storage) as lease:

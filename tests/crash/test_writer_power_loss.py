@@ -116,7 +116,7 @@ def test_a_writer_that_continues_after_a_killed_one_survives_a_power_loss(
 ) -> None:
     """Killed at several points; the next writer of the run takes over, and then the power fails."""
     explorer = Explorer(scratch, partial(check, check_whole=_whole))
-    for die_before in (3, 21, 33, 47, 60, 72):
+    for die_before in (3, 10, 26, 38, 52, 65, 77):
         disk = _recorded(tmp_path, die_before)
         session = _Session(tmp_path / "disk" / "run", disk, stage, monkeypatch)
         assert not session.run(range(6))

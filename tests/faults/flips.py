@@ -1,6 +1,6 @@
 """The campaign of bit flips: `python -m tests.faults.flips --flips 2400 --seed 1`.
 
-A small run on three tiers has every kind of file: record, lease, status, rollback, catalog, pins, manifests,
+A small run on three tiers has every kind of file: record, lease, status, rollback, attempts, catalog, pins, manifests,
 part records, and data files raw, with differences between rows, compressed, and as differences between snapshots. Each
 flip changes one bit of one file. Then `ckpt verify` of that tier must name the file, and whatever is loaded from that
 tier alone must be what was saved, or a coded error. Kinds get equally many flips.
@@ -45,7 +45,7 @@ TIERS = {"near": "raw", "zip": "byteplane-zstd", "far": "delta"}
 CODECS = {"raw", "rows", "byteplane-zstd", "delta-byteplane-zstd"}
 """How bytes of the run are stored."""
 KINDS = (
-    *("record", "lease", "status", "rollback", "catalog", "pin", "manifest", "part"),
+    *("record", "lease", "status", "rollback", "attempts", "catalog", "pin", "manifest", "part"),
     *("header", "raw", "encoded", "delta"),
 )
 """Of files, and of bytes in data files."""

@@ -24,6 +24,7 @@ SAMPLES: list[Event] = [
     events.Requested("save", "ann on node7"),
     events.SnapshotFound("id", 7, "/run"),
     events.Notice("WARNING", "something"),
+    events.AttemptsFound((60.0, 5.0), ("machine", ""), 1.5),
 ]
 
 

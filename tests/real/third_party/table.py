@@ -96,9 +96,9 @@ _REFUSED = {
 _LISTS = dict.fromkeys(
     (
         *("test_checkpoint_callbacks_are_last", "test_attach_model_callbacks", "test_configure_external_callbacks"),
-        "test_callbacks_state_fit_ckpt_path",
+        *("test_callbacks_state_fit_ckpt_path", "test_model_checkpoint_no_extraneous_invocations"),
     ),
-    "it asserts which callbacks a Trainer has, or how many",
+    "it asserts which callbacks a Trainer has, how many, or how often their state is taken",
 )
 PROGRAMS: Mapping[str, Program | Suite] = {
     "nanogpt": Program(
@@ -164,7 +164,7 @@ PROGRAMS: Mapping[str, Program | Suite] = {
     ),
     "lightning-restore": Suite(*_LIGHTNING, ("tests_pytorch/models/test_restore.py",), _ALONE, _LISTS),
     "lightning-loops": Suite(*_LIGHTNING, ("tests_pytorch/loops",), _ALONE),
-    "lightning-checkpointing": Suite(*_LIGHTNING, ("tests_pytorch/checkpointing",), _ALONE),
+    "lightning-checkpointing": Suite(*_LIGHTNING, ("tests_pytorch/checkpointing",), _ALONE, _LISTS),
     "lightning-connectors": Suite(*_LIGHTNING, ("tests_pytorch/trainer/connectors",), _ALONE, _LISTS),
     "accelerate-state": Suite(*_ACCELERATE, "tests", ("test_state_checkpointing.py",), (*_ALONE, *_TRAINERS)),
     "transformers-checkpointing": Suite(

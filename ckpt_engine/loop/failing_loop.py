@@ -168,13 +168,16 @@ class FailingLoop:
         if self._left is None and self.last.holds:
             self._left = self._tensors.samples()
 
-    def end(self, error: BaseException) -> None:
+    def end(self, error: BaseException | None) -> None:
         """An exception ends the loop: save its last boundary where that is exact, and say what is durable.
 
         Never raises: `error` is what the user must see.
+
+        Args:
+            error: None: the process ends, and the loop was not closed.
         """
-        saver = self._saver
-        if self._ended or error is self._around or isinstance(error, CkptError) or saver.stopping.stops:
+        saver, expected = self._saver, error is not None and error is self._around
+        if self._ended or expected or isinstance(error, CkptError) or saver.stopping.stops:
             return
         self._ended = True
         try:

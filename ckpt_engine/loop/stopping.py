@@ -250,14 +250,16 @@ class Stopping:
         """Whether the run is to stop: what becomes durable is decided then."""
         return self.halt.stops
 
-    def failed(self, error: BaseException, found: str) -> None:
+    def failed(self, error: BaseException | None, found: str) -> None:
         """An exception ends the run: wait for what is in flight, and say what is durable.
 
         Args:
+            error: None: the process ends without `close`.
             found: what became of the last step.
         """
         self._engine.wait(self.seconds_left(EXCEPTION_WAIT_SECONDS))
-        self._log.warning("%s: %s; %s", type(error).__name__, self.watch.durable(), found)
+        what = "the process ends without close()" if error is None else type(error).__name__
+        self._log.warning("%s: %s; %s", what, self.watch.durable(), found)
 
     def seconds_left(self, at_most: float) -> float:
         """How long something may be waited for: `at_most`, and not beyond the deadline of a stop."""

@@ -197,8 +197,8 @@ class Tracker(LoopProgress):
         self._feeds.append(Feed(name, source, self))
         self._resume.late(self._feeds[-1])
 
-    def failed_with(self, error: BaseException) -> None:
-        """An exception has left the loop: make its last boundary durable where that is exact. Never raises."""
+    def failed_with(self, error: BaseException | None) -> None:
+        """See `FailingLoop.end`. Never raises."""
         self._failing.end(error)
 
     def abandon_resume(self) -> None:
@@ -499,7 +499,8 @@ class Tracker(LoopProgress):
 
     def _abandoned(self) -> None:
         """The process ends, or a newer engine takes the run over, and this was not closed."""
-        if (error := uncaught()) is not None and not self._closed:
+        error = uncaught()
+        if not self._closed and (error is not None or not self._engine.tenure.replaced):
             self.failed_with(error)
         self.release()
 

@@ -99,6 +99,11 @@ class Tenure:
             del _tenures[self._key]
 
     @property
+    def replaced(self) -> bool:
+        """Whether a newer engine of this process has taken the run over."""
+        return self._replaced
+
+    @property
     def _is_idle(self) -> bool:
         """Whether no other thread can be in one of the engine's methods: all of them belong to one."""
         return self._thread is threading.current_thread() or not self._thread.is_alive()

@@ -5,7 +5,6 @@ The writer as a thread of the trainer: where no process can be started, or when 
 
 from __future__ import annotations
 
-import atexit
 import os
 import selectors
 import signal
@@ -35,7 +34,6 @@ class ThreadWriter(WriterClient):
 
     def __init__(self, config: WriterConfig) -> None:
         super().__init__(config)
-        self._config = config
         self._refused: ErrorRecord | None = None
         self._closing = False
         self._closed = threading.Event()
@@ -55,7 +53,6 @@ class ThreadWriter(WriterClient):
             raise
         if client._refused is not None:
             raise client._refused.exception()
-        atexit.register(client._finish_at_exit)
         return client
 
     def close(
@@ -69,7 +66,6 @@ class ThreadWriter(WriterClient):
         if self._foreign:
             return True
         self._closing = True
-        atexit.unregister(self._finish_at_exit)
         self._worker.finish(failed=failed)
         ended = self._wait_for_the_end(self._closed, timeout, hurries)
         if not ended:
@@ -116,9 +112,6 @@ class ThreadWriter(WriterClient):
         self._answered.set()
         self._news.set()
         self._closed.set()
-
-    def _finish_at_exit(self) -> None:
-        self.close(self._config.drain_seconds)
 
 
 ANSWER_SECONDS = 60.0

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from ckpt_engine import Checkpointer
 from ckpt_engine.copy.job import JobDone, WriterConfig
 from ckpt_engine.errors import LeaseHeldError, WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, WriterLost
@@ -78,7 +79,9 @@ def test_a_trainer_that_just_ends_loses_nothing(tmp_path: Path, kind: str) -> No
     """Without `close` a process finishes by itself, and a thread before the interpreter goes."""
     run_trainer(tmp_path / "run", "leave", kind, status=0)
     with acquire(open_storage(tmp_path / "run"), wait_seconds=WAIT_SECONDS):
-        assert [i.step for i in check_all(tmp_path / "run")] == [1, 2]
+        run = Checkpointer(tmp_path / "run")
+        assert [i.step for i in run.snapshots()] == [1, 2]
+        assert [float(run.load(step)["w"].mean()) for step in (1, 2)] == [1.0, 2.0]
 
 
 def test_a_writer_that_waits_for_the_lease_goes_with_its_trainer(tmp_path: Path, processes: Writers) -> None:

@@ -8,7 +8,7 @@ Plans:
     die-after N: submits N jobs on N slots and kills itself, without waiting for anything.
     die-holding: submits one job and kills itself, with a forked child that keeps every descriptor open.
     die-behind-a-gate FILE N SECONDS: as die-after, with storage that hangs until FILE exists, and `drain_seconds`.
-    leave KIND: submits two jobs to a `process` or a `thread`, and ends without closing anything.
+    leave KIND: saves twice by a `process` or a `thread`, and ends without closing anything.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ckpt_engine import Checkpointer
 from ckpt_engine.copy.job import JobDone, TierConfig, WriterConfig
 from ckpt_engine.errors import WriterError
 from ckpt_engine.writer import launch
-from ckpt_engine.writer.client import WriterClient, completed, open_client
+from ckpt_engine.writer.client import WriterClient, completed
 from tests.persist.staged import Stage
 
 STORM_KEEP = 5
@@ -122,8 +125,9 @@ def main(root: str, path: str, plan: str, *rest: str) -> None:
         os.environ["TEST_GATE"] = rest[0]
         die_after(root, log, int(rest[1]), drain_seconds=float(rest[2]))
     elif plan == "leave":
-        config = WriterConfig(root, lease_wait_seconds=3600.0)
-        submit(open_client(config, thread=rest[0] == "thread", emit=lambda event: sys.exit(str(event))), 2)
+        checkpointer = Checkpointer(root, writer=rest[0], keep={"last": 9})
+        for step in (1, 2):
+            assert checkpointer.save({"w": torch.full((1 << 20,), float(step))}, step=step).skipped is None
     else:
         raise SystemExit(f"no such plan: {plan}")
 

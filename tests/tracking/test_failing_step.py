@@ -378,18 +378,20 @@ def test_a_loop_that_trains_while_an_exception_is_handled_has_not_failed(
     assert not [one for one in caplog.records if one.getMessage().startswith("Failure: ")]
 
 
-def test_a_script_that_closes_nothing_leaves_the_step_before_durable(tmp_path: Path) -> None:
-    """The process ends by the exception; a resume is the uninterrupted run, bit for bit."""
+@pytest.mark.parametrize(("how", "writer"), [("fail", "process"), ("exit", "thread")])
+def test_a_script_that_closes_nothing_leaves_the_step_before_durable(how: str, writer: str, tmp_path: Path) -> None:
+    """The process ends by the exception, or by `sys.exit()`; a resume is the uninterrupted run, bit for bit."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.tracking.failing_script", str(tmp_path)],
+        [sys.executable, "-m", "tests.tracking.failing_script", str(tmp_path), how, writer],
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
-    assert done.returncode == 1
-    assert done.stderr.count("Failure: late") == 1
-    assert f"Failure: step {FAILS_AT} is durable" in done.stderr
+    assert done.returncode == (1 if how == "fail" else 3)
+    assert done.stderr.count("Failure: late") == (how == "fail")
+    why = "Failure" if how == "fail" else "the process ends without close()"
+    assert f"{why}: step {FAILS_AT} is durable" in done.stderr
     assert (saved(tmp_path)[-1].step, saved(tmp_path)[-1].reason) == (FAILS_AT, "exception")
     ends = []
     for root, seed in ((None, 0), (tmp_path, 7)):

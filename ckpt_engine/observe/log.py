@@ -38,26 +38,35 @@ LOGGER_NAME = "ckpt_engine"
 class LogSink:
     """Logs every event: failures as errors, lost writers as warnings, the routine as info or debug.
 
-    What fails again for the same reason gets a short line, until a snapshot is durable there again.
+    What fails again for the same reason gets a short line each time that the count has a digit more, and one when a
+    snapshot is durable there again.
     """
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
         self._logger = logger or logging.getLogger(LOGGER_NAME)
-        self._failing: dict[str, tuple[str, str]] = {}
+        self._failing: dict[str, tuple[tuple[str, str], int]] = {}
+        """By tier: why snapshots fail there, and how many have in a row."""
 
     def emit(self, event: Event) -> None:
-        level, again = level_of(event), self._fails_again(event)
+        level, count = level_of(event), 1
+        if isinstance(event, SnapshotFailed):
+            count = self._count(event)
+            level = level if str(count) == "1" + "0" * (len(str(count)) - 1) else logging.DEBUG
+        elif isinstance(event, SnapshotCommitted) and event.tier in self._failing:
+            _, failed = self._failing.pop(event.tier)
+            self._logger.warning(
+                "step %d: snapshots become durable on %s again, %d failed", event.step, event.tier, failed
+            )
         if self._logger.isEnabledFor(level):
-            self._logger.log(level, "%s", line(event, again=again))
+            self._logger.log(level, "%s", line(event, count=count))
 
-    def _fails_again(self, event: Event) -> bool:
-        if isinstance(event, SnapshotCommitted):
-            self._failing.pop(event.tier, None)
-        if not isinstance(event, SnapshotFailed):
-            return False
+    def _count(self, event: SnapshotFailed) -> int:
+        """How often a snapshot has failed in a row for this reason."""
         why = event.code, event.message.replace(event.snapshot, "") if event.snapshot else event.message
-        before, self._failing[event.tier] = self._failing.get(event.tier), why
-        return before == why
+        before, count = self._failing.get(event.tier, (why, 0))
+        count = count + 1 if before == why else 1
+        self._failing[event.tier] = why, count
+        return count
 
 
 def level_of(event: Event) -> int:
@@ -79,8 +88,8 @@ def level_of(event: Event) -> int:
             return logging.DEBUG
 
 
-def line(event: Event, *, again: bool = False) -> str:
-    """The event in one line for people; `again`: a failure like the last one, in short."""
+def line(event: Event, *, count: int = 1) -> str:
+    """The event in one line for people; `count`: of failures like this one in a row, which get a short line."""
     match event:
         case SnapshotStaged():
             return (
@@ -98,8 +107,11 @@ def line(event: Event, *, again: bool = False) -> str:
             return f"{len(event.lasted)} earlier attempts are known, {failed} of them have failed"
         case MemoryFlushed():
             return f"step {event.step}: the newest in memory when that was to become durable; what could, is"
-        case SnapshotFailed() if again:
-            return f"step {event.step}: snapshot not durable either, as before [{event.code}]" + _hint(event)
+        case SnapshotFailed() if count > 1:
+            return (
+                f"step {event.step}: {count} snapshots in a row did not become durable, as before [{event.code}]"
+                + _hint(event)
+            )
         case SnapshotFailed():
             snapshot = f"snapshot {event.snapshot}" if event.snapshot else "its snapshot"  # the writer names it
             return (

@@ -44,8 +44,8 @@ class StillClock:
 # ------------------------------------------------------------------ log
 
 
-def test_a_failure_that_repeats_itself_is_told_in_full_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Another reason is told in full; so is the same one after a snapshot that became durable."""
+def test_a_failure_that_repeats_itself_gets_one_full_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Another reason gets a full line, as does the same one after a snapshot that became durable; and that gets one."""
 
     def failed(step: int, why: str = "no space left") -> SnapshotFailed:
         return SnapshotFailed(
@@ -61,10 +61,17 @@ def test_a_failure_that_repeats_itself_is_told_in_full_once(caplog: pytest.LogCa
         "step 1: snapshot s1 did not become durable on /run: [CKPT301] cannot write /run/data/s1: no space left; "
         "older snapshots are untouched → free space"
     )
-    assert lines[1] == "step 2: snapshot not durable either, as before [CKPT301] → free space"
+    assert [one.split(":")[0] for one in lines] == ["step 1", "step 4", "step 7"]
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warned == ["step 6: snapshots become durable on /run again, 2 failed"]
     sink.emit(dataclasses.replace(failed(8, "the writer is gone"), snapshot=""))
     assert caplog.messages[-1].startswith("step 8: its snapshot did not become durable on /run: ")
-    assert ["either" in one for one in lines] == [False, True, True, False, True, False]
+    for step in range(9, 120):
+        sink.emit(SnapshotFailed("", step, "/run", "CKPT602", "the writer is gone", "free space"))
+    assert [one.split(",")[0] for one in caplog.messages[-2:]] == [
+        "step 18: 10 snapshots in a row did not become durable",
+        "step 108: 100 snapshots in a row did not become durable",
+    ]
 
 
 def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:

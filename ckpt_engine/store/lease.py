@@ -198,8 +198,9 @@ class LocalLease:
     def try_acquire(cls, storage: Folder, holder: LeaseHolder) -> Self | None:
         """The lease, or None if another process, or another lease of this one, holds it."""
         path = storage.path(names.LEASE)
-        with translating("take the lease", path):
+        with translating("make the folder", storage.root, "choose a folder on a disk where this user may make one"):
             storage.make_folder(storage.root)
+        with translating("take the lease", path):
             fd = open_regular(path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -15,6 +15,7 @@ from ckpt_engine.errors import (
     ForeignError,
     LeaseHeldError,
     NotAFolderError,
+    StorageMissingError,
     StorageReadOnlyError,
 )
 from ckpt_engine.store import lease as lease_module
@@ -247,6 +248,13 @@ def test_a_path_that_is_a_file_gets_no_lease(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("x")
     with pytest.raises(NotAFolderError, match="run"):
         acquire(LocalStorage(tmp_path / "run"))
+
+
+def test_a_folder_that_cannot_be_made_says_what_to_do() -> None:
+    """The kernel says "no such file" there, which is no help."""
+    with pytest.raises(StorageMissingError, match="cannot make the folder /proc/nope") as caught:
+        acquire(LocalStorage(Path("/proc/nope")))
+    assert "choose a folder" in (caught.value.hint or "")
 
 
 def test_a_read_only_folder_gets_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

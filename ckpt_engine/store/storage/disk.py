@@ -427,17 +427,22 @@ _KINDS: dict[int, tuple[type[StorageError], str | None]] = {
 }
 
 
-def translated(error: OSError, what: str, path: str) -> StorageError:
-    """Our error for `error`, which happened when doing `what` at `path`; raise it `from` the original."""
+def translated(error: OSError, what: str, path: str, else_hint: str | None = None) -> StorageError:
+    """Our error for `error`, which happened when doing `what` at `path`; raise it `from` the original.
+
+    Args:
+        else_hint: where the kind of error has none.
+    """
     kind, hint = _KINDS.get(error.errno or 0, (StorageError, None))
+    hint = hint or else_hint
     reason = error.strerror or str(error) or type(error).__name__
     return kind(f"cannot {what} {path}: {reason}", hint=hint)
 
 
 @contextmanager
-def translating(what: str, path: str) -> Iterator[None]:
-    """Turns an `OSError` of the block into our error."""
+def translating(what: str, path: str, else_hint: str | None = None) -> Iterator[None]:
+    """Turns an `OSError` of the block into our error; see `translated`."""
     try:
         yield
     except OSError as err:
-        raise translated(err, what, path) from err
+        raise translated(err, what, path, else_hint) from err

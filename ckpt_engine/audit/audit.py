@@ -74,7 +74,8 @@ class Audit:
 
         Args:
             known: values of counters that the loop takes from the tracker.
-            taking: a snapshot is taken here. Variables are compared there, and at the first boundaries.
+            taking: a snapshot is taken here. Variables are compared there, before the first step and at the first
+                boundaries: what a step has changed is then known to the first snapshot.
         """
         if not self._hidden.on or not (taking or self._looks < _FIRST_LOOKS):
             return

@@ -222,6 +222,7 @@ class Tracker(LoopProgress):
             self._resume.say(problem)
         if feed.delivered == 0 and not self._begun_again and not self._restoring and not self._within(feed):
             self._audit.begin("batch")
+            self._audit.boundary(self._counters(feed), taking=False)
         if self._restoring and feed is self._training and feed.resuming:
             self._reloaded.clear()
             self._audit.begin("batch")

@@ -51,7 +51,7 @@ class Script:
 
     def train(self, batches: int) -> None:
         """Train on the next batches of a new pass."""
-        left = batches
+        last = len(self.ids) + batches
         for x, y, ids in self.loader:
             durable(self.ckpt)
             loss = ((self.model(x) - y) ** 2).mean()
@@ -60,8 +60,7 @@ class Script:
             self.optimizer.zero_grad()
             self.ids.append(tuple(ids.tolist()))
             self.losses.append(loss.item().hex())
-            left -= 1
-            if not left:
+            if len(self.ids) == last:
                 break
 
     def weights(self) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ckpt_engine import Carry, Checkpointer
 from tests.support.digests import seed_everything
@@ -221,6 +221,33 @@ def evaluating(folder: Path, seed: int, die_at: int | None) -> list[str]:
     except Killed:
         pass
     return losses
+
+
+def test_a_local_is_named_by_the_snapshot_of_the_first_step(tmp_path: Path) -> None:
+    """One step shows that it is carried: the run may be killed right after it."""
+    drifting(tmp_path, die_at=1)
+    drifting(tmp_path, die_at=2)
+    rows = {row["name"]: row["why"] for row in report(tmp_path)["not_restored"]}
+    assert rows["local variables"].startswith("drift is carried")
+
+
+def drifting(folder: Path, die_at: int) -> None:
+    """A loop over a loader, with a number that each step changes and the next one uses."""
+    seed_everything(0)
+    net, loader = nn.Linear(3, 1), DataLoader(TensorDataset(torch.rand(8, 3)), batch_size=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    drift = 0.0
+    with contextlib.suppress(Killed), Checkpointer(folder, every_n_steps=1, writer="thread", at_end=False) as ckpt:
+        tracker = ckpt.track(net=net, optimizer=optimizer, loader=loader)
+        for (x,) in loader:
+            if tracker.global_step == die_at:
+                assert ckpt.wait(60)
+                raise Killed
+            loss = net(x + drift).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            drift += loss.item()
 
 
 def prefetching(folder: Path, seed: int, die_at: int | None, *, carried: bool) -> list[str]:

@@ -287,7 +287,7 @@ class Schedule:
             }
             needed |= {names.manifest_name(parsed.id) for parsed in repository.ids()}
             needed |= {names.pin_name(snapshot) for snapshot in pins.pinned_ids(storage)}
-            needed |= there & {names.RECORD, names.LEASE, names.STATUS, names.CATALOG}
+            needed |= there & {names.RECORD, names.LEASE, names.STATUS, names.CATALOG, names.ATTEMPTS}
             if there != needed:
                 self.bad.append(f"at {name}: left over {sorted(there - needed)}, missing {sorted(needed - there)}")
         self._check("the last collection")

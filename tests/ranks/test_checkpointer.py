@@ -13,12 +13,13 @@ from safetensors import safe_open
 
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.copy.job import RankConfig
-from ckpt_engine.errors import ConfigError, LeaseHeldError, ResumeError, SnapshotFailedError
+from ckpt_engine.errors import ConfigError, LeaseHeldError, ResumeError, SnapshotFailedError, StorageFullError
 from ckpt_engine.snapshot import writer_link
 from ckpt_engine.state.compatibility import require_size
 from ckpt_engine.store import names
 from ckpt_engine.store.manifest import RANKS
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import part_records
 from tests.ranks.runs import Patience, SharedStore, ThreadRanks, on_all, open_ranks
@@ -384,3 +385,23 @@ def test_a_rank_that_cannot_take_its_share_tells_the_others(tmp_path: Path) -> N
     save_all(ranks, 3)
     close_all(ranks)
     assert [one.step for one in Repository(open_storage(str(tmp_path))).ids()] == [1, 3]
+
+
+def test_a_rank_whose_data_cannot_be_written_says_so_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator does not wait for a part that never comes; the next snapshot is fine."""
+    put, full = LocalStorage.put, [True]
+
+    def refuse(self: LocalStorage, name: str, blocks: Any, *, exclusive: bool = True) -> None:
+        if full[0] and name.endswith("-r00001.safetensors"):
+            raise StorageFullError("no space left")
+        put(self, name, blocks, exclusive=exclusive)
+
+    monkeypatch.setattr(LocalStorage, "put", refuse)
+    ranks = open_ranks(tmp_path, 2, wait_seconds=3600.0)
+    handles = on_all(lambda rank: ranks[rank].save(state_of(1, rank), step=1), 2)
+    with pytest.raises(SnapshotFailedError, match=r"rank 1.*it failed there"):
+        handles[0].wait(60)
+    full[0] = False
+    save_all(ranks, 2)
+    close_all(ranks)
+    assert [info.step for info in ranks[0].snapshots()] == [2]

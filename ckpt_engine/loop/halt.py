@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, DivergedError
@@ -74,14 +75,7 @@ class Halt:
         self._watch.attend()
         plan = self._watch.plan(stop)
         self._log.warning("%s: %s", stop.notice.who, plan.why)
-        try:
-            self._make_durable(plan, stop, take)
-        except CkptError as err:
-            self._log.error("%s: %s", stop.notice.who, err)
-        else:
-            self._tell(stop)
-        self.done = True
-        return self.exit_of(stop)
+        return self._end(stop, lambda: self._make_durable(plan, stop, take))
 
     def fits(self, stop: Stop) -> bool:
         """Of several ranks the first asks ahead: whether a snapshot after the next step will be durable in time."""
@@ -93,8 +87,11 @@ class Halt:
         """Do what all ranks have agreed on; as `now`."""
         assert self.shared is not None
         self._watch.attend()
+        return self._end(stop, partial(self.shared.halt, take))
+
+    def _end(self, stop: Stop, work: Callable[[], object]) -> BaseException:
         try:
-            self.shared.halt(take)
+            work()
         except CkptError as err:
             self._log.error("%s: %s", stop.notice.who, err)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import socket
@@ -18,11 +19,16 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from ckpt_engine.config.sections import Status
+from ckpt_engine.loop.rank_decisions import cadence_of, cadence_settings
+from ckpt_engine.loop.stopping import Stopping
+from ckpt_engine.observe.events import SystemClock
+from ckpt_engine.observe.log import FanOutSink
 from ckpt_engine.observe.metrics import Flying, Standing, TierStanding
 from ckpt_engine.preempt.stop_plan import Board, Outlook, PendingSnapshot, StopFacts, TierFacts, outlook, prometheus
 from lightning_ckpt import AdaptiveCheckpoint
 from tests.lightning.runs import Case, fit
 from tests.ranks.launch import free_port
+from tests.ranks.runs import open_ranks
 from tests.ranks.stop_run import wait_for_the_arena
 
 PATIENCE_SECONDS = 60.0
@@ -206,3 +212,15 @@ def test_a_run_shows_how_it_stands(tmp_path: Path) -> None:
     assert "ckpt_committed " in page
     ended = json.loads(file.read_text())
     assert (ended["ended"], ended["durable_step"], ended["work_at_risk_steps"]) == (True, 18, 0)
+
+
+@pytest.mark.parametrize(("rank", "shows"), [(0, True), (1, False)])
+def test_of_several_ranks_the_first_shows_how_the_run_stands(rank: int, shows: bool, tmp_path: Path) -> None:
+    """Others would replace its file, and could not serve at its port."""
+    file = tmp_path / "status.json"
+    engine = open_ranks(tmp_path / "run", 2, status={"file": str(file)})[rank].engine
+    cadence = cadence_of(cadence_settings(engine.config), SystemClock(), engine)
+    stopping = Stopping(engine, cadence, FanOutSink(), logging.getLogger(__name__))
+    stopping.start(0)
+    stopping.close()
+    assert file.exists() == shows

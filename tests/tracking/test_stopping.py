@@ -85,6 +85,24 @@ def test_stop_saves_and_ends_with_0(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert_goes_on(tmp_path, 4)
 
 
+def test_a_stop_gives_the_signals_back_where_nothing_is_closed(tmp_path: Path) -> None:
+    """A notebook's cell ends, and the next one must hear its Ctrl-C."""
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    loader = LOADERS["shuffled"]()
+    ckpt = Checkpointer(tmp_path, every_n_steps=10**9, writer="thread")
+    ckpt.track(model=model, optimizer=optimizer, loader=loader)
+    assert signal.getsignal(signal.SIGTERM) is not before[0]
+    with pytest.raises(SystemExit):
+        for x, y, _ids in loader:
+            ((model(x) - y) ** 2).mean().backward()
+            optimizer.step()
+            sigterm(ckpt)
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    ckpt.close()
+
+
 def test_save_now_takes_one_snapshot_and_goes_on(tmp_path: Path) -> None:
     """At the end of the step; its manifest says that somebody wanted it."""
     train(tmp_path, 4, ask("save"), at_end=False)

@@ -22,6 +22,10 @@ WIDE_PROTOCOLS = frozenset({"Storage"})
 LONG_CONSTRUCTORS = frozenset({"AdaptiveCheckpoint"})
 """What is longer or wider; these lists may only become shorter. LightningCLI needs the options of the callback."""
 UNPLAIN = re.compile(r"\b(nobody|whoever|anew|told|held)\b", re.IGNORECASE)
+TOP = {
+    *(".ci", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "pyproject.toml"),
+    *("accelerate_ckpt", "benchmarks", "ckpt_engine", "docs", "examples", "lightning_ckpt", "requirements", "tests"),
+}
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 
@@ -124,6 +128,12 @@ def test_pages_for_users_use_plain_words() -> None:
     ]
     assert len(pages) > 20
     assert found == []
+
+
+def test_the_top_level_holds_only_what_belongs_there() -> None:
+    """A file that a test leaves behind does not become part of the project."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60)
+    assert {name.split("/")[0] for name in tracked.stdout.splitlines()} == TOP
 
 
 def test_there_are_no_more_files() -> None:

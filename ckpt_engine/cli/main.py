@@ -5,7 +5,6 @@ Exit codes: 0 done; 1 the answer is bad news (`verify` found damage); 2 it could
 
 from __future__ import annotations
 
-import keyword
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -14,25 +13,26 @@ import click
 
 from ckpt_engine.errors import CkptError
 
-VERBS = (
-    "ls",
-    "show",
-    "verify",
-    "diff",
-    "status",
-    "save-now",
-    "stop",
-    "export",
-    "import",
-    "verify-resume",
-    "compact",
-    "cp",
-    "prune",
-    "pin",
-    "unpin",
-    "doctor",
-    "schema",
-)
+VERBS = {
+    "ls": "ls.command",
+    "show": "show.command",
+    "verify": "verify.command",
+    "diff": "diff.command",
+    "status": "status.command",
+    "save-now": "stop.save_now",
+    "stop": "stop.command",
+    "export": "export.command",
+    "import": "import_.command",
+    "verify-resume": "verify_resume.command",
+    "compact": "compact.command",
+    "cp": "cp.command",
+    "prune": "prune.command",
+    "pin": "pin.command",
+    "unpin": "pin.unpin",
+    "doctor": "doctor.command",
+    "schema": "main.schema",
+}
+"""Each verb's module and its command there, in the order of the help."""
 
 
 class _Verbs(click.Group):
@@ -44,14 +44,10 @@ class _Verbs(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in VERBS:
             return None
-        command = import_module(f"ckpt_engine.cli.{module_of(cmd_name)}").command
+        module, _, attribute = VERBS[cmd_name].partition(".")
+        command = getattr(import_module(f"ckpt_engine.cli.{module}"), attribute)
         assert isinstance(command, click.Command)
         return command
-
-
-def module_of(verb: str) -> str:
-    """The module of a verb: `import` and `verify-resume` are no names that Python takes."""
-    return f"{verb}_" if keyword.iskeyword(verb) else verb.replace("-", "_")
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
@@ -62,6 +58,21 @@ def commands() -> None:
     ROOT is the run's folder, its storage URL, or the ckpt.yaml that names its tiers. SNAPSHOT is an id as `ckpt ls`
     shows it or the start of one, a step (1200 or step=1200), or latest.
     """
+
+
+@click.command("schema", short_help="Print the JSON Schema of ckpt.yaml.")
+def schema() -> None:
+    """Print the JSON Schema of ckpt.yaml.
+
+    Editors complete and check a YAML file that names the schema in its first line:
+
+    \b
+        # yaml-language-server: $schema=ckpt.schema.json
+    """
+    from ckpt_engine.cli.output import print_json
+    from ckpt_engine.config import Config
+
+    print_json({"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema()})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -8,6 +8,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest.register_assert_rewrite("ckpt_engine.testing")
 # A busy machine is no failure: how long an example takes to draw or to run says nothing about a law.
 _PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("same", derandomize=True, **_PATIENT)

@@ -45,6 +45,7 @@ from ckpt_engine.config.sections import (
     parse_wait_seconds,
 )
 from ckpt_engine.observe.units import LOGIN
+from ckpt_engine.plugins import CODECS, plugin
 
 MEMORY = "memory"
 MEMORY_SLOTS = 3
@@ -102,6 +103,14 @@ def _not_lossy(value: object) -> object:
     return value
 
 
+def _of_a_package(codec: str) -> bool:
+    """Whether an installed package registers this codec, and it encodes a tensor by itself."""
+    made = plugin(CODECS, codec)
+    if made is not None and made.needs_base:
+        raise option_error(f"the codec {codec!r} needs the bytes of an older snapshot, which only ours are given")
+    return made is not None
+
+
 Rate = Annotated[
     int,
     checked(parse_bytes_per_second),
@@ -145,13 +154,14 @@ class Tier(Section):
         description="degrade: report a failure, go on with the other tiers, catch up later; fail: stop training.",
     )
     codec: Annotated[
-        Literal["raw", "zstd", "byteplane-zstd", "delta", "auto"],
-        one_of("raw", "zstd", "byteplane-zstd", "delta", "auto"),
+        Literal["raw", "zstd", "byteplane-zstd", "delta", "auto"] | str,
+        one_of("raw", "zstd", "byteplane-zstd", "delta", "auto", also=_of_a_package),
         BeforeValidator(_not_lossy),
     ] = Field(
         default="raw",
         description="How the tier stores snapshots: as they are, compressed, as differences to what it has "
-        "(delta), or, on a further tier, by whichever codec makes them durable soonest (auto).",
+        "(delta), or, on a further tier, by whichever codec makes them durable soonest (auto). "
+        "Also the name of a codec that an installed package registers.",
     )
     storage_options: Annotated[dict[str, Any], checked(_options), WithJsonSchema({"type": "object"})] = Field(
         default_factory=dict, repr=False, description="For the storage: endpoint_url, key, secret, and so on."

@@ -219,12 +219,16 @@ def checked(parse: Callable[[object], object], *, also: str | None = None) -> Be
     return BeforeValidator(validate)
 
 
-def one_of(*words: str) -> BeforeValidator:
-    """Exactly one of `words`; the boolean that a YAML 1.1 reader makes of an unquoted `on` or `off` counts as it."""
+def one_of(*words: str, also: Callable[[str], bool] = lambda _: False) -> BeforeValidator:
+    """Exactly one of `words`; the boolean that a YAML 1.1 reader makes of an unquoted `on` or `off` counts as it.
+
+    Args:
+        also: whether another text is allowed.
+    """
 
     def validate(value: object) -> object:
         word = {True: "on", False: "off"}[value] if isinstance(value, bool) and "off" in words else value
-        if isinstance(word, str) and word in words:
+        if isinstance(word, str) and (word in words or also(word)):
             return word
         near = difflib.get_close_matches(str(value).lower(), words, 1)
         choices = " or ".join(f"'{w}'" for w in words)

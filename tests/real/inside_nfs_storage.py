@@ -15,8 +15,8 @@ from ckpt_engine.store.lease import acquire, locks_are_shared
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.testing import StorageContract, listed, put
 from tests.store.samples import save
-from tests.store.storage_contract import StorageContract, listed, put
 
 MOUNTS = [Path(os.environ[name]) for name in ("NFS_A", "NFS_B")]
 

@@ -13,10 +13,10 @@ from ckpt_engine.store.lease_objects import Timing, slot_of, take
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.objects_s3 import S3Storage
+from ckpt_engine.testing import StorageContract, listed, put
 from tests.servers.s3 import S3Server
 from tests.servers.wire import Wire
 from tests.store.samples import save
-from tests.store.storage_contract import StorageContract, listed, put
 
 pytestmark = pytest.mark.slow
 PART_BYTES = 5 << 20

@@ -18,8 +18,8 @@ from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.testing import StorageContract, aligned, listed
 from tests.store.samples import files, info, manifest, save
-from tests.store.storage_contract import StorageContract, aligned, listed
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from ckpt_engine.store.lease import Lease, acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepBest, KeepLast
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.testing import put
 from tests.store.samples import data_file, files, info, manifest, save
-from tests.store.storage_contract import put
 
 
 @pytest.fixture

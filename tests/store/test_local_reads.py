@@ -10,8 +10,8 @@ import pytest
 
 from ckpt_engine.store.storage import disk
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.testing import aligned
 from tests.store.samples import opened_below
-from tests.store.storage_contract import aligned
 
 BIG = aligned(bytes(range(256)) * (3 << 12) + b"tail")
 

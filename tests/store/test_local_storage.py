@@ -23,8 +23,8 @@ from ckpt_engine.store.storage import disk as blockio
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.testing import StorageContract, aligned, listed, put
 from tests.store.samples import files
-from tests.store.storage_contract import StorageContract, aligned, listed, put
 
 BIG = aligned(bytes(range(256)) * (3 << 12) + b"tail")
 

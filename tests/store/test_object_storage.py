@@ -27,9 +27,9 @@ from ckpt_engine.store.storage.objects_fsspec import FsspecStorage
 from ckpt_engine.store.storage.objects_s3 import S3Storage
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.storage.wrappers import metered
+from ckpt_engine.testing import StorageContract, aligned, listed, put
 from tests.servers.fixtures import bucket, moto  # noqa: F401 - fixtures
 from tests.servers.s3 import S3Server
-from tests.store.storage_contract import StorageContract, aligned, listed, put
 
 PART_BYTES = 5 << 20
 

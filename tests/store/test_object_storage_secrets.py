@@ -25,9 +25,9 @@ from ckpt_engine.observe.log import LogSink
 from ckpt_engine.store.storage.object_requests import redacted, secrets_of, shows
 from ckpt_engine.store.storage.objects_fsspec import FsspecStorage
 from ckpt_engine.store.storage.objects_s3 import S3Storage
+from ckpt_engine.testing import put
 from tests.cli.conftest import Outcome
 from tests.servers.s3 import free_port
-from tests.store.storage_contract import put
 from tests.store.test_object_storage import az  # noqa: F401 - a fixture
 
 KEY, SECRET, TOKEN = "AKIAxyzzyxKEY", "xyzzyx/SECRET+wJalrXU", "xyzzyxTOKENxyzzyx"

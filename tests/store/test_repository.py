@@ -19,8 +19,8 @@ from ckpt_engine.errors import (
 from ckpt_engine.store import manifest_codec, names
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.testing import put
 from tests.store.samples import files, info, manifest, save
-from tests.store.storage_contract import put
 
 
 class _CountingStorage(LocalStorage):

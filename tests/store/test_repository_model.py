@@ -16,8 +16,8 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import plan, policy_from
 from ckpt_engine.store.storage.disk import Disk
 from ckpt_engine.store.storage.local import LocalStorage
+from ckpt_engine.testing import put
 from tests.store.samples import data_file, files, save
-from tests.store.storage_contract import put
 
 
 class _QuietDisk(Disk):

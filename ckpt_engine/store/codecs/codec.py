@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Protocol, cast
 
 from ckpt_engine.errors import CorruptError, NewerFormatError
+from ckpt_engine.plugins import CODECS, plugin
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,21 +79,23 @@ _known: dict[str, Codec] = {}
 
 
 def get_codec(name: str) -> Codec:
-    """The codec that `Piece.codec` names.
+    """The codec that `Piece.codec` names, also one that an installed package registers in `ckpt_engine.codecs`.
 
     Raises:
-        NewerFormatError: this version has no codec of that name.
+        NewerFormatError: neither this version nor a package has a codec of that name.
+        ConfigError: the package that registers it cannot be imported.
     """
     codec = _known.get(name)
     if codec is None:
-        if name not in _CODECS:
+        if name in _CODECS:
+            module, attribute = _CODECS[name]
+            made = getattr(importlib.import_module(f"ckpt_engine.store.codecs.{module}"), attribute)
+        elif (made := plugin(CODECS, name)) is None:
             raise NewerFormatError(
                 f"a piece is encoded with {name!r}; this version knows {', '.join(_CODECS)}",
-                hint="read it with the version of ckpt-engine that wrote it, or a later one",
+                hint="install the package that has this codec, or the version of ckpt-engine that wrote it",
             )
-        module, attribute = _CODECS[name]
-        found = importlib.import_module(f"ckpt_engine.store.codecs.{module}")
-        codec = _known.setdefault(name, cast(Codec, getattr(found, attribute)()))
+        codec = _known.setdefault(name, cast(Codec, made()))
     return codec
 
 

@@ -1,7 +1,4 @@
-"""From a URL to the storage that serves it.
-
-From the URL of an object store to its storage: S3 by our own streaming uploads, all others through fsspec.
-"""
+"""From a URL to the storage that serves it: local, S3 by our own streaming uploads, of a plugin, or through fsspec."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from types import MappingProxyType
 from urllib.parse import unquote, urlsplit
 
 from ckpt_engine.errors import StorageError
+from ckpt_engine.plugins import STORAGES, plugin
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.store.storage.object_requests import ObjectOptions, split_url
@@ -21,7 +19,9 @@ _NONE: Mapping[str, object] = MappingProxyType({})
 
 
 def open_storage(url: str | os.PathLike[str], options: Mapping[str, object] = _NONE) -> Storage:
-    """The storage at `url`: a path, `file:///absolute/path`, `s3://bucket/folder` or another URL that fsspec knows.
+    """The storage at `url`: a path, `file:///absolute/path`, `s3://bucket/folder` or another URL.
+
+    Other schemes are those that installed packages register in `ckpt_engine.storages`, then those of fsspec.
 
     Touches nothing yet.
 
@@ -30,6 +30,7 @@ def open_storage(url: str | os.PathLike[str], options: Mapping[str, object] = _N
 
     Raises:
         StorageError: a scheme or an option that is not supported, or a library that is not installed.
+        ConfigError: a package that registers the scheme cannot be imported.
     """
     text = os.fspath(url)
     scheme = text.partition("://")[0].lower() if "://" in text else "file"
@@ -74,6 +75,7 @@ def open_objects(url: str, options: Mapping[str, object]) -> Storage:
 
     Raises:
         StorageError: no library serves this scheme, it is not installed, or it refuses the options.
+        ConfigError: as `open_storage`.
     """
     scheme = url.partition("://")[0].lower()
     try:
@@ -81,6 +83,9 @@ def open_objects(url: str, options: Mapping[str, object]) -> Storage:
             from ckpt_engine.store.storage.objects_s3 import S3Storage
 
             return S3Storage(url, options)
+        if (made := plugin(STORAGES, scheme)) is not None:
+            storage: Storage = made(url, options)
+            return storage
         from ckpt_engine.store.storage.objects_fsspec import FsspecStorage
 
         return FsspecStorage(url, options)

@@ -1,9 +1,10 @@
-"""What every storage promises, as tests: a storage's test class inherits this and makes one.
+"""What every storage and every codec promises, as tests that a new one inherits; needs pytest and hypothesis.
 
 ```python
 class TestMine(StorageContract):
     @pytest.fixture
-    def storage(self, tmp_path): return Mine(tmp_path)
+    def storage(self, tmp_path: Path) -> Storage:
+        return Mine(f"mine://{tmp_path}", {})
 ```
 """
 
@@ -12,16 +13,35 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.errors import CorruptError, StorageError, StorageExistsError, StorageMissingError
+from ckpt_engine.errors import (
+    CkptError,
+    CorruptError,
+    NewerFormatError,
+    StorageError,
+    StorageExistsError,
+    StorageMissingError,
+)
 from ckpt_engine.store import names
+from ckpt_engine.store.codecs.codec import Chunk, Codec
 from ckpt_engine.store.storage.base import ObjectInfo, Storage
 
 PATIENCE_SECONDS = 60.0
+_EXAMPLES = settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[
+        HealthCheck.too_slow,
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.differing_executors,
+    ],
+)
 
 
 def put(storage: Storage, name: str, *parts: bytes, exclusive: bool = True) -> None:
@@ -42,7 +62,7 @@ def aligned(data: bytes) -> memoryview:
 
 
 class StorageContract:
-    """Tests of the `Storage` protocol; `storage` is empty and nobody else's."""
+    """Tests of the `Storage` protocol; the fixture `storage` is empty, and only the test uses it."""
 
     @pytest.fixture
     def storage(self) -> Storage:
@@ -81,15 +101,7 @@ class StorageContract:
         assert storage.get("a", 10, 1) == b""
         assert storage.get("a", 50) == b""
 
-    @settings(
-        max_examples=40,
-        suppress_health_check=[
-            HealthCheck.too_slow,
-            HealthCheck.function_scoped_fixture,
-            HealthCheck.differing_executors,
-        ],
-        deadline=None,
-    )
+    @_EXAMPLES
     @given(st.integers(0, 3 << 20), st.integers(0, 3 << 20), st.integers(0, 64))
     def test_any_range_can_be_read_into_memory(self, storage: Storage, start: int, nbytes: int, shift: int) -> None:
         """Any offset, size and alignment."""
@@ -196,9 +208,9 @@ class StorageContract:
                 use()
 
     def test_of_several_exclusive_puts_at_once_one_wins_whole(self, storage: Storage) -> None:
-        """Concurrent writers of one name: one object, one success, the others are told."""
+        """Concurrent writers of one name: one object, one success, an error for each of the others."""
         won: list[int] = []
-        told: list[int] = []
+        refused: list[int] = []
         start = threading.Barrier(6)
 
         def write(number: int) -> None:
@@ -207,11 +219,11 @@ class StorageContract:
                 put(storage, "data/one", bytes([number]) * 50_000)
                 won.append(number)
             except StorageExistsError:
-                told.append(number)
+                refused.append(number)
 
         _together([lambda n=n: write(n) for n in range(6)])
         assert len(won) == 1
-        assert len(told) == 5
+        assert len(refused) == 5
         assert storage.get("data/one") == bytes(won) * 50_000
         assert storage.sweep() == 0
 
@@ -242,6 +254,143 @@ class StorageContract:
 
         put(storage, "a", b"x")
         assert open_storage(storage.url).get("a") == b"x"
+
+
+FENCE = b"\xa5" * 64
+WIDTHS = {
+    "bool": 1,
+    "uint8": 1,
+    "float8_e4m3fn": 1,
+    "int16": 2,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "int32": 4,
+    "complex64": 8,
+    "float64": 8,
+    "int64": 8,
+    "complex128": 16,
+}
+UNKNOWN = "quaternion512"
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Bytes to encode, what a codec may know about them, and the bytes of an older snapshot."""
+
+    data: bytes
+    base: bytes
+    chunk: Chunk
+
+    def encoded(self, codec: Codec) -> bytes | None:
+        """What the codec stores; None: it does not pay."""
+        stored = codec.encode(memoryview(self.data), self.chunk, memoryview(self.base) if codec.needs_base else None)
+        return None if stored is None else bytes(stored)
+
+    def decoded(self, codec: Codec, stored: bytes, nbytes: int | None = None) -> bytes:
+        """Decode in the middle of a larger buffer, and see that nothing around it is written."""
+        nbytes = len(self.data) if nbytes is None else nbytes
+        buffer = bytearray(FENCE + bytes(nbytes) + FENCE)
+        out = memoryview(buffer)[len(FENCE) : len(FENCE) + nbytes]
+        try:
+            codec.decode(memoryview(stored), out, memoryview(self.base) if codec.needs_base else None)
+        finally:
+            assert buffer.startswith(FENCE) and buffer.endswith(FENCE)
+        return bytes(out)
+
+
+@st.composite
+def samples(draw: st.DrawFn) -> Sample:
+    """Any dtype, any length (0, 1, odd ones), any bits (NaN payloads), any likeness of data and base."""
+    dtype = draw(st.sampled_from([*WIDTHS, UNKNOWN]))
+    nbytes = draw(
+        st.one_of(st.integers(0, 40), st.integers(0, 40), st.integers(41, 3000), st.sampled_from([9_999, 300_001]))
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    base = _kind(draw(st.sampled_from(["random", "normal", "zero", "few"])), nbytes, rng)
+    data = base.copy()
+    change = draw(st.sampled_from(["none", "one", "some", "small", "all"]))
+    if change == "one" and nbytes:
+        data[rng.integers(nbytes)] ^= 1 + rng.integers(255)
+    elif change == "some" and nbytes:
+        data[rng.integers(0, nbytes, size=1 + nbytes // 50)] ^= 0xA5
+    elif change == "small":
+        data[::4] += rng.integers(0, 3, size=data[::4].size).astype(np.uint8)
+    elif change == "all":
+        data = _kind("random", nbytes, rng)
+    width = WIDTHS.get(dtype, 1)
+    columns = draw(st.sampled_from([1, 3, 16]))
+    rows = nbytes // (width * columns)
+    return Sample(data.tobytes(), base.tobytes(), Chunk(dtype, (rows, columns), "weight"))
+
+
+def _kind(kind: str, nbytes: int, rng: np.random.Generator) -> np.ndarray:
+    if kind == "normal":
+        values = (rng.standard_normal(nbytes // 4 + 1) * 0.02).astype(np.float32)
+        return values.view(np.uint8)[:nbytes].copy()
+    if kind == "few":
+        return rng.integers(0, 3, size=nbytes).astype(np.uint8)
+    if kind == "zero":
+        return np.zeros(nbytes, np.uint8)
+    return rng.integers(0, 256, size=nbytes, dtype=np.uint8)
+
+
+class CodecContract:
+    """Tests of the `Codec` protocol. A codec that needs a base is given other bytes of the same length."""
+
+    @pytest.fixture
+    def codec(self) -> Codec:
+        raise NotImplementedError
+
+    @_EXAMPLES
+    @given(st.data())
+    def test_decoding_gives_back_every_bit(self, codec: Codec, data: st.DataObject) -> None:
+        """What is encoded decodes to the same bytes, and takes less room than they."""
+        sample = data.draw(samples())
+        stored = sample.encoded(codec)
+        if stored is None:
+            return
+        if codec.name != "raw":
+            assert len(stored) < len(sample.data)
+        assert sample.decoded(codec, stored) == sample.data
+
+    @_EXAMPLES
+    @given(st.data())
+    def test_damaged_bytes_raise_an_error_of_the_tree_or_decode_to_something(
+        self, codec: Codec, data: st.DataObject
+    ) -> None:
+        """Flipped, cut and lengthened bytes never crash and never write outside; lengths that do not fit are seen."""
+        sample = data.draw(samples())
+        stored = sample.encoded(codec)
+        if not stored:
+            return
+        damaged = bytearray(stored)
+        # Headers are where damage hurts: half of the flips go there.
+        reach = data.draw(st.sampled_from([min(64, len(stored)), len(stored)]))
+        for position in data.draw(st.lists(st.integers(0, reach - 1), min_size=1, max_size=4)):
+            damaged[position] ^= data.draw(st.integers(1, 255))
+        with pytest.raises(CorruptError):
+            sample.decoded(codec, stored + b"\0")
+        for bad in (bytes(damaged), stored[: data.draw(st.integers(0, len(stored) - 1))]):
+            try:
+                sample.decoded(codec, bad)
+            except CkptError as err:
+                assert isinstance(err, CorruptError | NewerFormatError)
+        nbytes = len(sample.data)
+        for other in {0, 1, nbytes - 1, nbytes + 1, 2 * nbytes} - {nbytes}:
+            with pytest.raises(CorruptError):
+                sample.decoded(codec, stored, other)
+
+    @_EXAMPLES
+    @given(st.binary(max_size=200), st.integers(0, 300))
+    def test_foreign_bytes_raise_an_error_of_the_tree(self, codec: Codec, stored: bytes, nbytes: int) -> None:
+        """Any bytes at all either decode or raise CorruptError or NewerFormatError."""
+        sample = Sample(bytes(nbytes), bytes(nbytes), Chunk("uint8", (nbytes,)))
+        try:
+            sample.decoded(codec, stored)
+        except (CorruptError, NewerFormatError):
+            return
+        assert codec.name == "raw" or nbytes == 0 or stored
 
 
 def _together(jobs: Sequence[object]) -> None:

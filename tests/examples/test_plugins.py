@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +79,30 @@ def test_a_run_keeps_its_snapshots_with_both(tmp_path: Path, writer: str) -> Non
             loaded = ckpt.load()
             assert loaded is not None and ckpt.snapshots()[-1].step == 2
             assert torch.equal(loaded["model"]["weight"], state["model"]["weight"])
+
+
+def _ignite(site: Path, *arguments: object) -> list[str]:
+    script = Path(__file__).with_name("train_ignite.py")
+    done = subprocess.run(
+        [sys.executable, script, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode in (0, -signal.SIGKILL)
+    return done.stdout.splitlines()
+
+
+def test_an_ignite_trainer_goes_on_exactly(site: Path, tmp_path: Path) -> None:
+    """Killed in the second epoch; the restart has another seed. A third start finds nothing left to do."""
+    whole = _ignite(site, tmp_path / "whole", 1)
+    before = _ignite(site, tmp_path / "killed", 1, 21)
+    after = _ignite(site, tmp_path / "killed", 2)
+    assert (len(whole), len(before)) == (48, 21)
+    assert 48 - 21 <= len(after) < 48
+    assert before == whole[:21] and after == whole[-len(after) :]
+    assert _ignite(site, tmp_path / "killed", 3) == []
 
 
 def test_without_the_package_the_message_says_what_to_install(tmp_path: Path) -> None:

@@ -384,7 +384,7 @@ LEAST_RATIO = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class SnapshotLevel:
+class SharedLevel:
     """One kind of snapshot.
 
     Args:
@@ -405,7 +405,7 @@ class SnapshotLevel:
         return self.cost_seconds / self.least_seconds if self.least_seconds > 0.0 else math.inf
 
 
-def split(budget: float, memory: SnapshotLevel, durable: SnapshotLevel) -> tuple[float, float]:
+def split(budget: float, memory: SharedLevel, durable: SharedLevel) -> tuple[float, float]:
     """What of `budget` (share of training time) is for snapshots in memory, and for durable ones.
 
     The sum is `budget`, less what neither level can use up.
@@ -489,11 +489,9 @@ class MemoryTrigger:
         if not self._rhythm.fixed and failures_per_second < math.inf:
             rate = failures_per_second * PROCESS_FAILURES
             least = max(least, optimal(self.cost_seconds, 1.0 / rate if rate > 0.0 else math.inf))
-        memory = SnapshotLevel(self.cost_seconds, PROCESS_FAILURES, least)
+        memory = SharedLevel(self.cost_seconds, PROCESS_FAILURES, least)
         cost = max(durable_cost_seconds, LEAST_RATIO * self.cost_seconds)
-        self.share, part = split(
-            self._budget, memory, SnapshotLevel(cost, 1.0 - PROCESS_FAILURES, durable_least_seconds)
-        )
+        self.share, part = split(self._budget, memory, SharedLevel(cost, 1.0 - PROCESS_FAILURES, durable_least_seconds))
         return max(part, self._budget - (memory.most if self._rhythm.fixed else self.share))
 
     def share_out(

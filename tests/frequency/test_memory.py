@@ -9,23 +9,23 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckpt_engine.frequency.policy import MemoryRhythm
-from ckpt_engine.frequency.triggers import PROCESS_FAILURES, MemoryTrigger, SnapshotLevel, split
+from ckpt_engine.frequency.triggers import PROCESS_FAILURES, MemoryTrigger, SharedLevel, split
 
 BUDGETS = st.floats(1e-4, 0.5)
 COSTS = st.floats(1e-4, 100.0)
 RATES = st.floats(1e-6, 1.0)
 BOUNDS = st.just(0.0) | st.floats(1e-3, 1e5)
-LEVELS = st.builds(SnapshotLevel, COSTS, RATES, BOUNDS)
+LEVELS = st.builds(SharedLevel, COSTS, RATES, BOUNDS)
 
 
-def loss(part: float, level: SnapshotLevel) -> float:
+def loss(part: float, level: SharedLevel) -> float:
     """Expected work lost: failures times half an interval."""
     return level.failures * level.cost_seconds / part / 2.0 if part > 0.0 else math.inf
 
 
 @given(BUDGETS, LEVELS, LEVELS)
 def test_the_parts_are_within_the_budget_and_within_what_each_level_can_use(
-    budget: float, memory: SnapshotLevel, durable: SnapshotLevel
+    budget: float, memory: SharedLevel, durable: SharedLevel
 ) -> None:
     """Nothing is given away twice, and nothing is left over that one of them could use."""
     parts = split(budget, memory, durable)
@@ -38,13 +38,13 @@ def test_without_bounds_the_parts_are_as_the_roots_of_cost_times_rate(
     budget: float, cost_m: float, rate_m: float, cost_d: float, rate_d: float
 ) -> None:
     """The formula of the module's first page."""
-    memory, durable = split(budget, SnapshotLevel(cost_m, rate_m), SnapshotLevel(cost_d, rate_d))
+    memory, durable = split(budget, SharedLevel(cost_m, rate_m), SharedLevel(cost_d, rate_d))
     assert memory / durable == pytest.approx(math.sqrt(cost_m * rate_m / (cost_d * rate_d)))
 
 
 @given(BUDGETS, LEVELS, LEVELS, st.floats(0.001, 0.999))
 def test_no_other_division_loses_less_work(
-    budget: float, memory: SnapshotLevel, durable: SnapshotLevel, other: float
+    budget: float, memory: SharedLevel, durable: SharedLevel, other: float
 ) -> None:
     """The optimum, bounds included: any other division that keeps to budget and bounds expects more loss."""
     best = split(budget, memory, durable)
@@ -54,24 +54,24 @@ def test_no_other_division_loses_less_work(
 
 
 @given(BUDGETS, LEVELS, LEVELS, st.floats(0.01, 100.0))
-def test_units_do_not_matter(budget: float, memory: SnapshotLevel, durable: SnapshotLevel, scale: float) -> None:
+def test_units_do_not_matter(budget: float, memory: SharedLevel, durable: SharedLevel, scale: float) -> None:
     """Milliseconds instead of seconds, or rates per year, divide the same."""
     scaled = [
-        SnapshotLevel(x.cost_seconds * scale, x.failures / scale, x.least_seconds * scale) for x in (memory, durable)
+        SharedLevel(x.cost_seconds * scale, x.failures / scale, x.least_seconds * scale) for x in (memory, durable)
     ]
     assert split(budget, *scaled) == pytest.approx(split(budget, memory, durable))
 
 
 def test_a_level_that_costs_nothing_leaves_everything_to_the_other() -> None:
     """It is taken as often as possible without needing a part."""
-    assert split(0.01, SnapshotLevel(0.0, 0.75), SnapshotLevel(1.0, 0.25)) == (0.0, 0.01)
-    assert split(0.01, SnapshotLevel(1.0, 0.75), SnapshotLevel(0.0, 0.25)) == (0.01, 0.0)
-    assert split(0.01, SnapshotLevel(0.0, 0.75), SnapshotLevel(0.0, 0.25)) == (0.0, 0.0)
+    assert split(0.01, SharedLevel(0.0, 0.75), SharedLevel(1.0, 0.25)) == (0.0, 0.01)
+    assert split(0.01, SharedLevel(1.0, 0.75), SharedLevel(0.0, 0.25)) == (0.01, 0.0)
+    assert split(0.01, SharedLevel(0.0, 0.75), SharedLevel(0.0, 0.25)) == (0.0, 0.0)
 
 
 def test_the_usual_failures_and_equal_costs() -> None:
     """Three of four failures spare the machine: snapshots in memory come sqrt(3) times as often."""
-    memory, durable = split(0.01, SnapshotLevel(0.1, PROCESS_FAILURES), SnapshotLevel(0.1, 1.0 - PROCESS_FAILURES))
+    memory, durable = split(0.01, SharedLevel(0.1, PROCESS_FAILURES), SharedLevel(0.1, 1.0 - PROCESS_FAILURES))
     assert memory / durable == pytest.approx(math.sqrt(3.0))
 
 

@@ -1,6 +1,6 @@
 """Reads, verifies and encodes the pieces of a snapshot in threads of its own; differences are decoded to be sure.
 
-Puts together the data files and the manifest of an encoded copy from its encoded pieces.
+Puts together the data files and the manifest of a planned snapshot from its encoded pieces.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from ckpt_engine.copy.adam_groups import AdamGroup
-from ckpt_engine.copy.encoding_plan import MOST_BYTES, ROWS, Bases, EncodingPlan, Job, Key, Needed, Over, Work, placed
 from ckpt_engine.copy.transfer import CopySourceError
+from ckpt_engine.copy.write_plan import ROWS, Bases, Job, Key, Needed, Over, SharingBounds, Work, WritePlan, placed
 from ckpt_engine.errors import CkptError
 from ckpt_engine.store import container, names
 from ckpt_engine.store.codecs.codec import Chunk, class_of, get_codec, get_group_codec
@@ -38,8 +38,11 @@ LEAST_ROWS = 64
 """In a piece; with fewer of them most pieces change in most rows."""
 
 Pick = Callable[[str], str]
-"""The codec of a class of tensors (`codec.class_of`), or `DELTA`."""
-_Told = dict[str, float]
+"""The codec of a class of tensors (`codec.class_of`), or `DELTA`; `ROWS`: changed rows, else as it is."""
+View = Callable[[str, Piece], memoryview]
+"""The stored bytes of a plain piece of an entry, verified, where they are in memory."""
+CHANGED, SETTLED, DELTAS = 1, 2, 3
+"""Parts of a snapshot: its data files of what changes, those of what stays, and those of what changes in few rows."""
 
 
 class Encoder:
@@ -49,34 +52,51 @@ class Encoder:
         manifest: of what is copied.
         decoder: reads that.
         bases: reads what the target has.
+        view: as `decoder`, without a copy.
     """
 
-    def __init__(self, manifest: Manifest, decoder: Decoder, bases: Bases, pick: Pick) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        planned: WritePlan,
+        decoder: Decoder,
+        bases: Bases,
+        pick: Pick,
+        view: View | None = None,
+    ) -> None:
         self._manifest = manifest
+        self._planned = planned
         self._decoder = decoder
         self._bases = bases
         self._pick = pick
+        self._view = view
+        self._dense: set[str] = set()
+        """Entries of which a piece has changed in most rows: the others are not tried."""
         self._rooms = threading.local()
         self._group_rooms: SimpleQueue[dict[int, bytearray]] = SimpleQueue()
         for _ in range(GROUPS_AT_ONCE):
             self._group_rooms.put({})
         self._steps: dict[str, float | None] = {}
-        self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode")
 
-    def ahead(self, parts: Sequence[Sequence[Job]]) -> Iterator[list[EncodedPiece]]:
-        """The parts, encoded; while one is in use the next one is worked on.
+    def ahead(self) -> Iterator[list[EncodedPiece]]:
+        """The parts of the plan, encoded; while one is in use the next one is worked on.
 
         Raises:
             SourceError: what is copied is damaged or cannot be read.
         """
+        threads = 1 if self._planned.bounds.rows_only else THREADS
+        pool = ThreadPoolExecutor(threads, thread_name_prefix="ckpt-encode")
         waiting: list[Future[list[EncodedPiece]]] | None = None
-        for part in parts:
-            begun = [self.pool.submit(self._encode, job) for job in part]
+        try:
+            for part in self._planned.parts:
+                begun = [pool.submit(self._encode, job) for job in part]
+                if waiting is not None:
+                    yield [done for one in waiting for done in one.result()]
+                waiting = begun
             if waiting is not None:
                 yield [done for one in waiting for done in one.result()]
-            waiting = begun
-        if waiting is not None:
-            yield [done for one in waiting for done in one.result()]
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _encode(self, job: Job) -> list[EncodedPiece]:
         if job.adam is not None and all(self._tried(one) == DELTA for one in job.work):
@@ -94,37 +114,39 @@ class Encoder:
         # Of decoded bytes whose digest nobody has noted, this is the first one.
         content = work.piece.content_digest or digest(data)
         kind, tried = self._kind(work), self._tried(work)
-        if tried == RAW:
-            return EncodedPiece(work, data, RAW, RAW, kind, content, content, 0.0)
         began = time.thread_time()
-        found = self._difference(work, data, content) if tried == DELTA else None
+        found = self._difference(work, data, content, tried) if tried in (DELTA, ROWS) else None
         is_over = found is not None
+        codec = {DELTA: FULL, ROWS: RAW}.get(tried, tried)
         if found is None:
-            codec = FULL if tried == DELTA else tried
-            stored = get_codec(codec).encode(data, self._chunk(work), None)
+            stored = get_codec(codec).encode(data, self._chunk(work), None) if codec != RAW else None
             found = (codec, stored) if stored is not None else (RAW, data)
         seconds = time.thread_time() - began
         codec, stored = found
         stored_digest = content if codec == RAW else digest(stored)
-        return EncodedPiece(work, _snug(stored), codec, tried, kind, stored_digest, content, seconds, is_over)
+        stored = stored if codec == RAW else _snug(stored)
+        return EncodedPiece(work, stored, codec, tried, kind, stored_digest, content, seconds, is_over)
 
-    def _difference(self, work: Work, data: memoryview, content: str) -> tuple[str, bytes | memoryview] | None:
+    def _difference(
+        self, work: Work, data: memoryview, content: str, tried: str
+    ) -> tuple[str, bytes | memoryview] | None:
         """A piece as difference to what the target has; None: it is better written in full."""
-        over = work.over
-        if over is None or not (over.alone or over.rows):
+        over, rows = work.over, in_rows(work.name, self._manifest.entries[work.name], work.piece)
+        if over is None or not (over.alone or over.rows) or work.name in self._dense:
             return None
-        base = _room(self._rooms.__dict__, "base", data.nbytes)
-        if not self._bases.read(work.name, work.start, over, base):
-            return None
-        rows = _in_rows(work.name, self._manifest.entries[work.name], work.piece)
         tries = [(ROWS, rows)] if rows is not None else []
-        if not over.rows:
+        if not over.rows and tried == DELTA:
             tries.append(("delta-byteplane-zstd", self._chunk(work)))
+        base = _room(self._rooms.__dict__, "base", data.nbytes)
+        if not tries or not self._bases.read(work.name, work.start, over, base):
+            return None
         for codec, chunk in tries:
             stored = get_codec(codec).encode(data, chunk, base)
-            if stored is not None and _is_worth_it([over], [stored]):
+            if stored is not None and _is_worth_it([over], [stored], self._planned.bounds):
                 get_codec(codec).decode(memoryview(stored), base, base)
                 return (codec, stored) if digest(base) == content else None
+            if stored is None and tried == ROWS:
+                self._dense.add(work.name)
         return None
 
     def _encode_group(
@@ -153,7 +175,7 @@ class Encoder:
         codec.decode(stored, outs, named[1])
         if [digest(outs[role]) for role in codec.roles] != contents:
             return None
-        if not _is_worth_it(overs, list(stored.values())):
+        if not _is_worth_it(overs, list(stored.values()), self._planned.bounds):
             return None
         group = tuple(one.name for one in work)
         seconds = (time.thread_time() - began) / len(work)
@@ -178,6 +200,11 @@ class Encoder:
         return self._steps[known]
 
     def _read(self, work: Work) -> memoryview:
+        if self._view is not None:
+            try:
+                return self._view(work.name, work.piece)
+            except CkptError as err:
+                raise CopySourceError(err) from err
         data = memoryview(bytearray(work.piece.raw_nbytes))
         self._fill(work.name, work.start, work.piece, data)
         return data
@@ -206,12 +233,12 @@ def _room(kept: dict[Any, bytearray], key: object, nbytes: int) -> memoryview:
 
 
 def chunk_of(name: str, entry: Entry, piece: Piece) -> Chunk:
-    """What a codec is told of a piece of an entry."""
+    """What a codec may know of a piece of an entry."""
     return Chunk(entry.dtype, (piece.raw_nbytes,), name)
 
 
-def _in_rows(name: str, entry: Entry, piece: Piece) -> Chunk | None:
-    """A piece as rows of its entry; None: it has few of them."""
+def in_rows(name: str, entry: Entry, piece: Piece) -> Chunk | None:
+    """A piece as rows of its entry; None: it has few of them, or parts of rows."""
     nbytes = sum(one.raw_nbytes for one in entry.pieces)
     if len(entry.shape) < 2 or not entry.shape[0] or nbytes % entry.shape[0]:
         return None
@@ -234,12 +261,12 @@ def _number(dtype: str, data: memoryview) -> float | None:
     return found if found.is_integer() else None
 
 
-def _is_worth_it(overs: Sequence[Over], stored: Sequence[bytes | memoryview]) -> bool:
+def _is_worth_it(overs: Sequence[Over], stored: Sequence[bytes | memoryview], bounds: SharingBounds) -> bool:
     """Whether differences are smaller than what their chains end at, and the chains within their bounds."""
     stored_bytes, full_bytes = sum(map(len, stored)), sum(over.chain[-1].nbytes for over in overs)
     under_bytes = sum(piece.nbytes for over in overs for piece in over.chain)
     raw_bytes = sum(over.chain[-1].raw_nbytes for over in overs)
-    return stored_bytes < full_bytes and stored_bytes + under_bytes <= MOST_BYTES * raw_bytes
+    return stored_bytes < full_bytes and stored_bytes + under_bytes <= bounds.most_bytes * raw_bytes
 
 
 _PART_NUMBERS = 10**12
@@ -255,7 +282,7 @@ class EncodedPiece:
         kind: its class of tensors.
         digest, raw_digest: of the stored and of the decoded bytes.
         seconds: processor time of encoding.
-        is_over: whether it is a difference to what `work.over` tells.
+        is_over: whether it is a difference to `work.over`.
         group: as `Piece.group`.
     """
 
@@ -270,6 +297,11 @@ class EncodedPiece:
     is_over: bool = False
     group: tuple[str, ...] = ()
 
+    @property
+    def kind_of_file(self) -> int:
+        """One of `CHANGED`, `SETTLED` and `DELTAS`, the last of which stay needed for longest."""
+        return DELTAS if self.codec == ROWS else SETTLED if self.work.settled else CHANGED
+
     def piece_at(self, file: int, offset: int) -> Piece:
         """As the manifest names it."""
         nbytes = len(self.stored)
@@ -281,14 +313,15 @@ class EncodedPiece:
 
 
 class Files:
-    """The files and the manifest of a copy, as they grow.
+    """The files and the manifest of a planned snapshot, as they grow.
 
     Args:
         manifest: that of the source.
-        planned: how the copy is stored.
+        rank: whose files they are.
     """
 
-    def __init__(self, manifest: Manifest, planned: EncodingPlan) -> None:
+    def __init__(self, manifest: Manifest, planned: WritePlan, rank: int = 0) -> None:
+        self._rank = rank
         self._source = manifest
         self.plan = planned
         self.new: list[DataFile] = []
@@ -299,8 +332,26 @@ class Files:
             self._keep(start, {key: piece for key, piece in needed.items() if key[0] is not None})
             self._pieces[name, start] = needed[None, name]
 
-    def add(self, part: Sequence[EncodedPiece]) -> tuple[DataFile, bytes]:
-        """The next data file: its header, after which the pieces follow."""
+    def encoded(self, encoder: Encoder) -> Iterator[tuple[DataFile, list[memoryview], list[EncodedPiece]]]:
+        """The data files, one after another: name, blocks and pieces. While one is in use the next one is encoded.
+
+        Raises:
+            SourceError: what is copied cannot be read.
+        """
+        for part in encoder.ahead():
+            kinds = {kind: [one for one in part if one.kind_of_file == kind] for kind in (CHANGED, SETTLED, DELTAS)}
+            part.clear()  # else a third part would be in memory
+            for kind, done in kinds.items():
+                if done:
+                    file, header = self._add(done, kind)
+                    yield file, [memoryview(header), *(memoryview(one.stored) for one in done)], done
+                    done.clear()
+
+    def _add(self, part: Sequence[EncodedPiece], kind: int) -> tuple[DataFile, bytes]:
+        """The next data file: its header, after which the pieces follow.
+
+        What may be interrupted is named by what it holds, so that the next attempt finds it.
+        """
         entries = self._source.entries
         runs = ((name, list(run)) for name, run in groupby(part, lambda one: one.work.name))
         whole = {
@@ -322,10 +373,12 @@ class Files:
                 if not entry.pieces
             ]
         header = container.data_header(rows)
-        text = b"".join([header, *(one.digest.encode() for one in part)])
-        number = _PART_NUMBERS + int(digest(text).partition(":")[2], 16) % _PART_NUMBERS
+        number = kind
+        if self.plan.bounds.part_bytes is not None:
+            text = b"".join([header, *(one.digest.encode() for one in part)])
+            number = _PART_NUMBERS + int(digest(text).partition(":")[2], 16) % _PART_NUMBERS
         nbytes = len(header) + sum(len(one.stored) for one in part)
-        file = DataFile(names.data_name(self._source.info.id, part=number), nbytes)
+        file = DataFile(names.data_name(self._source.info.id, self._rank, number), nbytes)
         offset = len(header)
         for one in part:
             self._pieces[one.work.key] = one.piece_at(len(self.new), offset)

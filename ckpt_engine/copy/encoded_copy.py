@@ -1,10 +1,8 @@
-"""Stores a snapshot encoded, from another place or from the arena, by the codec that was given or by the one that pays.
+"""Stores a snapshot as it was planned, from another place or from the arena.
 
 Piece by piece, verified before it is encoded, in parts of bounded size: while one part is sent the next one is encoded.
 A part's name follows from what it holds, so that an interrupted copy finds what it has sent, and a part that another
-snapshot needs is never written over. What an older snapshot has there is referred to.
-
-Writes one staged snapshot from the arena into one repository, encoded: data files of encoded pieces, manifest.
+snapshot needs is never written over.
 
 How one further tier stores what it gets: by the codec it was given, or by the one that pays (`auto`).
 """
@@ -12,26 +10,30 @@ How one further tier stores what it gets: by the codec it was given, or by the o
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
+from operator import itemgetter
 
-from ckpt_engine.copy.encode_pieces import DELTA, THREADS, EncodedPiece, Encoder, Files, Pick, chunk_of
-from ckpt_engine.copy.encoding_plan import ROWS, Bases, placed, plan
+from ckpt_engine.copy import write_plan
+from ckpt_engine.copy.encode_pieces import DELTA, THREADS, EncodedPiece, Encoder, Files, Pick, chunk_of, in_rows
 from ckpt_engine.copy.transfer import Copied, CopySourceError, has_file, settle_data
+from ckpt_engine.copy.write_plan import ROWS, Bases, WritePlan, paired, placed, plan
 from ckpt_engine.copy.write_snapshot import Staged
-from ckpt_engine.errors import CkptError, StorageMissingError, WriterError
+from ckpt_engine.errors import CkptError, CorruptError, FormatError, StorageMissingError, WriterError
 from ckpt_engine.store import manifest_codec
 from ckpt_engine.store.codecs import codec
 from ckpt_engine.store.codecs.codec import RAW as RAW_CODEC
 from ckpt_engine.store.codecs.codec import EncodingLimits, Knowledge, Speed, class_of, get_codec
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder, decoder_of
-from ckpt_engine.store.manifest import RAW, Manifest, Piece
+from ckpt_engine.store.manifest import RAW, DataFile, Manifest, Piece
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.watchdog import CallProgress
+from ckpt_engine.store.storage.watchdog import Aside, CallProgress
 
 
 @dataclass(slots=True)
@@ -85,7 +87,7 @@ def copy_encoded(
 
     Args:
         pick: the codec of each class of tensors; a piece that it does not pay for is stored as it is.
-        tally: is told what it took.
+        tally: takes what it took.
         sink: what the objects are put into instead of `target.storage`: the same place at another pace.
         committing: held while the manifest is written: nobody may forget snapshots at the target meanwhile.
 
@@ -99,9 +101,11 @@ def copy_encoded(
     except CkptError as err:
         raise CopySourceError(err) from err
     planned = plan(manifest, target, differences=_takes_differences(manifest, pick))
-    decoder = decoder_of(source.storage, manifest)
     files = Files(manifest, planned)
-    encoder = Encoder(manifest, decoder, Bases(manifest, source, planned.before, target), pick)
+    near = planned.before is not None and target.storage.capabilities.cheap_reads
+    there = decoder_of(target.storage, planned.before) if near and planned.before is not None else None
+    bases = Bases(manifest, source, there)
+    encoder = Encoder(manifest, planned, decoder_of(source.storage, manifest), bases, pick)
     copied = _put_parts(files, encoder, target, put, tally)
     stored, old = files.manifest(), files.old_files()
     with committing():
@@ -115,35 +119,25 @@ def copy_encoded(
 
 
 def _put_parts(files: Files, encoder: Encoder, target: Repository, put: Storage, tally: Tally) -> Copied:
-    """Put all data files of a plan; while one is sent the next one is encoded.
+    """Put all data files of a plan that are not there yet.
 
     Raises:
         SourceError: what is copied cannot be read.
         StorageError: from the target.
     """
     sent = present = 0
-    with encoder.pool:
-        try:
-            for part in encoder.ahead(files.plan.parts):
-                # Changed rows apart, which stay needed for longer than other differences.
-                rows = [one for one in part if one.codec == ROWS]
-                others = [one for one in part if one.codec != ROWS]
-                part.clear()  # else a third part would be in memory
-                for done in filter(None, (rows, others)):
-                    file, header = files.add(done)
-                    for one in done:
-                        tally.add(one)
-                    if has_file(target.storage, file):
-                        present += file.nbytes
-                    else:
-                        began = time.monotonic()
-                        put.put(file.name, [memoryview(header), *(memoryview(one.stored) for one in done)])
-                        tally.put_seconds += time.monotonic() - began
-                        tally.put_bytes += file.nbytes
-                        sent += file.nbytes
-                    done.clear()
-        finally:
-            encoder.pool.shutdown(cancel_futures=True)
+    for file, blocks, done in files.encoded(encoder):
+        for one in done:
+            tally.add(one)
+        if has_file(target.storage, file):
+            present += file.nbytes
+        else:
+            began = time.monotonic()
+            put.put(file.name, blocks)
+            tally.put_seconds += time.monotonic() - began
+            tally.put_bytes += file.nbytes
+            sent += file.nbytes
+        blocks.clear()
     if present:
         settle_data(target.storage)
     return Copied(sent, present)
@@ -157,64 +151,236 @@ def _takes_differences(manifest: Manifest, pick: Pick) -> bool:
 
 
 class Encoded:
-    """A staged snapshot as data files of encoded pieces. See `write_snapshot.Contents`.
+    """A staged snapshot as it was planned: data files of encoded pieces. See `write_snapshot.Contents`.
 
-    Each piece is compared with its digest when it is encoded. At most two parts of the image
-    (`encoding_plan.PART_BYTES`) are in memory beside it.
+    With a codec at most two parts of the image (`SharingBounds.part_bytes`) are in memory beside it, and each piece is
+    compared with its digest when it is encoded. Without one all is encoded at once, which is only changed rows.
 
     Args:
-        codec: a codec's name, or `DELTA`.
+        codec: a codec's name, `DELTA`, or `ROWS`.
+        there: reads the older snapshot, where that is cheap.
+        cpu_seconds: what planning has cost.
 
     Raises:
         WriterError: the image cannot be read.
-        StorageError: from the repository.
     """
 
-    def __init__(self, staged: Staged, repository: Repository, codec: str) -> None:
+    def __init__(
+        self,
+        staged: Staged,
+        repository: Repository,
+        planned: WritePlan,
+        codec: str,
+        there: Decoder | None = None,
+        cpu_seconds: float = 0.0,
+    ) -> None:
         self.staged = staged
         self.repository = repository
         self.write_seconds = 0.0
-        digests, self.cpu_seconds = staged.timed_digest()
+        self.cpu_seconds = cpu_seconds
+        self.new: list[str] = []
         self._codec = codec
-        self._manifest = staged.manifest(repository.run_id, staged.whole(digests))
-        self._files = Files(self._manifest, plan(self._manifest, repository, codec == DELTA))
-        most_bytes = self._files.plan.most_bytes(manifest_codec.encode(self._manifest))
-        self.new_bytes = max(staged.data.nbytes, most_bytes)
-
-    @property
-    def new(self) -> list[str]:
-        return [file.name for file in self._files.new]
+        self._there = there
+        self._source = staged.manifest(repository.run_id, staged.digest())
+        self._files = Files(self._source, planned, staged.job.rank)
+        self._ready: list[tuple[DataFile, list[memoryview]]] | None = None
+        if planned.bounds.part_bytes is not None:
+            self.new_bytes = max(staged.data.nbytes, planned.most_bytes(manifest_codec.encode(self._source)))
+            return
+        with staged.slot.image(staged.data.nbytes) as image:
+            self._ready = list(self._encoded(image, None))
+        self.new_bytes = sum(file.nbytes for file, _ in self._ready)
 
     def manifest(self) -> Manifest:
-        """That of the image as it is, of which `new_bytes` counts what encoding adds."""
-        return self._manifest
+        """As it will be, or that of the image; then `new_bytes` counts what encoding adds."""
+        return self._source if self._ready is None else self._files.manifest()
 
     def put(self, image: memoryview, progress: CallProgress) -> Manifest:
-        manifest, planned, tally, began = self._manifest, self._files.plan, Tally(), time.monotonic()
-
-        def fetch(entry: str, piece: Piece, out: memoryview) -> None:
-            progress.check()
-            progress.moved()  # encoding is no storage call, and may take its time
-            with image[piece.offset : piece.offset + piece.nbytes] as part:
-                out[:] = part
-            if digest(out) != piece.digest:
-                raise WriterError(f"{entry!r} has changed in its arena slot while it was encoded; it is not written")
-
-        bases = Bases(manifest, None, planned.before, self.repository)
-        encoder = Encoder(manifest, Decoder(manifest, fetch), bases, lambda _: self._codec)
-        try:
-            done = _put_parts(self._files, encoder, self.repository, self.repository.storage, tally)
-        except CopySourceError as err:
-            raise err.error from err
-        self.new_bytes = done.sent_bytes + done.present_bytes
+        began, put_bytes = time.monotonic(), 0
+        ready, self._ready = self._ready, None
+        for file, blocks in ready if ready is not None else self._encoded(image, progress):
+            self.new.append(file.name)
+            self.repository.storage.put(file.name, blocks)
+            put_bytes += file.nbytes
+            blocks.clear()
+        self.new_bytes = put_bytes
         self.write_seconds = time.monotonic() - began
-        self.cpu_seconds += sum(tally.seconds.values())
         return self._files.manifest()
 
     def stands(self) -> bool:
         before, old = self._files.plan.before, self._files.old_files()
         refers = bool(old) or not self._files.new  # until it is stored it may yet refer to anything there
         return before is None or not refers or self.repository.still_has(before.info.id, old)
+
+    def _encoded(self, image: memoryview, progress: CallProgress | None) -> Iterator[tuple[DataFile, list[memoryview]]]:
+        def view(entry: str, piece: Piece) -> memoryview:
+            part = image[piece.offset : piece.offset + piece.nbytes]
+            if progress is not None:
+                progress.check()
+                progress.moved()  # encoding is no storage call, and may take its time
+                if digest(part) != piece.digest:
+                    raise WriterError(
+                        f"{entry!r} has changed in its arena slot while it was encoded; it is not written"
+                    )
+            return part
+
+        def fetch(entry: str, piece: Piece, out: memoryview) -> None:
+            out[:] = view(entry, piece)
+
+        bases, tally = Bases(self._source, None, self._there), Tally()
+        decoder = Decoder(self._source, fetch)
+        encoder = Encoder(self._source, self._files.plan, decoder, bases, lambda _: self._codec, view)
+        try:
+            for file, blocks, done in self._files.encoded(encoder):
+                for one in done:
+                    tally.add(one)
+                yield file, blocks
+        except CopySourceError as err:
+            raise err.error from err
+        self.cpu_seconds += sum(tally.seconds.values())
+
+
+SMALL_BYTES = 64 << 20
+"""Images up to this size are digested before they are written whenever there is an older snapshot: it takes no time."""
+SAMPLES = 8
+ROW_SAMPLES = 4
+"""Rows of an entry that are looked at first."""
+
+
+class DedupBaseline:
+    """What one repository is known to have already, by which the next snapshot of one writer is planned.
+
+    The image is digested before it is written only where that is likely to spare writing: if it did for the snapshot
+    before, or if samples of it are unchanged. Else digesting runs beside writing.
+
+    Args:
+        repository: that is written to.
+        aside: reads what is there. None: this is one of several ranks. It knows what it has written itself and not what
+            the others have, so nothing is read: whole pieces of its own share are spared from its second snapshot on.
+    """
+
+    def __init__(self, repository: Repository, aside: Aside | None) -> None:
+        self._repository = repository
+        self._first_look = aside
+        self._rows_from = aside if repository.storage.capabilities.cheap_reads else None
+        """Where reading older data back costs little; else only whole pieces are spared."""
+        self._newest: Manifest | None = None
+        self._expects = False
+
+    def contents(self, staged: Staged) -> Encoded | None:
+        """What the snapshot has to write; None: its whole image.
+
+        Raises:
+            WriterError: the image cannot be read.
+            StorageError: what is there cannot be read, or that hangs; nothing has come of it.
+        """
+        bounds = write_plan.PLAIN
+        if staged.cut_layout.nbytes < bounds.least_bytes:
+            return None
+        before = self._before()
+        if before is None or not self._is_promising(staged, before):
+            return None
+        began = time.thread_time()
+        digests, digest_seconds = staged.timed_digest()
+        manifest = staged.manifest(self._repository.run_id, digests)
+        likely = self._likely(staged, manifest, before)
+        planned = write_plan.decide(manifest, before, {file.name for file in before.files}, likely.__contains__, bounds)
+        self._expects = planned.pays
+        if not planned.pays or not self._repository.still_has(before.info.id, before.files):
+            return None
+        seconds = time.thread_time() - began + digest_seconds
+        return Encoded(staged, self._repository, planned, ROWS, self._older(before), seconds)
+
+    def committed(self, manifest: Manifest) -> None:
+        """Note the newest snapshot; of several ranks, this one's share of it, which may yet come to nothing."""
+        self._first_look, self._newest = None, manifest
+
+    def _before(self) -> Manifest | None:
+        if self._first_look is not None:
+            aside, self._first_look = self._first_look, None
+            try:
+                self._newest = aside.read(_newest)
+            except (FormatError, StorageMissingError):
+                self._newest = None  # damaged or gone: then all is written
+        return self._newest
+
+    def _older(self, before: Manifest) -> Decoder | None:
+        """Reads the older snapshot, aside; what need not be verified is not."""
+        aside = self._rows_from
+        if aside is None:
+            return None
+
+        def glance(_: str, piece: Piece, out: memoryview) -> None:
+            name = before.files[piece.file].name
+            aside.read(lambda repository: repository.storage.get_into(name, piece.offset, out), out.nbytes)
+
+        def fetch(entry: str, piece: Piece, out: memoryview) -> None:
+            glance(entry, piece, out)
+            if digest(out) != piece.digest:
+                raise CorruptError(f"{entry!r}: bytes of {before.files[piece.file].name} do not match their digest")
+
+        return Decoder(before, fetch, glance)
+
+    def _likely(self, staged: Staged, manifest: Manifest, before: Manifest) -> set[str]:
+        """The entries of which few rows seem to have changed, as far as a few rows of one piece tell."""
+        found: set[str] = set()
+        with staged.slot.image(staged.data.nbytes) as image:
+            for name, entry in manifest.entries.items() if self._rows_from is not None else ():
+                pairs = paired(entry, before.entries.get(name))
+                changed = ((new, old) for _, new, old in pairs if new.content_digest != old.content_digest)
+                if any(self._in_few_rows(name, manifest, new, old, before, image) for new, old in islice(changed, 1)):
+                    found.add(name)
+        return found
+
+    def _in_few_rows(
+        self, name: str, manifest: Manifest, piece: Piece, old: Piece, before: Manifest, image: memoryview
+    ) -> bool:
+        aside, chunk = self._rows_from, in_rows(name, manifest.entries[name], piece)
+        if aside is None or chunk is None or old.group:
+            return False
+        if old.base is not None:
+            return True
+        row_nbytes = piece.nbytes // chunk.shape[0]
+        starts = [chunk.shape[0] * (2 * n + 1) // (2 * ROW_SAMPLES) * row_nbytes for n in range(ROW_SAMPLES)]
+        file = before.files[old.file].name
+
+        def there(repository: Repository) -> list[bytes]:
+            return [repository.storage.get(file, old.offset + start, row_nbytes) for start in starts]
+
+        if old.nbytes != piece.nbytes:
+            return False
+        try:
+            rows = aside.read(there)
+        except (FormatError, StorageMissingError):
+            return False
+        here = (image[piece.offset + start :][:row_nbytes] for start in starts)
+        return 2 * sum(a == b for a, b in zip(rows, here, strict=True)) >= ROW_SAMPLES
+
+    def _is_promising(self, staged: Staged, before: Manifest) -> bool:
+        if self._expects or staged.digests.known is not None or staged.cut_layout.nbytes <= SMALL_BYTES:
+            return True
+        manifest = staged.manifest(self._repository.run_id, staged.cut_layout.blank_digests())
+        pieces = [(piece.offset, name, piece) for name, entry in manifest.entries.items() for piece in entry.pieces]
+        with staged.slot.image(staged.data.nbytes) as image:
+            for number in range(SAMPLES):
+                # Evenly over the bytes: it is bytes that are to be spared.
+                middle = staged.data.nbytes * (2 * number + 1) // (2 * SAMPLES)
+                _, name, piece = pieces[max(0, bisect_right(pieces, middle, key=itemgetter(0)) - 1)]
+                pairs = paired(manifest.entries[name], before.entries.get(name))
+                old = next((old for _, new, old in pairs if new is piece), None)
+                if old is None:
+                    continue
+                with image[piece.offset : piece.offset + piece.nbytes] as part:
+                    if digest(part) == old.content_digest:
+                        return True
+                if self._in_few_rows(name, manifest, piece, old, before, image):
+                    return True
+        return False
+
+
+def _newest(repository: Repository) -> Manifest | None:
+    ids = repository.ids()
+    return repository.read(ids[-1].id) if ids else None
 
 
 AUTO = "auto"

@@ -1,327 +1,532 @@
-"""Plans what a snapshot writes into one repository: its whole image as one file, or only what is not there yet.
+"""Plans what a snapshot writes at a place, what it refers to there, and what it may store as differences. Pure.
 
-What is there is referred to in files of older snapshots. A file stays on the disk as long as one byte of it is needed,
-so what lies unchanged in files that are hardly needed is written once more, apart from what changes, and referred to
-from then on.
+Of older snapshots at the place the newest one is built on. A piece that has not changed is referred to, with whatever
+it was encoded against; one that has changed may be stored as the difference. Chains of differences are bounded in
+number and in bytes, so that reading back never takes much more than reading the state itself.
+
+A file stays as long as one byte of it is needed. So what lies unchanged in files that are hardly needed is written once
+more, apart from what changes, and referred to from then on.
+
+Reads what differences are made against: from where the snapshot comes from, which is near, or from the target.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from ckpt_engine.copy.job import EntryLayout
-from ckpt_engine.copy.row_deltas import CODEC, Delta
-from ckpt_engine.copy.staged import CutLayout, Extent
-from ckpt_engine.store import names
-from ckpt_engine.store.container import DTYPES, data_header, digest
-from ckpt_engine.store.decode import chain_of
-from ckpt_engine.store.manifest import DataFile, Entry, Manifest, Piece
-
-PAYS = 0.05
-"""Less than this share of unchanged bytes is not looked for."""
-LEAST_BYTES = 1 << 20
-"""Nor are fewer unchanged bytes: writing them takes a millisecond, and sharing costs another file and its sync."""
-HEADER_BYTES = 16 << 10
-MOST_FILES = 128
-"""Older files that one snapshot refers to, at most."""
-MOST_SPACE = 2.5
-"""Bytes that older files may have, of those of the state."""
-CHANGED, SETTLED, DELTAS = 1, 2, 3
-"""Parts of a snapshot: its data file of what changes, that of what stays, and that of what changes in few rows."""
-
-Encode = Callable[[EntryLayout, Extent, str, tuple[Piece, ...]], Delta | None]
-"""A piece of the image (with its digest) as a delta against the older snapshot's piece, which comes with its bases."""
+from ckpt_engine.copy.adam_groups import AdamGroup, find
+from ckpt_engine.errors import CkptError, CorruptError, StorageMissingError
+from ckpt_engine.store import container, names
+from ckpt_engine.store.decode import Decoder, chain_of, decoder_of, needed_for
+from ckpt_engine.store.manifest import Entry, Manifest, Piece
+from ckpt_engine.store.repository import Repository
 
 
 @dataclass(frozen=True, slots=True)
-class NewFile:
-    """A data file to write: its header, then back to back ranges of the image and encoded pieces."""
+class SharingBounds:
+    """How far a place goes to spare bytes.
+
+    Args:
+        least_bytes, least_share: if less is spared, in bytes or of the state, all is written.
+        part_bytes: decoded bytes of one data file, at most; two files are in memory at once, one is put while one is
+            encoded. None: everything is encoded before the first file is put, and what is written is known exactly.
+        rows_only: differences are changed rows; else any codec that needs a base is tried.
+        most_bases: behind each other. A longer chain of rows has its newest differences replaced by one.
+        most_bytes: what a piece and all its bases may have together, as a share of its decoded bytes: a restore reads
+            all of it.
+        most_share: what the differences of all pieces of an entry may have together, of its bytes; then a few pieces
+            at a time are written in full. None: each piece is judged by itself.
+        most_small: files that are hardly more than a header which one snapshot refers to.
+    """
+
+    least_bytes: int
+    least_share: float
+    part_bytes: int | None
+    rows_only: bool
+    most_bases: int
+    most_bytes: float
+    most_share: float | None
+    most_small: int
+
+
+PLAIN = SharingBounds(1 << 20, 0.05, None, True, 40, 1.75, 0.3, 128)
+"""Where bytes are stored as they are: writing a megabyte takes a millisecond, and another file and its sync as long."""
+ENCODED = SharingBounds(0, 0.0, 128 << 20, False, 4, 1.5, None, 16)
+"""Where bytes are dear."""
+HEADER_BYTES = 16 << 10
+"""Smaller files are hardly more than a header."""
+MOST_SPACE = 2.5
+"""Bytes that older files may have, of those of the state."""
+ROWS = "rows"
+_OLDER_COUNTS = 0.5
+"""A delta that has more than this share of the bytes of all newer ones stays when they are replaced: each row that
+changes is then written a second time, and hardly ever a third time."""
+_ROW_BYTES, _MORE_BYTES = 160, 260
+"""Beside its name, a piece takes at most so much in a header, and so much more in a manifest once it is encoded."""
+
+Key = tuple[str, int]
+"""An entry, and a byte of it at which a piece begins."""
+Needed = Mapping[tuple[str | None, str], Piece]
+"""As of `needed_for`: pieces of the older snapshot and of its bases."""
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """What the older snapshot has where a piece may be stored as a difference.
+
+    Args:
+        base: the snapshot whose piece it is.
+        chain: the piece there and its bases.
+        needed: all that decoding it takes.
+        alone: whether the bounds allow a difference of this piece by itself.
+        rows: whether only one of few rows: it is made against the end of a chain that may not get longer.
+    """
+
+    base: str
+    chain: tuple[Piece, ...]
+    needed: Needed
+    alone: bool = True
+    rows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A piece to be written, which begins at byte `start` of its entry.
+
+    Args:
+        settled: it has not changed, or in few rows until now: it is stored apart from what changes everywhere.
+    """
 
     name: str
-    header: bytes
-    content: tuple[Extent | bytes, ...]
+    start: int
+    piece: Piece
+    over: Over | None = None
+    settled: bool = False
 
     @property
-    def data(self) -> DataFile:
-        """As the manifest names it."""
-        return DataFile(self.name, len(self.header) + sum(map(_size, self.content)))
+    def key(self) -> Key:
+        """Where it is."""
+        return self.name, self.start
 
-    def blocks(self, image: memoryview) -> list[memoryview]:
-        """Its bytes; the caller releases them."""
-        parts = [
-            memoryview(one) if isinstance(one, bytes) else image[one.offset : one.offset + one.nbytes]
-            for one in self.content
-        ]
-        return [memoryview(self.header), *parts] if self.header else parts
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is encoded at once: one piece, or those of the first moment, the second one and the weights at one place."""
+
+    work: tuple[Work, ...]
+    adam: AdamGroup | None = None
+
+    @property
+    def raw_nbytes(self) -> int:
+        """Decoded bytes."""
+        return sum(one.piece.raw_nbytes for one in self.work)
 
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
-    """What one snapshot is to one repository.
+    """What a snapshot refers to at a place, and what it writes there.
 
     Args:
-        new: data files to write.
-        files, entries, bases: for its manifest.
-        source: the snapshot that keeps alive what is referred to; None: nothing is.
-        cpu_seconds: what finding out has cost.
+        bounds: by which it was made.
+        before: the older snapshot there that keeps alive what is referred to.
+        old: pieces of `before` that are referred to, each with all that decoding it takes.
+        parts: what is encoded together, in order.
+        pays: whether that spares enough.
     """
 
-    new: tuple[NewFile, ...]
-    files: tuple[DataFile, ...]
-    entries: Mapping[str, Entry]
-    bases: Mapping[str, Mapping[str, Mapping[int, Piece]]] = field(default_factory=dict)
-    source: str | None = None
-    cpu_seconds: float = 0.0
+    bounds: SharingBounds
+    before: Manifest | None
+    old: Mapping[Key, Needed]
+    parts: tuple[tuple[Job, ...], ...]
+    pays: bool = True
 
-    @property
-    def new_bytes(self) -> int:
-        """Bytes of all new data files."""
-        return sum(one.data.nbytes for one in self.new)
+    def most_bytes(self, manifest: bytes) -> int:
+        """At most so many bytes are written: if nothing can be encoded, with headers and manifest.
 
-    @property
-    def old_files(self) -> tuple[DataFile, ...]:
-        """The files of older snapshots."""
-        mine = {one.name for one in self.new}
-        return tuple(file for file in self.files if file.name not in mine)
+        Args:
+            manifest: that of the source, as it is stored.
+        """
+        work = [one for part in self.parts for job in part for one in job.work]
+        headers = (
+            sum(2 * len(one.name.encode()) + _ROW_BYTES for one in work) + 2 * len(self.parts) * container.ALIGN_BYTES
+        )
+        groups = sum(
+            3 * len(one.name.encode()) + 9 for part in self.parts for job in part if job.adam for one in job.work
+        )
+        bases = {
+            (*key, start, piece.offset): piece
+            for needed, start in (
+                *((one.over.needed, one.start) for one in work if one.over is not None),
+                *((needed, start) for (_, start), needed in self.old.items()),
+            )
+            for key, piece in needed.items()
+        }
+        names = sum(
+            len(name.encode()) + sum(3 + len(one.encode()) for one in piece.group) + 2 * _MORE_BYTES
+            for (_, name, _, _), piece in bases.items()
+        )
+        return (
+            sum(one.piece.raw_nbytes for one in work)
+            + headers
+            + len(manifest)
+            + _MORE_BYTES * len(work)
+            + 3 * groups
+            + names
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A piece of the image.
+def plan(manifest: Manifest, target: Repository, differences: bool = False) -> WritePlan:
+    """How `manifest` is stored encoded at `target`, where the newest older snapshot may have some of it.
 
     Args:
-        start: where it begins in its entry.
-        chain: what the older snapshot has there, or what the delta was made against, and its bases; empty: nothing.
-        delta: None: the piece is the same as the older one, if there is one.
-        is_slow: few of its rows have changed until now: it is stored apart from what changes everywhere.
+        differences: whether what has changed may be stored as differences to what is there.
+
+    Raises:
+        StorageError: from the target.
     """
-
-    extent: Extent
-    start: int
-    digest: str
-    chain: tuple[Piece, ...] = ()
-    delta: Delta | None = None
-    is_slow: bool = False
-
-    @property
-    def spared_bytes(self) -> int:
-        stored_bytes = len(self.delta.stored) if self.delta is not None else 0
-        return self.extent.nbytes - stored_bytes if self.chain else 0
+    before = _before(manifest, target)
+    there = {item.name: item.nbytes for item in target.storage.list(names.DATA)} if before is not None else {}
+    usable = {file.name for file in (before.files if before else ()) if there.get(file.name) == file.nbytes}
+    return decide(manifest, before, usable, lambda _: differences, ENCODED)
 
 
-_Paired = list[tuple[EntryLayout, list[_Part]]]
+def decide(
+    manifest: Manifest,
+    before: Manifest | None,
+    usable: Container[str],
+    differs: Callable[[str], bool],
+    bounds: SharingBounds,
+) -> WritePlan:
+    """How `manifest` is stored where `before` is. Pure.
+
+    Args:
+        usable: the data files of `before` that may be referred to.
+        differs: whether changed pieces of an entry may be stored as differences.
+    """
+    work = [
+        Work(name, start, piece) for name, entry in manifest.entries.items() for start, piece in placed(entry.pieces)
+    ]
+    if before is None:
+        return WritePlan(bounds, None, {}, _parts([Job((one,)) for one in work], bounds))
+    same, changed = compared(manifest, before)
+    wanted = {key: needed for key, needed in changed.items() if differs(key[0])}
+    groups = _adam_groups(manifest, before, wanted, bounds) if wanted and not bounds.rows_only else []
+    overs = _overs(before, wanted, {(name, start) for group, start in groups for name in group.entries}, bounds)
+    sizes = {one.key: one.piece.raw_nbytes for one in work}
+    spared = sum(sizes[key] for key in same)
+    spared += sum(sizes[key] - (over.chain[0].nbytes if over.chain[1:] else 0) for key, over in overs.items())
+    # What stays, or changes in few rows, is apart from what changes everywhere: its files are referred to for long.
+    slow = {key for key, needed in changed.items() if needed[None, key[0]].codec == ROWS} | set(same)
+    room_bytes = sum(nbytes for key, nbytes in sizes.items() if key not in slow and key not in overs)
+    refers: dict[Key, Needed] = {**same, **{key: over.needed for key, over in overs.items()}}
+    kept = _kept(refers, sizes, before, usable, room_bytes, bounds)
+    if bounds.rows_only:
+        slow |= set(overs) - kept
+    fresh = [
+        replace(one, over=overs.get(one.key) if one.key in kept else None, settled=one.key in slow)
+        for one in work
+        if one.key not in same or one.key not in kept
+    ]
+    settled = [Job((one,)) for one in fresh if one.settled]
+    quick = _jobs([one for one in fresh if not one.settled], groups)
+    together = [settled + quick] if bounds.part_bytes is None else [settled, quick]
+    parts = tuple(part for jobs in together for part in _parts(jobs, bounds))
+    pays = spared >= max(bounds.least_bytes, bounds.least_share * sum(sizes.values()))
+    return WritePlan(bounds, before, {key: one for key, one in same.items() if key in kept}, parts, pays)
 
 
-def whole(name: str, cut_layout: CutLayout, digests: Sequence[str]) -> WritePlan:
-    """The image as it is, as one data file of that name."""
-    data = NewFile(name, b"", (Extent(0, cut_layout.layout.nbytes),))
-    return WritePlan((data,), (data.data,), cut_layout.entries(digests))
+def placed(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
+    """The pieces of an entry, each with the byte of it at which it begins."""
+    return zip(accumulate((piece.raw_nbytes for piece in pieces), initial=0), pieces, strict=False)
 
 
-def partial(
-    snapshot: str, rank: int, cut_layout: CutLayout, digests: Sequence[str], before: Manifest, encode: Encode
-) -> WritePlan | None:
-    """Only what an older snapshot (of this rank) does not have. None: writing the whole image is no worse."""
-    paired = _paired(cut_layout, digests, before, encode)
-    spared_bytes = _spared_bytes(paired)
-    if spared_bytes < max(LEAST_BYTES, PAYS * cut_layout.nbytes):
+def _before(manifest: Manifest, target: Repository) -> Manifest | None:
+    """The newest older snapshot there; None: there is none, or it is damaged."""
+    older = [parsed for parsed in target.ids() if parsed.seq < manifest.info.seq]
+    try:
+        return target.read(older[-1].id) if older else None
+    except (CorruptError, StorageMissingError):
         return None
-    composer = _Composer(snapshot, rank, _worth_keeping(paired, before), before)
-    for entry, parts in paired:
-        composer.add(entry, parts)
-    return composer.draft()
 
 
-def _paired(cut_layout: CutLayout, digests: Sequence[str], before: Manifest, encode: Encode) -> _Paired:
-    """The pieces of the image by entry, each with what the older snapshot has of it."""
-    found: _Paired = []
-    position = 0
-    for entry, extents in zip(cut_layout.layout.entries, cut_layout.extents, strict=True):
-        there = old_pieces(before, entry)
-        parts = []
-        for extent in extents:
-            wanted, start = digests[position], extent.offset - entry.offset
-            part = _Part(extent, start, wanted)
-            piece = there.get(start)
-            if piece is not None and piece.raw_nbytes == extent.nbytes:
-                chain = tuple(chain_of(before, entry.name, start, piece))
-                if any(one.group for one in chain):
-                    pass  # decoding needs the other members of the group, too: it is written anew
-                elif piece.content_digest == wanted:
-                    part = replace(part, chain=chain)
-                elif (delta := encode(entry, extent, wanted, chain)) is not None:
-                    part = replace(part, chain=delta.over, delta=delta)
-                else:
-                    part = replace(part, is_slow=len(chain) > 1)
-            parts.append(part)
-            position += 1
-        found.append((entry, parts))
-    return found
+def compared(manifest: Manifest, before: Manifest) -> tuple[dict[Key, Needed], dict[Key, Needed]]:
+    """What the older snapshot has at the places of pieces that have the same bytes there, and at those of others."""
+    same: dict[Key, Needed] = {}
+    changed: dict[Key, Needed] = {}
+    for name, entry in manifest.entries.items():
+        for start, piece, found in paired(entry, before.entries.get(name)):
+            try:
+                needed: Needed = needed_for(before, name, start, found)
+                chain_of(before, name, start, found)
+            except CorruptError:
+                continue  # it is found by those who read it
+            (same if found.content_digest == piece.content_digest else changed)[name, start] = needed
+    for name, start in list(same):
+        # Pieces that were encoded together are referred to together.
+        if any((member, start) not in same for member in same[name, start][None, name].group):
+            changed[name, start] = same.pop((name, start))
+    return same, changed
 
 
-def _spared_bytes(paired: _Paired) -> int:
-    return sum(part.spared_bytes for _, parts in paired for part in parts)
+def paired(entry: Entry, old: Entry | None) -> Iterator[tuple[int, Piece, Piece]]:
+    """The pieces of an entry that an older snapshot has too: the byte where each begins, itself, and the older one."""
+    there = dict(placed(old.pieces)) if old is not None and (old.dtype, old.shape) == (entry.dtype, entry.shape) else {}
+    for start, piece in placed(entry.pieces):
+        found = there.get(start)
+        if found is not None and found.content_digest is not None and found.raw_nbytes == piece.raw_nbytes:
+            yield start, piece, found
 
 
-def old_pieces(before: Manifest, entry: EntryLayout) -> dict[int, Piece]:
-    """The pieces of an entry in an older snapshot, by the byte they begin at; none if it had another form."""
-    old = before.entries.get(entry.name)
-    if old is None or (old.dtype, old.shape) != (entry.dtype, entry.shape):
-        return {}
-    starts = accumulate((piece.raw_nbytes for piece in old.pieces), initial=0)
-    return dict(zip(starts, old.pieces, strict=False))
+def _kept(
+    wanted: Mapping[Key, Needed],
+    sizes: Mapping[Key, int],
+    before: Manifest,
+    usable: Container[str],
+    room_bytes: int,
+    bounds: SharingBounds,
+) -> set[Key]:
+    """The places at which everything that is needed lies in files that are worth keeping.
 
-
-def _worth_keeping(paired: _Paired, before: Manifest) -> frozenset[int]:
-    """The files of the older snapshot that are referred to further.
-
-    To leave one means to write anew what needs it. That is done if it frees at least as many bytes, and is no more than
-    what changes: of a table of which few rows do, half a file is many times that. Such files are kept as long as all of
-    them take no more than a few times the bytes of the state.
+    To leave a file means to write in full what needs it. That is done if it frees at least as many bytes, and is no
+    more than what changes (`room_bytes`): of a table of which few rows do, half a file is many times that. Such files
+    are kept as long as all of them take no more than a few times the bytes of the state.
     """
-    all_parts = [part for _, parts in paired for part in parts]
     needed: Counter[int] = Counter()
-    for piece in {piece for part in all_parts for piece in part.chain}:
+    for piece in {piece for pieces in wanted.values() for piece in pieces.values()}:
         needed[piece.file] += piece.nbytes
     costs: Counter[int] = Counter()
-    for part in all_parts:
-        for file in {piece.file for piece in part.chain}:
-            costs[file] += part.extent.nbytes
-    freed = {file: max(1, before.files[file].nbytes - HEADER_BYTES - nbytes) for file, nbytes in needed.items()}
-    kept = set(sorted(needed, key=lambda file: (-needed[file], file))[:MOST_FILES])
-    room_bytes = sum(part.extent.nbytes - part.spared_bytes for part in all_parts if not part.is_slow)
-    over_bytes = sum(before.files[file].nbytes for file in kept)
-    over_bytes -= int(MOST_SPACE * sum(part.extent.nbytes for part in all_parts))
+    for key, pieces in wanted.items():
+        for file in {piece.file for piece in pieces.values()}:
+            costs[file] += sizes[key]
+    file_bytes = {file: before.files[file].nbytes for file in needed if before.files[file].name in usable}
+    freed = {file: max(1, nbytes - HEADER_BYTES - needed[file]) for file, nbytes in file_bytes.items()}
+    small = sorted((file for file, nbytes in file_bytes.items() if nbytes <= HEADER_BYTES), key=needed.__getitem__)
+    kept = set(file_bytes) - set(small[: -bounds.most_small])
+    over_bytes = sum(file_bytes[file] for file in kept) - int(MOST_SPACE * sum(sizes.values()))
     for file in sorted(kept, key=lambda file: (costs[file] / freed[file], file)):
         if over_bytes > 0 or costs[file] <= min(room_bytes, freed[file]):
             kept.remove(file)
             room_bytes -= costs[file]
-            over_bytes -= before.files[file].nbytes
-    return frozenset(kept)
+            over_bytes -= file_bytes[file]
+    return {key for key, pieces in wanted.items() if all(piece.file in kept for piece in pieces.values())}
 
 
-@dataclass(slots=True)
-class _Growing:
-    """A new data file as it grows; offsets are as yet without its header."""
-
-    arrays: list[tuple[str, str, Sequence[int], int]] = field(default_factory=list)
-    content: list[Extent | bytes] = field(default_factory=list)
-    nbytes: int = 0
-
-    def append(self, one: Extent | bytes) -> int:
-        """Returns where it begins."""
-        last = self.content[-1] if self.content else None
-        if isinstance(one, Extent) and isinstance(last, Extent) and last.offset + last.nbytes == one.offset:
-            self.content[-1] = Extent(last.offset, last.nbytes + one.nbytes)
-        else:
-            self.content.append(one)
-        self.nbytes += _size(one)
-        return self.nbytes - _size(one)
-
-
-class _Composer:
-    """Puts together the files and the entries of a draft."""
-
-    def __init__(self, snapshot: str, rank: int, kept: frozenset[int], before: Manifest) -> None:
-        self._snapshot = snapshot
-        self._rank = rank
-        self._kept = kept
-        self._before = before
-        self._new = {CHANGED: _Growing(), SETTLED: _Growing(), DELTAS: _Growing()}
-        self._entries: list[tuple[EntryLayout, list[tuple[int, Piece]]]] = []
-        self._bases: dict[str, dict[str, dict[int, Piece]]] = {}
-
-    def add(self, entry: EntryLayout, parts: Sequence[_Part]) -> None:
-        """The next entry."""
-        targets = [self._target(part) for part in parts]
-        pieces: list[tuple[int, Piece]] = []
-        if set(targets) <= {CHANGED} or set(targets) == {SETTLED}:
-            target = targets[0] if targets else CHANGED
-            shape = entry.shape if entry.dtype in DTYPES else (entry.nbytes,)
-            self._new[target].arrays.append((entry.name, entry.container_dtype, shape, entry.nbytes))
-            pieces = [(target, self._stored(target, part)) for part in parts]
-        else:
-            for part, target in zip(parts, targets, strict=True):
-                pieces.append((target, self._chunk(entry, part, target)))
-        self._entries.append((entry, pieces))
-
-    def _target(self, part: _Part) -> int:
-        """The part that a piece goes to; 0: it is referred to."""
-        if not part.chain:
-            return SETTLED if part.is_slow else CHANGED
-        if any(piece.file not in self._kept for piece in part.chain):
-            return SETTLED
-        return 0 if part.delta is None else DELTAS
-
-    def _chunk(self, entry: EntryLayout, part: _Part, target: int) -> Piece:
-        """A piece of an entry whose pieces are in several places."""
-        if target in (0, DELTAS):
-            self._keep_bases(entry.name, part)
-        if target == 0:
-            return part.chain[0]
-        piece = self._stored(target, part)
-        codec = "" if target != DELTAS else f"~{piece.codec}"
-        name = f"{entry.name}~[{part.start}:{part.start + part.extent.nbytes}]{codec}"
-        self._new[target].arrays.append((name, "U8", (piece.nbytes,), piece.nbytes))
-        return piece
-
-    def _stored(self, target: int, part: _Part) -> Piece:
-        new, raw_nbytes = self._new[target], part.extent.nbytes
-        if target != DELTAS or part.delta is None:
-            return Piece(0, new.append(part.extent), raw_nbytes, part.digest, raw_nbytes)
-        stored = part.delta.stored
-        offset = new.append(stored)
-        return Piece(0, offset, len(stored), digest(stored), raw_nbytes, CODEC, part.delta.base, part.digest)
-
-    def _keep_bases(self, name: str, part: _Part) -> None:
-        base = part.chain[0].base if part.delta is None else part.delta.base
-        for piece in part.chain[1:] if part.delta is None else part.chain:
-            assert base is not None
-            self._bases.setdefault(base, {}).setdefault(name, {})[part.start] = piece
-            base = piece.base
-
-    def draft(self) -> WritePlan:
-        """What has been added."""
-        new = {
-            target: NewFile(
-                names.data_name(self._snapshot, self._rank, target),
-                data_header(growing.arrays),
-                tuple(growing.content),
-            )
-            for target, growing in self._new.items()
-            if growing.nbytes
-        }
-        referred = [piece for _, pieces in self._entries for target, piece in pieces if target == 0]
-        bases = [piece for entries in self._bases.values() for kept in entries.values() for piece in kept.values()]
-        used = {piece.file for piece in (*referred, *bases)}
-        old = sorted((self._before.files[index] for index in used), key=lambda file: file.name)
-        files = (*old, *(one.data for one in new.values()))
-        index = {file.name: number for number, file in enumerate(files)}
-
-        def older(piece: Piece) -> Piece:
-            return replace(piece, file=index[self._before.files[piece.file].name])
-
-        def placed(target: int, piece: Piece) -> Piece:
-            if target == 0:
-                return older(piece)
-            file = new[target]
-            return replace(piece, file=index[file.name], offset=len(file.header) + piece.offset)
-
-        entries = {
-            entry.name: Entry(entry.dtype, entry.shape, tuple(placed(*one) for one in pieces), entry.container_dtype)
-            for entry, pieces in self._entries
-        }
-        kept = {
-            snapshot: {
-                name: {start: older(piece) for start, piece in pieces.items()} for name, pieces in of_snapshot.items()
+def _overs(
+    before: Manifest, changed: Mapping[Key, Needed], grouped: Container[Key], bounds: SharingBounds
+) -> dict[Key, Over]:
+    """What each piece may be stored as a difference to; those that are written in full are left out."""
+    counts: dict[str, dict[int, int]] = {}
+    found = {}
+    for (name, start), needed in changed.items():
+        if name not in counts:
+            chains = {
+                at: [one.nbytes for one in chain_of(before, name, at, piece)]
+                for at, piece in placed(before.entries[name].pieces)
             }
-            for snapshot, of_snapshot in self._bases.items()
-        }
-        return WritePlan(tuple(new.values()), files, entries, kept, self._before.info.id if used else None)
+            counts[name] = replaced(chains, bounds)
+        chain = tuple(chain_of(before, name, start, needed[None, name]))
+        over = _over(name, before, chain, needed, counts[name].get(start, 0), (name, start) in grouped, bounds)
+        if over is not None:
+            found[name, start] = over
+    return found
 
 
-def _size(one: Extent | bytes) -> int:
-    return len(one) if isinstance(one, bytes) else one.nbytes
+def _over(
+    name: str,
+    before: Manifest,
+    chain: tuple[Piece, ...],
+    needed: Needed,
+    count: int,
+    grouped: bool,
+    bounds: SharingBounds,
+) -> Over | None:
+    """What a piece may be stored as a difference to; None: it is written in full.
+
+    Args:
+        count: so many differences at the front of the chain are to be replaced.
+    """
+    if not grouped and chain[0].group:
+        return None  # all of the group are written in full, so that the next ones may be predicted again
+    alone = not count and _in_bounds([chain], bounds)
+    if alone or grouped:
+        return Over(before.info.id, chain, needed, alone)
+    count = count or len(chain) - 1
+    left = chain[count:]
+    if chain[0].codec != ROWS or not left or any(one.group for one in left):
+        return None
+    levels = [str(one.base) for one in chain[count - 1 : -1]]
+    return Over(levels[0], left, {(level, name): one for level, one in zip(levels, left, strict=True)}, rows=True)
+
+
+def replaced(chains: Mapping[int, Sequence[int]], bounds: SharingBounds = PLAIN) -> dict[int, int]:
+    """How many elements at the front of each chain the next delta takes the place of; those with none are left out.
+
+    As many as a chain has: there will be no delta, the piece is written as it is.
+
+    Args:
+        chains: of one entry: stored bytes of the elements, by the byte where the piece begins.
+    """
+    found = {}
+    for number, (start, sizes) in enumerate(chains.items()):
+        # Pieces that became deltas together are not all replaced together.
+        most = bounds.most_bases - (number % (bounds.most_bases // 2) if bounds.most_share is not None else 0)
+        if len(sizes) > most:
+            found[start] = _front(sizes, most)
+    if bounds.most_share is None:
+        return found
+    deltas = {start: sum(sizes[:-1]) for start, sizes in chains.items()}
+    # What is added now is taken to be as much as the last time.
+    excess = sum(deltas.values()) + sum(sizes[0] for sizes in chains.values() if len(sizes) > 1)
+    excess -= int(bounds.most_share * sum(sizes[-1] for sizes in chains.values()))
+    for start in sorted(deltas, key=lambda start: -deltas[start]):
+        if excess <= 0:
+            break
+        found[start] = len(chains[start])
+        excess -= deltas[start]
+    return found
+
+
+def _front(sizes: Sequence[int], most: int) -> int:
+    """How many of the newest deltas are replaced by one: at least half of those that there may be."""
+    count, nbytes = 0, 0
+    while count < len(sizes) - 1 and (count < most // 2 or sizes[count] <= _OLDER_COUNTS * nbytes):
+        nbytes += sizes[count]
+        count += 1
+    return count
+
+
+def _in_bounds(chains: Sequence[Sequence[Piece]], bounds: SharingBounds) -> bool:
+    """Whether differences to these, encoded together, would be within the bounds if they are like the last ones."""
+    stored_bytes = sum(sum(piece.nbytes for piece in chain) for chain in chains)
+    stored_bytes += sum(chain[0].nbytes for chain in chains if len(chain) > 1)
+    raw_bytes = sum(chain[0].raw_nbytes for chain in chains)
+    return max(map(len, chains)) <= bounds.most_bases and stored_bytes <= bounds.most_bytes * raw_bytes
+
+
+def _adam_groups(
+    manifest: Manifest, before: Manifest, changed: Mapping[Key, Needed], bounds: SharingBounds
+) -> list[tuple[AdamGroup, int]]:
+    """Places at which the moments and the weights may be encoded together; none twice."""
+    shapes = {name: (entry.dtype, entry.shape) for name, entry in manifest.entries.items()}
+    found: list[tuple[AdamGroup, int]] = []
+    taken: set[str] = set()
+    for group in find(manifest.tree, before.tree, shapes, {name for name, _ in changed}):
+        if len({*group.entries} - taken) < len(group.entries):
+            continue
+        taken |= {*group.entries}
+        for start, piece in placed(manifest.entries[group.first].pieces):
+            olds = [changed[name, start][None, name] for name in group.entries if (name, start) in changed]
+            if len(olds) < len(group.entries) or {old.raw_nbytes for old in olds} != {piece.raw_nbytes}:
+                continue
+            chains = [chain_of(before, name, start, old) for name, old in zip(group.entries, olds, strict=True)]
+            if _in_bounds(chains, bounds):
+                found.append((group, start))
+    return found
+
+
+def _jobs(work: Sequence[Work], groups: Sequence[tuple[AdamGroup, int]]) -> list[Job]:
+    """Those of Adam's groups in the place of the first moment."""
+    there = {one.key: one for one in work if one.over is not None}
+    joined: dict[Key, Job] = {}
+    for group, start in groups:
+        members = [there[name, start] for name in group.entries if (name, start) in there]
+        if len(members) == len(group.entries):
+            joined[members[0].key] = Job(tuple(members), group)
+    taken = {member.key for job in joined.values() for member in job.work} - set(joined)
+    return [joined.get(one.key, Job((one,))) for one in work if one.key not in taken]
+
+
+def _parts(jobs: Sequence[Job], bounds: SharingBounds) -> tuple[tuple[Job, ...], ...]:
+    """Cut into what is encoded together."""
+    if bounds.part_bytes is None:
+        return (tuple(jobs),)
+    found: list[list[Job]] = []
+    room = 0
+    for job in jobs:
+        room -= job.raw_nbytes
+        if room < 0:
+            found.append([])
+            room = bounds.part_bytes - job.raw_nbytes
+        found[-1].append(job)
+    return tuple(map(tuple, found))
+
+
+_Place = tuple[str, int, str]
+"""An entry, a byte of it, and the digest of the decoded bytes that begin there."""
+
+
+class Bases:
+    """The bytes of pieces that a target has. Thread safe. Trouble with reading them costs the difference, no more.
+
+    Args:
+        manifest: of the snapshot that is copied.
+        source: where it comes from, and where older ones may be; None: nothing else is there.
+        there: reads the older snapshot at the target, where that is cheap.
+    """
+
+    def __init__(self, manifest: Manifest, source: Repository | None, there: Decoder | None) -> None:
+        self._manifest = manifest
+        self._source = source
+        self._lock = threading.Lock()
+        self._left: list[str] | None = None
+        self._found: dict[_Place, tuple[Decoder, Piece]] = {}
+        self._there = there
+
+    def read(self, name: str, start: int, over: Over, out: memoryview) -> bool:
+        """Fill `out` with the bytes at the head of a chain; whether that worked."""
+        piece = over.chain[0]
+        wanted = piece.content_digest
+        if wanted is None:
+            return False
+        found = self._near((name, start, wanted))
+        there = (self._there, piece) if self._there is not None else None
+        for decoder, one in filter(None, (found, there)):
+            try:
+                decoder.read(name, start, one, out)  # which compares it with the digest
+            except CkptError:
+                continue  # the other place may have it; else the piece is written in full
+            return True
+        return False
+
+    def _near(self, place: _Place) -> tuple[Decoder, Piece] | None:
+        with self._lock:
+            while place not in self._found and self._look_further():
+                pass
+            return self._found.get(place)
+
+    def _look_further(self) -> bool:
+        """Take in one more manifest of the source; False if there are no more."""
+        if self._source is None:
+            return False
+        try:
+            if self._left is None:
+                older = [parsed.id for parsed in self._source.ids() if parsed.seq < self._manifest.info.seq]
+                # A chain ends in one of them.
+                self._left = older[-ENCODED.most_bases - 2 :]
+                self._take(self._manifest)
+                return True
+            if not self._left:
+                return False
+            self._take(self._source.read(self._left.pop()))
+        except CkptError:
+            return self._left is not None and bool(self._left)
+        return True
+
+    def _take(self, manifest: Manifest) -> None:
+        assert self._source is not None
+        decoder = decoder_of(self._source.storage, manifest)
+        for name, entry in manifest.entries.items():
+            self._add(decoder, name, placed(entry.pieces))
+        for entries in manifest.bases.values():
+            for name, pieces in entries.items():
+                # Of those that were encoded together a decoder would have to know whose they are.
+                self._add(decoder, name, [(start, piece) for start, piece in pieces.items() if not piece.group])
+
+    def _add(self, decoder: Decoder, name: str, pieces: Iterable[tuple[int, Piece]]) -> None:
+        for start, piece in pieces:
+            if piece.content_digest is not None:
+                self._found.setdefault((name, start, piece.content_digest), (decoder, piece))

@@ -46,7 +46,7 @@ class Offer:
 
 def as_manifest(staged: Staged, run: str) -> bytes:
     """The manifest of a snapshot that one writer holds whole."""
-    return manifest_codec.encode(staged.manifest(run, staged.whole(staged.digest())))
+    return manifest_codec.encode(staged.manifest(run, staged.digest()))
 
 
 def held_share(ids: Ids, changed: Callable[[], object], ranks: RankConfig) -> MemorySnapshots:
@@ -57,7 +57,7 @@ def held_share(ids: Ids, changed: Callable[[], object], ranks: RankConfig) -> Me
     """
 
     def describe(staged: Staged, run: str) -> bytes:
-        manifest = staged.manifest(run, staged.whole(staged.digest()))
+        manifest = staged.manifest(run, staged.digest())
         return part_records.encode(part_records.part_of(manifest, staged.cut_layout.layout, ranks))
 
     return MemorySnapshots(ids, changed, SHARES, describe)

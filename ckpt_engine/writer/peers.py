@@ -343,7 +343,7 @@ class Mirror:
         if not self._intact(order):
             return  # a newer one is on its way
         digests = Digesting(copy, staged.cut_layout).result()
-        manifest = staged.manifest(run.run, staged.whole(digests))
+        manifest = staged.manifest(run.run, digests)
         part = part_records.encode(part_records.part_of(manifest, staged.cut_layout.layout, self._ranks))
         record = run.text.decode()
         share = PeerShare(self._ranks.rank, staged.snapshot, part.decode(), record, staged.data.name, -1, nbytes)

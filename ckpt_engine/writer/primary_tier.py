@@ -17,13 +17,13 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ckpt_engine.copy.encoded_copy import Encoded
+from ckpt_engine.copy.encode_pieces import DELTA
+from ckpt_engine.copy.encoded_copy import DedupBaseline, Encoded
 from ckpt_engine.copy.job import ErrorRecord, History, RankConfig, WriterConfig
 from ckpt_engine.copy.make_room import Collected, Pruned, SpaceReservation, collect, prune
-from ckpt_engine.copy.row_deltas import Aside
 from ckpt_engine.copy.transfer import RunText, adopt_run
-from ckpt_engine.copy.write_plan import WritePlan
-from ckpt_engine.copy.write_snapshot import ALONE, DedupBaseline, Finish, Plain, Staged, write_snapshot
+from ckpt_engine.copy.write_plan import plan
+from ckpt_engine.copy.write_snapshot import ALONE, Finish, Plain, Staged, write_snapshot
 from ckpt_engine.errors import (
     CkptError,
     ForeignError,
@@ -36,13 +36,14 @@ from ckpt_engine.errors import (
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotsForgotten
 from ckpt_engine.observe.units import duration
 from ckpt_engine.store import names
+from ckpt_engine.store.decode import decoder_of
 from ckpt_engine.store.lease import Lease, LeaseHolder, acquire, read_holder
 from ckpt_engine.store.manifest import RAW, Line
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import Retention, policy_from
 from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.watchdog import AbandonedError, CallProgress
+from ckpt_engine.store.storage.watchdog import AbandonedError, Aside, CallProgress
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit import ALONE_SECONDS, Contributing, Gathering, SessionSnapshots
 
@@ -161,21 +162,30 @@ class PrimaryTier:
         return committed
 
     def _contents(self, staged: Staged) -> Plain | Encoded:
+        repository = self._repository
         if self._codec != RAW:
-            return Encoded(staged, self._repository, self._codec)
-        return Plain(staged, self._repository, self._draft(staged), self._known.stands)
+            digests, seconds = staged.timed_digest()
+            planned = plan(staged.manifest(repository.run_id, digests), repository, self._codec == DELTA)
+            before = planned.before
+            there = (
+                decoder_of(repository.storage, before)
+                if before and repository.storage.capabilities.cheap_reads
+                else None
+            )
+            return Encoded(staged, repository, planned, self._codec, there, seconds)
+        return self._shared(staged) or Plain(staged, repository)
 
-    def _draft(self, staged: Staged) -> WritePlan | None:
+    def _shared(self, staged: Staged) -> Encoded | None:
         """What need not be written again is not worth failing for: with trouble finding out, all is written."""
         try:
-            draft = self._known.draft(staged)
+            found = self._known.contents(staged)
         except StorageError as err:
             if not self._drafts_fail:
                 self._notice(f"snapshots are written whole, older data at {self._url} cannot be read: {err.message}")
             self._drafts_fail = True
             return None
         self._drafts_fail = False
-        return draft
+        return found
 
     def _make_room(self, contents: Plain | Encoded) -> None:
         nbytes = contents.new_bytes
@@ -331,15 +341,15 @@ class RankMemberTier:
         def not_undone(err: CkptError) -> None:
             self._notice(f"cannot take back the share of the failed snapshot {staged.snapshot}: {err}")
 
-        contents = Plain(staged, self._repository, self._draft(staged), self._known.stands)
+        contents = self._shared(staged) or Plain(staged, self._repository)
         written, stored = write_snapshot(contents, self._tier, self._progress, not_undone, Contributing(self._ranks))
         self._known.committed(stored)
         return written
 
-    def _draft(self, staged: Staged) -> WritePlan | None:
+    def _shared(self, staged: Staged) -> Encoded | None:
         """What it has in snapshots that the coordinator has committed need not be written again."""
         try:
-            return self._known.draft(staged)
+            return self._known.contents(staged)
         except StorageError:
             return None  # nothing is worth failing for; if it goes on, writing says it
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ckpt_engine.copy.encoded_copy import Encoding, Tally, copy_encoded
-from ckpt_engine.copy.encoding_plan import plan
 from ckpt_engine.copy.job import ErrorRecord, TierConfig
 from ckpt_engine.copy.make_room import collect, make_room, prune
 from ckpt_engine.copy.transfer import Copied, CopySourceError, RunText, adopt_run, copy_snapshot, scratch_of
+from ckpt_engine.copy.write_plan import plan
 from ckpt_engine.copy.write_snapshot import Plain, Staged, write_snapshot
 from ckpt_engine.errors import (
     CkptError,

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from ckpt_engine.copy import job as values
 from ckpt_engine.copy.job import ErrorRecord, History, JobDone, PersistJob, RankConfig, WriterConfig
-from ckpt_engine.copy.row_deltas import Aside
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_snapshot import Staged, SupersededError
 from ckpt_engine.errors import (
@@ -35,7 +34,7 @@ from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepAll
 from ckpt_engine.store.storage.open import open_storage
-from ckpt_engine.store.storage.watchdog import AbandonedError, Lane, WatchedStorage
+from ckpt_engine.store.storage.watchdog import AbandonedError, Aside, Lane, WatchedStorage
 from ckpt_engine.writer import channel, part_records
 from ckpt_engine.writer.attempts import AttemptRecord
 from ckpt_engine.writer.channel import Body

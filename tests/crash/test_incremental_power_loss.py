@@ -11,8 +11,8 @@ import pytest
 
 from ckpt_engine.copy import drop_components
 from ckpt_engine.copy.drop_components import is_compact
+from ckpt_engine.copy.encoded_copy import Encoded
 from ckpt_engine.copy.make_room import compact, prune
-from ckpt_engine.copy.write_snapshot import DedupBaseline
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import Decoder
 from ckpt_engine.store.lease import acquire
@@ -26,6 +26,7 @@ from tests.crash.life import QuietDisk, check
 from tests.crash.powerloss import RecordingDisk
 from tests.crash.test_writer_power_loss import KEEP, _recorded, _Session
 from tests.persist.staged import Stage
+from tests.support.bounds import bounds
 
 ROWS = 8
 
@@ -47,8 +48,8 @@ class Table(Stage):
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Table]:
-    monkeypatch.setattr("ckpt_engine.copy.row_deltas.LEAST_ROWS", 2)
-    monkeypatch.setattr("ckpt_engine.copy.write_plan.LEAST_BYTES", 0)
+    monkeypatch.setattr("ckpt_engine.copy.encode_pieces.LEAST_ROWS", 2)
+    monkeypatch.setattr(*bounds("PLAIN", least_bytes=0))
     made = Table(ROWS << 10)
     yield made
     made.close()
@@ -96,8 +97,8 @@ def test_a_power_loss_while_chains_are_shortened_is_survived(
     tmp_path: Path, scratch: Path, stage: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Deltas that replace several, and pieces that are written anew, under retention: no bad state."""
-    monkeypatch.setattr("ckpt_engine.copy.row_deltas.MOST_BASES", 2)
-    monkeypatch.setattr("ckpt_engine.copy.row_deltas.MOST_SHARE", 0.5)
+    monkeypatch.setattr(*bounds("PLAIN", most_bases=2))
+    monkeypatch.setattr(*bounds("PLAIN", most_share=0.5))
     disk = _recorded(tmp_path)
     session = _Session(tmp_path / "disk" / "run", disk, stage, monkeypatch)
     assert session.run(range(14))
@@ -171,24 +172,24 @@ def test_a_base_that_goes_while_a_snapshot_is_written_is_never_committed_on(
     disk = _recorded(tmp_path)
     session = _Session(tmp_path / "disk" / "run", disk, stage, monkeypatch)
     assert session.run(range(2))
-    real = DedupBaseline.stands
+    real = Encoded.stands
     asked: list[bool] = []
 
-    def stands(self: DedupBaseline, draft: object) -> bool:
+    def stands(self: Encoded) -> bool:
         asked.append(True)
-        if len(asked) == 3:  # the last look, before the commit
-            repository = self._repository
+        if len(asked) == 2:  # the last look, before the commit
+            repository = self.repository
             repository.forget([parsed.id for parsed in repository.ids()])
             repository.storage.delete(*(item.name for item in repository.storage.list("data/")))
-        return real(self, draft)  # type: ignore[arg-type]
+        return real(self)
 
-    monkeypatch.setattr(DedupBaseline, "stands", stands)
+    monkeypatch.setattr(Encoded, "stands", stands)
     assert session.run(range(4, 6))
     assert len(session.failed) == 1 and "removed while it was written" in session.failed[0]
     root = tmp_path / "disk" / "run"
     (left,) = (root / "snapshots").iterdir()
     assert left.name == Path(manifest_name(left.stem)).name
-    monkeypatch.setattr(DedupBaseline, "stands", real)
+    monkeypatch.setattr(Encoded, "stands", real)
     check(root, [], check_whole=_whole)
 
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.copy import encoding_plan
 from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
-from ckpt_engine.copy.encoding_plan import placed
 from ckpt_engine.copy.make_room import collect, prune
 from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
+from ckpt_engine.copy.write_plan import placed
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import decoder_of
@@ -25,6 +24,7 @@ from ckpt_engine.store.storage.local import LocalStorage
 from tests.crash.explorer import Explorer
 from tests.crash.life import QuietDisk
 from tests.crash.powerloss import Killed, RecordingDisk
+from tests.support.bounds import bounds
 
 _Copy = Callable[[Repository, Repository, str], object]
 POLICY = policy_from({"last": 2})
@@ -113,7 +113,7 @@ class _World:
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> _World:
     """The near place. Every piece is a part of its own."""
-    monkeypatch.setattr(encoding_plan, "PART_BYTES", 1)
+    monkeypatch.setattr(*bounds("ENCODED", part_bytes=1))
     return _World(_near(tmp_path / "near"))
 
 
@@ -142,7 +142,7 @@ def test_power_loss_at_any_point_of_differences_leaves_a_sound_store(
     world: _World, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same for differences, while retention takes what they are made against; the third one is in full again."""
-    monkeypatch.setattr(encoding_plan, "MOST_BASES", 1)
+    monkeypatch.setattr(*bounds("ENCODED", most_bases=1))
     world.copy = _differences
     explorer = Explorer(scratch, world.check)
     disk = _lived(world, tmp_path / "disk", 3)
@@ -189,7 +189,7 @@ def test_a_kill_at_every_point_of_a_copy_of_differences_leaves_a_sound_store(
     world: _World, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same, for every point at which the process can be killed."""
-    monkeypatch.setattr(encoding_plan, "MOST_BASES", 1)
+    monkeypatch.setattr(*bounds("ENCODED", most_bases=1))
     world.copy = _differences
     assert _killed(world, tmp_path, scratch, 1) == []
 

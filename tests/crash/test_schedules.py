@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_engine.copy import drop_components, encoding_plan
+from ckpt_engine.copy import drop_components
 from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
 from ckpt_engine.copy.make_room import collect, compact, prune
 from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
@@ -25,6 +25,7 @@ from ckpt_engine.store.storage.local import LocalStorage
 from tests.crash.life import QuietDisk
 from tests.crash.powerloss import Killed
 from tests.incremental.evolving import Evolving
+from tests.support.bounds import bounds
 
 BAR_SCHEDULES = 200
 QUICK_SEEDS = range(12, 20)
@@ -177,8 +178,8 @@ class Schedule:
 @pytest.fixture(autouse=True)
 def short_chains(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that in few snapshots all happens that may happen."""
-    monkeypatch.setattr(encoding_plan, "MOST_BASES", 2)
-    monkeypatch.setattr(encoding_plan, "PART_BYTES", 2000)
+    monkeypatch.setattr(*bounds("ENCODED", most_bases=2))
+    monkeypatch.setattr(*bounds("ENCODED", part_bytes=2000))
 
 
 def test_random_schedules_leave_whole_snapshots_and_nothing_else(tmp_path: Path) -> None:

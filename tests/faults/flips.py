@@ -26,7 +26,7 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli.main import main as ckpt
-from ckpt_engine.copy import row_deltas, write_plan
+from ckpt_engine.copy import encode_pieces
 from ckpt_engine.copy.staged import cut
 from ckpt_engine.errors import CkptError
 from ckpt_engine.preempt.divergence import RollbackRecord, write_rollback
@@ -39,6 +39,7 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import part_records
 from tests.snapshot.passage import same
+from tests.support.bounds import bounds
 
 STEPS = 5
 TIERS = {"near": "raw", "zip": "byteplane-zstd", "far": "delta"}
@@ -70,8 +71,8 @@ def state(step: int) -> dict[str, Any]:
 def everything_is_shared() -> Iterator[None]:
     """However small it is, in small pieces; and the catalog is written at once."""
     with (
-        patch.object(write_plan, "LEAST_BYTES", 0),
-        patch.object(row_deltas, "LEAST_ROWS", 2),
+        patch.object(*bounds("PLAIN", least_bytes=0)),
+        patch.object(encode_pieces, "LEAST_ROWS", 2),
         patch.object(repository, "EVERY", 1),
         patch.object(cut, "__defaults__", (4000,)),
     ):

@@ -29,7 +29,7 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli.main import main as ckpt
-from ckpt_engine.copy import row_deltas, write_plan
+from ckpt_engine.copy import encode_pieces
 from ckpt_engine.copy.make_room import prune
 from ckpt_engine.copy.staged import cut
 from ckpt_engine.restore.load import load
@@ -40,6 +40,7 @@ from ckpt_engine.store.retention_rules import KeepAll
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.faults.life import fork_server, start_fork_server
 from tests.snapshot.passage import same
+from tests.support.bounds import bounds
 
 PLACES = ("near", "far", "copy")
 NEAR = ("raw", "raw", "zstd", "byteplane-zstd", "delta")
@@ -86,11 +87,8 @@ class Order:
 
 def obey(order: Order, pipe: Connection) -> None:
     """The process: says that it begins, each step that is durable, and how it ended."""
-    write_plan.LEAST_BYTES, row_deltas.LEAST_ROWS, row_deltas.MOST_BASES = (
-        0,
-        2,
-        4,
-    )  # all is shared however small, in short chains
+    setattr(*bounds("PLAIN", least_bytes=0, most_bases=4))  # all is shared however small, in short chains
+    encode_pieces.LEAST_ROWS = 2
     cut.__defaults__ = (4000,)
     if order.sabotage:
         Repository._references = lambda self, listed: (set(), ())  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ckpt_engine.copy.encoding_plan import MOST_BASES, MOST_BYTES, placed
+from ckpt_engine.copy.write_plan import ENCODED, placed
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import digest
 from ckpt_engine.store.decode import chain_of, decoder_of
@@ -130,9 +130,9 @@ def require_bounds(manifest: Manifest) -> None:
     for name, entry in manifest.entries.items():
         for start, piece in placed(entry.pieces):
             chain = chain_of(manifest, name, start, piece)
-            assert len(chain) <= MOST_BASES + 1
+            assert len(chain) <= ENCODED.most_bases + 1
             if not piece.group:
-                assert len(chain) == 1 or sum(one.nbytes for one in chain) <= MOST_BYTES * piece.raw_nbytes
+                assert len(chain) == 1 or sum(one.nbytes for one in chain) <= ENCODED.most_bytes * piece.raw_nbytes
 
 
 def codecs_of(manifest: Manifest) -> set[str]:

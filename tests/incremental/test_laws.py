@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli.verify import Checker
-from ckpt_engine.copy import row_deltas, write_plan
+from ckpt_engine.copy import encode_pieces
 from ckpt_engine.copy.staged import cut
 from ckpt_engine.errors import NoUsableSnapshotError
 from ckpt_engine.restore.load import load
 from tests.incremental.test_reading import flip_bit
 from tests.incremental.test_writing import Life
 from tests.snapshot.passage import same
+from tests.support.bounds import bounds
 
 DTYPES = ["float32", "bfloat16", "float16", "float64", "complex64", "int64", "int8", "uint8", "bool", "float8_e4m3fn"]
 
@@ -70,9 +71,9 @@ _TREES = st.builds(
 def everything_is_shared() -> Iterator[None]:
     """However small it is, in small pieces, with short chains."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_plan, "LEAST_BYTES", 0)
-        patch.setattr(row_deltas, "LEAST_ROWS", 2)
-        patch.setattr(row_deltas, "MOST_BASES", 5)
+        patch.setattr(*bounds("PLAIN", least_bytes=0))
+        patch.setattr(encode_pieces, "LEAST_ROWS", 2)
+        patch.setattr(*bounds("PLAIN", most_bases=5))
         patch.setattr(cut, "__defaults__", (4000,))
         yield
 

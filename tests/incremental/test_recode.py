@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy import encoding_plan
 from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
-from ckpt_engine.copy.encoding_plan import plan
 from ckpt_engine.copy.make_room import collect
 from ckpt_engine.copy.transfer import CopySourceError, RunText, adopt_run, copy_snapshot
+from ckpt_engine.copy.write_plan import plan
 from ckpt_engine.errors import StorageError, StorageMissingError
 from ckpt_engine.restore.load import load
 from ckpt_engine.store import codecs, names
@@ -30,6 +29,7 @@ from tests.cli.conftest import Outcome
 from tests.incremental.scattered import Scatter, with_flip
 from tests.snapshot.passage import same
 from tests.store.test_transfer import Remote
+from tests.support.bounds import bounds
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +111,7 @@ def test_random_layouts_come_back(seed: int, part_bytes: int, tmp_path_factory: 
     far = far_of(near, root / "far")
     codec = random.Random(seed).choice(["zstd", "byteplane-zstd"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoding_plan, "PART_BYTES", part_bytes)
+        patch.setattr(*bounds("ENCODED", part_bytes=part_bytes))
         for parsed in near.ids():
             encoded(near, far, parsed.id, codec)
     assert restored(root / "far", 1)
@@ -123,7 +123,7 @@ def test_what_has_not_changed_is_sent_once(tmp_path: Path) -> None:
     near = run_of(tmp_path / "near", 1, 2, 3)
     far = far_of(near, tmp_path / "far")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoding_plan, "PART_BYTES", 240_000)  # the frozen tensor has a part of its own
+        patch.setattr(*bounds("ENCODED", part_bytes=240_000))  # the frozen tensor has a part of its own
         first, second, third = [encoded(near, far, parsed.id) for parsed in near.ids()]
     assert second.sent_bytes < first.sent_bytes / 2
     assert third.sent_bytes < first.sent_bytes / 2
@@ -154,7 +154,7 @@ def test_a_file_of_which_little_is_needed_is_not_kept_for_it(tmp_path: Path) -> 
 
 def test_the_manifest_goes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever write fails, no snapshot is there that is not whole; the next attempt sends only what is missing."""
-    monkeypatch.setattr(encoding_plan, "PART_BYTES", 60_000)
+    monkeypatch.setattr(*bounds("ENCODED", part_bytes=60_000))
     near = run_of(tmp_path / "near", 1)
     [parsed] = near.ids()
     whole = encoded(near, far_of(near, tmp_path / "whole"), parsed.id).sent_bytes
@@ -223,7 +223,7 @@ def test_what_is_referred_to_must_still_be_there(tmp_path: Path) -> None:
     far = far_of(near, tmp_path / "far")
     one, two = near.ids()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoding_plan, "PART_BYTES", 240_000)
+        patch.setattr(*bounds("ENCODED", part_bytes=240_000))
         encoded(near, far, one.id)
 
     class Forgetting(LocalStorage):
@@ -245,7 +245,7 @@ def test_what_is_planned_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A copy never writes more than room is made for, not even if nothing can be encoded."""
     near = run_of(tmp_path / "near", 1, 2)
     for part_bytes in (1, 1 << 27):
-        monkeypatch.setattr(encoding_plan, "PART_BYTES", part_bytes)
+        monkeypatch.setattr(*bounds("ENCODED", part_bytes=part_bytes))
         for codec in ("zstd", "byteplane-zstd", RAW):
             far = far_of(near, tmp_path / f"{codec}-{part_bytes}")
             for parsed in near.ids():

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.copy import encoding_plan
 from ckpt_engine.copy.encoded_copy import Tally, copy_encoded
-from ckpt_engine.copy.encoding_plan import plan
 from ckpt_engine.copy.make_room import collect
 from ckpt_engine.copy.transfer import Copied, RunText, adopt_run, copy_snapshot
+from ckpt_engine.copy.write_plan import plan
 from ckpt_engine.restore.load import load
 from ckpt_engine.store import names
 from ckpt_engine.store.lease import acquire
@@ -23,6 +22,7 @@ from tests.crash.life import QuietDisk
 from tests.incremental.evolving import Evolving, codecs_of, contents
 from tests.incremental.test_recode import flip
 from tests.store.test_transfer import Remote
+from tests.support.bounds import bounds
 
 
 def far_of(life: Evolving, root: Path) -> Repository:
@@ -49,7 +49,7 @@ def test_a_base_and_any_number_of_differences_are_the_state(
     life = Evolving(root / "near", seed)
     far = far_of(life, root / "far")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoding_plan, "PART_BYTES", chance.choice([1, 20_000, 1 << 27]))
+        patch.setattr(*bounds("ENCODED", part_bytes=chance.choice([1, 20_000, 1 << 27])))
         for _ in range(9):
             life.change()
             snapshot = life.save()

@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy import row_deltas
-from ckpt_engine.copy.encoding_plan import placed
-from ckpt_engine.copy.row_deltas import MOST_BASES, MOST_SHARE, replaced
+from ckpt_engine.copy.write_plan import PLAIN, placed, replaced
 from ckpt_engine.store.decode import MAX_CHAIN, chain_of
 from tests.incremental.test_writing import Life, Table
 
@@ -62,8 +60,8 @@ def test_chains_are_bounded_in_number_and_bytes(pieces: int, share: float, snaps
     chains = Chains(pieces, share)
     for _ in range(snapshots):
         chains.touch()
-        assert max(len(levels) for levels in chains.levels.values()) <= MOST_BASES < MAX_CHAIN
-        assert chains.held <= MOST_SHARE + 1.1 * share
+        assert max(len(levels) for levels in chains.levels.values()) <= PLAIN.most_bases < MAX_CHAIN
+        assert chains.held <= PLAIN.most_share + 1.1 * share
 
 
 @pytest.mark.parametrize("share", [0.002, 0.01, 0.05])
@@ -86,7 +84,7 @@ def test_a_plan_names_what_there_is(chains: dict[int, list[int]]) -> None:
         assert 1 <= count <= len(chains[start])
     for start, sizes in chains.items():
         left = len(sizes) - plan.get(start, 0)
-        assert left <= MOST_BASES + 1 or len(sizes) > 2 * MOST_BASES
+        assert left <= PLAIN.most_bases + 1 or len(sizes) > 2 * PLAIN.most_bases
 
 
 @pytest.mark.slow
@@ -106,7 +104,7 @@ def test_no_snapshot_of_a_table_of_many_pieces_is_many_times_the_others(
             sizes.append(life.written(newest) / (table.nbytes / 100))
             pieces = placed(newest.entries["table"].pieces)
             chains = [chain_of(newest, "table", start, piece) for start, piece in pieces]
-            assert max(map(len, chains)) <= row_deltas.MOST_BASES + 1
+            assert max(map(len, chains)) <= PLAIN.most_bases + 1
     assert len(chains) > 60
     assert max(sizes[1:20]) <= 1.5 and max(sizes[1:]) <= 9 and mean(sizes[1:]) <= 3.5, sizes
     held = sum(path.stat().st_size for path in (life.root / "data").iterdir())

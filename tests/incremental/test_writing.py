@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli.verify import Checker
-from ckpt_engine.copy import write_plan
 from ckpt_engine.copy.make_room import prune
 from ckpt_engine.copy.transfer import RunText, adopt_run, copy_snapshot
 from ckpt_engine.restore.load import load
@@ -27,6 +26,7 @@ from ckpt_engine.store.storage.local import LocalStorage
 from tests.cli.conftest import Outcome
 from tests.incremental.test_reading import flip_bit
 from tests.snapshot.passage import same
+from tests.support.bounds import bounds
 
 FROZEN, TRAINED = 300_000, 3_000
 """Elements."""
@@ -246,7 +246,7 @@ def test_whatever_changes_every_snapshot_is_what_was_saved(
         tensors = {name: t + 1 if int(name) in changed else t for name, t in tensors.items()}
         states[step] = {"t": tensors, "step": step}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_plan, "LEAST_BYTES", 0)
+        patch.setattr(*bounds("PLAIN", least_bytes=0))
         life.save(*states.values())
     life.check(states)
     assert {one.info.step for one in life.manifests()} <= set(states)

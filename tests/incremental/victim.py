@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ckpt_engine import Checkpointer
-from ckpt_engine.copy import row_deltas, write_plan
 from ckpt_engine.copy.staged import cut
+from tests.support.bounds import bounds
 
 ROWS, WIDTH, FROZEN = 40_000, 8, 100_000
 KEEP = 3
@@ -37,9 +37,7 @@ def change(table: torch.Tensor, step: int) -> None:
 
 def share_everything() -> None:
     """Small pieces and short chains, so that in little time all happens that may happen to a large table."""
-    write_plan.LEAST_BYTES = 0
-    row_deltas.MOST_BASES = 6
-    row_deltas.MOST_SHARE = 0.06
+    setattr(*bounds("PLAIN", least_bytes=0, most_bases=6, most_share=0.06))
     cut.__defaults__ = (100_000,)
 
 

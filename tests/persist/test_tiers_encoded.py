@@ -10,8 +10,8 @@ import pytest
 
 from ckpt_engine.copy import encoded_copy
 from ckpt_engine.copy.encoded_copy import Encoding, Tally, copy_encoded
-from ckpt_engine.copy.encoding_plan import placed
 from ckpt_engine.copy.transfer import RunText, adopt_run
+from ckpt_engine.copy.write_plan import placed
 from ckpt_engine.errors import StorageFullError
 from ckpt_engine.observe.events import SnapshotReplicated, TierDegraded
 from ckpt_engine.store import names

@@ -23,6 +23,7 @@ from ckpt_engine.writer.tier_status import HANGS, WORKING
 from tests.persist.passing import let_time_pass_where_calls_hang, until_it_is_back
 from tests.persist.staged import WAIT_SECONDS, Stage, outcome
 from tests.persist.tiered import Run, steps
+from tests.support.bounds import bounds
 
 CODE = StorageStalledError.code
 
@@ -175,7 +176,7 @@ def test_any_call_to_the_first_tier_may_hang(run: Run, what: str) -> None:
 
 def test_a_read_that_hangs_costs_no_more_than_what_it_could_spare(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The snapshot is written whole to the first tier, and so are the next ones, at once; that is told once."""
-    monkeypatch.setattr("ckpt_engine.copy.write_plan.LEAST_BYTES", 0)
+    monkeypatch.setattr(*bounds("PLAIN", least_bytes=0))
     run.start(keep={"last": 9}, tiers=())
     run.save(1)
     end = run.weather[run.near].hang("get", "data/")

@@ -10,7 +10,7 @@ import torch
 
 from ckpt_engine import Checkpointer
 from ckpt_engine.cli.verify import Checker
-from ckpt_engine.copy.write_snapshot import DedupBaseline
+from ckpt_engine.copy.encoded_copy import Encoded
 from ckpt_engine.errors import CkptError
 from ckpt_engine.store.manifest import Manifest
 from ckpt_engine.store.repository import Repository
@@ -107,7 +107,7 @@ def test_a_snapshot_whose_older_data_was_removed_meanwhile_does_not_come_to_be(
         return merge(found)
 
     monkeypatch.setattr(part_records, "merge", removed)
-    monkeypatch.setattr(DedupBaseline, "stands", lambda self, draft: True)
+    monkeypatch.setattr(Encoded, "stands", lambda self: True)
     handles = on_all(lambda rank: ranks[rank].save(state(2, rank), step=2), 2)
     with pytest.raises(CkptError, match="not there whole"):
         handles[0].wait(60)

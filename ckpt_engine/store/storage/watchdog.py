@@ -437,3 +437,32 @@ class _Reads(WrapperStorage):
     def free_bytes(self) -> int | None:
         with self._source.reading():
             return self.inner.free_bytes()
+
+
+class Aside:
+    """Reads at one tier while a call to it is under way.
+
+    There is at most one read that hangs: until it ends, others are refused at once.
+
+    Args:
+        repository: at the tier; watched by `lane`, and of no other use.
+        lane: that the reads run in.
+        waiting: progress of the call that asks, which must not look as if it hung while a read does.
+    """
+
+    def __init__(self, repository: Repository, lane: Lane, waiting: CallProgress) -> None:
+        self._repository = repository
+        self._lane = lane
+        self.waiting = waiting
+
+    def read(self, work: Callable[[Repository], T], nbytes: int = 0) -> T:
+        """The result of `work`, which reads at most so many bytes in one call, and into nothing that others need.
+
+        Raises:
+            StorageStalledError: it hangs, or one before still does.
+        """
+        self.waiting.moved(STALL_SECONDS + nbytes / SLOWEST_BYTES_PER_SECOND)
+        try:
+            return self._lane.call(lambda: work(self._repository))
+        finally:
+            self.waiting.moved()

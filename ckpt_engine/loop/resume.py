@@ -52,6 +52,7 @@ from ckpt_engine.store.manifest import Manifest
 
 IMPORTED = "imported"
 """The note of a snapshot that was made of a checkpoint of another program."""
+_OVER = "where nothing more is trained, the random streams are the uninterrupted run's from close() on, and not before"
 _NOT_OF_OBJECTS = ("loaders", "rng")
 _NOT_FROM_OTHERS = {
     "random streams": "streams without a data position repeat nothing: they go on as this process has seeded them",
@@ -97,6 +98,7 @@ class LoopResume:
         self._draft: ReportDraft | None = None
         self._report: ResumeReport | None = None
         self._elastic = self._order_later = False
+        self._loaded_step = 0
         self.waiting: dict[str, Any] = {}
         """Positions of loaders that this process has not made yet; they belong to its snapshots as they are."""
 
@@ -140,11 +142,12 @@ class LoopResume:
             self._own, missing = self._resplit(self._own, elastic)  # first of all: this may be impossible
         own = self._own
         self._draft = draft = ReportDraft(url, loaded)
+        self._loaded_step = loaded.info.step
         differing = merged(state, own.get("values", {})) if elastic is None else []
         self._load_parts(draft, state)
         draft.not_restored += differing
         draft.not_restored += missing if self._rank == 0 else []
-        draft.notes += [_where(own), *notes]
+        draft.notes += [_where(own), *([_OVER] if own["finished"] else []), *notes]
         self._elastic = elastic is not None
         self._load_feeds()
         draft.not_restored += self._restore_order(loaded.info.step, last=own["training"] is None or own["finished"])
@@ -206,6 +209,12 @@ class LoopResume:
             self._restore_hidden("batch")
         if self._draft is not None:
             self._draft.not_restored += missing
+
+    def end(self, step: int) -> None:
+        """The run ends at this step. If it had ended there before, what is drawn from now on is what was drawn then."""
+        self.publish()
+        if self._own.get("finished") and self._loaded_step == step:
+            rng.restore(self._own["rng"])
 
     def say(self, problem: str) -> None:
         """The loop does not go on as it would have."""

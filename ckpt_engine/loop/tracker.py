@@ -167,7 +167,7 @@ class Tracker(LoopProgress):
                 self._take_at_end()
             elif not complete and error is not None:
                 self.failed_with(error)
-            self._resume.publish()
+            self._resume.end(self._steps)
         finally:
             self.release()
             self._stopping.over()

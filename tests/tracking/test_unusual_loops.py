@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -304,6 +305,43 @@ def test_a_loader_that_the_script_drops_lives_as_long_as_it_is_tracked(tmp_path:
     del run.loader
     run.end()
     assert saved(tmp_path)[-1].reason == "end"
+
+
+def trains_one_fold_after_another(root: Path, *, seed: int) -> tuple[list[int], list[Any]]:
+    """Three models, each with a run of its own and scored on data that draws; steps made here, and all there is."""
+    seed_everything(seed)
+    steps, trace = [], []
+    for fold in range(3):
+        model = Net()
+        trace.append(digest(model=model.state_dict()))
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        loader, test = (DataLoader(Augmented(n), batch_size=BATCH, shuffle=True) for n in (22, 8))
+        with Checkpointer(every_boundary(root / str(fold))) as ckpt:
+            run = ckpt.track(model=model, optimizer=optimizer, loader=loader)
+            before = run.global_step
+            for _ in range(run.epoch, 2):
+                for x, y, _ in loader:
+                    durable(ckpt)
+                    ((model(x) - y) ** 2).mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            for _ in test:
+                pass
+            steps.append(run.global_step - before)
+        trace.append([digest(model=model.state_dict()), torch.rand(1).item()])
+    return steps, trace
+
+
+@pytest.mark.parametrize("over", [1, 2, 3])
+def test_a_run_that_is_over_leaves_the_streams_as_it_did(over: int, tmp_path: Path) -> None:
+    """The model of the next fold begins with the same weights, whatever a restarted script draws until `close`."""
+    steps, trace = trains_one_fold_after_another(tmp_path, seed=0)
+    assert steps == [12, 12, 12]
+    for fold in range(over, 3):
+        shutil.rmtree(tmp_path / str(fold))
+    again, found = trains_one_fold_after_another(tmp_path, seed=5)
+    assert again == [0] * over + [12] * (3 - over)
+    assert found[1:] == trace[1:]  # the first one's weights are overwritten
 
 
 class Growing(Net):

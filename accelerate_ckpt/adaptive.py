@@ -81,6 +81,11 @@ class AdaptiveCheckpoint(Tracker):
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
+        if not isinstance(accelerator, Accelerator):
+            raise ConfigError(
+                f"the first argument is a {type(accelerator).__name__}, not the Accelerator",
+                hint="AdaptiveCheckpoint(accelerator, 'ckpt.yaml')",
+            )
         engine = Engine(config, ranks=ranks_of(accelerator, AcceleratorInternals(accelerator)), **options)
         self._internals = internals = AcceleratorInternals(accelerator)
         internals.probe()

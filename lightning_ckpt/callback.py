@@ -14,7 +14,8 @@ from typing_extensions import override
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
 from ckpt_engine.engine import Engine
-from lightning_ckpt.compat import LightningInternals
+from ckpt_engine.errors import ConfigError
+from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.fit_resume import FitResume
 from lightning_ckpt.restart import AUTO, EarlierFit, allow_restart
 from lightning_ckpt.run import FitRun
@@ -124,6 +125,7 @@ class AdaptiveCheckpoint(Callback):
             self._idle.probe()
             self._idle.wrap_resume_start(_start_fresh)
         else:
+            self._require_own_folder(trainer)
             fitted, self._fitted = self._fitted, None
             self._run = FitRun(trainer, pl_module, self.config, self, live_file(self._source, self._options))
             self._run.resume.fresh.fitted = fitted
@@ -144,6 +146,14 @@ class AdaptiveCheckpoint(Callback):
         self._release()
         if run is not None:
             run.abort(exception)
+
+    def _require_own_folder(self, trainer: pl.Trainer) -> None:
+        others = [one for one in callbacks_of(trainer) if isinstance(one, AdaptiveCheckpoint) and one is not self]
+        if self.config.root_url in [one.config.root_url for one in others]:
+            raise ConfigError(
+                f"two AdaptiveCheckpoint of this Trainer write {self.config.root_url}",
+                hint="remove one of them, or give each a folder of its own",
+            )
 
     def _release(self) -> None:
         if self._idle is not None:

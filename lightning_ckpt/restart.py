@@ -19,9 +19,11 @@ Finishes what Lightning's own restore leaves inexact in weights.
 from __future__ import annotations
 
 import copy
+import os
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,9 +35,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from ckpt_engine.engine import Engine
+from ckpt_engine.errors import ConfigError
 from ckpt_engine.loop.components import into_own_memory, own_copy
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.state.sharding import here
+from ckpt_engine.store.names import RECORD
 from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.run_state import Groups
 
@@ -85,6 +89,7 @@ class Fresh:
         elif path is None and option == AUTO:
             path = AUTO
         if path != AUTO:
+            _require_file(path)
             self._begin(path)
         return path
 
@@ -107,6 +112,16 @@ class Fresh:
             "leave out resume='off'" if off else "pass ckpt_path='auto' to fit, or resume='auto' to AdaptiveCheckpoint"
         )
         engine.start_fresh(how)
+
+
+def _require_file(path: Any) -> None:
+    """Refuse a folder of snapshots where Lightning takes a file."""
+    if isinstance(path, str | os.PathLike) and (Path(path) / RECORD).is_file():
+        raise ConfigError(
+            f"ckpt_path: {os.fspath(path)} is a folder of snapshots, and Lightning takes a file there",
+            hint=f"AdaptiveCheckpoint({os.fspath(path)!r}) and ckpt_path='auto' go on from its newest snapshot; "
+            f"`ckpt export {os.fspath(path)} out.ckpt --to lightning` makes a file of it",
+        )
 
 
 def allow_restart(trainer: pl.Trainer, engine: Engine) -> None:

@@ -55,6 +55,7 @@ LEAST_PARITY = 3
 _LOSSY = r"lossy|quanti[sz]ed?|(int|uint|q)-?[2-8]|(fp|float)-?(4|8|16)|bf-?16|bfloat16|float8.*|downcast|half"
 """What people call codecs that lose bits."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_ONE_SLASH = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 
 
 def _location(value: object) -> str:
@@ -64,6 +65,10 @@ def _location(value: object) -> str:
     if text == MEMORY:
         return text
     if scheme is None:
+        if (almost := _ONE_SLASH.match(text)) is not None:
+            raise ValueError(
+                f"a URL has two slashes: {almost[1]}://{text[almost.end() :]}; a folder of that name: ./{text}"
+            )
         return str(Path(os.path.abspath(Path(text).expanduser())))  # noqa: PTH100 - `..` is folded, links are not followed
     if LOGIN.match(text[scheme.end() :]):
         # Not with the value: it is logged, and it names the place in reports.

@@ -383,6 +383,19 @@ def test_two_callbacks_with_two_folders_share_a_trainer(tmp_path: Path) -> None:
     assert resumed.trace == tail_of(reference.trace, newest.epoch, newest.batch)
 
 
+def test_two_callbacks_of_one_folder_are_refused(tmp_path: Path) -> None:
+    """Before training begins."""
+    with pytest.raises(ConfigError, match="two AdaptiveCheckpoint of this Trainer write"):
+        fit(Case(), [resumer(tmp_path), resumer(tmp_path)], ckpt_path="auto")
+
+
+def test_the_folder_as_ckpt_path_is_refused_with_what_to_write(tmp_path: Path) -> None:
+    """It is no file that Lightning reads."""
+    fit(Case(), [resumer(tmp_path)], ckpt_path="auto")
+    with pytest.raises(ConfigError, match=r"is a folder of snapshots.*ckpt_path='auto'"):
+        fit(Case(), [resumer(tmp_path)], ckpt_path=str(tmp_path))
+
+
 def test_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strategies that divide the state in other ways than DDP; nobody pretends otherwise."""
 

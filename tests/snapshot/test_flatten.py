@@ -272,6 +272,13 @@ def test_what_needs_pickle_is_refused_naming_the_leaf(state: dict, where: str) -
     assert where in str(caught.value)
 
 
+@pytest.mark.parametrize("given", [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).state_dict], ids=["module", "method"])
+def test_a_module_in_the_place_of_its_state_is_named(given: object) -> None:
+    """Also where the call of `state_dict` was forgotten."""
+    with pytest.raises(UnstorableLeafError, match=r"at model .* → save its state: .* of the Linear"):
+        Planner(Flattener()).capture({"model": given})
+
+
 def test_a_state_that_contains_itself_is_refused() -> None:
     """A cycle is an error, not an endless loop."""
     state: dict = {"a": []}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import click
 
 from ckpt_engine.cli.output import age, count, json_option, metrics, print_away, print_json, print_table, say_waiting
-from ckpt_engine.cli.root import away_of, open_run
+from ckpt_engine.cli.root import away_of, open_run, runs_below
+from ckpt_engine.errors import CkptError
 from ckpt_engine.observe import units
 from ckpt_engine.restore import places
 from ckpt_engine.restore.choose import Away
@@ -17,6 +20,7 @@ from ckpt_engine.store import manifest_codec, names, pins
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Listing, Repository
 from ckpt_engine.store.retention_rules import Branch, branches
+from ckpt_engine.store.storage.open import open_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,13 @@ class _Tier:
 @click.argument("root")
 @json_option
 def command(root: str, as_json: bool) -> None:
-    """List the snapshots at ROOT, oldest first, and where they are if ROOT is a ckpt.yaml with several tiers."""
+    """List the snapshots at ROOT, oldest first, and where they are if ROOT is a ckpt.yaml with several tiers.
+
+    In a folder that holds the folders of several runs: list the runs.
+    """
+    if below := runs_below(root):
+        _print_runs(root, below, as_json=as_json)
+        return
     run = open_run(root)
     answers = places.ask(run.places, _look, say=say_waiting)
     tiers = [
@@ -47,6 +57,42 @@ def command(root: str, as_json: bool) -> None:
         _print_json(run.run_id, tiers, away)
     else:
         _print(root, tiers, away, is_tiered=run.is_tiered)
+
+
+def _print_runs(root: str, folders: Sequence[Path], *, as_json: bool) -> None:
+    """Of each run how far it is; one that cannot be read has its error instead."""
+    rows: list[dict[str, Any]] = []
+    for folder in folders:
+        try:
+            place = Repository(open_storage(folder))
+            place.record()
+            listing = place.scan()
+        except CkptError as err:
+            rows.append({"root": str(folder), "error": str(err)})
+            continue
+        newest = listing.snapshots[-1] if listing.snapshots else None
+        rows.append(
+            {
+                "root": str(folder),
+                "snapshots": len(listing.snapshots),
+                "step": newest and newest.step,
+                "created": newest and newest.created,
+            }
+        )
+    if as_json:
+        print_json({"runs": rows})
+        return
+    table = [
+        (
+            row["root"],
+            f"{row['snapshots']:,}" if "snapshots" in row else "",
+            f"{row['step']:,}" if row.get("step") is not None else "",
+            age(row["created"]) if row.get("created") else row.get("error", ""),
+        )
+        for row in rows
+    ]
+    print_table(("run", "snapshots", "step", "newest"), table, numbers=("snapshots", "step"))
+    click.echo(f"{count(len(rows), 'run')} below {root}")
 
 
 def _look(place: Repository) -> tuple[Listing, int, Mapping[str, pins.Pin]]:

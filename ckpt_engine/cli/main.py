@@ -5,6 +5,7 @@ Exit codes: 0 done; 1 the answer is bad news (`verify` found damage); 2 it could
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -48,6 +49,14 @@ class _Verbs(click.Group):
         command = getattr(import_module(f"ckpt_engine.cli.{module}"), attribute)
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Raises UsageError: there is no such verb; it names the nearest one."""
+        if args[0] not in VERBS and (near := difflib.get_close_matches(args[0], VERBS, 1)):
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]!r}?")
+        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
 
 from ckpt_engine.cli.output import say_waiting
 from ckpt_engine.config import Config, Tier, load_config
-from ckpt_engine.errors import StorageMissingError
+from ckpt_engine.errors import ForeignError, StorageMissingError
 from ckpt_engine.restore import places
 from ckpt_engine.restore.choose import Away
-from ckpt_engine.store.names import ParsedId
+from ckpt_engine.store.names import RECORD, ParsedId
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 
 LATEST = "latest"
 _STEP = re.compile(r"(?:step=)?(\d+)")
+_MOST_RUNS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,8 @@ def open_run(root: str) -> Run:
         CkptError: no tier answers; the error of the nearest.
     """
     repositories = [_repository(tier) for tier in load_config(root).tiers]
-    answers = places.of_one_run(places.ask(repositories, _ids_of_run, places.at_most, say_waiting))
+    with _for_readers(root):
+        answers = places.of_one_run(places.ask(repositories, _ids_of_run, places.at_most, say_waiting))
     there = [(answer.place, answer.value) for answer in answers if answer.value is not None]
     away = away_of(answers)
     holders: dict[ParsedId, tuple[Repository, ...]] = {}
@@ -76,7 +81,7 @@ def open_run(root: str) -> Run:
         for parsed in ids:
             holders[parsed] = (*holders.get(parsed, ()), place)
     if not holders and all(place.record() is None for place, _ in there):
-        raise _no_run(", ".join(place.storage.url for place, _ in there), away)
+        raise _no_run(root, ", ".join(place.storage.url for place, _ in there), away)
     in_order = dict(sorted(holders.items(), key=lambda item: (item[0].seq, item[0].id)))
     urls = tuple(repository.storage.url for repository in repositories)
     return Run(tuple(place for place, _ in there), in_order, away, urls)
@@ -100,12 +105,13 @@ def open_places(config: Config) -> list[tuple[Tier, Repository]]:
         ForeignError: files at one of them, and none of ours.
         StorageError: one of them cannot be read.
     """
-    answers = places.ask([_repository(tier) for tier in config.tiers], _is_run, places.at_most, say_waiting)
-    for answer in answers:
-        if answer.error is not None:
-            raise answer.error
+    with _for_readers(config.root_url):
+        answers = places.ask([_repository(tier) for tier in config.tiers], _is_run, places.at_most, say_waiting)
+        for answer in answers:
+            if answer.error is not None:
+                raise answer.error
     if not answers[0].value:
-        raise _no_run(answers[0].place.storage.url)
+        raise _no_run(config.root_url, answers[0].place.storage.url)
     asked = zip(config.tiers, answers, strict=True)
     return [(tier, answer.place) for tier, answer in asked if answer is answers[0] or answer.place.record() is not None]
 
@@ -118,10 +124,34 @@ def _is_run(place: Repository) -> bool:
     return place.record() is not None or bool(place.ids())
 
 
-def _no_run(where: str, away: Sequence[Away] = ()) -> StorageMissingError:
+def runs_below(root: str) -> list[Path]:
+    """The folders of runs in a folder, or in a folder of it, at most 1,000; none where the folder is a run itself."""
+    folder = Path(root).expanduser()
+    if "://" in root or not folder.is_dir() or (folder / RECORD).is_file():
+        return []
+    found = (path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{RECORD}"))
+    return sorted(islice(found, _MOST_RUNS))
+
+
+@contextmanager
+def _for_readers(root: str) -> Iterator[None]:
+    """Who reads a folder that is no run needs another one, not how to begin a run there."""
+    try:
+        yield
+    except ForeignError as err:
+        raise ForeignError(err.message, hint=_where_else(root)) from err
+
+
+def _no_run(root: str, where: str, away: Sequence[Away] = ()) -> StorageMissingError:
     unasked = "".join(f"; {one.url} does not answer: [{one.code}] {one.reason}" for one in away)
-    hint = "check the path; a run starts with its first snapshot"
-    return StorageMissingError(f"no run at {where}{unasked}", hint=hint)
+    return StorageMissingError(f"no run at {where}{unasked}", hint=_where_else(root))
+
+
+def _where_else(root: str) -> str:
+    if not (below := runs_below(root)):
+        return "check the path; a run starts with its first snapshot"
+    more = f" and {len(below) - 1} more" if len(below) > 1 else ""
+    return f"name a run below it: {below[0]}{more} (`ckpt ls {root}` lists them)"
 
 
 def find_snapshot(repository: Repository, wanted: str = LATEST) -> str:

@@ -12,6 +12,7 @@ import pytest
 
 from ckpt_engine.cli.output import age
 from ckpt_engine.store.manifest import Line
+from tests.cli.conftest import RunFolder
 
 Ckpt = Callable[..., Any]
 
@@ -126,6 +127,31 @@ def test_root_may_be_a_url_or_a_yaml_file(ckpt: Ckpt, run_folder: Any, tmp_path:
     assert snapshot in ckpt("ls", f"file://{run_folder.path}").out
 
 
+def test_a_folder_of_runs_is_a_list_of_them(ckpt: Ckpt, tmp_path: Path) -> None:
+    """With how far each is, one that is damaged too; other verbs say what to name."""
+    for name, steps in {"lr1": (1, 20), "sweep/lr2": (7,), "sweep/lr3": ()}.items():
+        run = RunFolder(tmp_path / "runs" / name)
+        for step in steps:
+            run.add(step, {"a/x": np.zeros(3)})
+    (tmp_path / "runs/lr4").mkdir()
+    (tmp_path / "runs/lr4/ckpt.json").write_text("{")
+    (tmp_path / "runs/notes.txt").touch()
+    result = ckpt("ls", tmp_path / "runs")
+    assert result.code == 0
+    lines = [line.split() for line in result.out.splitlines()]
+    assert lines[1][:3] == [f"{tmp_path}/runs/lr1", "2", "20"]
+    assert lines[2][0] == f"{tmp_path}/runs/lr4" and "[CKPT401]" in lines[2]
+    assert lines[3][:3] == [f"{tmp_path}/runs/sweep/lr2", "1", "7"]
+    assert lines[4][:2] == [f"{tmp_path}/runs/sweep/lr3", "0"]
+    assert result.out.endswith(f"4 runs below {tmp_path}/runs\n")
+    rows = ckpt("ls", tmp_path / "runs", "--json").json["runs"]
+    assert [row.get("step") for row in rows] == [20, None, 7, None]
+    for verb in ("verify", "prune"):
+        assert (
+            f"→ name a run below it: {tmp_path}/runs/lr1 and 3 more" in ckpt(verb, tmp_path / "runs", *KEEP[verb]).err
+        )
+
+
 def test_what_is_no_run_is_an_error_without_traceback(ckpt: Ckpt, tmp_path: Path) -> None:
     """A missing or empty folder, a foreign one, a file, an unsupported URL: a message, exit code 2, no output."""
     (tmp_path / "empty").mkdir()
@@ -145,6 +171,9 @@ def test_what_is_no_run_is_an_error_without_traceback(ckpt: Ckpt, tmp_path: Path
         assert text in result.err
         assert "Traceback" not in result.err
         assert len(result.err.splitlines()) == 1
+
+
+KEEP = {"verify": (), "prune": ("--keep", "last=1", "--dry-run")}
 
 
 @pytest.mark.parametrize(

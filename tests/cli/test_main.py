@@ -35,6 +35,13 @@ def test_wrong_usage_is_exit_code_2(ckpt: Ckpt, arguments: list[str]) -> None:
     assert "Usage: ckpt" in result.err
 
 
+def test_a_misspelt_verb_names_the_nearest(ckpt: Ckpt) -> None:
+    """With exit code 2."""
+    result = ckpt("verfy", "/data/run1")
+    assert result.code == 2
+    assert "Did you mean 'verify'?" in result.err
+
+
 def test_version(ckpt: Ckpt) -> None:
     """The version of the distribution."""
     assert re.fullmatch(r"ckpt, version \d+\.\d+\.\d+\S*\n", ckpt("--version").out)

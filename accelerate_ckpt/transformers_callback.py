@@ -27,8 +27,8 @@ from ckpt_engine.data.position import attach
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, ConfigError, ResumeError, WaitTimeoutError
 from ckpt_engine.interop import transformers_folder
+from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
 from ckpt_engine.loop.resume import IMPORTED
-from ckpt_engine.loop.stopping import EXCEPTION_WAIT_SECONDS
 from ckpt_engine.loop.tracker import Tracker
 from ckpt_engine.snapshot.arguments import numbers_among
 

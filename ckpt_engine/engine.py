@@ -13,7 +13,7 @@ from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.errors import ArgumentError, ConfigError, SnapshotFailedError, WaitTimeoutError
-from ckpt_engine.observe.events import Event, EventSink, Notice, TierDegraded
+from ckpt_engine.observe.events import Event, EventSink, Notice, SnapshotFailed, TierDegraded, WriterLost
 from ckpt_engine.observe.log import LOGGER_NAME, LogSink
 from ckpt_engine.observe.resume_report import resumed_from_memory
 from ckpt_engine.ranks.session import session_of
@@ -42,7 +42,12 @@ class Ending(Protocol):
 
     @property
     def stops(self) -> bool:
-        """Whether the run is to stop: what is late then is only logged."""
+        """Whether the run is to stop."""
+        ...
+
+    @property
+    def raises(self) -> bool:
+        """Whether what is late at the end is an error, and not only said by whatever ends the run."""
         ...
 
     def seconds_left(self, at_most: float) -> float:
@@ -63,6 +68,7 @@ class EndsByItself:
     """The ending of a run that nothing stops."""
 
     stops = hurries = False
+    raises = True
 
     def seconds_left(self, at_most: float) -> float:
         return at_most
@@ -342,9 +348,10 @@ class Engine:
             left, failed = self.ending.seconds_left(wait_seconds(most)), failed and not self.ending.stops
             self._pipeline.close(left, failed=failed, keeps=keeps, hurries=lambda: self.ending.hurries)
         except WaitTimeoutError as err:
-            if not self.ending.stops:
+            if self.ending.raises:
                 raise
-            logging.getLogger(LOGGER_NAME).error("%s", err)
+            if self.ending.stops:
+                logging.getLogger(LOGGER_NAME).error("%s", err)
         except KeyboardInterrupt:
             self._closing = False
             raise
@@ -368,6 +375,8 @@ class Engine:
             self._emit(Notice("WARNING", news))
 
     def _emit(self, event: Event) -> None:
+        if self._closing and not (self.ending.raises or self.ending.stops) and _is_late(event):
+            return
         if isinstance(event, TierDegraded) and event.fatal:
             self._fatal.append(event)
         elif isinstance(event, TierDegraded):
@@ -392,3 +401,8 @@ class Engine:
         if failure is not None and self.config.on_error == "raise":
             text = f"a snapshot failed in the background: {failure.message}"
             raise SnapshotFailedError(text, hint=failure.hint) from failure
+
+
+def _is_late(event: Event) -> bool:
+    """The writer goes on by itself with what it has not written yet."""
+    return isinstance(event, WriterLost) or (isinstance(event, SnapshotFailed) and event.code == WaitTimeoutError.code)

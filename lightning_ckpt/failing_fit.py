@@ -28,7 +28,7 @@ from ckpt_engine.loop.failing_loop import (
     require_unmoved,
     seen,
 )
-from lightning_ckpt import run_state
+from lightning_ckpt import run_state, sharded
 from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.loaders import FitLoaders
 from lightning_ckpt.restart import is_lightnings
@@ -98,11 +98,13 @@ class FailingFit:
         hidden: frozenset[str],
         audit: Audit,
     ) -> None:
+        self.step = 0
+        """Of the last boundary."""
         self._trainer, self._module = trainer, module
         self._internals, self._loaders = internals, loaders
         self._hidden, self._audit = hidden, audit
         self.last: LastBoundary[FitStepStart] = LastBoundary(self._make, budget)
-        self._now: tuple[Position, int]
+        self._position: Position
         self._obstacle: str | None = None
         self._loose: list[Loose] = []
         self._metrics: list[tuple[str, torch.nn.Module]] = []
@@ -111,8 +113,12 @@ class FailingFit:
 
     def reached(self, position: Position, step: int) -> None:
         """The boundary after `step`; the next batch is asked for when this returns."""
-        self._now = position, step
-        self.last.reached()
+        self.step, self._position = step, position
+        in_whole_steps = self._module.automatic_optimization and not position.accumulating
+        if self._trainer.world_size > 1 and not in_whole_steps:
+            self.last.missed("ranks may be at different batches of one step")
+        else:
+            self.last.reached()
 
     def before(self) -> FitStepStart:
         """What to save now, after an exception.
@@ -137,7 +143,7 @@ class FailingFit:
     # ---- at every boundary
 
     def _make(self) -> FitStepStart:
-        position, step = self._now
+        position, step = self._position, self.step
         attributes = self._audit.frozen(quick=True)
         internals = self._internals
         packed = {
@@ -173,6 +179,8 @@ class FailingFit:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if not module.automatic_optimization or self._internals.skips_backward:
             return "it has gradients of earlier batches"
+        if sharded.is_sharded(trainer):
+            return "the model is divided"
         if is_overridden("on_save_checkpoint", module):
             return "it is not known what of the model's on_save_checkpoint the step has changed"
         if data is not None and is_overridden("state_dict", data, parent=pl.LightningDataModule):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from signal import SIGTERM
 from typing import Any
 
@@ -20,10 +21,11 @@ from ckpt_engine.errors import CkptError, DivergedError
 from ckpt_engine.frequency.triggers import MEMORY
 from ckpt_engine.loop import components
 from ckpt_engine.loop.diverging import Rollbacks, require_alike
-from ckpt_engine.loop.failing_loop import ImpossibleError
+from ckpt_engine.loop.failing_loop import ImpossibleError, save_last
+from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
 from ckpt_engine.loop.loops import Taker
 from ckpt_engine.loop.rank_decisions import cadence_of, cadence_settings, prepare_share
-from ckpt_engine.loop.stopping import END_WAIT_SECONDS, EXCEPTION_WAIT_SECONDS, Stopping, losses_of
+from ckpt_engine.loop.stopping import END_WAIT_SECONDS, Stopping, losses_of
 from ckpt_engine.observe.events import SystemClock
 from ckpt_engine.observe.log import FanOutSink, LogSink
 from ckpt_engine.snapshot.save_request import SaveHandle
@@ -106,7 +108,7 @@ class FitRun:
         self._failing = FailingFit(
             trainer, module, self._internals, self._loaders, config.overhead, BAR_NAMES, self._audit
         )
-        self._saved_step: int | None = None
+        self._saved: SaveHandle | None = None
         self._not_saved = ""
 
     # ---- connecting
@@ -258,8 +260,7 @@ class FitRun:
         self._given = None
         if self._active:
             self._at_boundary()
-            if self._shared is None:
-                self._failing.reached(self._position(), self.step)
+            self._failing.reached(self._position(), self.step)
 
     def _at_boundary(self) -> None:
         if self._begun:
@@ -350,31 +351,24 @@ class FitRun:
             finish_again(self._trainer, self._module)
 
     def failed(self, exception: BaseException) -> None:
-        if isinstance(exception, CkptError | SIGTERMException) or self._halt.stops or not self._active:
+        if isinstance(exception, CkptError | SIGTERMException) or self._halt.over or not self._active:
             return
+        self._halt.fail()
         try:
-            self._not_saved = self._take_last_boundary()
+            self._not_saved = save_last(
+                self._failing.step, self._last_boundary, self._saved, self.engine, self.stopping
+            )
         except Exception as err:  # noqa: BLE001 - a device may be unusable; the user must see what stopped training
             self._not_saved = f"the last step is not saved: {type(err).__name__}: {err}"
 
     # ---- taking
 
-    def _take_last_boundary(self) -> str:
-        """Save what the last finished step has left, if nothing else is in it; what came of it."""
-        if self._shared is not None:
-            return "of several ranks none takes a snapshot after a failure"
-        try:
-            before = self._failing.before()
-        except ImpossibleError as err:
-            return f"the last boundary is not saved: {err}"
-        if before.step == self._saved_step:
-            return "that is the last step"
+    def _last_boundary(self) -> Callable[[], SaveHandle | None]:
+        """What takes what the last finished step has left, if nothing else is in it."""
+        before = self._failing.before()
         if self.stopping.suspicious():
-            return f"step {before.step} is not saved: its loss is far above the usual ones"
-        if not self.engine.ready() and not self.engine.wait(EXCEPTION_WAIT_SECONDS):
-            return f"step {before.step} is not saved: earlier snapshots are still being written"
-        taken = self._take(before.kind, "exception", before.step, before=before)
-        return "that is the last step" if taken is not None else f"step {before.step} is not saved"
+            raise ImpossibleError(f"the loss of step {before.step} is far above the usual ones")
+        return lambda: self._take(before.kind, "exception", before.step, before=before)
 
     def _take_at_end(self, kind: BoundaryKind) -> None:
         self._end_taken = True
@@ -434,7 +428,7 @@ class FitRun:
         self.telemetry.took(time.perf_counter() - began)
         if durable:
             self.stopping.taken()
-            self._saved_step = step
+            self._saved = handle
             self._announced_optimizers |= self._optimizers_have_state
         return handle
 

@@ -25,13 +25,15 @@ from ckpt_engine.audit.attributes import Frozen, of_framework
 from ckpt_engine.audit.audit import Audit
 from ckpt_engine.data import rng
 from ckpt_engine.engine import Engine
-from ckpt_engine.errors import CkptError
+from ckpt_engine.errors import CkptError, WaitTimeoutError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.loop import components
 from ckpt_engine.loop.capture import LoopCapture
 from ckpt_engine.loop.components import Components, Counters, Surroundings, managed
+from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
 from ckpt_engine.loop.loops import Taker
-from ckpt_engine.loop.stopping import EXCEPTION_WAIT_SECONDS, Stopping
+from ckpt_engine.loop.stopping import Stopping
+from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.state.flatten import LazyPredicate
 from ckpt_engine.state.sharding import here
 
@@ -91,21 +93,16 @@ class Saver:
         self.engine, self.stopping = engine, stopping
         self._taker, self._cadence, self._lazy, self._trainer = taker, cadence, lazy, trainer
 
-    def ready(self) -> bool:
-        """Wait until there is room for one more; False if there is none in time."""
-        return self.engine.ready() or self.engine.wait(self.stopping.seconds_left(EXCEPTION_WAIT_SECONDS))
-
-    def take(self, state: Callable[[Mapping[str, Any]], dict[str, Any]], before: StepStart) -> str:
-        """Take it, wait for it, and say what came of it.
+    def take(self, state: Callable[[Mapping[str, Any]], dict[str, Any]], before: StepStart) -> SaveHandle | None:
+        """Take it.
 
         Args:
             state: makes the tree, with these of our own entries.
             before: the boundary.
         """
-        step = int(before.own["step"])
-        handle = self._taker.take(
+        return self._taker.take(
             lambda: state({"cadence": self._cadence.state()}),
-            step=step,
+            step=int(before.own["step"]),
             durable=True,
             epoch=before.own["epoch"],
             reason="exception",
@@ -113,14 +110,56 @@ class Saver:
             lazy=self._lazy,
             notes={"trainer": self._trainer, "batch": before.own["batch"], **before.counters.notes()},
         )
-        self.engine.before_update()
-        if handle is None:
-            return f"step {step} is not saved"
-        try:
-            handle.wait(self.stopping.seconds_left(EXCEPTION_WAIT_SECONDS))
-        except CkptError as err:
+
+
+def save_last(
+    step: int,
+    find: Callable[[], Callable[[], SaveHandle | None]],
+    saved: SaveHandle | None,
+    engine: Engine,
+    stopping: Stopping,
+) -> str:
+    """Save the last boundary unless that is done; what came of it. Of several ranks each saves its part.
+
+    Args:
+        step: of that boundary.
+        find: returns what takes the snapshot; both raise ImpossibleError where that boundary cannot be had.
+        saved: the newest snapshot that was taken to be durable.
+        engine, stopping: of the run.
+    """
+    try:
+        take = find()
+        if saved is not None and saved.step == step:
+            found = _outcome(saved, engine, stopping)
+            if saved.error is None:
+                return found
+        if not engine.ready() and not engine.wait(stopping.seconds_left(EXCEPTION_WAIT_SECONDS)):
+            engine.miss(step, "busy")
+            return f"step {step} is not saved: earlier snapshots are still being written"
+        handle = take()
+    except ImpossibleError as err:
+        engine.miss(step, str(err))
+        return f"the last boundary is not saved: {err}"
+    engine.before_update()
+    return f"step {step} is not saved" if handle is None else _outcome(handle, engine, stopping)
+
+
+def _outcome(handle: SaveHandle, engine: Engine, stopping: Stopping) -> str:
+    """What comes of the snapshot of the last boundary, which is waited for as long as there is time.
+
+    A snapshot of several ranks exists once the writer of one of them has found the parts of all. That one may find the
+    last of them when its trainer is gone; and what it does not find in time is found at the next start.
+    """
+    step, ranks = handle.step, engine.ranks
+    try:
+        handle.wait(stopping.seconds_left(EXCEPTION_WAIT_SECONDS))
+    except CkptError as err:
+        if ranks is None or not isinstance(err, WaitTimeoutError):
             return str(err)
-        return "that is the last step"
+    else:
+        if ranks is None or ranks.rank == 0:
+            return "that is the last step"
+    return f"step {step} is saved once the parts of all ranks are there"
 
 
 class FailingLoop:
@@ -140,8 +179,9 @@ class FailingLoop:
         self._parts, self._capture = parts, capture
         self._audit, self._surroundings, self._saver = audit, surroundings, saver
         self.last: LastBoundary[StepStart] = LastBoundary(self._make, saver.engine.config.overhead)
-        self.saved_step: int | None = None
-        """Of the newest durable snapshot that was taken."""
+        self.saved: SaveHandle | None = None
+        """Of the newest snapshot that was taken to be durable."""
+        self._step = 0
         self._around = sys.exception()
         """Being handled while all of this trains: it does not end the loop."""
         self._ended = False
@@ -152,16 +192,21 @@ class FailingLoop:
         self._left: list[list[float]] | None = None
         self._count = 0
 
-    def reached(self, own: Callable[[], Mapping[str, Any]], stepped: set[int]) -> None:
+    def reached(self, step: int, own: Callable[[], Mapping[str, Any]], stepped: set[int]) -> None:
         """A boundary where a snapshot can be taken; the next step begins when this returns.
 
         Args:
+            step: of the run; the same on all ranks that are at the same boundary.
             own: makes our own entries of a snapshot. Raises ImpossibleError where there can be none after all.
             stepped: optimizers that have used up their gradients.
         """
-        if self._saver.engine.ranks is None:
-            self._now, self._left, self.waits = (own, stepped), None, False
-            self.last.reached()
+        self._step, self._now, self._left, self.waits = step, (own, stepped), None, False
+        self.last.reached()
+
+    def missed(self, step: int, why: str) -> None:
+        """A boundary where no snapshot can be taken."""
+        self._step = step
+        self.last.missed(f"no snapshot can be taken there: {why}")
 
     def left(self) -> None:
         """The loop over a loader was left: by an exception, or the script goes on and may exchange the weights."""
@@ -177,27 +222,21 @@ class FailingLoop:
             error: None: the process ends, and the loop was not closed.
         """
         saver, expected = self._saver, error is not None and error is self._around
-        if self._ended or expected or isinstance(error, CkptError) or saver.stopping.stops:
+        if self._ended or expected or isinstance(error, CkptError) or saver.stopping.halt.over:
             return
         self._ended = True
+        saver.stopping.halt.fail()
         try:
-            found = self._save() if saver.engine.ranks is None else "of several ranks none takes one after a failure"
-        except ImpossibleError as err:
-            found = f"the last boundary is not saved: {err}"
+            found = save_last(self._step, self._find, self.saved, saver.engine, saver.stopping)
         except Exception as err:  # noqa: BLE001 - a device may be unusable; the user must see what stopped training
             found = f"the last boundary is not saved: {type(err).__name__}: {err}"
         self.last.missed("an exception has ended the loop")
         saver.stopping.failed(error, found)
 
-    def _save(self) -> str:
+    def _find(self) -> Callable[[], SaveHandle | None]:
         """Raises ImpossibleError where the last boundary cannot be had."""
         before = self._before()
-        step = int(before.own["step"])
-        if step == self.saved_step:
-            return "that is the last step"
-        if not self._saver.ready():
-            return f"step {step} is not saved: earlier snapshots are still being written"
-        return self._saver.take(lambda more: self._state(before, more), before)
+        return lambda: self._saver.take(lambda more: self._state(before, more), before)
 
     def _before(self) -> StepStart:
         before, tensors = self.last.record(), self._tensors

@@ -23,6 +23,10 @@ from ckpt_engine.preempt.watch import PreemptionWatch
 _LOOK_SECONDS = 0.05
 _LEAVE_SECONDS = 60.0
 """How long other ranks wait for rank 0 to have closed a run that has diverged."""
+EXCEPTION_WAIT_SECONDS = 30.0
+"""How long an exception waits for what is in flight."""
+_OTHERS_SECONDS = 5.0
+"""Of that the rank whose writer waits for the parts of others: these may only hear of a failure when it is gone."""
 _FOR_THE_EXIT = 0.1
 """Share of the time left that is not waited for further tiers: the process must end too."""
 
@@ -58,6 +62,8 @@ class Halt:
         self._exit: BaseException | None = None
         self._until: float | None = None
         """Without a stop: so long others wait for rank 0."""
+        self._gone_by: float | None = None
+        """When this rank, which has failed, waits for nothing any more."""
         engine.ending = self
         if self.shared is not None:
             self.shared.verdicts.patience = self.seconds_left
@@ -103,6 +109,20 @@ class Halt:
         """All ranks end now with an error that they agree on."""
         self.done = True
         self._until = time.monotonic() + _LEAVE_SECONDS
+
+    def fail(self) -> None:
+        """An exception ends this rank. Others may be in a collective until it is gone: it does not wait long for them.
+
+        What its writer lacks then comes later: it goes on by itself.
+        """
+        if self.shared is not None and self._gone_by is None:
+            gathers = self.shared.verdicts.leads or self._engine.divided
+            self._gone_by = time.monotonic() + (_OTHERS_SECONDS if gathers else EXCEPTION_WAIT_SECONDS)
+
+    @property
+    def raises(self) -> bool:
+        """See `engine.Ending`."""
+        return self.stop is None and self._gone_by is None
 
     def stop_too(self, stop: Stop) -> None:
         """All ranks end for a divergence, and have agreed that they are stopped as well."""
@@ -162,16 +182,26 @@ class Halt:
         return 0.0 if (stop := self.stop) is None else stop.deadline - time.monotonic()
 
     def seconds_left(self, at_most: float) -> float:
-        """How long something may be waited for: `at_most`, and not beyond a stop's deadline, or a second Ctrl-C."""
+        """How long something may be waited for: `at_most`, and not beyond a stop's deadline, or a second Ctrl-C.
+
+        One of several ranks that has failed waits a few seconds in all, see `fail`.
+        """
         if self._watch.interrupted:
             return 0.0
+        if self._gone_by is not None:
+            at_most = max(0.0, min(at_most, self._gone_by - time.monotonic()))
         stop = self.stop
         return at_most if stop is None else max(0.0, min(at_most, (1.0 - _FOR_THE_EXIT) * _left(stop)))
+
+    @property
+    def over(self) -> bool:
+        """What becomes durable is decided: the run has been stopped, or a second Ctrl-C wants it to end now."""
+        return self.done or self._watch.interrupted
 
     def seconds_after(self, exception: BaseException, usual: float) -> float:
         """How long an exception may wait for what is in flight: not at all after a second Ctrl-C."""
         if not self.stops:
-            return usual
+            return self.seconds_left(usual)
         at_once = isinstance(exception, KeyboardInterrupt) and not self.done
         return 0.0 if at_once else self.seconds_left(math.inf)
 

@@ -19,7 +19,7 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.errors import RanksError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.loop.diverging import Diverging, Rollbacks
-from ckpt_engine.loop.halt import Halt
+from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS, Halt
 from ckpt_engine.loop.rank_decisions import SharedCadence, Take, cadence_settings
 from ckpt_engine.observe.events import SystemClock
 from ckpt_engine.observe.log import FanOutSink
@@ -33,9 +33,6 @@ from ckpt_engine.store.storage.open import open_storage
 
 END_WAIT_SECONDS = 600.0
 """How long the end of a run waits for what is in flight, where nothing stops it."""
-
-EXCEPTION_WAIT_SECONDS = 30.0
-"""How long an exception waits for what is in flight."""
 
 
 def uncaught() -> BaseException | None:
@@ -244,11 +241,6 @@ class Stopping:
         return found if found is None or self._rank is None else replace(found, rank=self._rank)
 
     # ---- the end
-
-    @property
-    def stops(self) -> bool:
-        """Whether the run is to stop: what becomes durable is decided then."""
-        return self.halt.stops
 
     def failed(self, error: BaseException | None, found: str) -> None:
         """An exception ends the run: wait for what is in flight, and say what is durable.

@@ -326,9 +326,9 @@ class Tracker(LoopProgress):
             self._take_unless(None, MEMORY, feed, durable=False)
             self._cadence.memory_over(self._steps)
         if obstacle is None:
-            self._failing.reached(lambda: self._own_here(feed), self._stepped)
+            self._failing.reached(self._steps, lambda: self._own_here(feed), self._stepped)
         else:
-            self._failing.last.missed(f"no snapshot can be taken there: {obstacle}")
+            self._failing.missed(self._steps, obstacle)
         self._dirty = False
         self._stepped.clear()
         self._due.clear()
@@ -392,7 +392,7 @@ class Tracker(LoopProgress):
         )
         if handle is not None and durable:
             self._stopping.taken()
-            self._failing.saved_step = self._steps
+            self._failing.saved = handle
         return handle
 
     def _complete_copies(self) -> None:

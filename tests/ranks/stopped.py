@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,12 +17,19 @@ import psutil
 
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
-from tests.ranks.launch import Launcher
+from tests.ranks.launch import REPOSITORY, Launcher
 
 SIZE = 2
 PATIENCE_SECONDS = 120.0
 EPOCHS = 3
 BATCHES = EPOCHS * 8
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", str(SIZE), "--standalone"]
+WAYS = {
+    "script": ("lightning", []),
+    "torchrun": ("lightning", TORCHRUN),
+    "accelerate": ("accelerate", TORCHRUN),
+    "plain": ("plain", TORCHRUN),
+}
 
 
 def job_of(folder: Path, life: int, loop: str, **changes: Any) -> dict[str, Any]:
@@ -131,6 +140,39 @@ class Lives:
         return traces
 
 
+class Launched:
+    """A life that a launcher of its own has started."""
+
+    def __init__(self, way: str, folder: Path, number: int, **changes: Any) -> None:
+        loop, launcher = WAYS[way]
+        job = job_of(folder, number, loop, **changes)
+        log = folder / f"log{number}"
+        self.traces = Traces(job, log.read_text)
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                [sys.executable, *launcher, "-m", "tests.ranks.stop_run", json.dumps(job)],
+                stdout=file,
+                stderr=file,
+                cwd=REPOSITORY,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+
+    def signal(self, target: str) -> None:
+        """SIGTERM to a rank, to the process groups of both, or to who has started them."""
+        ranks = [self.traces.pid(rank) for rank in range(SIZE)]
+        if target == "launcher":
+            self.process.terminate()
+        elif target == "all":
+            for group in {os.getpgid(pid) for pid in ranks}:
+                os.killpg(group, signal.SIGTERM)
+        else:
+            os.kill(ranks[int(target)], signal.SIGTERM)
+
+    def end(self) -> int:
+        return self.process.wait(2 * PATIENCE_SECONDS)
+
+
 class Account:
     """Adds up lives: together they are the uninterrupted run, and not one batch is trained twice."""
 
@@ -140,13 +182,19 @@ class Account:
         assert [len(one) for one in self._expected] == [BATCHES] * SIZE
         self.step = 0
 
-    def add(self, life: Traces, *, ends: bool = False) -> None:
+    def add(self, life: Traces, *, ends: bool = False, fails: bool = False) -> None:
+        """One more life.
+
+        Args:
+            ends: it comes to the end of the training.
+            fails: its last batch is not trained to its end.
+        """
         counts = {len(life.batches(rank)) for rank in range(SIZE)}
         assert len(counts) == 1, f"the ranks stopped after different steps: {counts}"
         for rank in range(SIZE):
             found = life.batches(rank)
             assert found == self._expected[rank][self.step : self.step + len(found)], life.log()
-        self.step += counts.pop()
+        self.step += counts.pop() - fails
         if ends:
             assert self.step == BATCHES
             assert life.weights() == self._weights

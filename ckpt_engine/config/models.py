@@ -437,7 +437,8 @@ class Config(Section):
             "at_end": self.at_end,
             # With a memory tier one slot is always complete, and one is there for the next one.
             "slots": self.arena_slots if self.memory is None else max(1, self.arena_slots - 2),
-            "memory": self.memory and (self.memory.every_n_steps, self.memory.every),
+            "memory": self.memory
+            and (self.memory.every_n_steps, self.memory.every, bool(self.memory.replicate or self.memory.parity)),
         }
 
     def options(self) -> dict[str, Any]:

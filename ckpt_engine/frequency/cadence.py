@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ckpt_engine.frequency.failures import STATED_WEIGHT, FailureBelief, assumed_mtbf
 from ckpt_engine.frequency.measure import (
     CLEAN_WINDOW,
+    ENOUGH_STEPS,
     CostMeter,
     Learned,
     Settled,
@@ -17,8 +19,17 @@ from ckpt_engine.frequency.measure import (
     UnsettledSnapshot,
     measured,
 )
-from ckpt_engine.frequency.policy import Decision, FrequencySettings
-from ckpt_engine.frequency.triggers import INTERVAL, Account, AdaptiveTrigger, FixedTriggers, MemoryTrigger, Moment
+from ckpt_engine.frequency.policy import AdaptivePolicy, Decision, FarCosts, FrequencySettings
+from ckpt_engine.frequency.triggers import (
+    ASSUMED_STALL_SECONDS,
+    INTERVAL,
+    REVIEW_STEPS,
+    Account,
+    AdaptiveTrigger,
+    FixedTriggers,
+    MemoryTrigger,
+    Moment,
+)
 from ckpt_engine.observe.events import (
     UNKNOWN,
     AttemptsFound,
@@ -29,6 +40,7 @@ from ckpt_engine.observe.events import (
     Notice,
     SnapshotCommitted,
     SnapshotFailed,
+    SnapshotReplicated,
     SnapshotSkipped,
 )
 
@@ -72,6 +84,7 @@ class Cadence:
     _held_back: bool
     _in_flight: deque[UnsettledSnapshot]
     _mark: float
+    _memory_review: int
     _next: int
     _paused: float
     _pending: str | None
@@ -90,8 +103,10 @@ class Cadence:
         self._settings = settings
         self._now: Callable[[], float] = clock.monotonic
         self._sink = sink
+        self._policy = AdaptivePolicy(settings)
         self._adaptive = AdaptiveTrigger(settings) if settings.overhead is not None else None
-        self._memory = MemoryTrigger(settings.memory, settings.budget) if settings.memory is not None else None
+        self._memory = MemoryTrigger(settings.memory) if settings.memory is not None else None
+        self._far: FarCosts | None = None
         self._assumed = assumed_mtbf(ranks)
         self._earlier: AttemptsFound | None = None
         self._remembered: FailureBelief | None = None
@@ -101,6 +116,8 @@ class Cadence:
         self._background_seconds = 0.0
         self._meter = CostMeter()
         self._steps = StepTimes()
+        self._account = Account()
+        self._step_seconds = 0.0
         self._begin(0, self._failures_since)
         self._next = _NOT_STARTED
 
@@ -119,11 +136,10 @@ class Cadence:
         self._believe()
         now, step = self._now(), self._next - 1
         self._fixed = FixedTriggers(settings, step=step, now=now)
+        self._policy = AdaptivePolicy(settings)
         self._adaptive = AdaptiveTrigger(settings) if settings.overhead is not None else None
         if self._adaptive is not None:
             self._adaptive.restart(step)
-        if self._memory is not None:
-            self._memory.retune(settings.budget)
         self._pending = None
         self._wake_step = -1
 
@@ -154,7 +170,12 @@ class Cadence:
 
     def memory_due(self, step: int) -> bool:
         """Whether a snapshot that only stays in memory is due; ask after `boundary`, where no durable one was taken."""
-        return self._memory is not None and self._memory.due(step, self._now(), self._account.training_seconds)
+        memory = self._memory
+        if memory is None:
+            return False
+        if step >= self._memory_review:
+            self._decide(step)
+        return memory.due(step, self._now(), self._account, self._settings.budget, self._step_seconds)
 
     def memory_over(self, step: int) -> None:
         """The snapshot that `memory_due` has asked for at `step` was taken, or cannot be."""
@@ -205,7 +226,7 @@ class Cadence:
         self._taken_step, self._taken_time, self._taken_trained = step, now, self._account.training_seconds
         self._wake_step = -1
         if self._memory is not None:
-            self._memory.newer(step, now)
+            self._memory.newer(step, now, self._taken_trained)
 
     def held(self, step: int, stall_seconds: float) -> None:
         """A snapshot that only stays in memory was taken at `step`; it blocked training for `stall_seconds`."""
@@ -213,8 +234,8 @@ class Cadence:
             return
         stall = measured(stall_seconds)
         self._paused += stall
-        self._account.elsewhere_seconds += stall
-        self._memory.took(step, self._now(), stall)
+        self._account.paused_seconds += stall
+        self._memory.took(step, self._now(), self._account.training_seconds, stall)
 
     def fence(self, seconds: float) -> None:
         """Training waited `seconds` for staging to finish; part of the newest snapshot's stall."""
@@ -222,11 +243,9 @@ class Cadence:
         if seconds == 0.0:
             return
         self._paused += seconds
-        if self._memory is not None and self._memory.fenced(seconds):
-            self._account.elsewhere_seconds += seconds
-            return
         self._account.paused_seconds += seconds
-        if self._in_flight:
+        of_memory = self._memory is not None and self._memory.fenced(seconds)
+        if self._in_flight and not of_memory:
             self._in_flight[-1].stall_seconds += seconds
 
     def skipped(self, step: int, reason: str) -> None:
@@ -276,6 +295,8 @@ class Cadence:
             self._earlier = event
             self._failures_since = self._now() - event.seconds
             self._believe()
+        elif isinstance(event, SnapshotReplicated):
+            self._far = FarCosts(event.sent_bytes, event.copy_seconds, event.latency_seconds)
 
     def announce(self, nbytes: int) -> None:
         """The size of the state, so that the first snapshot waits until the budget has earned its likely stall."""
@@ -306,7 +327,7 @@ class Cadence:
 
     @property
     def overhead_fraction(self) -> float:
-        """(stalls + fences + waits + slowdown) / training time without them, since `start`."""
+        """(stalls + fences + waits + slowdown) / training time without them, earlier attempts included."""
         return self._account.overhead_fraction
 
     def age_of_last_durable(self) -> float:
@@ -316,7 +337,7 @@ class Cadence:
     def state(self) -> dict[str, Any]:
         """What was learned, as JSON; store it with each snapshot (never needed to rebuild the training state)."""
         step_seconds = self._steps.step_seconds() if self._steps.known else None
-        return Learned(self._believed(), self._meter, step_seconds, self.interval_steps).to_json()
+        return Learned(self._believed(), self._meter, step_seconds, self.interval_steps, self._account.totals).to_json()
 
     def restore(self, state: Mapping[str, Any], *, failed: bool = True) -> None:
         """Starts from what an earlier run of this training had learned. Call before `start`.
@@ -336,12 +357,15 @@ class Cadence:
         self._remembered = learned.failures.failed(UNKNOWN) if failed else learned.failures
         self._believe()
         self._meter = learned.meter
+        self._account.earlier = learned.account
         self._steps = StepTimes(learned.step_seconds)
         self._add_clean = self._add_warm_up
 
     def _begin(self, step: int, now: float) -> None:
         self._steps = StepTimes(self._steps.prior)
+        earlier = self._account.earlier
         self._account = Account()
+        self._account.earlier = earlier
         self._fixed = FixedTriggers(self._settings, step=step, now=now)
         if self._adaptive is not None:
             self._adaptive.restart(step)
@@ -361,6 +385,7 @@ class Cadence:
         self._add_clean = self._add_warm_up
         self._wake_step = -1
         self._wake_time = math.inf
+        self._memory_review = step + WARM_UP_STEPS + ENOUGH_STEPS
 
     def _add_warm_up(self, _seconds: float) -> None:
         """Drops the first steps: compilation, cold caches and autotuning are not what a step takes."""
@@ -419,25 +444,30 @@ class Cadence:
             if settled.latency_seconds is not None:
                 self._meter.add_durable(settled.latency_seconds, settled.busy_seconds, settled.written_bytes)
             if self._adaptive is not None:
+                self._adaptive.uneven = self._steps.uneven
                 self._adaptive.calibrating = not self._steps.enough_for(self._settings.overhead or 0.0)
         self._settled.clear()
         self._decide(step)
         self._held_back = False
 
     def _decide(self, step: int) -> None:
-        if not (self._meter.known and self._steps.known):
-            return
-        costs = self._meter.costs(self._steps.step_seconds())
-        rate, part = self._believed().per_second, None
         if self._memory is not None:
-            part = self._memory.share_out(self._settings, costs, self.decision, rate)
-            rate *= 1.0 - self._memory.covered
-        if self._adaptive is None:
+            self._memory_review = step + REVIEW_STEPS
+        if not self._steps.known:
+            self._memory_review = step + 1
             return
-        if part is not None:
-            self._adaptive.rebudget(part)
+        self._step_seconds = self._steps.step_seconds()
+        costs, memory = self._meter.costs(self._step_seconds), self._memory
+        if memory is not None and not self._meter.known:
+            costs = replace(costs, stall_seconds=memory.cost_seconds + ASSUMED_STALL_SECONDS)
+        rates = self._believed().rates
+        wanted = self._policy.decide(costs, rates, None if memory is None else memory.cost_seconds, self._far)
+        if memory is not None:
+            memory.interval_seconds, memory.limit_seconds = wanted.memory_seconds, wanted.memory_limit_seconds
+        if self._adaptive is None or not self._meter.known:
+            return
         before = self._adaptive.decision
-        after = self._adaptive.decide(step, costs, rate, held_back=self._held_back)
+        after = self._adaptive.settle(step, wanted, held_back=self._held_back)
         falls_short = not after.bounds.feasible and (before is None or before.bounds.feasible)
         if before is None or after.interval_steps != before.interval_steps:
             why = after.reasons if falls_short else after.why

@@ -214,6 +214,11 @@ class StepTimes:
         clean = self._summarise()
         return clean.deviation <= BASELINE_ERROR * budget * clean.mean * math.sqrt(len(self.clean))
 
+    @property
+    def uneven(self) -> bool:
+        """Whether some clean steps are slow for reasons of their own."""
+        return len(self.clean) >= ENOUGH_STEPS and self._summarise().slow > 0.0
+
     def step_seconds(self) -> float:
         """The mean clean step time, of the newest steps after a shift; 0.0 while unknown.
 
@@ -466,12 +471,16 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """What a run knows about its failures and its snapshots; None: not known yet."""
+    """What a run knows about its failures and its snapshots; None: not known yet.
+
+    `account`: seconds of clean training and of overhead since the run began.
+    """
 
     failures: FailureBelief
     meter: CostMeter
     step_seconds: float | None
     interval_steps: int | None
+    account: tuple[float, float] = (0.0, 0.0)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -481,6 +490,7 @@ class Learned:
             "costs": self.meter.to_json() if self.meter.known else None,
             "step_seconds": self.step_seconds,
             "interval_steps": self.interval_steps,
+            "account": list(self.account),
         }
 
     @classmethod
@@ -492,11 +502,13 @@ class Learned:
         """
         if data["version"] != STATE_VERSION:
             raise ValueError(f"version {data['version']!r}")
+        clean, spent = data.get("account", (0.0, 0.0))
         return cls(
             FailureBelief.from_json(data["failures"]),
             CostMeter.from_json(data["costs"]) if data["costs"] is not None else CostMeter(),
             None if data["step_seconds"] is None else measured(float(data["step_seconds"])),
             None if data["interval_steps"] is None else int(data["interval_steps"]),
+            (measured(float(clean)), measured(float(spent))),
         )
 
 

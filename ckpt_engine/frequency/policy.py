@@ -5,35 +5,30 @@ Every rule here is a pure function of values. All bounds are in training steps:
     k_budget        ceil(o / (p Ti))                 o: stall + slowdown per snapshot, p: budget, Ti: clean step time
     k_backpressure  ceil(max(L / slots, B) / Ti)     L: snapshot instant to durable, B: time the writer needs for one
     k_io            ceil(written bytes / (bandwidth Ti))
-    k_failure       round(τ*(λ, o) / Ti)             τ*: `policy.optimal`
+    k_failure       round(τ*(λ, o) / Ti)             τ*: `failures.best_intervals`
     k_rpo           floor((RPO - L) / Ti)
     k               clip(k_failure, max(1, k_budget, k_backpressure, k_io), k_rpo)
 
 The expected loss is convex in the interval, so the optimum under bounds is the clip. Where the lower bound exceeds
 k_rpo the lower bound stays and the decision says that the RPO is infeasible: training is never stopped to meet it.
 
-The optimal checkpoint interval for failures at a constant rate.
-
-Symbols of the literature, in seconds: `cost` (δ) blocks training at each checkpoint, `mtbf` (M) is the mean time
-between failures, R is detection, restart and load.
-
-Source: Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", FGCS 2006.
-
 The frequency settings of a run, as one validated value.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from ckpt_engine.errors import ConfigError
+from ckpt_engine.frequency.failures import BYTE_PRICE, JointIntervals, SnapshotLevel, best_intervals
+from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
 from ckpt_engine.observe.units import duration, share
 
 MAX_INTERVAL_STEPS = 10**9
 HYSTERESIS = 0.10
+_WORTH_SAYING = 5e-4
 
 # Measured seconds divided by measured seconds must not cost a whole step because 0.7 / 0.05 is not 14 in binary.
 _ROUNDING = 1e-9
@@ -72,6 +67,19 @@ class Costs:
     def cost_seconds(self) -> float:
         """Training time one snapshot takes away (o)."""
         return _seconds(self.stall_seconds) + _seconds(self.slowdown_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class FarCosts:
+    """What the newest copy to a further tier has cost.
+
+    Args:
+        latency_seconds: from the snapshot's instant until it was there.
+    """
+
+    sent_bytes: float
+    copy_seconds: float
+    latency_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,12 @@ class Decision:
 
     Args:
         interval_steps: the interval in force; `bounds.target` unless hysteresis holds it elsewhere.
+        failures_per_second: that go back to a durable snapshot.
+        limit_seconds: the least of their limits on lost work; infinite without one.
+        gain: what one more percent of budget would add to the share of useful work.
+        memory_seconds: the interval between snapshots of any kind where some only stay in memory; infinite: none do.
+        memory_limit_seconds: as `limit_seconds`, of the failures that go back to memory.
+        far_seconds: the interval of the copies to a further tier; infinite where there is none.
     """
 
     interval_steps: int
@@ -128,6 +142,11 @@ class Decision:
     costs: Costs
     settings: FrequencySettings
     failures_per_second: float
+    limit_seconds: float = math.inf
+    gain: float = 0.0
+    memory_seconds: float = math.inf
+    memory_limit_seconds: float = math.inf
+    far_seconds: float = math.inf
 
     @property
     def why(self) -> str:
@@ -137,25 +156,27 @@ class Decision:
     @property
     def shortfall(self) -> str:
         """What cannot be had: an RPO that budget, back-pressure or bandwidth forbid. Empty: all can."""
-        if self.bounds.feasible or self.settings.max_lost_work_seconds is None:
+        if self.bounds.feasible or math.isinf(self.limit_seconds):
             return ""
         needed = f"every {self.bounds.rpo} steps" if self.bounds.rpo >= 1 else "a faster persist"
-        return f"RPO infeasible: max_lost_work {duration(self.settings.max_lost_work_seconds)} would need {needed}"
+        return f"RPO infeasible: max_lost_work {duration(self.limit_seconds)} would need {needed}"
 
     @property
     def reasons(self) -> str:
-        """One line for people: the interval, the measurements, the binding constraint."""
+        """One line for people: the interval, the measurements, the binding constraint, and what would help."""
         costs, bounds = self.costs, self.bounds
         stall, slowdown = _seconds(costs.stall_seconds), _seconds(costs.slowdown_seconds)
         every = "every step" if self.interval_steps == 1 else f"every {self.interval_steps} steps"
         mtbf = 1.0 / self.failures_per_second if self.failures_per_second > 0.0 else math.inf
         rate = f"1/{duration(mtbf)}" if math.isfinite(mtbf) else "0"
         parts = [
-            f"stall {duration(stall)} + slowdown {duration(slowdown)} against budget {share(_budget(self.settings))}",
+            f"stall {duration(stall)} + slowdown {duration(slowdown)} against budget {share(self.settings.budget)}",
             f"persist {duration(_seconds(costs.latency_seconds))}",
             f"failure rate {rate}",
             f"set by {bounds.binding}",
         ]
+        if self.gain >= _WORTH_SAYING:
+            parts.append(f"1 % more budget = {share(self.gain)} more useful work")
         return f"{every}: " + "; ".join(parts)
 
 
@@ -165,21 +186,86 @@ class AdaptivePolicy:
 
     settings: FrequencySettings
 
-    def decide(self, costs: Costs, failures_per_second: float) -> Decision:
-        """The interval that these measurements call for, hysteresis not yet applied."""
+    def levels(
+        self, costs: Costs, memory_seconds: float | None = None, far: FarCosts | None = None
+    ) -> list[SnapshotLevel]:
+        """The levels of a run whose durable snapshots cost that much.
+
+        Args:
+            memory_seconds: what one costs that only stays in memory; None: there are none.
+            far: what a copy to a further tier costs; None: there is none, or nothing was copied yet.
+        """
+        step, price = _finite(costs.step_seconds), _finite(BYTE_PRICE * costs.written_bytes)
+        settings, near = self.settings, frozenset({PROCESS, MACHINE})
+        fixed = None
+        if settings.overhead is None:
+            fixed = settings.every_seconds or (settings.every_n_steps or 1) * step
+        limit = settings.bandwidth_bytes_per_second
+        least = max(step, _finite(self._busy(costs)), _finite(costs.written_bytes / limit) if limit else 0.0)
+        latency = _finite(costs.promised_latency_seconds)
+        found = [SnapshotLevel(near, _finite(costs.cost_seconds), price, latency, 0.0, least, fixed or None)]
+        if memory_seconds is not None and (rhythm := settings.memory) is not None:
+            survives = near if rhythm.mirrored else frozenset({PROCESS})
+            fixed = rhythm.least_seconds(step) if rhythm.fixed else None
+            found.insert(0, SnapshotLevel(survives, _finite(memory_seconds), least_seconds=step, fixed_seconds=fixed))
+        if far is not None:
+            every = near | {SITE}
+            cost, price = found[-1].cost_seconds, price + _finite(BYTE_PRICE * far.sent_bytes)
+            late = max(latency, _finite(far.latency_seconds))
+            found.append(SnapshotLevel(every, cost, price, late, 0.0, _finite(far.copy_seconds)))
+        return found
+
+    def decide(
+        self,
+        costs: Costs,
+        rates: Mapping[str, float],
+        memory_seconds: float | None = None,
+        far: FarCosts | None = None,
+    ) -> Decision:
+        """The interval that these measurements call for, hysteresis not yet applied; arguments as of `levels`."""
         settings, step = self.settings, costs.step_seconds
-        latency, cost = _seconds(costs.latency_seconds), costs.cost_seconds
-        busy = max(latency / settings.slots, _seconds(costs.busy_seconds))
-        rate = failures_per_second if failures_per_second >= 0.0 else 0.0
-        best = optimal(cost, 1.0 / rate if rate > 0.0 else math.inf)
+        rates = {one: min(rate, 1e15) if rate > 0.0 else 0.0 for one, rate in rates.items()}
+        levels = self.levels(costs, memory_seconds, far)
+        best = best_intervals(levels, rates, settings.budget, settings.limits)
+        memory = memory_seconds is not None and settings.memory is not None
+        near = at = int(memory)
+        if math.isinf(best.seconds[near]) and near + 1 < len(levels) and near not in best.goes_back_to.values():
+            at = near + 1  # all that is durable goes far
+        late = levels[at].latency_seconds - levels[near].latency_seconds
+        limit = _limit(settings, best, near, at) - late
         bounds = Bounds(
-            budget=_steps_up(cost, _budget(settings) * step),
-            backpressure=_steps_up(busy, step),
+            budget=_steps_up(best.budget_seconds[at], step),
+            backpressure=_steps_up(self._busy(costs), step),
             io=_io_steps(settings.bandwidth_bytes_per_second, costs.written_bytes, step),
-            failure=round(_quotient(best, step)),
-            rpo=_rpo_steps(settings.max_lost_work_seconds, costs.promised_latency_seconds, step),
+            failure=round(_quotient(best.unbudgeted_seconds[at], step)),
+            rpo=_rpo_steps(limit, costs.promised_latency_seconds, step),
         )
-        return Decision(bounds.target, bounds, costs, settings, rate)
+        gain = 0.0
+        if best.budget_worth > 0.0:
+            gain = best.waste - best_intervals(levels, rates, settings.budget + 0.01, settings.limits).waste
+        return Decision(
+            bounds.target,
+            bounds,
+            costs,
+            settings,
+            best.failures_per_second[at],
+            limit,
+            gain,
+            best.seconds[0] if memory else math.inf,
+            _limit(settings, best, 0, 0) if memory else math.inf,
+            best.seconds[-1] if far is not None else math.inf,
+        )
+
+    def _busy(self, costs: Costs) -> float:
+        """Seconds between two snapshots that the writer needs."""
+        return max(_seconds(costs.latency_seconds) / self.settings.slots, _seconds(costs.busy_seconds))
+
+
+def _limit(settings: FrequencySettings, best: JointIntervals, *levels: int) -> float:
+    """The least limit on lost work of the classes that go back to these levels; infinite without one."""
+    return min(
+        (settings.limits.get(one, math.inf) for one, to in best.goes_back_to.items() if to in levels), default=math.inf
+    )
 
 
 def settle(current_steps: int | None, wanted: Decision, *, held_back: bool) -> Decision:
@@ -203,13 +289,14 @@ def settle(current_steps: int | None, wanted: Decision, *, held_back: bool) -> D
     return replace(wanted, interval_steps=max(1, steps))
 
 
-def _budget(settings: FrequencySettings) -> float:
-    return settings.overhead if settings.overhead is not None else DEFAULT_OVERHEAD
-
-
 def _seconds(value: float) -> float:
     """A measurement as a bound can use it: negative and NaN are no evidence of a cost."""
     return value if value > 0.0 else 0.0
+
+
+def _finite(value: float) -> float:
+    """The same, as a level can use it."""
+    return min(_seconds(value), 1e15)
 
 
 def _steps_up(amount: float, per_step: float) -> int:
@@ -230,280 +317,10 @@ def _io_steps(bandwidth: float | None, written: float, step: float) -> int:
     return 0 if bandwidth is None else _steps_up(written, bandwidth * step)
 
 
-def _rpo_steps(rpo: float | None, latency: float, step: float) -> int:
-    if rpo is None:
+def _rpo_steps(rpo: float, latency: float, step: float) -> int:
+    if math.isinf(rpo):
         return MAX_INTERVAL_STEPS
     return min(MAX_INTERVAL_STEPS, math.floor(_quotient(rpo - latency, step) * (1.0 + _ROUNDING)))
-
-
-_BRANCH_POINT = -1.0 / math.e
-
-
-def optimal(cost: float, mtbf: float) -> float:
-    """The exact optimum of the exponential model, M (1 + W0(-exp(-1 - δ/M))); it does not depend on R.
-
-    Defined for every cost ≥ 0 and mtbf ≥ 0, infinite ones included: 0 where checkpoints are free or failures
-    permanent, at most `mtbf`, and infinite where failures never happen and checkpoints cost something.
-    """
-    if cost <= 0.0 or mtbf <= 0.0:
-        return 0.0
-    if math.isinf(mtbf):
-        return math.inf
-    ratio = cost / mtbf
-    if ratio < 1e-6:
-        # 1 + W0 cancels next to the branch point; its series does not.
-        p = math.sqrt(-2.0 * math.expm1(-ratio))
-        return mtbf * (p - p * p / 3.0 + 11.0 / 72.0 * p**3)
-    return mtbf * (1.0 + lambert_w0(-math.exp(-1.0 - ratio)))
-
-
-def lambert_w0(z: float) -> float:
-    """The principal branch of Lambert's W (w e^w = z) for real z ≥ -1/e, by Halley's iteration.
-
-    Source: Corless et al., "On the Lambert W function", 1996, equation 5.9 and the branch point series 4.22.
-
-    Raises:
-        ValueError: z below -1/e.
-    """
-    if z < _BRANCH_POINT:
-        if z < _BRANCH_POINT * (1.0 + 1e-15):
-            raise ValueError(f"lambert_w0 is real from -1/e on, not at {z!r}")
-        return -1.0
-    if math.isinf(z):
-        return math.inf
-    if z < -0.25:
-        p = math.sqrt(max(0.0, 2.0 * (1.0 + math.e * z)))
-        w = -1.0 + p - p * p / 3.0 + 11.0 / 72.0 * p**3
-    elif z < 3.0:
-        w = math.log1p(z) * 0.75
-    else:
-        w = math.log(z) - math.log(math.log(z))
-    for _ in range(50):
-        exp_w = math.exp(w)
-        error = w * exp_w - z
-        slope = exp_w * (w + 1.0)
-        if error == 0.0 or slope == 0.0:
-            break
-        change = error / (slope - (w + 2.0) * error / (2.0 * w + 2.0))
-        w -= change
-        if abs(change) <= 1e-15 * (1.0 + abs(w)):
-            break
-    return w
-
-
-BYTE_PRICE = 1e-11
-"""Seconds of training that a written byte is worth: 1 TB wears a drive made for one write a day by what 10 s of eight
-GPUs cost."""
-_LEAST_RATIO = 0.01
-"""A level counts as at least so much dearer than the one before it, as a share of its cost, whatever was measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotLevel:
-    """How far snapshots come: host memory, the nearest durable tier, a further one. All numbers are not negative.
-
-    Args:
-        survives: classes of failures after which its snapshots are still there.
-        cost_seconds: training time that a snapshot takes which comes so far, what nearer levels take included.
-        price_seconds: training time that its bytes are worth, nearer levels included; no budget pays for it.
-        latency_seconds: snapshot instant until it is there (L).
-        restore_seconds: what it takes to train on from there (R).
-        least_seconds: the shortest interval that is possible: a step, back-pressure, bandwidth.
-        fixed_seconds: the interval that the user has fixed; None: it is derived.
-    """
-
-    survives: frozenset[str]
-    cost_seconds: float
-    price_seconds: float = 0.0
-    latency_seconds: float = 0.0
-    restore_seconds: float = 0.0
-    least_seconds: float = 0.0
-    fixed_seconds: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class JointIntervals:
-    """The intervals of all levels, in the order in which they were given.
-
-    Args:
-        seconds: infinite: the level takes no snapshots of its own. A snapshot of one level is one of all nearer levels
-            too, so that those of their own come in between.
-        unbudgeted_seconds: what they would be with an unlimited budget.
-        failures_per_second: of the classes that go back to that level.
-        waste: the share of training time that snapshots, their bytes, lost work and restores take together.
-        budget_worth: by how much the waste falls with the budget (nu): so much per unit of more budget; 0.0 where the
-            budget does not decide.
-        broken: classes whose limit on lost work cannot be kept.
-    """
-
-    seconds: tuple[float, ...]
-    unbudgeted_seconds: tuple[float, ...]
-    failures_per_second: tuple[float, ...]
-    waste: float
-    budget_worth: float
-    broken: frozenset[str]
-
-
-def best_intervals(
-    levels: Sequence[SnapshotLevel],
-    rates: Mapping[str, float],
-    budget: float,
-    lost_work: Mapping[str, float] | None = None,
-) -> JointIntervals:
-    """The intervals of all levels that waste the least training time together.
-
-        minimise    sum_l (o_l + price_l) / tau_l + sum_c lambda_c min_{l survives c} (tau_l / 2 + L_l + R_l)
-        subject to  sum_l o_l / tau_l <= budget,  tau_l >= least_l,  tau_l + L_l <= lost_work_c
-
-    where o_l and price_l are what a level adds to the nearest one before it that is in use (Benoit et al. 2017). For a
-    given assignment of classes to levels the optimum is tau_l = sqrt(2 ((1 + nu) o_l + price_l) / Lambda_l) within its
-    bounds, times the correction of the exact model for one level (`optimal`), with nu >= 0 the multiplier of the
-    budget, found by bisection. There are few classes and levels: all assignments are compared.
-
-    Args:
-        levels: nearest first, at least one. A class that none survives counts for the last one.
-        rates: failures per second of each class.
-        budget: share of training time for all of them, above 0. What is fixed comes first, and leaves the others half
-            of it at least. A limit on lost work that the budget forbids is broken by as little as it allows.
-        lost_work: the most seconds that a failure of a class may cost; classes without a limit are absent.
-
-    Returns:
-        intervals that keep the budget, but for what is fixed, and each limit that is not in `broken`.
-    """
-    limits = {} if lost_work is None else lost_work
-    able = {
-        one: [number for number, level in enumerate(levels) if one in level.survives] or [len(levels) - 1]
-        for one in rates
-    }
-    found = [
-        _Assignment(levels, rates, limits, able, dict(zip(able, chosen, strict=True))).solve(budget)
-        for chosen in itertools.product(*able.values())
-    ]
-    return min(found, key=lambda one: (len(one.broken), one.waste))
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What one level adds to the ones before it.
-
-    Args:
-        best: the unbudgeted optimum.
-        least, most: its bounds; `most` is infinite without a limit on lost work.
-    """
-
-    cost: float
-    price: float
-    best: float
-    least: float
-    most: float
-
-    def at(self, multiplier: float) -> float:
-        """The interval where the budget has that multiplier."""
-        both = self.cost + self.price
-        grown = self.best * math.sqrt(1.0 + multiplier * self.cost / both) if both > 0.0 else self.best
-        return max(self.least, min(grown, self.most))
-
-    def spent(self, seconds: float) -> float:
-        """The share of training time that it takes at an interval."""
-        if self.cost <= 0.0:
-            return 0.0
-        return self.cost / seconds if seconds > 0.0 else math.inf
-
-
-@dataclass(frozen=True, slots=True)
-class _Assignment:
-    """Each class of failures goes back to one level."""
-
-    levels: Sequence[SnapshotLevel]
-    rates: Mapping[str, float]
-    limits: Mapping[str, float]
-    able: Mapping[str, Sequence[int]]
-    chosen: Mapping[str, int]
-
-    def solve(self, budget: float) -> JointIntervals:
-        """The optimum of this assignment."""
-        parts = self._parts()
-        free = {number: part for number, part in parts.items() if self.levels[number].fixed_seconds is None}
-        taken = sum(part.spent(part.least) for number, part in parts.items() if number not in free)
-        left = max(budget - taken, budget / 2.0)
-        needed = sum(part.spent(part.most) for part in free.values())
-        if needed > left:  # the limits on lost work need more than the budget: what has none comes last
-            wide = {number: part.most * (needed / left) for number, part in free.items()}
-            free = {number: replace(part, best=wide[number], most=wide[number]) for number, part in free.items()}
-        parts |= free
-        multiplier = _multiplier(list(free.values()), left)
-        seconds = self._in_order(parts, multiplier)
-        waste = sum(part.spent(seconds[number]) for number, part in parts.items())
-        waste += sum(part.price / seconds[number] for number, part in parts.items() if part.price > 0.0)
-        lost, broken = self._lost(seconds)
-        return JointIntervals(
-            seconds=seconds,
-            unbudgeted_seconds=self._in_order(parts, 0.0),
-            failures_per_second=tuple(self._failures(number) for number in range(len(self.levels))),
-            waste=waste + lost,
-            budget_worth=multiplier,
-            broken=broken,
-        )
-
-    def _parts(self) -> dict[int, _Part]:
-        """By number, of the levels that are in use: some class goes back to them, or the user has fixed them."""
-        parts, cost, price = {}, 0.0, 0.0
-        for number, level in enumerate(self.levels):
-            fixed = level.fixed_seconds
-            if fixed is None and number not in self.chosen.values():
-                continue
-            own = max(level.cost_seconds - cost, _LEAST_RATIO * cost)
-            worth = max(level.price_seconds - price, 0.0)
-            cost, price = cost + own, price + worth
-            if fixed is not None:
-                parts[number] = _Part(own, worth, fixed, fixed, fixed)
-                continue
-            rate = self._failures(number)
-            best = optimal(own + worth, 1.0 / rate if rate > 0.0 else math.inf)
-            limit = min([self.limits.get(one, math.inf) for one, at in self.chosen.items() if at == number])
-            most = max(level.least_seconds, limit - level.latency_seconds)
-            parts[number] = _Part(own, worth, best, level.least_seconds, most)
-        return parts
-
-    def _failures(self, number: int) -> float:
-        return sum(self.rates[one] for one, at in self.chosen.items() if at == number)
-
-    def _in_order(self, parts: Mapping[int, _Part], multiplier: float) -> tuple[float, ...]:
-        """The intervals, none shorter than that of the level before it: what comes far has passed there."""
-        seconds, before = [math.inf] * len(self.levels), 0.0
-        for number in sorted(parts):
-            fixed = self.levels[number].fixed_seconds
-            seconds[number] = before = fixed or max(before, parts[number].at(multiplier))
-        return tuple(seconds)
-
-    def _lost(self, seconds: Sequence[float]) -> tuple[float, frozenset[str]]:
-        """The share of time that is lost or restored, and the classes whose limit is not kept."""
-        share, broken = 0.0, set()
-        for one, rate in self.rates.items():
-            at = [(min(seconds[number:]), self.levels[number]) for number in self.able[one]]
-            if rate > 0.0:
-                share += rate * min(every / 2.0 + level.latency_seconds + level.restore_seconds for every, level in at)
-            worst = min(every + level.latency_seconds for every, level in at)
-            if worst * (1.0 - _ROUNDING) > self.limits.get(one, math.inf):
-                broken.add(one)
-        return share, frozenset(broken)
-
-
-def _multiplier(parts: Sequence[_Part], budget: float) -> float:
-    """The multiplier of the budget with which these levels keep it, by bisection; 0.0 where they do anyway."""
-
-    def spent(multiplier: float) -> float:
-        return sum(part.spent(part.at(multiplier)) for part in parts)
-
-    if spent(0.0) <= budget * (1.0 + _ROUNDING):
-        return 0.0
-    low, high = 0.0, 1.0
-    while spent(high) > budget * (1.0 + _ROUNDING) and high < 1e300:
-        low, high = high, 4.0 * high
-    while high - low > _ROUNDING * high:
-        middle = (low + high) / 2.0
-        low, high = (middle, high) if spent(middle) > budget else (low, middle)
-    return high
 
 
 DEFAULT_OVERHEAD = 0.01
@@ -511,10 +328,14 @@ DEFAULT_OVERHEAD = 0.01
 
 @dataclass(frozen=True, slots=True)
 class MemoryRhythm:
-    """When snapshots are taken into memory: at fixed distances, or as often as the budget allows (both None)."""
+    """When snapshots are taken into memory: at fixed distances, or as failures and budget make it worth (both None).
+
+    `mirrored`: they are in the memory of other machines too.
+    """
 
     every_n_steps: int | None = None
     every_seconds: float | None = None
+    mirrored: bool = False
 
     @property
     def fixed(self) -> bool:
@@ -534,7 +355,8 @@ class FrequencySettings:
     Args:
         overhead: budget of the adaptive trigger, as a fraction of clean training time (0.01 is 1 %). None: no adaptive
             trigger, only the fixed ones.
-        max_lost_work_seconds: RPO; upper bound of the adaptive interval plus persist time. None: no bound.
+        max_lost_work_seconds: RPO; upper bound of an interval plus the time until durable, by class of failure; a
+            number: of process and machine. None: no bound.
         mtbf_seconds: mean time between failures. None: learned online (`mtbf: auto`).
         every_n_steps: fixed trigger at every step number divisible by it.
         every_seconds: fixed trigger at this wall-clock distance.
@@ -549,7 +371,7 @@ class FrequencySettings:
     """
 
     overhead: float | None = DEFAULT_OVERHEAD
-    max_lost_work_seconds: float | None = None
+    max_lost_work_seconds: float | Mapping[str, float] | None = None
     mtbf_seconds: float | None = None
     every_n_steps: int | None = None
     every_seconds: float | None = None
@@ -560,15 +382,23 @@ class FrequencySettings:
     memory: MemoryRhythm | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is None or isinstance(value, bool | MemoryRhythm):
+        given = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        for name, value in [*given, *((f"max_lost_work_seconds of {one}", most) for one, most in self.limits.items())]:
+            if value is None or isinstance(value, bool | MemoryRhythm | Mapping):
                 continue
-            whole = field.name in ("every_n_steps", "slots")
+            whole = name in ("every_n_steps", "slots")
             if not isinstance(value, int if whole else (int, float)) or not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{field.name} must be a positive {'integer' if whole else 'number'}, not {value!r}")
+                raise ConfigError(f"{name} must be a positive {'integer' if whole else 'number'}, not {value!r}")
         if self.overhead is not None and self.overhead > 1:
             raise ConfigError(f"overhead is a fraction of training time between 0 and 1, not {self.overhead!r}")
+
+    @property
+    def limits(self) -> Mapping[str, float]:
+        """The most seconds that a failure may cost, of each class that has a limit."""
+        given = self.max_lost_work_seconds
+        if given is None or isinstance(given, Mapping):
+            return given or {}
+        return {PROCESS: given, MACHINE: given}
 
     @property
     def budget(self) -> float:
@@ -580,7 +410,7 @@ class FrequencySettings:
         cls,
         *,
         overhead: float | None = None,
-        max_lost_work_seconds: float | None = None,
+        max_lost_work_seconds: float | Mapping[str, float] | None = None,
         mtbf_seconds: float | None = None,
         every_n_steps: int | None = None,
         every_seconds: float | None = None,
@@ -588,13 +418,13 @@ class FrequencySettings:
         at_end: bool = True,
         slots: int = 1,
         bandwidth_bytes_per_second: float | None = None,
-        memory: tuple[int | None, float | None] | None = None,
+        memory: tuple[int | None, float | None, bool] | None = None,
     ) -> FrequencySettings:
         """The settings a user means who gave only some of the options (None: not given).
 
         A fixed interval (`every_n_steps`, `every_seconds`) without an `overhead` or a `max_lost_work` switches the
         adaptive trigger off; everything else leaves it on, with the default budget where none was given. `memory` is
-        the rhythm of the memory tier in steps and seconds.
+        the rhythm of the memory tier in steps and seconds, and whether it is mirrored.
         """
         fixed = every_n_steps is not None or every_seconds is not None
         if overhead is None and not (fixed and max_lost_work_seconds is None):

@@ -1,15 +1,17 @@
 """The adaptive trigger alone: when it is due, when it holds back, which windows are clean."""
 
-from ckpt_engine.frequency.policy import Costs, FrequencySettings
+from ckpt_engine.frequency.policy import AdaptivePolicy, Costs, FrequencySettings
 from ckpt_engine.frequency.triggers import CALIBRATE_AFTER_WINDOWS, Account, AdaptiveTrigger, Moment
+from ckpt_engine.observe.events import MACHINE
 
 CHEAP = Costs(step_seconds=1.0, stall_seconds=0.5, latency_seconds=5.0, busy_seconds=5.0)
 
 
 def trigger(costs: Costs = CHEAP, **settings: object) -> AdaptiveTrigger:
     """A trigger with a decision in force; 10 steps for `CHEAP` at 5 %."""
-    one = AdaptiveTrigger(FrequencySettings(**{"overhead": 0.05} | settings))  # type: ignore[arg-type]
-    one.decide(0, costs, 1.0, held_back=False)
+    wanted = FrequencySettings(**{"overhead": 0.05} | settings)  # type: ignore[arg-type]
+    one = AdaptiveTrigger(wanted)
+    one.settle(0, AdaptivePolicy(wanted).decide(costs, {MACHINE: 1.0}), held_back=False)
     return one
 
 
@@ -80,7 +82,8 @@ def test_windows_without_clean_steps_lead_to_a_calibration() -> None:
 def test_overdue_work_is_taken_when_the_lower_bound_allows() -> None:
     """Under an RPO time counts, but never below what budget and back-pressure allow."""
     one = trigger(Costs(1.0, 0.1, latency_seconds=5.0, busy_seconds=5.0), max_lost_work_seconds=60.0, mtbf_seconds=1e9)
-    one.decide(0, Costs(1.0, 0.1, latency_seconds=5.0, busy_seconds=5.0), 1e-12, held_back=False)
+    costs = Costs(1.0, 0.1, latency_seconds=5.0, busy_seconds=5.0)
+    one.settle(0, AdaptivePolicy(one.decision.settings).decide(costs, {MACHINE: 1e-12}), held_back=False)
     early, late = moment(4, trained=4.0, safe=934.0), moment(5, safe=934.0)
     assert (one.ask(early, account()).due, one.ask(early, account()).again_time) == (False, 1004.5)
     assert one.ask(late, account()).due

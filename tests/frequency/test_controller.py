@@ -13,17 +13,20 @@ from ckpt_engine.frequency.policy import (
     Bounds,
     Costs,
     Decision,
+    FarCosts,
     FrequencySettings,
+    MemoryRhythm,
     settle,
 )
+from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
 
 HOUR = 3600.0
-COSTS = Costs(step_seconds=1.0, stall_seconds=0.7, latency_seconds=14.0, busy_seconds=14.0, written_bytes=1e9)
+COSTS = Costs(step_seconds=1.0, stall_seconds=0.7, latency_seconds=14.0, busy_seconds=14.0, written_bytes=1e6)
 
 
 def decide(costs: Costs = COSTS, rate: float = 1 / 60, **settings: object) -> Decision:
     given_settings = FrequencySettings(**{"overhead": 0.05} | settings)  # type: ignore[arg-type]
-    return AdaptivePolicy(given_settings).decide(costs, rate)
+    return AdaptivePolicy(given_settings).decide(costs, {MACHINE: rate})
 
 
 def test_budget_bound() -> None:
@@ -41,8 +44,8 @@ def test_backpressure_bound_counts_slots_but_not_below_what_the_writer_can_do() 
 
 
 def test_bandwidth_bound() -> None:
-    """1 GB at 40 MB/s is one snapshot per 25 steps of a second."""
-    decision = decide(bandwidth_bytes_per_second=40e6)
+    """1 MB at 40 kB/s is one snapshot per 25 steps of a second."""
+    decision = decide(bandwidth_bytes_per_second=40e3)
     assert decision.bounds.io == 25
     assert decision.interval_steps == 25
     assert decision.bounds.binding == "bandwidth"
@@ -72,6 +75,26 @@ def test_infeasible_rpo_keeps_the_lower_bound_and_says_so(rpo: float, needed: st
     assert f"RPO infeasible: max_lost_work {rpo:.0f} s would need {needed}" in decision.why
 
 
+def test_a_limit_of_a_class_holds_for_the_level_it_goes_back_to() -> None:
+    """Lost trainers go back to memory, which is taken as often as their limit needs; machines to what is durable."""
+    settings = FrequencySettings(
+        overhead=0.5, memory=MemoryRhythm(), max_lost_work_seconds={PROCESS: 20.0, MACHINE: 300.0}
+    )
+    rates = {PROCESS: 1e-6, MACHINE: 1e-6, SITE: 1e-7}
+    decision = AdaptivePolicy(settings).decide(COSTS, rates, memory_seconds=0.1)
+    assert (decision.memory_seconds, decision.memory_limit_seconds) == (pytest.approx(20.0), 20.0)
+    assert (decision.interval_steps, decision.limit_seconds) == (286, 300.0)
+
+
+def test_what_may_be_lost_far_away_bounds_what_is_near() -> None:
+    """A further tier gets copies of what is durable, so that its limit needs these as often."""
+    settings = FrequencySettings(overhead=0.5, max_lost_work_seconds={SITE: 100.0})
+    far = FarCosts(sent_bytes=1e6, copy_seconds=10.0, latency_seconds=24.0)
+    decision = AdaptivePolicy(settings).decide(COSTS, {MACHINE: 1e-7, SITE: 1e-7}, far=far)
+    assert decision.interval_steps == 76
+    assert decision.far_seconds == pytest.approx(76.0)
+
+
 def test_explanation_names_measurements_and_the_binding_constraint() -> None:
     """The line has the form of the design document and ends with what set the interval."""
     costs = Costs(step_seconds=0.7, stall_seconds=0.21, slowdown_seconds=0.05, latency_seconds=9.0)
@@ -80,7 +103,7 @@ def test_explanation_names_measurements_and_the_binding_constraint() -> None:
         "every 151 steps: stall 0.21 s + slowdown 0.05 s against budget 1 %; persist 9 s; failure rate 1/6 h; "
         "set by failure rate"
     )
-    assert decide(costs, 1 / 60, overhead=0.01).why.endswith("set by budget")
+    assert decide(costs, 1 / 60, overhead=0.01).why.endswith("set by budget; 1 % more budget = 9.8 % more useful work")
     assert decide(costs, 1 / 60, overhead=0.01).why.startswith("every 38 steps: ")
     assert decide(Costs(step_seconds=10.0), 1 / 60).why.startswith("every step: ")
 
@@ -156,7 +179,7 @@ def test_any_measurement_gives_an_interval_within_the_clip(
     costs: Costs, settings: FrequencySettings, rate: float
 ) -> None:
     """Zero, infinite, negative and NaN measurements neither raise nor leave the bounds, and are explained."""
-    decision = AdaptivePolicy(settings).decide(costs, rate)
+    decision = AdaptivePolicy(settings).decide(costs, {MACHINE: rate})
     bounds = decision.bounds
     assert 1 <= decision.interval_steps <= MAX_INTERVAL_STEPS
     assert bounds.lower <= decision.interval_steps
@@ -188,7 +211,7 @@ def test_dearer_snapshots_never_come_more_often(
     policy = AdaptivePolicy(settings)
     cheap = Costs(step, stall, slowdown, latency, latency, 1e9)
     dear = dataclasses.replace(cheap, stall_seconds=stall * factor + extra)
-    assert policy.decide(cheap, rate).interval_steps <= policy.decide(dear, rate).interval_steps
+    assert policy.decide(cheap, {MACHINE: rate}).interval_steps <= policy.decide(dear, {MACHINE: rate}).interval_steps
 
 
 @given(all_costs, all_settings, rates, st.floats(1.0, 100.0))
@@ -198,7 +221,10 @@ def test_a_larger_budget_never_makes_snapshots_rarer(
     """The interval is monotone in the budget."""
     assert settings.overhead is not None
     richer = dataclasses.replace(settings, overhead=min(1.0, settings.overhead * factor))
-    less, more = AdaptivePolicy(settings).decide(costs, rate), AdaptivePolicy(richer).decide(costs, rate)
+    less, more = (
+        AdaptivePolicy(settings).decide(costs, {MACHINE: rate}),
+        AdaptivePolicy(richer).decide(costs, {MACHINE: rate}),
+    )
     assert more.interval_steps <= less.interval_steps
 
 
@@ -208,7 +234,10 @@ def test_more_failures_never_make_snapshots_rarer(
 ) -> None:
     """The interval is monotone in the failure rate."""
     policy, costs = AdaptivePolicy(settings), Costs(step, stall)
-    assert policy.decide(costs, rate * factor).interval_steps <= policy.decide(costs, rate).interval_steps
+    assert (
+        policy.decide(costs, {MACHINE: rate * factor}).interval_steps
+        <= policy.decide(costs, {MACHINE: rate}).interval_steps
+    )
 
 
 @given(st.integers(1, 10**9), st.integers(1, 10**9), st.booleans())

@@ -46,9 +46,9 @@ class TwoLevels(Rig):
 
 
 @pytest.mark.parametrize("jitter", [0.0, 0.1])
-@pytest.mark.parametrize("stall", [0.002, 0.1, 1.0])
+@pytest.mark.parametrize("stall", [0.002, 0.05, 0.1])
 def test_both_kinds_together_keep_to_the_budget(stall: float, jitter: float) -> None:
-    """Whatever a copy costs; and both kinds are taken."""
+    """Whatever a copy costs, if it is less than a durable one; and both kinds are taken."""
     rig = TwoLevels(stall, overhead=0.02, mtbf_seconds=3600.0).train(5000, jitter)
     assert rig.overhead <= 0.02 * 1.05
     assert rig.cadence.overhead_fraction == pytest.approx(rig.overhead, rel=0.1)
@@ -56,9 +56,16 @@ def test_both_kinds_together_keep_to_the_budget(stall: float, jitter: float) -> 
     assert len(rig.memory) > 10
 
 
-@pytest.mark.parametrize(("hours", "optimum"), [(12.0, 0.00169), (47 * 24.0, 0.000175)])
+def test_copies_that_cost_more_than_durable_snapshots_are_not_taken() -> None:
+    """But for the few that show it."""
+    rig = TwoLevels(1.0, overhead=0.02, mtbf_seconds=3600.0).train(5000)
+    assert len(rig.memory) < 10
+    assert rig.overhead <= 0.02
+
+
+@pytest.mark.parametrize(("hours", "optimum"), [(12.0, 0.00147), (47 * 24.0, 0.000152)])
 def test_neither_kind_is_taken_more_often_than_failures_make_it_worth(hours: float, optimum: float) -> None:
-    """The budget is a limit: sqrt(C λ / 2) of each kind is the least that snapshots and lost work cost together."""
+    """The budget is a limit: sqrt(C λ / 2) of what each kind adds is the least that snapshots and lost work cost."""
     rig = TwoLevels(0.1, overhead=0.02, mtbf_seconds=hours * 3600.0).train(40000)
     assert rig.overhead == pytest.approx(optimum, rel=0.1)
 
@@ -110,9 +117,9 @@ def test_the_fence_belongs_to_the_newest_snapshot_of_either_kind() -> None:
 
 def test_a_fixed_durable_rhythm_shares_the_default_budget() -> None:
     """Without a budget of the user's, snapshots in memory keep to one percent less what the fixed ones cost."""
-    rig = TwoLevels(0.1, overhead=None, every_n_steps=50).train(3000)
+    rig = TwoLevels(0.1, overhead=None, every_n_steps=50, mtbf_seconds=60.0).train(3000)
     assert len(rig.durable) == 60
-    assert 0.005 <= rig.overhead <= 0.01
+    assert 0.006 <= rig.overhead <= 0.0105
 
 
 def test_another_budget_holds_for_both_kinds() -> None:

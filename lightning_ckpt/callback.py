@@ -31,7 +31,7 @@ class AdaptiveCheckpoint(Callback):
         config: a YAML file, a folder or storage URL, or a mapping; see docs/configuration.md.
         tiers: where snapshots go, if `config` does not say it.
         overhead: share of training time that snapshots may cost ("1%").
-        max_lost_work: work that a crash may cost at worst ("10 min").
+        max_lost_work: work that a failure may cost at worst ("10 min"), or by its class (process, machine, site).
         mtbf: mean time between failures, or "auto".
         every_n_steps: a snapshot at every multiple of N steps.
         every_seconds: a snapshot when the last one is that old.
@@ -68,7 +68,7 @@ class AdaptiveCheckpoint(Callback):
         *,
         tiers: Any = None,
         overhead: float | str | None = None,
-        max_lost_work: float | str | None = None,
+        max_lost_work: float | str | Mapping[str, float | str] | None = None,
         mtbf: float | str | None = None,
         every_n_steps: int | None = None,
         every_seconds: float | str | None = None,

@@ -30,6 +30,7 @@ from ckpt_engine.config.sections import (
     Duration,
     Flag,
     Keep,
+    LostWork,
     Preemption,
     Rollback,
     Section,
@@ -241,7 +242,11 @@ class Config(Section):
     overhead: Share = Field(
         default=0.01, description="Share of training time that snapshots may cost; the frequency follows."
     )
-    max_lost_work: Duration | None = Field(default=None, description="Work that a crash may cost at worst.")
+    max_lost_work: LostWork | None = Field(
+        default=None,
+        description="Work that a failure of the process or the machine may cost at worst; or one limit for each of "
+        "process, machine and site (the nearest tier is lost too).",
+    )
     mtbf: Annotated[
         Literal["auto"] | float,
         checked(parse_duration_seconds, also="auto"),

@@ -286,6 +286,41 @@ Port = Annotated[
     WithJsonSchema({"type": "integer", "minimum": 1, "maximum": 65535}),
 ]
 Duration = Annotated[float, checked(parse_duration_seconds), WithJsonSchema(DURATION_SCHEMA)]
+FAILURES = ("process", "machine", "site")
+
+
+def parse_lost_work(value: object) -> float | dict[str, float]:
+    """A duration, or one for each class of failures that is named.
+
+    Raises:
+        ValueError: a class that there is none of, or a value that is no duration.
+    """
+    if not isinstance(value, Mapping):
+        return parse_duration_seconds(value)
+    if not value or (unknown := [one for one in value if one not in FAILURES]):
+        named = f", not {unknown[0]!r}" if value else ""
+        raise ValueError(f"takes a duration, or durations for {', '.join(FAILURES)}{named}")
+    return {str(one): parse_duration_seconds(limit) for one, limit in value.items()}
+
+
+LostWork = Annotated[
+    float | dict[str, float],
+    checked(parse_lost_work),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                *DURATION_SCHEMA["anyOf"],
+                {
+                    "type": "object",
+                    "properties": dict.fromkeys(FAILURES, DURATION_SCHEMA),
+                    "additionalProperties": False,
+                    "minProperties": 1,
+                },
+            ],
+            "examples": ["10 min", {"process": "1 min", "site": "2 h"}],
+        }
+    ),
+]
 Flag = Annotated[bool, checked(parse_flag), WithJsonSchema({"type": "boolean"})]
 Share = Annotated[
     float,

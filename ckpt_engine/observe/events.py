@@ -180,12 +180,16 @@ class TierRecovered(Event):
 
 @dataclass(frozen=True, slots=True)
 class IntervalChanged(Event):
-    """The frequency policy changed its interval; `why` is the one-line explanation for people."""
+    """The frequency policy changed its interval; `why` is the one-line explanation for people.
+
+    `gain`: what one more percent of budget would add to the share of useful work.
+    """
 
     name: ClassVar[str] = "interval_changed"
     step: int
     interval_steps: int
     why: str
+    gain: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,19 +33,25 @@ from ckpt_engine.observe.events import (
 from ckpt_engine.observe.units import duration, size
 
 LOGGER_NAME = "ckpt_engine"
+TENFOLD = 10
+WORTH_SAYING = 0.005
+"""Useful work that one more percent of budget would bring: with less, users need not hear of their first interval."""
 
 
 class LogSink:
     """Logs every event: failures as errors, lost writers as warnings, the routine as info or debug.
 
     What fails again for the same reason gets a short line each time that the count has a digit more, and one when a
-    snapshot is durable there again.
+    snapshot is durable there again. Users see an interval that has changed tenfold, and the first one if the budget
+    costs more than it saves.
     """
 
     def __init__(self, logger: logging.Logger | None = None) -> None:
         self._logger = logger or logging.getLogger(LOGGER_NAME)
         self._failing: dict[str, tuple[tuple[str, str], int]] = {}
         """By tier: why snapshots fail there, and how many have in a row."""
+        self._interval: int | None = None
+        """The one that users know of, or that there was at first."""
 
     def emit(self, event: Event) -> None:
         level, count = level_of(event), 1
@@ -57,8 +63,19 @@ class LogSink:
             self._logger.warning(
                 "step %d: snapshots become durable on %s again, %d failed", event.step, event.tier, failed
             )
+        elif isinstance(event, IntervalChanged) and self._matters(event):
+            announce(self._logger, line(event))
+            return
         if self._logger.isEnabledFor(level):
             self._logger.log(level, "%s", line(event, count=count))
+
+    def _matters(self, event: IntervalChanged) -> bool:
+        """Whether users see it by default."""
+        now, known = event.interval_steps, self._interval
+        if known is not None and known < TENFOLD * now and now < TENFOLD * known:
+            return False
+        self._interval = now
+        return known is not None or event.gain >= WORTH_SAYING
 
     def _count(self, event: SnapshotFailed) -> int:
         """How often a snapshot has failed in a row for this reason."""

@@ -248,6 +248,16 @@ def test_frequency_options_tell_given_from_default() -> None:
     assert (settings.on_validation_end, settings.at_end) == (True, False)
 
 
+def test_work_that_may_be_lost_has_a_limit_for_each_class_of_failures() -> None:
+    """One duration is for the process and the machine."""
+    for given, limits in (
+        ("10 min", {"process": 600.0, "machine": 600.0}),
+        ({"process": "1 min", "site": "2 h"}, {"process": 60.0, "site": 7200.0}),
+    ):
+        options = load_config("/d", max_lost_work=given).frequency_options()
+        assert FrequencySettings.from_options(**options).limits == limits
+
+
 def test_importing_config_does_not_import_torch() -> None:
     """The command line starts without torch."""
     code = "import ckpt_engine.config, sys; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"

@@ -54,6 +54,10 @@ def _file(tmp_path: Path, text: str) -> str:
         ({"overhead": -0.01}, "overhead: must be above 0% and below 100%, got -0.01"),
         ({"overhead": "much"}, "overhead: must be a share such as '1%' or 0.01, got 'much'"),
         ({"overhead": True}, "overhead: must be a share such as '1%' or 0.01, got true"),
+        (
+            {"max_lost_work": {"node": "1 min"}},
+            "max_lost_work: takes a duration, or durations for process, machine, site, not 'node'",
+        ),
         ({"max_lost_work": "-10 min"}, "max_lost_work: must be a duration above 0, got '-10 min'"),
         ({"mtbf": "never"}, "mtbf: must be a duration such as '10 min'"),
         ({"mtbf": "never"}, "or a number of seconds, or 'auto', got 'never'"),

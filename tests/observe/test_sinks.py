@@ -159,3 +159,26 @@ def test_keyboard_interrupt_passes_through_fan_out() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         FanOutSink(Interrupted()).emit(SAMPLES[0])
+
+
+def test_a_user_sees_an_interval_that_has_changed_tenfold(capsys: pytest.CaptureFixture[str]) -> None:
+    """Once per tenfold, where no handler shows INFO; each change is in the log."""
+    sink = LogSink(logging.Logger("nowhere"))
+    for step, interval in enumerate((10, 12, 99, 100, 110, 999, 11, 10, 9)):
+        sink.emit(IntervalChanged(step, interval, f"every {interval} steps: because"))
+    shown = [one.split()[4] for one in capsys.readouterr().err.splitlines()]
+    assert shown == ["100", "10"]
+
+
+def test_a_user_sees_the_first_interval_where_the_budget_costs_more_than_it_saves(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One percent for snapshots that block for ten seconds can cost more than a percent of useful work."""
+    sink = LogSink(logging.Logger("nowhere"))
+    sink.emit(
+        IntervalChanged(1, 200, "every 200 steps: set by budget; 1 % more budget = 1.3 % more useful work", 0.013)
+    )
+    sink.emit(
+        IntervalChanged(2, 210, "every 210 steps: set by budget; 1 % more budget = 1.3 % more useful work", 0.013)
+    )
+    assert capsys.readouterr().err.count("1 % more budget") == 1

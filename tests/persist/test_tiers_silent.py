@@ -15,7 +15,7 @@ import pytest
 
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.observe import log
-from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted
+from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, TierDegraded
 from ckpt_engine.store.lease import LeaseHolder
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
@@ -282,6 +282,35 @@ def test_what_fails_at_the_end_is_said_once(run: Run, monkeypatch: pytest.Monkey
         f"not everything is on file://{run.far}"
     ]
     assert "CKPT30" in log.line(heard[0])
+    assert run.client is not None and run.client._worker.join(WAIT_SECONDS)
+    run.client = None
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_tier_that_fails_in_the_middle_has_one_line_then_and_one_at_the_end_if_something_is_missing(
+    run: Run, comes_back: bool
+) -> None:
+    """The first says what is wrong. The last one, which may come days later, says what is not there, and why."""
+    run.start(drain_seconds=0.01)
+    run.save(1)
+    run.until_copied(1)
+    run.weather[run.far].down("put")
+    for step in (2, 3):
+        newest = run.save(step)
+        failed = run.until(lambda m: isinstance(m, TierDegraded))
+    if comes_back:
+        run.weather[run.far].up()
+        run.save(4)
+        run.until_copied(4)
+        run.until_rest()
+    assert closed(run)
+    heard = [message for message in run.all(Event) if log.level_of(message) >= logging.WARNING]
+    assert heard[0] is failed
+    left = [log.line(message) for message in heard[1:]]
+    assert [one.startswith(f"not everything is on file://{run.far} (lacks {newest}") for one in left] == [True][
+        comes_back:
+    ]
+    assert all("CKPT30" in one for one in left)
     assert run.client is not None and run.client._worker.join(WAIT_SECONDS)
     run.client = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Never
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -22,6 +22,7 @@ from lightning_ckpt.run import FitRun
 from lightning_ckpt.run_state import MARK, mark_of
 
 _log = logging.getLogger("lightning_ckpt")
+_NO_OPTIONS = ("self", "config", "unknown", "__class__")
 
 
 class AdaptiveCheckpoint(Callback):
@@ -54,6 +55,7 @@ class AdaptiveCheckpoint(Callback):
         hidden: attributes that no state_dict has: "auto", "report" or "off".
         pickle: paths in the state that may be stored with pickle.
         debug: compare every lazily copied byte.
+        unknown: refused, with the option that is meant.
 
     Keywords win over `config`. Making the callback reads the options and nothing else: no file, thread or device is
     touched before `setup`. The run itself is bit for bit the same as without the callback.
@@ -91,9 +93,10 @@ class AdaptiveCheckpoint(Callback):
         hidden: str | None = None,
         pickle: str | list[str] | None = None,
         debug: bool | None = None,
+        **unknown: Never,
     ) -> None:
+        options = {name: value for name, value in locals().items() if name not in _NO_OPTIONS} | unknown
         super().__init__()
-        options = {name: value for name, value in locals().items() if name not in ("self", "config", "__class__")}
         self.config: Config = load_config(config, **options)
         self._source, self._options = config, options
         self._run: FitRun | None = None

@@ -47,6 +47,14 @@ def test_an_option_is_taken_or_refused_by_its_name(make: Callable[..., Any], tmp
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_a_misspelt_option_is_refused_with_the_one_that_is_meant(make: Callable[..., Any], tmp_path: Path) -> None:
+    """As a keyword and as a key, by the same words."""
+    for call in (lambda: make(tmp_path, overheat=0.01), lambda: make({"tiers": str(tmp_path), "overheat": 0.01})):
+        with pytest.raises(ConfigError, match=r"overheat: unknown key; did you mean 'overhead'\?"):
+            call()
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 def test_a_place_is_a_text_or_a_path(make: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Anything else is refused at once, and so is a path that no system call takes."""
     monkeypatch.chdir(tmp_path)

@@ -117,7 +117,7 @@ def test_keywords_are_exactly_the_options() -> None:
     import inspect
 
     parameters = inspect.signature(AdaptiveCheckpoint.__init__).parameters
-    assert set(parameters) - {"self", "config"} == set(OPTION_NAMES)
+    assert set(parameters) - {"self", "config", "unknown"} == set(OPTION_NAMES)
 
 
 def test_making_a_callback_touches_nothing(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ import random
 import sys
 import types
 import uuid
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +103,7 @@ class AttributeHolder:
         public_only: leave out names that begin with an underscore.
         shares: what its attributes refer to may belong to others too: it is replaced, never changed in place.
         plain_only: leave out what is no number, text or None.
+        states: parameters or buffers of a module that no snapshot has otherwise: put back whatever they are at first.
     """
 
     path: str
@@ -113,13 +113,15 @@ class AttributeHolder:
     public_only: bool
     shares: bool = False
     plain_only: bool = False
+    states: bool = False
 
     def names(self) -> Iterator[str]:
         """The attributes that are looked at."""
         for name in tuple(self.values):
             if self.plain_only and not isinstance(self.values[name], PLAIN):
                 continue
-            if name not in self.skipped and not (self.public_only and name.startswith("_")):
+            hides = self.public_only or isinstance(self.owner, type)
+            if name not in self.skipped and not (hides and name.startswith("_" if self.public_only else "__")):
                 yield name
 
     def assign(self, name: str, value: Any) -> None:
@@ -147,6 +149,38 @@ class DerivedObject:
     framework: type
 
 
+class AttributeView(Mapping[str, Any]):
+    """Attributes that are in no dict, as far as they are there, and those of a dict.
+
+    Args:
+        owner: the object.
+        names: of the attributes.
+        own: the dict.
+    """
+
+    def __init__(self, owner: Any, names: Collection[str], own: Mapping[str, Any] | None = None) -> None:
+        self._owner, self._names, self._own = owner, names, own or {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._names and (found := getattr(self._owner, name, self)) is not self:
+            return found
+        return self._own[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return itertools.chain((name for name in self._names if hasattr(self._owner, name)), self._own)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleVariables:
+    """A root that is a Python module of the user's: the global variables that its functions set."""
+
+    module: types.ModuleType
+    names: frozenset[str]
+
+
 class Walk:
     """The objects below `roots`, each once, parents first.
 
@@ -161,6 +195,8 @@ class Walk:
         """Addresses of parameters and persistent buffers, which a `state_dict` has."""
         self._seen: set[int] = set()
         modules = [one for root in roots.values() if isinstance(root, nn.Module) for one in root.modules()]
+        self._covered = set(map(id, modules))
+        """Modules whose parameters and buffers a snapshot has."""
         self._with_states = {id(one) for one in modules if is_metric(one)}
         """Metrics whose states a snapshot has."""
         self._skipped = frozenset(skipped)
@@ -175,6 +211,9 @@ class Walk:
         self._seen.add(id(value))
         if isinstance(value, UsedObject):
             self._visit_used(value.owner, path, depth)
+        elif isinstance(value, ModuleVariables):
+            view = AttributeView(value.module, value.names)
+            self.found.append(AttributeHolder(path, value.module, view, frozenset(), public_only=False))
         elif isinstance(value, DerivedObject):
             self._visit_derived(value, path, depth)
         elif isinstance(value, dict):
@@ -194,12 +233,35 @@ class Walk:
             self._visit_attributes(value, path, depth)
 
     def _visit_used(self, value: Any, path: str, depth: int) -> None:
-        if depth == 0 or id(value) in self._seen or not is_of_users_class(value):
+        if depth == 0 or id(value) in self._seen:
             return
         self._seen.add(id(value))
-        self.found.append(AttributeHolder(path, value, vars(value), _saved(value), public_only=False, plain_only=True))
-        for name, one in tuple(vars(value).items()):
+        if isinstance(value, nn.Module):
+            for name, module in value.named_modules():
+                self._visit_state(module, f"{path}.{name}".rstrip("."))
+        if (values := _of_user(value)) is None:
+            return
+        self.found.append(AttributeHolder(path, value, values, _saved(value), public_only=False, plain_only=True))
+        self._visit_class(type(value))
+        for name, one in tuple(values.items()):
             self._visit_used(one, f"{path}.{name}", depth - 1)
+
+    def _visit_state(self, module: nn.Module, path: str) -> None:
+        """Of a module that is in none of those that a snapshot has."""
+        if id(module) in self._covered:
+            return
+        self._covered.add(id(module))
+        for values in (module._parameters, module._buffers):
+            if values:
+                self.found.append(AttributeHolder(path, module, values, frozenset(), public_only=False, states=True))
+
+    def _visit_class(self, kind: type) -> None:
+        """Numbers and texts that all objects of a class of the user's share."""
+        for base in kind.__mro__:
+            if id(base) not in self._seen and not (_is_library(base) or is_standard(base) or _of_framework(base)):
+                self._seen.add(id(base))
+                name, values = base.__qualname__, vars(base)
+                self.found.append(AttributeHolder(name, base, values, frozenset(), public_only=False, plain_only=True))
 
     def _visit_derived(self, value: DerivedObject, path: str, depth: int) -> None:
         values = vars(value.owner)
@@ -210,23 +272,26 @@ class Walk:
 
     def _looks_into(self, value: Any, *, root: bool) -> bool:
         kind = type(value)
-        if isinstance(value, (*REFERENCES, *GENERATORS, *_SAVED_BY_THEMSELVES)) or not hasattr(value, "__dict__"):
+        if isinstance(value, (*REFERENCES, *GENERATORS, *_SAVED_BY_THEMSELVES)) or _attributes_of(value) is None:
             return False
         if isinstance(value, nn.Module | Dataset | Sampler):
             return True
-        return not is_standard(kind) and (root or kind.__module__.partition(".")[0] not in _FRAMEWORKS)
+        return not is_standard(kind) and (root or not _of_framework(kind))
 
     def _visit_attributes(self, value: Any, path: str, depth: int) -> None:
-        kind, values = _class_of(value), vars(value)
+        kind, values = _class_of(value), _attributes_of(value) or {}
         skipped = frozenset(values) if kind.__module__.startswith(_WRAPPERS) or kind is nn.Module else _saved(value)
-        if isinstance(value, nn.Module):
+        if isinstance(value, nn.Module) and id(value) not in self._covered:
+            skipped |= _OF_MODULES | self._skipped
+            self._visit_state(value, path)
+        elif isinstance(value, nn.Module):
             skipped |= _OF_MODULES | self._skipped
             persistent = frozenset(value._buffers) - value._non_persistent_buffers_set
             if len(persistent) < len(value._buffers):
                 self.found.append(AttributeHolder(path, value, value._buffers, persistent, public_only=False))
             tensors = [*value._parameters.values(), *(value._buffers[name] for name in persistent)]
             self.saved.update(address(one) for one in tensors if one is not None)
-        elif kind.__module__.partition(".")[0] in _FRAMEWORKS or self._skipped & values.keys():
+        elif _of_framework(kind) or self._skipped & values.keys():
             skipped |= self._skipped
         public_only, metric = _is_library(kind), is_metric(value)
         if metric:
@@ -236,6 +301,7 @@ class Walk:
             public_only = saved
         holder = AttributeHolder(path, value, values, skipped, public_only=public_only, shares=metric)
         self.found.append(holder)
+        self._visit_class(kind)
         if isinstance(value, nn.Module):
             for name, child in value._modules.items():
                 self.visit(child, f"{path}.{name}", _DEPTH)
@@ -287,10 +353,11 @@ def _saved(value: Any) -> frozenset[str]:
     finally:
         rng.restore(streams)
     if not isinstance(state, dict):
-        return frozenset(vars(value))
+        return frozenset(_attributes_of(value) or ())
     keys = {str(key).lstrip("_") for key in state}
     there = {id(state), *map(id, state.values())}
-    return frozenset(name for name, one in vars(value).items() if name.lstrip("_") in keys or id(one) in there)
+    values = _attributes_of(value) or {}
+    return frozenset(name for name, one in values.items() if name.lstrip("_") in keys or id(one) in there)
 
 
 @functools.cache
@@ -316,13 +383,30 @@ def _is_library(kind: type) -> bool:
     return any(folder in file for folder in _LIBRARY_FOLDERS)
 
 
-def is_of_users_class(value: object) -> bool:
-    """Whether it is an object of a class of the user's own that is no part of training known to torch."""
+def _attributes_of(value: Any) -> Mapping[str, Any] | None:
+    """The attributes of an object, those of `__slots__` included; None where it has none."""
+    kind: Any = type(value)
+    slots, own = _slots_of(kind), getattr(value, "__dict__", None)
+    return AttributeView(value, slots, own) if slots else own
+
+
+@functools.lru_cache(maxsize=MOST_HOLDERS)
+def _slots_of(kind: type) -> tuple[str, ...]:
+    having = (vars(base) for base in kind.__mro__ if "__slots__" in vars(base))
+    return tuple(n for own in having for n, one in own.items() if isinstance(one, types.MemberDescriptorType))
+
+
+def is_used(value: object) -> bool:
+    """Whether it is an object of a class of the user's own, or a module, that a loop may use without tracking it."""
+    return isinstance(value, nn.Module) or _of_user(value) is not None
+
+
+def _of_user(value: object) -> Mapping[str, Any] | None:
+    """The attributes of an object of a class of the user's own that is no part of training known to torch."""
     kind = type(value)
     if isinstance(value, (*REFERENCES, *GENERATORS, *_SAVED_BY_THEMSELVES, nn.Module, Dataset, Sampler, torch.Tensor)):
-        return False
-    own = not is_standard(kind) and not _is_library(kind) and kind.__module__.partition(".")[0] not in _FRAMEWORKS
-    return own and hasattr(value, "__dict__")
+        return None
+    return None if is_standard(kind) or _is_library(kind) or _of_framework(kind) else _attributes_of(value)
 
 
 def is_metric(value: object) -> bool:
@@ -338,37 +422,24 @@ def _is_metric_class(kind: type) -> bool:
 
 def of_framework(value: Any) -> bool:
     """Whether an object's class is one of torch or of a trainer."""
-    return type(value).__module__.partition(".")[0] in _FRAMEWORKS
+    return _of_framework(type(value))
+
+
+def _of_framework(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _FRAMEWORKS
 
 
 def is_standard(kind: type) -> bool:
     """Whether a class comes with Python."""
-    return kind.__module__.partition(".")[0] in sys.stdlib_module_names and kind.__module__ != "__main__"
+    return is_standard_name(kind.__module__)
+
+
+def is_standard_name(module: str) -> bool:
+    """Whether the module of this name comes with Python."""
+    return module.partition(".")[0] in sys.stdlib_module_names and module != "__main__"
 
 
 # ---- values
-
-
-class Looked:
-    """Tensors and arrays as they were when they were looked at last, for looks at the same ones."""
-
-    def __init__(self) -> None:
-        self._before: dict[int, tuple[Any, tuple[int, ...], Frozen]] = {}
-        self._now: dict[int, tuple[Any, tuple[int, ...], Frozen]] = {}
-
-    def again(self) -> None:
-        """All of them are looked at once more."""
-        self._before, self._now = self._now, {}
-
-    def freeze(self, value: Any, saved: Collection[int], *, quick: bool) -> Frozen:
-        """As `freeze`; `quick`: one that is the same object, of the same version, is what it was."""
-        counted = isinstance(value, torch.Tensor) and not value.is_inference()
-        version = (address(value), value._version) if counted else ()
-        one = self._before.get(id(value))
-        if not quick or one is None or one[0]() is not value or one[1] != version:
-            one = (weakref.ref(value), version, freeze(value, saved))
-        self._now[id(value)] = one
-        return one[2]
 
 
 def freeze(
@@ -474,9 +545,6 @@ def address(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
-# ---- random streams that belong to an object
-
-
 def _stream_state(stream: Any) -> Any:
     if isinstance(stream, random.Random):
         return stream.getstate()
@@ -485,15 +553,3 @@ def _stream_state(stream: Any) -> Any:
     if isinstance(stream, np.random.RandomState):
         return stream.get_state(legacy=False)
     return bytes(stream.get_state().numpy())
-
-
-def copy_stream(stream: Any, saved: Any) -> None:
-    """Set `stream` to where `saved`, of the same class, is; in place, so that others that use it see it too."""
-    if isinstance(stream, random.Random):
-        stream.setstate(saved.getstate())
-    elif isinstance(stream, np.random.Generator):
-        stream.bit_generator.state = saved.bit_generator.state
-    elif isinstance(stream, np.random.RandomState):
-        stream.set_state(saved.get_state(legacy=False))
-    else:
-        stream.set_state(saved.get_state())

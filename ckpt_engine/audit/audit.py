@@ -6,8 +6,11 @@ Hidden state: attributes that training changes and no `state_dict` names. Saved,
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
 import operator
+import random
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
@@ -21,15 +24,14 @@ from ckpt_engine.audit.attributes import (
     REFERENCES,
     AttributeHolder,
     Frozen,
-    Looked,
     Walk,
-    copy_stream,
+    address,
     digest,
     freeze,
     is_iterator,
     type_of,
 )
-from ckpt_engine.audit.carried import CarriedLocals, Carry, sentence
+from ckpt_engine.audit.carried import CarriedLocals, Carry, module_variables, sentence
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.state.flatten import Flattener, problems
 
@@ -67,7 +69,7 @@ class Audit:
     def begin(self, moment: str) -> None:
         """See `HiddenState.begin`."""
         if self._hidden.on:
-            self._hidden.begin(moment, self.roots())
+            self._hidden.begin(moment, {**module_variables(), **self.roots()})
 
     def boundary(self, known: Collection[Any], *, taking: bool) -> None:
         """The loop is between two steps, and its frames are on this thread's stack.
@@ -196,7 +198,9 @@ class HiddenState:
         rows: dict[str, Any] = {}
         nbytes = 0
         latest = self._latest
-        for path, value in latest.moved() if latest is not None else ():
+        for path, value in itertools.chain(latest.moved(), latest.states_of(self._first)) if latest is not None else ():
+            if path in rows:
+                continue
             why = _AHEAD if prefixes and path.startswith(prefixes) else self._why_not(path, value)
             if not why and (size := _nbytes(value)):
                 nbytes += size
@@ -264,7 +268,7 @@ def all_attributes(roots: Mapping[str, Any], skipped: Iterable[str] = ()) -> dic
     Args:
         roots, skipped: as for `HiddenState`.
     """
-    return _Beginning(roots, skipped).described()
+    return _Beginning({**module_variables(), **roots}, skipped).described()
 
 
 def taken_apart(rows: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -277,6 +281,28 @@ def taken_apart(rows: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 def put_together(small: Mapping[str, Any], large: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `taken_apart`."""
     return {path: {**row, "value": large[path]} if path in large else row for path, row in small.items()}
+
+
+class _Looked:
+    """Tensors and arrays as they were when they were looked at last, for looks at the same ones."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[Any, tuple[int, ...], Frozen]] = {}
+        self._now: dict[int, tuple[Any, tuple[int, ...], Frozen]] = {}
+
+    def again(self) -> None:
+        """All of them are looked at once more."""
+        self._before, self._now = self._now, {}
+
+    def freeze(self, value: Any, saved: Collection[int], *, quick: bool) -> Frozen:
+        """As `freeze`; `quick`: one that is the same object, of the same version, is what it was."""
+        counted = isinstance(value, torch.Tensor) and not value.is_inference()
+        version = (address(value), value._version) if counted else ()
+        one = self._before.get(id(value))
+        if not quick or one is None or one[0]() is not value or one[1] != version:
+            one = (weakref.ref(value), version, freeze(value, saved))
+        self._now[id(value)] = one
+        return one[2]
 
 
 class _Beginning:
@@ -293,7 +319,7 @@ class _Beginning:
         }
         self._holders = {f"{one.holder.path}.{name}": one.holder for one in self._watched for name in one.before}
         self._by_path = {one.holder.path: one.holder for one in self._watched}
-        self._looked = Looked()
+        self._looked = _Looked()
 
     def holder_of(self, path: str) -> AttributeHolder | None:
         """Whose attribute it is, one that is not there yet included."""
@@ -307,6 +333,13 @@ class _Beginning:
             for name, value in one.before.items()
             for path in (f"{one.holder.path}.{name}",)
         }
+
+    def states_of(self, paths: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        """Those of modules, moved or not: a fresh process may begin with any other."""
+        for path in paths:
+            holder, name = self._holders.get(path), path.rpartition(".")[2]
+            if holder is not None and holder.states and name in holder.values:
+                yield path, holder.values[name]
 
     def is_of_module(self, path: str) -> bool:
         """Whether it is an attribute of an nn.Module: a flag there says something of the model."""
@@ -394,7 +427,10 @@ def _put_back(path: str, row: Mapping[str, Any], begun: _Beginning, first: str |
     if now is not _MISSING and freeze(now) == freeze(saved) and freeze(now)[0] != "object":
         return ""
     begin = begun.frozen.get(path)
-    if (None if begin is None else digest(begin)) != first:
+    if holder.states:
+        if not isinstance(now, torch.Tensor) or (now.shape, now.dtype) != (saved.shape, saved.dtype):
+            return f"{changes}, and it has another shape now"
+    elif (None if begin is None else digest(begin)) != first:
         return f"{changes}, and this process begins with another value ({_shown(now)}) than the first one did"
     _assign(holder, name, now, saved)
     return None
@@ -405,10 +441,12 @@ def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any) -> None:
     if holder.shares:
         holder.assign(name, saved)
     elif isinstance(now, GENERATORS) and type(now) is type(saved):
-        copy_stream(now, saved)
+        _copy_stream(now, saved)
     elif isinstance(now, torch.Tensor) and isinstance(saved, torch.Tensor):
-        if now.shape == saved.shape and now.dtype == saved.dtype and not now.requires_grad:
-            now.copy_(saved)
+        alike = now.shape == saved.shape and now.dtype == saved.dtype
+        if alike and (holder.states or not now.requires_grad):
+            with torch.no_grad():
+                now.copy_(saved)
         else:
             holder.assign(name, saved.to(now.device))
     elif isinstance(now, list | collections.deque) and type(now) is type(saved):
@@ -419,6 +457,18 @@ def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any) -> None:
         now.update(saved)
     else:
         holder.assign(name, saved)
+
+
+def _copy_stream(stream: Any, saved: Any) -> None:
+    """Set `stream` to where `saved`, of the same class, is; in place, so that others that use it see it too."""
+    if isinstance(stream, random.Random):
+        stream.setstate(saved.getstate())
+    elif isinstance(stream, np.random.Generator):
+        stream.bit_generator.state = saved.bit_generator.state
+    elif isinstance(stream, np.random.RandomState):
+        stream.set_state(saved.get_state(legacy=False))
+    else:
+        stream.set_state(saved.get_state())
 
 
 def _nbytes(value: Any) -> int:

@@ -21,20 +21,22 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from types import CodeType, FrameType, SimpleNamespace
+from types import CodeType, FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
-from ckpt_engine.audit.attributes import Frozen, UsedObject, freeze, is_of_users_class
+from ckpt_engine.audit.attributes import Frozen, ModuleVariables, UsedObject, freeze, is_standard_name, is_used
 
 _MOST_FRAMES = 16
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _LOADS = ("LOAD_FAST", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "DELETE_FAST", "DELETE_NAME", "DELETE_DEREF")
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
 _JUMPS = frozenset({"JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "JUMP_ABSOLUTE"})
-_KINDS = (int, float, complex, torch.Tensor, np.ndarray, np.generic, tuple)
+_KINDS = (int, float, complex, torch.Tensor, np.ndarray, np.generic, tuple, nn.Module)
 _OURS = tuple(f"{os.sep}{name}{os.sep}" for name in ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt"))
 _LIBRARIES = f"{os.sep}site-packages{os.sep}"
 
@@ -66,6 +68,7 @@ class CarriedLocals:
 
     def __init__(self) -> None:
         self._before: dict[tuple[CodeType, str], Frozen] = {}
+        self._seen_otherwise: Mapping[str, ModuleVariables] | None = None
         self.names: list[str] = []
         """The variables that changed and are carried, in the order they were found."""
 
@@ -76,6 +79,8 @@ class CarriedLocals:
             known: values that the loop takes from the tracker, such as counters.
             carries: a variable whose value one of them has by the same name is in the snapshot.
         """
+        if self._seen_otherwise is None:
+            self._seen_otherwise = module_variables()
         saved = {name: value for carry in carries for name, value in vars(carry).items()}
         found: dict[tuple[CodeType, str], Frozen] = {}
         new = []
@@ -84,14 +89,16 @@ class CarriedLocals:
             if not live:
                 continue
             values = frame.f_locals
+            module = self._seen_otherwise.get(frame.f_globals.get("__name__", ""))
+            hidden = module.names if module is not None and values is frame.f_globals else ()
             for name in live:
                 value = values.get(name)
-                if not isinstance(value, _KINDS) or isinstance(value, bool):
+                if not isinstance(value, _KINDS) or isinstance(value, bool) or name in hidden:
                     continue
                 if isinstance(value, int) and value in known:
                     continue
                 key = (frame.f_code, name)
-                found[key] = freeze(value, depth=2)
+                found[key] = ("module", id(value)) if isinstance(value, nn.Module) else freeze(value, depth=2)
                 if name in saved and (value is saved[name] or freeze(saved[name], depth=2) == found[key]):
                     continue
                 if key in self._before and self._before[key] != found[key] and name not in self.names:
@@ -138,7 +145,7 @@ def objects_used(outside: Calls) -> dict[str, UsedObject]:
             continue
         values = {**frame.f_globals, **frame.f_locals}
         for name in sorted(around[-1].reads):
-            if is_of_users_class(values.get(name)):
+            if is_used(values.get(name)):
                 found.setdefault(name, UsedObject(values[name]))
     return found
 
@@ -151,6 +158,39 @@ def sentence(names: Iterable[str]) -> str:
         f"no snapshot has {'it' if len(listed) == 1 else 'them'}: "
         f"carry = Carry({listed[0]}=…), track(…, carry=carry), and use carry.{listed[0]}"
     )
+
+
+def module_variables() -> dict[str, ModuleVariables]:
+    """The global variables that functions of the user's modules set, by the module's name."""
+    found = {}
+    for name, module in tuple(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if not file.endswith(".py") or any(part in file for part in (*_OURS, _LIBRARIES)) or is_standard_name(name):
+            continue
+        codes = (one.__code__ for one in _functions(module))
+        if names := frozenset[str]().union(*map(_globals_set, codes)):
+            found[name] = ModuleVariables(module, names)
+    return found
+
+
+def _functions(module: Any) -> Iterator[FunctionType]:
+    """Those that a module defines, methods too."""
+    values = list(vars(module).values())
+    values += [one for kind in values if isinstance(kind, type) for one in tuple(vars(kind).values())]
+    for one in values:
+        function = getattr(one, "fget", None) or getattr(one, "__func__", one)
+        function = getattr(function, "__wrapped__", function)
+        if isinstance(function, FunctionType) and function.__globals__ is vars(module):
+            yield function
+
+
+@lru_cache(maxsize=4096)
+def _globals_set(code: CodeType) -> frozenset[str]:
+    inner = (_globals_set(one) for one in code.co_consts if isinstance(one, CodeType))
+    found = frozenset[str]().union(*inner)
+    if _STORE_GLOBAL in code.co_code[::2]:
+        found |= {one.argval for one in dis.get_instructions(code) if one.opcode == _STORE_GLOBAL}
+    return found
 
 
 def frames_around(frame: FrameType | None) -> Iterator[FrameType]:

@@ -189,8 +189,8 @@ class Loops:
         """What is wrong where a loop leaves out batches after the resume, as one had to do before; once. Cheap.
 
         A loop that accumulates gradients, or leaves out some batches for what they are, has taken as many before a
-        step in the saved run: more are left out by a count. After few steps they may still be the first of their kind,
-        and only as many as were trained on before show it.
+        step in the saved run: more are left out by a count. After few steps one may still be the first of its kind, and
+        only two, or as many as were trained on before, show it.
 
         Args:
             ended: the resumed pass is over without a step; else the first one begins.
@@ -200,7 +200,7 @@ class Loops:
             return None
         least, most = (taken, None) if ended else (taken - feed.longest, taken - 1)
         as_before = any(least <= one <= (most or one) for one in self._done)
-        if not as_before and max(self._done) < _MANY_STEPS:
+        if not as_before and taken < feed.longest + 2 and max(self._done) < _MANY_STEPS:
             return None
         self._resumed = None
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import os
@@ -186,6 +187,128 @@ def test_an_object_of_the_script_goes_on(tmp_path: Path) -> None:
     first = patient(tmp_path / "killed", 1, 5)
     assert first + patient(tmp_path / "killed", 2, None) == wanted
     assert report(tmp_path / "killed")["not_restored"] == []
+
+
+_total = 0.0
+
+
+class InGlobal:
+    """Sums up in a global variable of its module."""
+
+    def scale(self, net: nn.Module, loss: float) -> float:
+        global _total
+        _total = 0.9 * _total + loss
+        return 1 / (1 + _total)
+
+
+class OfTheClass:
+    """Sums up in an attribute of its class."""
+
+    total = 0.0
+
+    def scale(self, net: nn.Module, loss: float) -> float:
+        type(self).total = 0.9 * self.total + loss
+        return 1 / (1 + self.total)
+
+
+class WithSlots:
+    """Has its attributes in no dict."""
+
+    __slots__ = ("_total",)
+
+    def __init__(self) -> None:
+        self._total = 0.0
+
+    def scale(self, net: nn.Module, loss: float) -> float:
+        self._total = 0.9 * self._total + loss
+        return 1 / (1 + self._total)
+
+
+class Teacher:
+    """Follows the weights of another model with one of its own."""
+
+    def __init__(self) -> None:
+        self.target = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1))
+
+    def scale(self, net: nn.Module, loss: float) -> float:
+        with torch.no_grad():
+            for mine, other in zip(self.target[0].parameters(), net.parameters(), strict=True):
+                mine.lerp_(other, 0.2)
+            return (
+                1 + self.target(torch.full((2, 3), loss).cumsum(0)).mean().item() + self.target[1].running_mean.item()
+            )
+
+
+WAYS: dict[str, Callable[[], Any]] = {one.__name__: one for one in (InGlobal, OfTheClass, WithSlots, Teacher)}
+
+
+def carrying(folder: Path, seed: int, die_at: int | None, way: str) -> list[str]:
+    """One process of a loop whose steps are scaled by what an object of the script, or its module, has seen."""
+    global _total
+    _total = OfTheClass.total = 0.0
+    seed_everything(seed)
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    loader = DataLoader(torch.arange(24.0).view(8, 3) / 24, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    losses = []
+    with Checkpointer(folder, every_n_steps=1, writer="thread") as ckpt, contextlib.suppress(Killed):
+        tracker = ckpt.track(net=net, optimizer=optimizer, loader=loader)
+        carried = WAYS[way]()
+        for _ in range(tracker.epoch, EPOCHS):
+            for x in loader:
+                ckpt.wait(60)
+                if tracker.global_step == die_at:
+                    raise Killed
+                loss = net(x).square().mean()
+                optimizer.zero_grad()
+                (loss * carried.scale(net, loss.item())).backward()
+                optimizer.step()
+                losses.append(loss.item().hex())
+    return losses
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_script_keeps_beside_goes_on(way: str, tmp_path: Path) -> None:
+    """Globals, attributes of classes, slots, and modules that nothing tracks, over three processes."""
+    wanted = carrying(tmp_path / "whole", 1, None, way)
+    got = carrying(tmp_path / "killed", 1, 5, way)
+    got += carrying(tmp_path / "killed", 2, 7, way)
+    assert report(tmp_path / "killed")["not_restored"] == []
+    assert got + carrying(tmp_path / "killed", 3, None, way) == wanted
+    assert report(tmp_path / "killed")["not_restored"] == []
+
+
+def test_a_module_of_the_loop_goes_on(tmp_path: Path) -> None:
+    """A target network that is a variable of the loop, and that the script copies from the model whenever it starts."""
+    wanted = targeting(tmp_path / "whole", 1, None)
+    got = targeting(tmp_path / "killed", 1, 5) + targeting(tmp_path / "killed", 2, 7)
+    assert got + targeting(tmp_path / "killed", 3, None) == wanted
+    assert report(tmp_path / "killed")["not_restored"] == []
+
+
+def targeting(folder: Path, seed: int, die_at: int | None) -> list[str]:
+    """One process of a loop with a model that lags behind."""
+    seed_everything(seed)
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    loader = DataLoader(torch.arange(24.0).view(8, 3) / 24, batch_size=2, shuffle=True)  # type: ignore[arg-type]
+    losses = []
+    with Checkpointer(folder, every_n_steps=1, writer="thread") as ckpt, contextlib.suppress(Killed):
+        tracker = ckpt.track(net=net, optimizer=optimizer, loader=loader)
+        target = copy.deepcopy(net)
+        for _ in range(tracker.epoch, EPOCHS):
+            for x in loader:
+                ckpt.wait(60)
+                if tracker.global_step == die_at:
+                    raise Killed
+                loss = (net(x) - 0.5 * target(x).detach() - 1).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                if tracker.global_step % 4 == 1:
+                    target.load_state_dict(net.state_dict())
+                losses.append(loss.item().hex())
+    return losses
 
 
 def test_an_evaluation_before_the_first_step_is_not_the_beginning(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,19 +29,6 @@ class Reads(torch.optim.SGD):
         return super().step(closure)
 
 
-class Counted:
-    """What a script's own object counts, where the audit does not look."""
-
-    __slots__ = ("batches",)
-
-    def __init__(self) -> None:
-        self.batches = 0
-
-    def one(self) -> int:
-        self.batches += 1
-        return self.batches
-
-
 def step(run: Setting, batch: Any, every: int = 1, *, count: int = 0) -> None:
     x, y, ids = batch
     durable(run.ckpt)
@@ -53,18 +41,28 @@ def step(run: Setting, batch: Any, every: int = 1, *, count: int = 0) -> None:
 
 def skips_in_the_epoch(run: Setting) -> None:
     for epoch in range(run.epoch, EPOCHS):
-        counted = Counted()
+        counted = itertools.count(1)
         for batch in run.loader:
-            if counted.one() <= (run.done if epoch == run.epoch else 0):
+            if next(counted) <= (run.done if epoch == run.epoch else 0):
                 continue
             step(run, batch)
 
 
 def skips_all_batches_of_before(run: Setting) -> None:
-    counted = Counted()
+    counted = itertools.count(1)
     for _ in range(run.epoch, EPOCHS):
         for batch in run.loader:
-            if counted.one() <= run.step - len(run.trace):
+            if next(counted) <= run.step - len(run.trace):
+                continue
+            step(run, batch)
+
+
+def skips_by_a_checkpoint_of_its_own(run: Setting) -> None:
+    """That has another step than the snapshot."""
+    for epoch in range(run.epoch, EPOCHS):
+        counted = itertools.count(1)
+        for batch in run.loader:
+            if next(counted) <= (2 if run.step and not run.trace and epoch == run.epoch else 0):
                 continue
             step(run, batch)
 
@@ -84,9 +82,9 @@ def drops_them_in_a_generator(run: Setting) -> None:
 
 def skips_and_accumulates(run: Setting) -> None:
     for epoch in range(run.epoch, EPOCHS):
-        counted = Counted()
+        counted = itertools.count(1)
         for batch in run.loader:
-            number = counted.one()
+            number = next(counted)
             if number > (run.done if epoch == run.epoch else 0):
                 step(run, batch, 2, count=number)
 
@@ -169,6 +167,13 @@ def test_a_loop_that_skips_twice_is_told_before_it_trains(loop: Loop, counts: st
     assert before == after
     assert counts in before[0]
     assert "leave out what skips batches" in before[0]
+
+
+def test_skipping_by_another_count_is_told_too(tmp_path: Path) -> None:
+    """Two batches more than any step took are no accident, in a short run either."""
+    snapshot = middle(skips_by_a_checkpoint_of_its_own, tmp_path / "run", 3)
+    before, _ = said(skips_by_a_checkpoint_of_its_own, snapshot, tmp_path / "run", tmp_path / "again")
+    assert "3 batches of 'loader' before its first step after the resume, and never took more than 1" in before[0]
 
 
 def test_skipping_shows_beside_accumulation(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             verify(name, one, source, options.kills) if isinstance(one, Program) else verify_suite(one, source)
         )
         print(json.dumps({name: results[name]}, indent=1), flush=True)
-    good = ("bitwise", "declared", "no new failure")
+    good = ("bitwise", "no new failure")
     return 0 if all(one["verdict"] in good and one.get("unchanged by us", True) for one in results.values()) else 1
 
 

@@ -23,6 +23,8 @@ class Program:
         prepare: makes its data, called in its folder.
         spoken: what of its output counts: times do not.
         ranks: processes, each with the variables that torchrun sets.
+        named: what resume reports may say was not restored: texts in it, each of something that the program does
+            change and that decides nothing. Any other one is a false alarm.
     """
 
     repository: str
@@ -34,6 +36,7 @@ class Program:
     prepare: Callable[[Path], None]
     spoken: str
     ranks: int = 1
+    named: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ PROGRAMS: Mapping[str, Program | Suite] = {
         arguments=_SMALL_GPT,
         prepare=data.characters,
         spoken=r"(?:iter|step) \d+: .*?loss [\d.]+",
+        named=["local variables: t0, "],
     ),
     "word_language_model": Program(
         *(*_EXAMPLES, "word_language_model", "main.py"),

@@ -19,6 +19,7 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.local import LocalStorage
 from tests.incremental.evolving import codecs_of
 from tests.incremental.training import STEPS, WIDTH, Training, digest_of
+from tests.support import interpreters
 
 REPOSITORY = Path(__file__).parents[2]
 WAIT_SECONDS = 120.0
@@ -77,7 +78,7 @@ def storm(root: Path, kills: int, seed: int, codec: str) -> Seen:
     while done < kills and seen.newest < STEPS - 20:
         with (
             (root / "stderr").open("w") as stderr,
-            subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=stderr, text=True) as trainer,
+            interpreters.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=stderr, text=True) as trainer,
         ):
             assert trainer.stdout is not None
             durable = 0
@@ -135,7 +136,7 @@ def test_a_trainer_that_dies_is_resumed_from_memory_and_the_disk_has_it_encoded(
     for life in range(3):
         with (
             (tmp_path / "stderr").open("w") as stderr,
-            subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=stderr, text=True) as trainer,
+            interpreters.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=stderr, text=True) as trainer,
         ):
             assert trainer.stdout is not None
             try:

@@ -17,6 +17,7 @@ from ckpt_engine.writer.recovery import follow
 from tests.memory.lives import ENTRY, until
 from tests.ranks.runs import SharedStore, ThreadRanks, on_all
 from tests.ranks.train_plain import check, state_of
+from tests.support import interpreters
 
 REPOSITORY = Path(__file__).parents[2]
 MOST_LOST = 2
@@ -27,7 +28,7 @@ class Host:
 
     def __init__(self, root: Path, size: int, durable_every: int = 10**6) -> None:
         command = [sys.executable, "-m", "tests.memory.rank_host", str(root), str(size), str(durable_every)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+        self.process = interpreters.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
         self.resumed = self._line()
 
     def _line(self) -> list[str]:

@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 
 from tests.memory.lives import ENTRY
 from tests.ranks.launch import REPOSITORY
+from tests.support import interpreters
 
 
 class Node:
@@ -26,7 +27,7 @@ class Node:
     def __init__(self, job: dict[str, Any], log: Path) -> None:
         command = [sys.executable, "-m", "tests.peers.node_host", json.dumps(job)]
         with log.open("a") as errors:
-            self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=REPOSITORY)
+            self.process = interpreters.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=REPOSITORY)
 
         self.taken: list[int] = []
 

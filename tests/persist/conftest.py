@@ -16,6 +16,7 @@ from ckpt_engine.writer.client import WriterClient, completed
 from ckpt_engine.writer.launch import ProcessWriter, ThreadWriter
 from tests.persist.staged import WAIT_SECONDS, Stage
 from tests.persist.tiered import Run
+from tests.support import interpreters
 
 
 class Writers:
@@ -77,6 +78,7 @@ def run(tmp_path: Path, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> Iterat
 @pytest.fixture(autouse=True)
 def no_descriptors_left() -> Iterator[None]:
     """Whatever a test opens is closed when its fixtures are."""
+    interpreters.server(interpreters.ENGINE)
     before = len(list(Path("/proc/self/fd").iterdir()))
     yield
     deadline = time.monotonic() + WAIT_SECONDS

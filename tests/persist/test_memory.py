@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from ckpt_engine.store.storage.local import LocalStorage
 from tests.persist.staged import WAIT_SECONDS, check_all, weight_bytes
 from tests.persist.test_process import REPOSITORY, _target, gone
 from tests.persist.test_storm import rows
+from tests.support import interpreters
 
 
 def run_trainer(root: Path, *plan: str, status: int = -signal.SIGKILL, **environment: str) -> dict[str, Any]:
@@ -30,10 +30,10 @@ def run_trainer(root: Path, *plan: str, status: int = -signal.SIGKILL, **environ
 
 
 @contextmanager
-def trainer(root: Path, *plan: str, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+def trainer(root: Path, *plan: str, **environment: str) -> Iterator[interpreters.Popen]:
     """A running trainer, which is killed at the end."""
     with root.with_suffix(".err").open("w") as stderr:
-        process = subprocess.Popen(
+        process = interpreters.Popen(
             [sys.executable, "-m", "tests.persist.holding", str(root), str(root.with_suffix(".log")), *plan],
             cwd=REPOSITORY,
             stdout=stderr,

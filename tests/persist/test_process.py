@@ -27,6 +27,7 @@ from ckpt_engine.writer.client import Message, open_client
 from ckpt_engine.writer.launch import ThreadWriter
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, check_all, outcome
+from tests.support import interpreters
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -48,11 +49,10 @@ def run_trainer(root: Path, *plan: str, status: int = -signal.SIGKILL) -> dict[s
     log = root.with_suffix(".log")
     errors = root.with_suffix(".err")
     with errors.open("w") as stderr:  # a file: a forked child would keep a pipe open
-        done = subprocess.run(
+        done = interpreters.run(
             [sys.executable, "-m", "tests.persist.trainer", str(root), str(log), *plan],
             cwd=REPOSITORY,
             timeout=WAIT_SECONDS,
-            check=False,
             stdout=stderr,
             stderr=stderr,
         )
@@ -88,7 +88,7 @@ def test_a_writer_that_waits_for_the_lease_goes_with_its_trainer(tmp_path: Path,
     """A second trainer that is killed while its writer waits leaves nobody waiting."""
     processes.start()
     command = [sys.executable, "-m", "tests.persist.trainer", str(processes.root), str(tmp_path / "log"), "leave"]
-    trainer = subprocess.Popen([*command, "process"], cwd=REPOSITORY, stderr=subprocess.DEVNULL)
+    trainer = interpreters.Popen([*command, "process"], cwd=REPOSITORY, stderr=subprocess.DEVNULL)
     children = Path(f"/proc/{trainer.pid}/task/{trainer.pid}/children")
     while not children.read_text() or not is_put_off(int(children.read_text()), signal.SIGTERM):
         assert trainer.poll() is None

@@ -17,6 +17,7 @@ import pytest
 from tests.persist.staged import WAIT_SECONDS, check_all
 from tests.persist.test_process import REPOSITORY, gone
 from tests.persist.trainer import STORM_KEEP
+from tests.support import interpreters
 
 
 def rows(log: Path) -> list[dict[str, Any]]:
@@ -45,7 +46,7 @@ def storm(folder: Path, kills: int, seed: int, *, far: Path | None = None) -> No
         begun = len(rows(log))
         with (folder / "stderr").open("w") as stderr:
             command = [sys.executable, "-m", "tests.persist.trainer", str(root), str(log), *plan]
-            trainer = subprocess.Popen(command, cwd=REPOSITORY, stdout=stderr, stderr=stderr)
+            trainer = interpreters.Popen(command, cwd=REPOSITORY, stdout=stderr, stderr=stderr)
         try:
             while trainer.poll() is None and done < kills:
                 # A moment counted in what has happened, plus a little time: random on a machine of any speed.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.open import open_storage
 from tests.preempt.long_step import GRACE_SECONDS
 from tests.preempt.test_watch import MB, Desk, desk, until  # noqa: F401 - a fixture
+from tests.support import interpreters
 
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_SECONDS = 90.0
@@ -35,7 +35,7 @@ class Job:
     def __init__(self, loop: str, folder: Path) -> None:
         self.root, self.trace, self.log = folder / "run", folder / "trace", folder / "log"
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
+            self.process = interpreters.Popen(
                 [sys.executable, "-m", "tests.preempt.long_step", loop, str(self.root), str(self.trace), str(AT)],
                 cwd=REPOSITORY,
                 stdout=log,

@@ -24,6 +24,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.support import interpreters
+
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_SECONDS = 300.0
 
@@ -41,12 +43,13 @@ class Launcher:
     """Starts runs of one module, one at a time."""
 
     def __init__(self, module: str) -> None:
-        self._server = subprocess.Popen(
+        self._server = interpreters.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.ranks.launch", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=REPOSITORY,
+            preload=interpreters.preload_of(module),
         )
 
     def start(

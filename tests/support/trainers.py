@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.support import interpreters
+
 REPOSITORY = Path(__file__).parents[2]
 PATIENCE_SECONDS = 120.0
 Job = Mapping[str, Any]
@@ -35,12 +37,13 @@ class ForkServer:
 
     def __init__(self, module: str) -> None:
         self._pid: int | None = None
-        self._server = subprocess.Popen(
+        self._server = interpreters.Popen(
             [sys.executable, "-W", "ignore", "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=REPOSITORY,
+            preload=interpreters.preload_of(module),
         )
 
     def start(self, job: Job) -> int:

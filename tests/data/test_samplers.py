@@ -137,8 +137,7 @@ def run(
     return seen, boundaries, position
 
 
-@pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("workers", "lookahead"), [(0, 0), (0, 1), pytest.param(2, 0, marks=pytest.mark.slow), (2, 1)])
 @pytest.mark.parametrize("make", [SavedWeights, LazyWeights, Remade, distributed, OwnWeights])
 def test_a_sampler_goes_on_three_generations_deep(make: Callable[[], Any], workers: int, lookahead: int) -> None:
     """In the middle of an epoch and between two, under other seeds, in resumed runs of resumed runs.

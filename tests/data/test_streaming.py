@@ -182,8 +182,10 @@ def exact_or_said(loader: Callable[[], DataLoader[Any]], *, exactly: bool = True
             boundary = resumed.boundaries[hop]
 
 
-@pytest.mark.parametrize("workers", LOADERS)
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [(name, "0") for name in OWN] + [(name, ("2", "2 kept")[number % 2]) for number, name in enumerate(OWN)],
+)
 def test_own_streams_begin_each_later_epoch_at_its_beginning(name: str, workers: str) -> None:
     """However a data set applies its state, a resume counts once."""
     said = name in ("needs arguments", "not before")
@@ -194,7 +196,7 @@ def test_own_streams_begin_each_later_epoch_at_its_beginning(name: str, workers:
 @pytest.mark.parametrize("workers", [name for name in LOADERS if name != "0"])
 @pytest.mark.parametrize("name", OWN)
 def test_own_streams_in_workers_resume_from_more_boundaries(name: str, workers: str) -> None:
-    """The law above, densely: each resume of a loader with workers forks many processes."""
+    """The law above, densely, in both kinds of workers: each resume forks many processes."""
     said = name in ("needs arguments", "not before")
     exact_or_said(make(OWN[name], **LOADERS[workers]), exactly=not said)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from ckpt_engine.errors import (
 )
 from ckpt_engine.observe.events import Event, SnapshotCommitted, SnapshotSkipped
 from tests.snapshot.passage import same
+from tests.support import interpreters
 from tests.support.writers import no_writing
 
 
@@ -256,7 +256,7 @@ def test_a_second_process_is_refused_naming_the_first(tmp_path: Path) -> None:
     with Checkpointer(tmp_path / "run") as first:
         first.save({"w": 1}, step=1).wait(30)
         command = [sys.executable, "-c", SECOND, str(tmp_path / "run")]
-        child = subprocess.run(command, timeout=60, check=False, capture_output=True, text=True)
+        child = interpreters.run(command, capture_output=True, text=True)
         assert "LeaseHeldError" in child.stderr and f"process {os.getpid()} on" in child.stderr
         assert child.stdout.strip() == "{'w': 1}"
         first.save({"w": 2}, step=2).wait(30)
@@ -303,7 +303,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_a_staged_snapshot_survives_the_kill_of_its_trainer(tmp_path: Path) -> None:
     """After kill -9 right behind `save`, the writer process finishes it; the next `start` waits for that."""
-    child = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "run")], timeout=60, check=False)
+    child = interpreters.run([sys.executable, "-c", KILLED, str(tmp_path / "run")])
     assert child.returncode == -signal.SIGKILL
     with Checkpointer(tmp_path / "run") as ckpt:
         ckpt.engine.start()

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from accelerate_ckpt.adaptive import AcceleratedParts, ranks_of
 from accelerate_ckpt.private import AcceleratorInternals, TrainerInternals, source_of, trainer_above
-from accelerate_ckpt.transformers_state import NOTE, PACE, SHIFT, TrainerSurroundings, as_file, steps_before
+from accelerate_ckpt.transformers_state import NOTE, PACE, SHIFT, TrainerSurroundings, as_file, counts, steps_before
 from ckpt_engine.config import Config, load_config
 from ckpt_engine.data import native
 from ckpt_engine.data.exactness import OnChange, length_of
@@ -216,8 +216,9 @@ class TransformersCallback(TrainerCallback):
         more = {"scheduler": objects["lr_scheduler"]}
         if resumed and args.max_steps > 0:
             state.max_steps += self._shift  # as many steps are left as the user has asked for
-        shift = self._shift if resumed else 0
-        surroundings = TrainerSurroundings(trainer, internals, self, shift, audits=self.config.hidden != "off")
+        shift = self._shift = self._shift if resumed else 0
+        audits = self.config.hidden != "off"
+        surroundings = TrainerSurroundings(trainer, internals, self, shift, self._counted, audits=audits)
         self._tracker = tracker = Tracker(
             engine,
             AcceleratedParts(trainer.accelerator, private, more, grows=True),
@@ -282,8 +283,8 @@ class TransformersCallback(TrainerCallback):
                 best = args.load_best_model_at_end and state.best_model_checkpoint is not None
                 # Resumed in an epoch that is not the last one's end, transformers would train one more step before it
                 # sees that it is done.
-                ended = float(state.epoch or 0.0) >= state.num_train_epochs
-                over = state.global_step >= state.max_steps and ended
+                step, epoch = counts(state, self._counted)
+                over = step >= state.max_steps and epoch >= state.num_train_epochs
                 assert self._engine is not None
                 if self._unchecked and self._saved_epoch < state.num_train_epochs:
                     self._require_same_epoch(state.num_train_epochs)  # no step was left for transformers
@@ -293,6 +294,10 @@ class TransformersCallback(TrainerCallback):
             self._release()
 
     # ---- private
+
+    def _counted(self) -> tuple[int, float]:
+        tracker = self._tracker
+        return (0, 0.0) if tracker is None else (tracker.global_step + self._shift, float(tracker.epoch))
 
     def _hear(self, trainer: Trainer) -> None:
         auto = self.config.resume == "auto"

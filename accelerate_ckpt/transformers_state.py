@@ -14,11 +14,11 @@ from transformers.trainer_callback import ExportableState, TrainerControl
 from accelerate_ckpt.private import TrainerInternals
 from ckpt_engine.audit.attributes import DerivedObject
 from ckpt_engine.data.exactness import OnChange, length_of
-from ckpt_engine.errors import ResumeError
+from ckpt_engine.errors import ArgumentError, ResumeError
 from ckpt_engine.interop.state_parts import FILES, STREAMS, TRAINER_STATE
 from ckpt_engine.loop.components import Counters
 from ckpt_engine.observe.resume_report import NotRestored, Restored
-from ckpt_engine.snapshot.arguments import plain_number
+from ckpt_engine.snapshot.arguments import plain_number, whole_number
 
 NOTE = TRAINER_STATE
 """The key in a manifest's notes under which `resume_from` finds the trainer's state."""
@@ -40,11 +40,21 @@ class TrainerSurroundings:
         internals: of the trainer.
         own: our callback, which has no state of its own.
         shift: by how many steps the trainer counts more than were trained.
+        counted: see `counts`.
         audits: what callbacks remember is looked at as hidden state.
     """
 
-    def __init__(self, trainer: Trainer, internals: TrainerInternals, own: object, shift: int, *, audits: bool) -> None:
-        self._audits = audits
+    def __init__(
+        self,
+        trainer: Trainer,
+        internals: TrainerInternals,
+        own: object,
+        shift: int,
+        counted: Callable[[], tuple[int, float]],
+        *,
+        audits: bool,
+    ) -> None:
+        self._audits, self._counted = audits, counted
         self._trainer = trainer
         self._internals = internals
         self._own = own
@@ -75,8 +85,10 @@ class TrainerSurroundings:
 
     def now(self) -> Counters:
         state, callbacks = self._trainer.state, self._internals.callbacks
+        step, epoch = counts(state, self._counted)
+        values = {one.name: getattr(state, one.name) for one in dataclasses.fields(state)}
         return _Moment(
-            {one.name: getattr(state, one.name) for one in dataclasses.fields(state)},
+            values | {"global_step": step, "epoch": epoch},
             len(state.log_history),
             [[type(one).__name__, _text_of(one.state())] for one in callbacks if isinstance(one, ExportableState)],
             self._internals.running_loss(),
@@ -276,6 +288,23 @@ def _json_of(value: Any, depth: int = 0, *, endless: bool = True) -> Any:
     except (ValueError, OverflowError):  # it is none, or a whole number that no float has
         return None
     return number if finite or endless else None
+
+
+def counts(state: TrainerState, counted: Callable[[], tuple[int, float]]) -> tuple[int, float]:
+    """The steps and epochs of a trainer.
+
+    Args:
+        counted: as we have counted them: for where the trainer, or a callback of the user, has put what is no number.
+    """
+    try:
+        step = whole_number("global_step", state.global_step)
+    except ArgumentError:
+        step = counted()[0]
+    try:
+        epoch = float(plain_number(state.epoch))
+    except (ValueError, OverflowError, RuntimeError, TypeError):
+        epoch = math.nan
+    return step, epoch if math.isfinite(epoch) else counted()[1]
 
 
 def as_file(state: Mapping[str, Any]) -> str:

@@ -31,10 +31,12 @@ class Hooks:
 
     Args:
         step: called in each step, before the optimizer's, with its number from 1 on and what the loop offers.
+        after: called after each step of transformers, as `step`.
         parts: more objects of the run, by name.
     """
 
     step: Callable[[int, Any], None] = lambda number, loop: None
+    after: Callable[[int, Any], None] = lambda number, loop: None
     parts: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -153,6 +155,10 @@ class Step(transformers.TrainerCallback):  # type: ignore[misc]
     def on_step_begin(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
         if self._ours is not None:
             self._hooks.step(state.global_step + 1, (self._ours, state))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **objects: Any) -> None:
+        if self._ours is not None:
+            self._hooks.after(state.global_step, (self._ours, state))
 
 
 def hugging(options: Any, hooks: Hooks) -> Digest:

@@ -5,12 +5,15 @@ It is refused where it is put in, by its name, or the run goes on, ends as witho
 
 from __future__ import annotations
 
+import fractions
 import logging
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -121,6 +124,59 @@ def test_what_a_trainer_remembers_may_be_anything_alone(
         alone = {name: value}
         ends_well(loop, tmp_path / str(number), Hooks(lambda at, on, alone=alone: PUTS[loop](at, on, alone)), caplog)
         LOOPS[loop](options(tmp_path / str(number)), Hooks())
+
+
+class Failure(RuntimeError):
+    """What ends a life of a run."""
+
+
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "float": float,
+    "np.int32": np.int32,
+    "np.int64": np.int64,
+    "np.float64": np.float64,
+    "np.array": np.array,
+    "Fraction": fractions.Fraction,
+    "NaN": lambda _: math.nan,
+    "np.nan": lambda _: np.float32("nan"),
+}
+"""What transformers can count on with."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("which", ["global_step", "epoch"])
+def test_what_transformers_counts_may_be_any_number(
+    which: str, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or none: a run that fails in its last step resumes, and ends as one that was never told."""
+    counts(which, KINDS[kind], tmp_path, caplog)
+
+
+@pytest.mark.slow
+def test_the_epoch_of_transformers_may_be_anything(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It only shows it. (Another number is refused at the resume: it says of which epoch the snapshot is.)"""
+    for number, value in enumerate({**TEXTS, **ABSURD}.values()):
+        counts("epoch", lambda _, value=value: value, tmp_path / str(number), caplog)
+
+
+def counts(which: str, kind: Callable[[Any], Any], root: Path, log: pytest.LogCaptureFixture) -> None:
+    def after(number: int, on: Any) -> None:
+        setattr(on[1], which, kind(getattr(on[1], which)))
+
+    steps = iter(range(1, STEPS + 1))
+
+    def fail(number: int, on: Any) -> None:
+        if next(steps) == STEPS:
+            raise Failure
+
+    with pytest.raises(Failure):
+        LOOPS["transformers"](options(root), Hooks(fail, after))
+    assert [one.step for one in Checkpointer(root).snapshots()][-1] == STEPS - 1
+    ended = LOOPS["transformers"](options(root), Hooks(after=after))
+    assert ended == LOOPS["transformers"](None, Hooks())
+    assert [one.getMessage() for one in log.records if one.levelno >= logging.ERROR] == []
+    assert Checkpointer(root).snapshots()[-1].step == STEPS
+    LOOPS["transformers"](options(root), Hooks())
 
 
 NAMES = ["", " ", "a/b", "a.b", "..", "$", "rng", "ckpt_engine", "state_dict", "ü😀", "x" * 5000, "a\0b", "\n", LONE]

@@ -57,15 +57,10 @@ class Stream(IterableDataset[Any]):
 
 
 class Journal:
-    """Writes down what happens in this process alone: without a `__dict__` it is no state that a resume puts back."""
-
-    __slots__ = ("entries",)
+    """Writes down what happens in this process alone: of a list that is no attribute, it is no state to put back."""
 
     def __init__(self, entries: list[Entry]) -> None:
-        self.entries = entries
-
-    def append(self, entry: Entry) -> None:
-        self.entries.append(entry)
+        self.append = entries.append
 
 
 class Model(pl.LightningModule):

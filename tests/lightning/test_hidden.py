@@ -79,7 +79,7 @@ class Net(pl.LightningModule):
         self.register_buffer("queue", torch.zeros(4), persistent=False)
         self.ema: dict[str, torch.Tensor] = {}
         self._calls = 0
-        object.__setattr__(self, "write", Writer(losses))
+        self.write = losses.append  # of a list that is no attribute: what this process alone does
         self.crash_at = crash_at
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -97,18 +97,6 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-class Writer:
-    """Writes down what this process alone does."""
-
-    __slots__ = ("losses",)
-
-    def __init__(self, losses: list[str]) -> None:
-        self.losses = losses
-
-    def __call__(self, line: str) -> None:
-        self.losses.append(line)
 
 
 class Durable(Callback):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,15 @@ class Net(pl.LightningModule):
     def __init__(self, metric: Any, rows: list[Any], kill: int | None) -> None:
         super().__init__()
         self.layer, self.metric, self.kill = nn.Linear(6, CLASSES), metric, kill
-        object.__setattr__(self, "write", Writer(rows))
+        self.write = rows.append  # of a list that is no attribute: what this process alone does
+        self.count = partial(len, rows)
 
     def on_train_epoch_start(self) -> None:
         if isinstance(self.metric, MetricTracker):
             self.metric.increment()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.write.count == self.kill:
+        if self.count() == self.kill:
             raise KilledError
         out = self.layer(batch[0])
         feed(self.metric, out.detach().softmax(1), batch[1])
@@ -41,22 +43,6 @@ class Net(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Writer:
-    """Writes down what this process alone does."""
-
-    __slots__ = ("rows",)
-
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
-
-    @property
-    def count(self) -> int:
-        return len(self.rows)
-
-    def __call__(self, row: Any) -> None:
-        self.rows.append(row)
 
 
 def fit(folder: Path, make: Callable[[], Any], seed: int, kill: int | None) -> list[Any]:

@@ -28,25 +28,31 @@ STALE = 0.10
 BASELINE_ERROR = 0.25
 # Steps longer than so many upper quartiles of clean ones count as slow for a reason of their own.
 SLOW_STEP = 2.0
+# Of snapshots that meet a data stall at most so many are expected. A snapshot lasts until a given time, so that the
+# steps next to it are fewer the longer they are: where steps are skewed the median of their surplus is above 0, and the
+# mean is not (Wald 1944).
+FEW = 0.1
 
 
 class Usual:
     """The usual value of a series: an outlier moves nothing, a lasting change is followed with the third value.
 
-    The mean of the middle half of the values since the last change. A change is lasting where the newest three
-    values are all above what nine of ten before were, or the newest two below: accidents make things slower.
+    The mean of the values since the last change without the lowest and the highest. A change is lasting where the
+    newest three values are all above what nine of ten before were, or the newest two below: accidents make it slower.
 
     Args:
         value: what is believed before anything was added.
+        trim: the share of values that is left out at each end: up to so many may be anything. The more, the further it
+            is from the mean of a skewed distribution.
     """
 
-    __slots__ = ("_believed", "_values", "count")
+    __slots__ = ("_believed", "_trim", "_values", "count")
 
     WINDOW = 128
     RISEN, FALLEN = 3, 2
 
-    def __init__(self, value: float = 0.0) -> None:
-        self._believed = value
+    def __init__(self, value: float = 0.0, trim: float = 0.25) -> None:
+        self._believed, self._trim = value, trim
         self._values: deque[float] = deque(maxlen=self.WINDOW)
         self.count = 0
 
@@ -60,7 +66,7 @@ class Usual:
             self._values = deque(risen, maxlen=self.WINDOW)
         elif len(every) > self.FALLEN and max(fallen) < quantile(every[: -self.FALLEN], 0.1) - 2.0 * noise:
             self._values = deque(fallen, maxlen=self.WINDOW)
-        self._believed = middle_mean(self._values)
+        self._believed = middle_mean(self._values, self._trim)
         return len(self._values) < min(len(every), self.WINDOW)
 
     @property
@@ -136,7 +142,9 @@ class SlowSteps:
     """Whether the steps next to snapshots are slow more often than others, and what that costs each snapshot.
 
     A t-test of the surplus of slow steps per snapshot, with at least the variance of a Poisson process: one snapshot
-    that meets a data stall has many slow steps and proves nothing, one more slow step next to each of three does.
+    that meets a data stall has many slow steps and proves nothing, one more slow step next to each of three does, where
+    there are hardly any else. Where there are, as many as were seen must be improbable too: a run looks hundreds of
+    times, and what it believes by mistake stays for as long as the next snapshots take.
     """
 
     __slots__ = ("_recent",)
@@ -145,6 +153,7 @@ class SlowSteps:
     LEAST = 3
     SIGNIFICANT = 3.0
     LEAST_VARIANCE = 0.1
+    RARE = 1e-6
 
     def __init__(self) -> None:
         self._recent: deque[Slowdown] = deque(maxlen=self.WINDOW)
@@ -165,9 +174,18 @@ class SlowSteps:
         mean = sum(surplus) / count
         spread = sum((one - mean) ** 2 for one in surplus) / (count - 1)
         variance = max(spread, sum(one.slow_expected for one in self._recent) / count, self.LEAST_VARIANCE)
-        if mean <= self.SIGNIFICANT * math.sqrt(variance / count):
+        if mean <= self.SIGNIFICANT * math.sqrt(variance / count) or not self._rare():
             return 0.0
         return max(0.0, middle_mean([one.slow_seconds for one in self._recent]))
+
+    def _rare(self) -> bool:
+        """Whether as many slow steps as were seen are improbable: the tail of a Poisson distribution."""
+        seen, expected = sum(one.slow for one in self._recent), sum(one.slow_expected for one in self._recent)
+        fewer = term = math.exp(-expected)
+        for number in range(1, min(seen, 1000)):
+            term *= expected / number
+            fewer += term
+        return 1.0 - fewer < self.RARE
 
 
 class StepTimes:
@@ -226,16 +244,17 @@ class StepTimes:
         clean ones prove that the clean time is stale.
         """
         if len(self.clean) < ENOUGH_STEPS:
-            clean, noise = self.prior if self.prior is not None else median(self.clean), 0.0
+            clean = self.prior if self.prior is not None else median(self.clean)
+            noise, limit, excess = 0.0, math.inf, 0.0
         else:
             self._forget_before_shift()
             summary = self._summarise()
-            clean, noise = summary.mean + summary.excess, summary.noise
+            clean, noise, limit, excess = summary.mean, summary.noise, summary.limit, summary.excess
         if len(self._busy) == SHIFT_WINDOW:
-            disturbed = sum(self._busy) / SHIFT_WINDOW
+            disturbed = sum(min(seconds, limit) for seconds in self._busy) / SHIFT_WINDOW
             if clean - disturbed > max(STALE * clean, noise):
                 return disturbed
-        return clean
+        return clean + excess
 
     def take_slowdown(self) -> Slowdown:
         """The slowdown since the last call; none can be told while the clean step time is unknown."""
@@ -315,18 +334,31 @@ class _Summary:
 
     @property
     def noise(self) -> float:
-        """Three standard deviations of the mean of `SHIFT_WINDOW` steps."""
-        return 3.0 * self.deviation / math.sqrt(SHIFT_WINDOW)
+        """What the mean of `SHIFT_WINDOW` steps does not differ by in thousands of looks: 4.5 standard deviations."""
+        return 4.5 * self.deviation / math.sqrt(SHIFT_WINDOW)
 
 
 class CostMeter:
     """What one snapshot costs, from those so far; one that is unlike the others moves no estimate."""
 
-    __slots__ = ("_busy", "_jitter", "_latencies", "_noise", "_outliers", "_slow", "_slowdown", "_stall", "_written")
+    __slots__ = (
+        "_believed",
+        "_busy",
+        "_jitter",
+        "_latencies",
+        "_noise",
+        "_outliers",
+        "_slow",
+        "_slowdown",
+        "_stall",
+        "_written",
+    )
 
     def __init__(self) -> None:
         self._stall, self._outliers = Usual(), Outliers()
-        self._slowdown = Usual()
+        self._slowdown = Usual(trim=FEW)
+        self._believed: deque[float] = deque([0.0], maxlen=Usual.RISEN)
+        """Of slowdowns, after each of the newest snapshots."""
         self._slow = SlowSteps()
         self._jitter = self._noise = 0.0
         self._latencies: deque[float] = deque(maxlen=LATENCY_WINDOW)
@@ -343,11 +375,11 @@ class CostMeter:
         """What snapshots slow down the steps next to them, each.
 
         An estimate within the noise of step times is none, one far above it counts in full: the positive-part estimator
-        of James and Stein (1961) at twice the variance, because what is believed is paid for.
+        of James and Stein (1961) at three times the variance, because what is believed is paid for.
         """
         jitter = 1.1 * self._jitter / math.sqrt(max(1, min(self._slowdown.count, Usual.WINDOW)))
         usual, noise = self._slowdown.value, math.hypot(max(jitter, self._slowdown.error), self._noise)
-        usual -= min(usual, 2.0 * noise * noise / usual) if usual > 0.0 else usual
+        usual -= min(usual, 3.0 * noise * noise / usual) if usual > 0.0 else usual
         return usual + self._slow.seconds
 
     def add_cost(self, stall_seconds: float, slowdown: Slowdown) -> float:
@@ -360,11 +392,15 @@ class CostMeter:
         before, count = self.slowdown_seconds, self._slowdown.kept
         changed = self._stall.add(stall_seconds)
         self._outliers.add(stall_seconds, self._stall.value, changed=changed)
-        self._slowdown.add(slowdown.seconds, slowdown.jitter_seconds)
+        replaced = self._slowdown.add(slowdown.seconds, slowdown.jitter_seconds)
         self._slow.add(slowdown)
         self._jitter, self._noise = slowdown.jitter_seconds, slowdown.baseline_seconds
-        known = self._slowdown.kept - 1
-        return self.slowdown_seconds + min(known, count) * (self.slowdown_seconds - before)
+        now, known = self.slowdown_seconds, min(self._slowdown.kept - 1, count)
+        charge = now + known * (now - before)
+        if replaced and known < len(self._believed):  # earlier ones cost what was believed before the change began
+            charge += (count - known) * (self._believed[-1 - known] - before)
+        self._believed.append(now)
+        return charge
 
     def add_durable(self, latency_seconds: float, busy_seconds: float, written_bytes: float) -> None:
         """One snapshot became durable."""
@@ -423,13 +459,14 @@ def second_highest(values: Sequence[float] | deque[float]) -> float:
     return sorted(values)[-2:][0] if values else 0.0
 
 
-def middle_mean(values: Sequence[float] | deque[float]) -> float:
-    """The mean of the middle half of a non-empty collection; the lower median of fewer than four."""
+def middle_mean(values: Sequence[float] | deque[float], trim: float = 0.25) -> float:
+    """The mean without that share of the values at each end, one at least; of fewer than four the lower median."""
     ordered = sorted(values)
     count = len(ordered)
     if count < 4:
         return ordered[(count - 1) // 2]
-    middle = ordered[count // 4 : count - count // 4]
+    ends = max(1, int(trim * count))
+    middle = ordered[ends : count - ends]
     return sum(middle) / len(middle)
 
 

@@ -123,8 +123,8 @@ CREDIT_SECONDS = 2160.0
 CREDIT_SHARE = 0.1
 # How far the account may stretch an interval to get out of debt, where the debt is as large as that.
 HOLD_FACTOR = 2.0
-# Over how much of itself an interval is spread where steps are uneven: the loss is less than 1 % of what it costs.
-SPREAD = 0.25
+# Over how much of itself an interval is spread where steps are uneven: the loss is 1 % of what it costs.
+SPREAD = 0.5
 
 
 # Clean steps a window must leave behind the persist while the clean step time is not known well enough, or after so

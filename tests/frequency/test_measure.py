@@ -185,7 +185,7 @@ def test_meter_estimates_stall_slowdown_and_latencies() -> None:
 def test_slow_steps_next_to_each_snapshot_are_a_cost() -> None:
     """Of one snapshot they are chance, of three they are not; they are forgotten where they do not come any more."""
     meter = CostMeter()
-    calm, slow = Slowdown(slow_expected=0.1), Slowdown(slow=1, slow_expected=0.1, slow_seconds=9.0)
+    calm, slow = Slowdown(slow_expected=0.01), Slowdown(slow=1, slow_expected=0.01, slow_seconds=9.0)
     found = []
     for slowdown in (calm, slow, calm, calm, slow, slow, slow, slow, slow, calm, calm, calm):
         meter.add_cost(0.5, slowdown)
@@ -193,6 +193,17 @@ def test_slow_steps_next_to_each_snapshot_are_a_cost() -> None:
     assert found[:5] == [0.0] * 5
     assert 5.0 < found[8] <= 9.0
     assert found[-1] == 0.0
+
+
+def test_slow_steps_that_come_anyway_need_more_evidence() -> None:
+    """One of thirty is slow: five of five snapshots meet one in any long run, sixteen of sixteen do not."""
+    meter = CostMeter()
+    found = []
+    for _ in range(16):
+        meter.add_cost(0.5, Slowdown(slow=2, slow_expected=0.4, slow_seconds=9.0))
+        found.append(meter.costs(1.0).slowdown_seconds)
+    assert found[:5] == [0.0] * 5
+    assert found[-1] == pytest.approx(9.0)
 
 
 def test_a_burst_of_slow_steps_next_to_one_snapshot_is_chance() -> None:

@@ -159,12 +159,12 @@ def run(
     """As `subprocess.run`."""
     if capture_output:
         stdout = stderr = subprocess.PIPE
-    process = Popen(arguments, stdout=stdout, stderr=stderr, **options)
-    try:
-        out, err = process.communicate(timeout)
-    except BaseException:
-        process.kill()
-        raise
+    with Popen(arguments, stdout=stdout, stderr=stderr, **options) as process:
+        try:
+            out, err = process.communicate(timeout)
+        except BaseException:
+            process.kill()
+            raise
     done = subprocess.CompletedProcess(list(arguments), process.wait(), out, err)
     if check:
         done.check_returncode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,8 +14,18 @@ from ckpt_engine.config import Config, load_config
 from ckpt_engine.config.live import live_file
 from ckpt_engine.copy.job import WriterConfig
 from ckpt_engine.errors import ArgumentError, ConfigError, SnapshotFailedError, WaitTimeoutError
-from ckpt_engine.observe.events import Event, EventSink, Notice, SnapshotFailed, TierDegraded, WriterLost
+from ckpt_engine.observe.events import (
+    AttemptsFound,
+    Event,
+    EventSink,
+    Notice,
+    SnapshotFailed,
+    SystemClock,
+    TierDegraded,
+    WriterLost,
+)
 from ckpt_engine.observe.log import LOGGER_NAME, LogSink
+from ckpt_engine.observe.metrics import times_of
 from ckpt_engine.observe.resume_report import resumed_from_memory
 from ckpt_engine.ranks.session import session_of
 from ckpt_engine.ranks.world import Ranks
@@ -119,6 +130,7 @@ class Engine:
         rank = 0 if self._session is None else self._session.ranks.rank
         self.tenure = Tenure(self.config.root_url, rank, partial(self.close, failed=True), self._pipeline.drain)
         self._reach = Reach(self.config, self._session, self._pipeline, self._emit, self.tenure)
+        self.times = times_of(self.config.root_url, SystemClock())
         self._fatal: list[TierDegraded] = []
         self.ending: Ending = EndsByItself()
         self._closing = False
@@ -150,6 +162,7 @@ class Engine:
             self._reach.open_ahead()
         self._reach.attach()
         self._pipeline.start()
+        self.times.begin()
 
     def start_fresh(self, how: str) -> None:
         """Training does not go on from what is there, after `start`: what stays of that is said.
@@ -158,6 +171,7 @@ class Engine:
             how: what the user does to go on from it.
         """
         self._pipeline.lineage.fresh(how)
+        self.times.fresh()
         self._say_what_stays()
 
     def go_on_after(self, info: SnapshotInfo) -> None:
@@ -191,6 +205,8 @@ class Engine:
         After a crash this tells how many steps were lost. A loop that calls `save` at every step need not call it.
         """
         self._pipeline.begin_step(arguments.whole_number("step", step))
+        self.times.boundary(step - 1)
+        self._pipeline.spend(self.times)
 
     def ready(self, *, durable: bool = True) -> bool:
         """Whether `save` would take a snapshot now instead of skipping it. Never blocks."""
@@ -223,7 +239,11 @@ class Engine:
             raise ConfigError("durable=False needs the memory tier", hint="put `memory` first in `tiers`")
         self._surface()
         self._reach.detach()
+        self.times.boundary(wanted.step)
+        began = time.monotonic()
         handle = self._pipeline.save(state, wanted)
+        self.times.waited("stall", time.monotonic() - began)
+        self._pipeline.spend(self.times, at_once=True)
         self._say_what_stays()
         return handle
 
@@ -256,7 +276,10 @@ class Engine:
 
     def before_update(self) -> float:
         """See `Checkpointer.before_update`."""
-        return self._pipeline.before_update()
+        seconds = self._pipeline.before_update()
+        if seconds:
+            self.times.waited("fence", seconds)
+        return seconds
 
     def poll(self) -> None:
         """Take in what happened in the background: settles handles, emits events, surfaces errors. Never blocks.
@@ -301,12 +324,16 @@ class Engine:
         """
         step, live, check = arguments.of_load(step, live, check)
         self.tenure.require_open()
+        self.times.begin()
+        began = time.monotonic()
         if self.config.memory and self.tenure.settle_older():
             self.tenure.claim()  # what it has in memory only becomes durable when it is closed
         how: dict[str, Any] = {"into": into, "live": live, "check": check, "pickle_paths": self.config.pickle}
         found = self._reach.load(step, back=arguments.flag("back", back), **how)
         # The state belongs to the caller: a second reference here would hold its memory for the whole run.
         self.loaded = found and replace(found, state=None)
+        self.times.waited("restore", time.monotonic() - began)
+        self.times.begin()
         if found is None:
             return None
         if self._session is None or self._session.coordinates:
@@ -342,6 +369,8 @@ class Engine:
         if self._closing:
             return
         self._closing = True
+        self.times.over()
+        self._pipeline.spend(self.times, at_once=True)
         self._reach.detach()
         keeps = failed and self.memory and self._session is not None
         try:
@@ -377,6 +406,8 @@ class Engine:
     def _emit(self, event: Event) -> None:
         if self._closing and not (self.ending.raises or self.ending.stops) and _is_late(event):
             return
+        if isinstance(event, AttemptsFound):
+            self.times.reached(event.reached)
         if isinstance(event, TierDegraded) and event.fatal:
             self._fatal.append(event)
         elif isinstance(event, TierDegraded):

@@ -70,7 +70,7 @@ class FitRun:
         require_alike(self.engine)
         self.engine.events = sinks
         self.cadence = cadence_of(cadence_settings(config), clock, self.engine)
-        self.telemetry = Telemetry(self.cadence)
+        self.telemetry = Telemetry(self.cadence, self.engine.times)
         sinks.add(self.cadence)
         sinks.add(self.telemetry)
         self._loaders = FitLoaders(self._internals, trainer, OnChange(config.data))
@@ -171,6 +171,7 @@ class FitRun:
                 self.cadence.restore(learned, failed=self.resume.after_failure)
         self._announce()
         self.cadence.start(self.step)
+        self.engine.times.begin()
         trained = [f"state_dict/{name}" for name, one in self._module.named_parameters() if one.requires_grad]
         self.stopping.start(self.step, trained)
 
@@ -185,7 +186,9 @@ class FitRun:
         self._validated = True
         self._stop.after()
         if self._validation_began is not None:
-            self.cadence.exclude(time.monotonic() - self._validation_began)
+            seconds = time.monotonic() - self._validation_began
+            self.cadence.exclude(seconds)
+            self.engine.times.waited("validation", seconds)
             self._validation_began = None
         self.cadence.validation_ended()
 

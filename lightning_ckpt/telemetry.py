@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping, StochasticWeigh
 
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.observe.events import Event, SnapshotStaged
-from ckpt_engine.observe.metrics import RunMetrics
+from ckpt_engine.observe.metrics import RunMetrics, RunTimes
 from lightning_ckpt.compat import LightningInternals, callbacks_of
 
 BAR_NAMES = frozenset({"ckpt_stall_ms", "ckpt_every", "ckpt_MB", "ckpt_age_s"})
@@ -22,11 +22,12 @@ class Telemetry:
 
     Args:
         cadence: where the interval, the overhead and the age of the last durable snapshot come from.
+        times: where goodput comes from.
     """
 
-    def __init__(self, cadence: Cadence) -> None:
+    def __init__(self, cadence: Cadence, times: RunTimes) -> None:
         self._cadence = cadence
-        self._metrics = RunMetrics(cadence)
+        self._metrics = RunMetrics(cadence, times)
         self._nbytes = 0
         self._stall_seconds = 0.0
 

@@ -1,4 +1,4 @@
-"""`ckpt cp`: copy a run, or some of its snapshots, to another place."""
+"""`ckpt cp` and `ckpt compact`: write snapshots again, at another place, or each as one plain file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from functools import partial
 import click
 
 from ckpt_engine.cli.output import count, json_option, print_away, print_json, progress, say_waiting
-from ckpt_engine.cli.root import Run, open_run
+from ckpt_engine.cli.root import LATEST, Run, open_run
 from ckpt_engine.config import load_config
-from ckpt_engine.copy.make_room import catalogue
+from ckpt_engine.copy.drop_components import is_compact
+from ckpt_engine.copy.make_room import catalogue, compact
 from ckpt_engine.copy.transfer import Copied, CopySourceError, RunText, adopt_run, copy_snapshot, scratch_of
 from ckpt_engine.errors import CkptError, FormatError, PartialError, StorageMissingError
 from ckpt_engine.observe import units
@@ -220,3 +221,50 @@ def _print(done: _Done, run: Run, *, as_json: bool) -> None:
     copied = count(len(done.copied), "snapshot")
     click.echo(f"{copied} copied to {done.target}, {units.size(done.sent_bytes)} sent{before}")
     print_away(run.away)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compacted:
+    """What happened, or would happen, to one snapshot. `new` is its id now; None: nothing was done."""
+
+    id: str
+    tier: str
+    nbytes: int
+    is_compact: bool
+    new: str | None = None
+
+
+@click.command("compact", short_help="Make snapshots independent of others.")
+@click.argument("root")
+@click.argument("snapshots", nargs=-1, metavar="[SNAPSHOT]...")
+@click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
+@json_option
+def compact_command(root: str, snapshots: tuple[str, ...], dry_run: bool, as_json: bool) -> None:
+    """Write SNAPSHOTs (default: latest) again, each as one plain file that needs no data of others.
+
+    It gets a new id, of the same place in the order. Data that no snapshot needs any more is removed. On every tier
+    that has the snapshot; a pinned one stays as it is. No training may be writing the run meanwhile.
+    """
+    run = open_run(root)
+    done: list[_Compacted] = []
+    for name in snapshots or (LATEST,):
+        snapshot, holders = run.find(name)
+        for place in holders:
+            manifest = place.read(snapshot)
+            one = _Compacted(snapshot, place.storage.url, manifest.info.nbytes, is_compact(manifest))
+            if not dry_run and not one.is_compact:
+                with acquire(place.storage) as lease:
+                    new = compact(place, lease, snapshot)
+                one = _Compacted(one.id, one.tier, one.nbytes, one.is_compact, new)
+            done.append(one)
+    if as_json:
+        print_json({"root": run.tiers[0], "dry_run": dry_run, "snapshots": [asdict(one) for one in done]})
+        return
+    for one in done:
+        click.echo(f"{one.id} at {one.tier}: {_fate(one)}")
+
+
+def _fate(one: _Compacted) -> str:
+    if one.is_compact:
+        return "needs no other already"
+    return f"would write {units.size(one.nbytes)}" if one.new is None else f"is {one.new} now, {units.size(one.nbytes)}"

@@ -1,7 +1,8 @@
-"""`ckpt prune`: carry out retention now, or show what it would do."""
+"""What stays: `ckpt prune` carries out retention, `ckpt pin` and `ckpt unpin` except snapshots from it."""
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 import click
 
 from ckpt_engine.cli.output import age, count, json_option, print_json, print_table
-from ckpt_engine.cli.root import open_places
+from ckpt_engine.cli.root import find_snapshot, open_places
 from ckpt_engine.config import load_config
 from ckpt_engine.copy.make_room import Pruned, catalogue, execute, measure, plan_prune
 from ckpt_engine.errors import ConfigError, StorageMissingError
@@ -19,6 +20,7 @@ from ckpt_engine.observe import units
 from ckpt_engine.store import pins
 from ckpt_engine.store.lease import acquire
 from ckpt_engine.store.manifest import SnapshotInfo
+from ckpt_engine.store.names import parse_id
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import Retention, RetentionPlan, policy_from
 from ckpt_engine.store.retention_rules import OTHER_LINE, KeepAll, RetentionPolicy, branches
@@ -214,3 +216,61 @@ def _fate(outcome: _Outcome, snapshot: str) -> tuple[str, str]:
     if snapshot in plan.slim and (done is None or snapshot in done.slimmed):
         return "slim" if done is None else "slimmed", f"{plan.keep[snapshot]}; without {', '.join(plan.slim[snapshot])}"
     return "keep", plan.keep[snapshot]
+
+
+@click.command("pin", short_help="Keep snapshots whatever retention says.")
+@click.argument("root")
+@click.argument("snapshots", nargs=-1, metavar="[SNAPSHOT]...")
+@click.option("--note", "--tag", "note", default="", help="Why, for people: `ckpt ls` shows it.")
+@json_option
+def pin(root: str, snapshots: tuple[str, ...], note: str, as_json: bool) -> None:
+    """Keep SNAPSHOTs at ROOT until they are unpinned; without any, list the pins.
+
+    With a ckpt.yaml they are pinned on each of its tiers that has them. Works while the run is being written. Pinning
+    again replaces the note.
+    """
+    tiers = [repository for _, repository in open_places(load_config(root))]
+    nearest = tiers[0]
+    wanted = dict.fromkeys(find_snapshot(nearest, name) for name in snapshots)
+    made = [pins.pin(nearest, snapshot, note) for snapshot in wanted]
+    for repository in tiers[1:]:
+        there = {parsed.id for parsed in repository.ids()}
+        for snapshot in wanted:
+            if snapshot in there:
+                pins.pin(repository, snapshot, note)
+    shown = made or pins.pins(nearest.storage)
+    if as_json:
+        print_json({"root": nearest.storage.url, "pins": [dataclasses.asdict(pin) for pin in shown]})
+    elif made:
+        for pin in made:
+            click.echo(f"{pin.id}  {pin}")
+    else:
+        if shown:
+            print_table(("snapshot", "pinned", "note"), [(pin.id, age(pin.created), pin.note) for pin in shown])
+        click.echo(f"{count(len(shown), 'pin')} at {nearest.storage.url}")
+
+
+@click.command("unpin", short_help="Leave snapshots to retention again.")
+@click.argument("root")
+@click.argument("snapshots", nargs=-1, required=True, metavar="SNAPSHOT...")
+@json_option
+def unpin(root: str, snapshots: tuple[str, ...], as_json: bool) -> None:
+    """Remove the pins of SNAPSHOTs at ROOT, on each tier of a ckpt.yaml. Nothing else goes before retention runs."""
+    tiers = [repository for _, repository in open_places(load_config(root))]
+    wanted = dict.fromkeys(_find(tiers[0], name) for name in snapshots)
+    was_pinned = {snapshot: sum(pins.unpin(one, snapshot) for one in tiers) > 0 for snapshot in wanted}
+    if as_json:
+        print_json({"root": tiers[0].storage.url, "unpinned": was_pinned})
+    else:
+        for snapshot, was in was_pinned.items():
+            click.echo(f"{snapshot}  {'unpinned' if was else 'was not pinned'}")
+
+
+def _find(repository: Repository, name: str) -> str:
+    """The snapshot of that name, or one that is gone and whose pin was left behind."""
+    try:
+        return find_snapshot(repository, name)
+    except StorageMissingError:
+        if parse_id(name) and name in pins.pinned_ids(repository.storage):
+            return name
+        raise

@@ -1,26 +1,44 @@
-"""`ckpt status`: the tiers of a run, how far each one is, and what is wrong with it."""
+"""How a run is: `ckpt status` shows its tiers, `ckpt goodput` what its time went into."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import click
 
 from ckpt_engine.cli.output import age, count, json_option, print_json, print_table, say_waiting
-from ckpt_engine.config import load_config
+from ckpt_engine.config import Config, load_config
 from ckpt_engine.errors import CkptError, StorageMissingError
 from ckpt_engine.observe import units
 from ckpt_engine.restore import places
 from ckpt_engine.store.lease import LeaseHolder, read_holder
 from ckpt_engine.store.manifest import SnapshotInfo
 from ckpt_engine.store.repository import Repository
+from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.writer import control
+from ckpt_engine.writer.attempts import Attempt, AttemptHistory, RunSpent, read_attempts
 from ckpt_engine.writer.tier_status import WORKING, TierStatus, WriterStatus, read_status
 
 LIVE_SECONDS = 5.0
+BAR_WIDTH = 14
+MEANINGS = {
+    "productive": "training that was not lost",
+    "slowdown": "longer steps near snapshots",
+    "stall": "snapshots blocked training",
+    "fence": "waits for copies",
+    "replay": "lost by failures, done again",
+    "restore": "snapshots were read",
+    "startup": "processes got ready",
+    "validation": "evaluation",
+    "end": "waits for the last snapshot",
+    "down": "no process trained",
+    "unknown": "not recorded",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +115,7 @@ def command(root: str, as_json: bool) -> None:
     # A nearest tier that does not answer is not asked once more: it may hang.
     near = repositories[0] if answers[0].error is None else None
     status, why = _status(near) if near else (None, None)
+    spent = _spent(load_config(root), near) if near else None
     holder = read_holder(near.storage) if near else None
     live = _live(load_config(root).root_url)
     said = {tier.url: tier for tier in status.tiers} if status else {}
@@ -116,9 +135,11 @@ def command(root: str, as_json: bool) -> None:
             f"no run at {rows[0].url}", hint="check the path; a run starts with its first snapshot"
         )
     if as_json:
-        _print_json(repositories[0].storage.url, holder, status, rows, live)
+        _print_json(repositories[0].storage.url, holder, status, rows, live, spent)
     else:
         _print(holder, status, rows, why)
+        if spent is not None:
+            click.echo(f"goodput {percent(spent.goodput)} of {units.duration(spent.wall)}: `ckpt goodput` says of what")
         if live is not None:
             click.echo(live.text())
 
@@ -128,6 +149,15 @@ def _status(repository: Repository) -> tuple[WriterStatus | None, str | None]:
         return read_status(repository.storage), None
     except CkptError as err:
         return None, str(err)
+
+
+def _spent(config: Config, near: Repository) -> RunSpent | None:
+    """What the time of the run went into; None: not known."""
+    try:
+        history = history_of(config, near.storage)
+    except CkptError:
+        return None
+    return history.spent if history.rows else None
 
 
 def _print(holder: LeaseHolder | None, status: WriterStatus | None, rows: list[_Row], why: str | None) -> None:
@@ -171,13 +201,19 @@ def _cells(row: _Row) -> tuple[str, ...]:
 
 
 def _print_json(
-    url: str, holder: LeaseHolder | None, status: WriterStatus | None, rows: list[_Row], live: _Live | None
+    url: str,
+    holder: LeaseHolder | None,
+    status: WriterStatus | None,
+    rows: list[_Row],
+    live: _Live | None,
+    spent: RunSpent | None,
 ) -> None:
     print_json(
         {
             "root": url,
             "holder": None if holder is None else asdict(holder),
             "live": None if live is None else asdict(live),
+            "goodput": None if spent is None else spent.goodput,
             "writer": None
             if status is None
             else {
@@ -198,3 +234,95 @@ def _print_json(
             ],
         }
     )
+
+
+@click.command("goodput", short_help="Show what the time of a run went into.")
+@click.argument("root")
+@json_option
+def goodput(root: str, as_json: bool) -> None:
+    """Show what the time of the run at ROOT went into, across all its restarts; the sum is wall time.
+
+    Read from the nearest tier; of a run that is trained on this machine, up to now.
+    """
+    config = load_config(root)
+    tier = config.tiers[0]
+    storage = open_storage(tier.url, tier.for_storage())
+    history = history_of(config, storage)
+    if not history.rows:
+        raise StorageMissingError(
+            f"no attempts are recorded at {storage.url}",
+            hint="check the path; `ckpt ls` shows snapshots, and a run records its attempts from its first start on",
+        )
+    spent = history.spent
+    if as_json:
+        print_json(
+            {
+                "root": storage.url,
+                "goodput": spent.goodput,
+                "wall_seconds": spent.wall,
+                "seconds": spent.parts,
+                "slowdown_error_seconds": spent.slowdown_error,
+                "attempts": [asdict(one) | {"ended": failure_of(one)} for one in history.rows],
+            }
+        )
+    else:
+        _print_spent(storage.url, spent, history.rows)
+
+
+def history_of(config: Config, storage: Storage) -> AttemptHistory:
+    """The attempts as recorded at the nearest tier; of one that is trained on this machine up to now.
+
+    Raises:
+        CorruptError: the record is damaged.
+        StorageError
+    """
+    history = read_attempts(storage)
+    if not history.rows or history.rows[-1].end is not None:
+        return history
+    try:
+        reply = control.ask(config.root_url, {"what": control.STATUS}, LIVE_SECONDS)
+    except (CkptError, OSError):
+        return history  # what its writer has recorded is at most a minute old
+    if reply is None or not reply.body.get("trainer") or not (said := reply.body.get("spent")):
+        return history
+    now = replace(history.rows[-1], **said)
+    lasted = max(now.seconds, time.time() - now.began)
+    return replace(history, rows=(*history.rows[:-1], replace(now, seconds=lasted)))
+
+
+def failure_of(one: Attempt) -> str:
+    """How it ended, for people."""
+    if one.end is None:
+        return "trains, or was lost with its machine"
+    return f"ended by a failure of {one.failure}" if one.failure else "ended by itself, or was stopped"
+
+
+def _print_spent(url: str, spent: RunSpent, rows: Sequence[Attempt]) -> None:
+    click.secho(f"goodput {percent(spent.goodput)} of {units.duration(spent.wall)}", bold=True, nl=False)
+    click.echo(f" at {url}\n")
+    cells = []
+    for name, seconds in spent.parts.items():
+        if seconds <= 0.0 and name != "productive":
+            continue
+        share = seconds / spent.wall if spent.wall > 0.0 else 0.0
+        meaning = MEANINGS[name]
+        if name == "slowdown":
+            meaning += f", ± {units.duration(2.0 * spent.slowdown_error)}"
+        cells.append((name, percent(share), units.duration(seconds), bar(share), meaning))
+    print_table(("", "share", "time", "", ""), cells, numbers=("share", "time"))
+    failures = Counter(one.failure for one in (*rows[:-1], *(one for one in rows[-1:] if one.end)) if one.failure)
+    classes = ", ".join(f"{number} of {kind}" for kind, number in failures.items())
+    click.echo(f"\n{count(len(rows), 'attempt')}, {count(failures.total(), 'failure')}", nl=False)
+    click.echo(f" ({classes})" if classes else "")
+    click.echo(f"the last attempt {failure_of(rows[-1])}")
+
+
+def percent(share: float) -> str:
+    """`97.1 %`: one digit after the point."""
+    return f"{100.0 * share:.1f} %"
+
+
+def bar(share: float, width: int = BAR_WIDTH) -> str:
+    """So much of `width` columns, to an eighth of one."""
+    eighths = round(8 * width * min(1.0, max(0.0, share)))
+    return "█" * (eighths // 8) + ("", "▏", "▎", "▍", "▌", "▋", "▊", "▉")[eighths % 8]

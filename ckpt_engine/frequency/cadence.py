@@ -330,6 +330,20 @@ class Cadence:
         """(stalls + fences + waits + slowdown) / training time without them, earlier attempts included."""
         return self._account.overhead_fraction
 
+    @property
+    def slowdown(self) -> tuple[float, float]:
+        """Seconds by which snapshots made steps longer, as estimated, and the standard error."""
+        seconds, error = self._meter.slowdown_of_all
+        return seconds + self._background_seconds, error
+
+    @property
+    def quiet(self) -> tuple[float, float]:
+        """The step and the time before which nothing is due if nothing is reported until then."""
+        if self._memory is None:
+            return self._wake_step, self._wake_time
+        memory = self._memory.quiet(self._step_seconds)
+        return min(self._wake_step, self._memory_review), min(self._wake_time, memory)
+
     def age_of_last_durable(self) -> float:
         """Seconds since the instant of the newest durable snapshot, or since `start`: the work at risk."""
         return self._now() - self._durable_instant
@@ -408,7 +422,7 @@ class Cadence:
         add = self._steps.add_disturbed if self._disturbed else self._add_clean
         for _ in range(min(count, CLEAN_WINDOW)):
             add(seconds / count)
-        return self._wake(step, now)
+        return None if step < self._wake_step and now < self._wake_time else self._wake(step, now)
 
     def _settle(self, snapshot: UnsettledSnapshot | None, latency: float | None, busy: float, written: float) -> None:
         """Notes the end of a snapshot; it is learned from at the next boundary, when that step is measured too."""

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
@@ -405,3 +406,29 @@ def _multiplier(parts: Sequence[_Part], budget: float) -> float:
         middle = (low + high) / 2.0
         low, high = (middle, high) if spent(middle) > budget else (low, middle)
     return high
+
+
+Failures = Iterator[tuple[float, str]]
+"""Seconds from the failure before, or the start, to the next one, and its class."""
+
+
+def poisson(mtbf_seconds: float, rng: random.Random, shares: Mapping[str, float] = SHARES) -> Failures:
+    """Failures at a constant rate, each of a class by its share."""
+    yield from weibull(1.0, mtbf_seconds, rng, shares)
+
+
+def weibull(shape: float, scale_seconds: float, rng: random.Random, shares: Mapping[str, float] = SHARES) -> Failures:
+    """Failures whose rate changes with the time since the last one; a shape below 1: they come in bursts."""
+    kinds, weights = list(shares), list(shares.values())
+    while True:
+        yield rng.weibullvariate(scale_seconds, shape), rng.choices(kinds, weights)[0]
+
+
+def observed(trace: Sequence[tuple[float, str]]) -> Failures:
+    """Failures that have happened: seconds since the start, rising, and class; after the last one there are none."""
+    before = 0.0
+    for at, kind in trace:
+        yield at - before, kind
+        before = at
+    while True:
+        yield math.inf, PROCESS

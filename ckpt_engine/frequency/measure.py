@@ -368,7 +368,12 @@ class CostMeter:
     @property
     def known(self) -> bool:
         """At least one snapshot was measured, now or by an earlier run."""
-        return self._stall.count > 0
+        return self.count > 0
+
+    @property
+    def count(self) -> int:
+        """Snapshots that were measured; what an earlier run had learned counts as one."""
+        return self._stall.count
 
     @property
     def slowdown_seconds(self) -> float:
@@ -377,10 +382,21 @@ class CostMeter:
         An estimate within the noise of step times is none, one far above it counts in full: the positive-part estimator
         of James and Stein (1961) at three times the variance, because what is believed is paid for.
         """
-        jitter = 1.1 * self._jitter / math.sqrt(max(1, min(self._slowdown.count, Usual.WINDOW)))
-        usual, noise = self._slowdown.value, math.hypot(max(jitter, self._slowdown.error), self._noise)
+        usual, noise = self._slowdown.value, self.slowdown_error
         usual -= min(usual, 3.0 * noise * noise / usual) if usual > 0.0 else usual
         return usual + self._slow.seconds
+
+    @property
+    def slowdown_error(self) -> float:
+        """One standard deviation of `slowdown_seconds`, from the jitter of steps."""
+        jitter = 1.1 * self._jitter / math.sqrt(max(1, min(self._slowdown.count, Usual.WINDOW)))
+        return math.hypot(max(jitter, self._slowdown.error), self._noise)
+
+    @property
+    def slowdown_of_all(self) -> tuple[float, float]:
+        """Of all snapshots so far together, and its standard error: without the caution of `slowdown_seconds`."""
+        each = max(0.0, self._slowdown.value) + self._slow.seconds
+        return self.count * each, self.count * self.slowdown_error
 
     def add_cost(self, stall_seconds: float, slowdown: Slowdown) -> float:
         """What one snapshot took from training, whether or not it became durable.

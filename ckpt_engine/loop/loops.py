@@ -271,6 +271,7 @@ class LoopProgress:
     def evaluated(self, seconds: float) -> None:
         """An evaluation took so long, which was not training. Passes over tracked loaders announce themselves."""
         self._cadence.exclude(seconds)
+        self._engine.times.waited("validation", seconds)
         self._cadence.validation_ended()
 
     def close(self) -> None:
@@ -338,7 +339,9 @@ class Taker:
         """
         began = time.perf_counter()
         try:
-            handle = self._engine.save(state(), step=step, durable=durable, **options)
+            captured = state()
+            self._engine.times.waited("stall", time.perf_counter() - began)
+            handle = self._engine.save(captured, step=step, durable=durable, **options)
         except (StorageError, WriterError, UnstorableLeafError) as err:
             wrong = isinstance(err, UnstorableLeafError) and not self._took
             if wrong or isinstance(err, LeaseHeldError) or self._engine.config.on_error == "raise":

@@ -591,9 +591,11 @@ class SharedCadence(Cadence):
 
 def cadence_of(settings: FrequencySettings, clock: Clock, engine: Engine) -> Cadence:
     """The cadence of a run, for one process or for one of several ranks."""
-    if engine.ranks is None:
-        return Cadence(settings, clock, engine.events)
-    return SharedCadence(settings, clock, engine.events, engine)
+    cadence = Cadence(settings, clock, engine.events)
+    if engine.ranks is not None:
+        cadence = SharedCadence(settings, clock, engine.events, engine)
+    engine.times.slowdown = lambda: cadence.slowdown
+    return cadence
 
 
 def cadence_settings(config: Config) -> FrequencySettings:

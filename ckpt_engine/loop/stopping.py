@@ -82,7 +82,7 @@ class Stopping:
         if losses_of(engine.config) is not None and losses is None:
             log.warning("`guard` and `rollback` work with Lightning only; they are ignored here")
         if numbers is None:
-            sinks.add(metrics := RunMetrics(cadence))
+            sinks.add(metrics := RunMetrics(cadence, engine.times))
             numbers = metrics.numbers
         self._board = Board(Status() if self._rank else engine.config.status, self.watch.outlook, numbers)
         self._edits = Edits(engine.live, cadence, self.watch, log)

@@ -92,10 +92,9 @@ class Tracker(LoopProgress):
         self._recent: set[Feed] = set()
         self._due: set[Feed] = set()
         self._training = self._resumed = None
-        self._restoring = self._begun_again = False
         self._gradients = GradientWatch(parts, self._trains_again)
         self._reloaded: list[Feed] = []
-        self._announced = self._closed = False
+        self._restoring = self._begun_again = self._announced = self._closed = False
         self._asked_at: dict[Feed, float] = {}
         engine.start(resumes=begins_at is None and engine.config.resume != "off")
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
@@ -216,6 +215,7 @@ class Tracker(LoopProgress):
     def asked(self, feed: Feed) -> None:
         """A followed loader is asked for a batch."""
         self._asked_at.setdefault(feed, time.monotonic())
+        self._engine.times.begin()
         self._settle()
         self._counted = self._counted and feed is not self._training
         for problem in self._loops.asked(feed):

@@ -82,12 +82,14 @@ class AttemptsFound(Event):
         lasted: seconds that each earlier one was known to live, the oldest first.
         failures: the class of the failure that ended it, or `UNKNOWN`; "": none.
         seconds: that the current one has lasted already: its writer was replaced.
+        reached: the last step that any of them has completed; -1: not known.
     """
 
     name: ClassVar[str] = "attempts_found"
     lasted: tuple[float, ...]
     failures: tuple[str, ...]
     seconds: float = 0.0
+    reached: int = -1
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,15 @@ What is durable where, what is on its way, and how fast it goes: kept by events,
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote
 
@@ -25,6 +30,93 @@ from ckpt_engine.observe.events import (
     TierRecovered,
     WriterLost,
 )
+
+TIMES = ("startup", "restore", "training", "replay", "stall", "fence", "validation", "end")
+"""What the seconds of a process go into; docs/cli.md, `ckpt goodput`, says what each means."""
+
+
+class RunTimes:
+    """What the time of this process goes into, of one run that it trains. Training thread only.
+
+    Args:
+        clock: the source of durations.
+        age: seconds for which the process has lived already.
+    """
+
+    def __init__(self, clock: Clock, age: float = 0.0) -> None:
+        self._now = clock.monotonic
+        self.started = clock.wall() - age
+        self.seconds = dict.fromkeys(TIMES, 0.0)
+        self.slowdown: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
+        """How much longer steps next to snapshots were, in seconds, and its standard error; part of `training`."""
+        self.step = -1
+        """The last one that is complete."""
+        self._until = self._now() - age
+        self._waited = 0.0
+        self._reached = -1
+        self._fresh = self._trains = self._stepped = False
+
+    def begin(self) -> None:
+        """Training begins here: what came before was preparation, as long as no step was complete."""
+        if not self._stepped:
+            self._account("startup")
+            self._trains = True
+
+    def boundary(self, step: int) -> None:
+        """Step `step` is complete."""
+        again = step <= self._reached
+        self._account("startup" if not self._trains else "replay" if again else "training")
+        self._trains = self._stepped = True
+        self.step = step
+
+    def waited(self, name: str, seconds: float) -> None:
+        """Training did not go on for so long, for a reason of `TIMES`."""
+        self.seconds[name] += seconds
+        self._waited += seconds
+
+    def over(self) -> None:
+        """Training has ended; the process may begin again."""
+        self._account("end")
+        self._trains = self._stepped = False
+
+    def reached(self, step: int) -> None:
+        """Earlier attempts were that far: work is done again until this one is."""
+        self._reached = -1 if self._fresh else step
+
+    def fresh(self) -> None:
+        """Training does not go on from what is there: nothing is done again."""
+        self._fresh, self._reached = True, -1
+
+    @property
+    def goodput(self) -> float:
+        """Training that was not done before, less slowdown, by the time of this process until the last boundary."""
+        every = sum(self.seconds.values())
+        return max(0.0, self.seconds["training"] - self.slowdown()[0]) / every if every > 0.0 else 0.0
+
+    def _account(self, name: str) -> None:
+        now = self._now()
+        self.seconds[name] += now - self._until - self._waited
+        self._until, self._waited = now, 0.0
+
+
+_of_runs: dict[str, RunTimes] = {}
+
+
+def times_of(root_url: str, clock: Clock) -> RunTimes:
+    """Those of this process and that run: one after another may train it here."""
+    if root_url not in _of_runs:
+        _of_runs[root_url] = RunTimes(clock, _age_of_process())
+    return _of_runs[root_url]
+
+
+def _age_of_process() -> float:
+    """Seconds since this process was started to train; 0.0 where that is not known, or people sit before it."""
+    if hasattr(sys, "ps1") or "ipykernel" in sys.modules:
+        return 0.0
+    with suppress(OSError, ValueError, IndexError):
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    return 0.0
 
 
 class CadenceReading(Protocol):
@@ -44,10 +136,12 @@ class RunMetrics:
 
     Args:
         cadence: where interval, overhead and age come from; None leaves them out.
+        times: where goodput comes from; None leaves it out.
     """
 
-    def __init__(self, cadence: CadenceReading | None = None) -> None:
+    def __init__(self, cadence: CadenceReading | None = None, times: RunTimes | None = None) -> None:
         self._cadence = cadence
+        self._times = times
         self.stall_seconds = 0.0
         self.latency_seconds = 0.0
         self.written_bytes = 0
@@ -101,6 +195,8 @@ class RunMetrics:
             numbers["replicated"] = float(self.replicated)
             numbers["sent_bytes"] = float(self.sent_bytes)
             numbers["tiers_away"] = float(sum(self._tiers.values()))
+        if self._times is not None:
+            numbers["goodput_percent"] = 100.0 * self._times.goodput
         if self._cadence is not None:
             if (interval := self._cadence.interval_steps) is not None:
                 numbers["interval_steps"] = float(interval)

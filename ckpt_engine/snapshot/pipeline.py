@@ -9,6 +9,7 @@ from typing import Any
 from ckpt_engine.copy.job import ErrorRecord, JobDone, Mirrored, PersistJob, SlotFreed
 from ckpt_engine.errors import CkptError, SnapshotFailedError, SnapshotSkippedError, WaitTimeoutError, WriterError
 from ckpt_engine.observe.events import Event, Notice, SnapshotFailed, SnapshotSkipped, SnapshotStaged, WriterLost
+from ckpt_engine.observe.metrics import RunTimes
 from ckpt_engine.ranks.session import Session
 from ckpt_engine.snapshot import host_memory
 from ckpt_engine.snapshot.arena import SharedSlot, Slots, slot_bytes
@@ -138,9 +139,8 @@ class Pipeline:
     def _arrived(self, client: WriterClient) -> None:
         if self.memory:
             self.memory = outlives_the_trainer(client, self._emit)
-        if self.memory:
-            self._pulse = self._pulse or Pulse()
-            client.attach_pulse(self._pulse.fd)
+        self._pulse = self._pulse or Pulse()
+        client.attach_pulse(self._pulse.fd)
 
     @property
     def started(self) -> bool:
@@ -155,6 +155,11 @@ class Pipeline:
         """Training is about to begin `step`; the writer tells by it how much was lost."""
         if self._pulse is not None:
             self._pulse.beat(step)
+
+    def spend(self, times: RunTimes, *, at_once: bool = False) -> None:
+        """Let the writer know what the time of this process went into."""
+        if self._pulse is not None:
+            self._pulse.spend(times, at_once=at_once)
 
     def prepare(self, state: Any, lazy: LazyPredicate | None = None, share: float | None = None) -> None:
         """Plan for `state` and make the arena ready in the background, so that the first snapshot is as fast as any."""

@@ -1,4 +1,6 @@
-"""The record of a run's attempts: who trained, how long, and how it ended. Evidence of how often the run fails.
+"""The record of a run's attempts: who trained, how long, what the time went into, and how it ended.
+
+It is evidence of how often the run fails, and says how much of its time was of use.
 
 The writer of the nearest tier keeps it in one small file, because it outlives the trainer: an attempt whose end it
 has written lost no more than a process, one without an end lost the writer too, and what was in memory.
@@ -6,23 +8,27 @@ has written lost no more than a process, one without an end lost the writer too,
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from itertools import pairwise, zip_longest
 
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, LeaseHeldError, StorageMissingError
 from ckpt_engine.observe.events import CLOSED, ENDS, MACHINE, PROCESS, UNKNOWN, AttemptsFound, Event, Notice
+from ckpt_engine.observe.metrics import TIMES
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import seal, unseal
 from ckpt_engine.store.lease import LeaseHolder
 from ckpt_engine.store.lease_objects import ProcessIdentity
 from ckpt_engine.store.storage.base import Storage
 from ckpt_engine.store.storage.object_requests import asking
+from ckpt_engine.writer.channel import SpentTimes
 
 BEAT_SECONDS = 60.0
 MOST = 256
-"""Older attempts are dropped: after so many failures nothing is believed of what was before."""
+"""Of older attempts only the sum of their times is kept: nothing is believed of failures that long ago."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,10 @@ class Attempt:
         seconds: that it was known to live from then on, by a clock that nobody sets.
         end: one of `ENDS`; None: it trains, or the writer was lost with it.
         ranks: that trained together.
+        started: wall-clock seconds at which its process started; 0.0: not known.
+        step: the last one that was complete; -1: not known.
+        times: what its seconds since then went into, see `metrics.TIMES`, and `slowdown` and `slowdown_error` of those
+            that it trained. The rest came after its last boundary.
     """
 
     host: str
@@ -44,6 +54,14 @@ class Attempt:
     seconds: float = 0.0
     end: str | None = None
     ranks: int = 1
+    started: float = 0.0
+    step: int = -1
+    times: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def lasted(self) -> float:
+        """Seconds from the start of its process until it was last known to live."""
+        return self.seconds + max(0.0, self.began - self.started if self.started else 0.0)
 
     @property
     def failure(self) -> str:
@@ -58,24 +76,128 @@ class Attempt:
         return PROCESS if self.ranks == 1 else UNKNOWN
 
 
-def encode_attempts(attempts: Sequence[Attempt]) -> bytes:
+@dataclass(frozen=True, slots=True)
+class RunSpent:
+    """What the time of a run went into, in seconds, of all its attempts and between them. The sum is wall time.
+
+    Args:
+        productive: training that was not lost, less `slowdown`; a step under way counts.
+        slowdown: by which steps next to snapshots were longer, as estimated.
+        stall: that snapshots blocked training.
+        fence: that training waited for a copy before it changed what is copied.
+        replay: work that was done before a failure already, and steps that a failure has cut off.
+        restore: reading a snapshot.
+        startup: from the start of a process until it trains, `restore` not included.
+        validation: evaluation.
+        end: after the last step, until the last snapshot was durable.
+        down: no process trained.
+        unknown: of attempts that have recorded no more than how long they lasted.
+        slowdown_error: standard error of `slowdown`; no part of the sum.
+    """
+
+    productive: float = 0.0
+    slowdown: float = 0.0
+    stall: float = 0.0
+    fence: float = 0.0
+    replay: float = 0.0
+    restore: float = 0.0
+    startup: float = 0.0
+    validation: float = 0.0
+    end: float = 0.0
+    down: float = 0.0
+    unknown: float = 0.0
+    slowdown_error: float = 0.0
+
+    @property
+    def wall(self) -> float:
+        """Since the first process started."""
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The seconds by name, without the error."""
+        every = asdict(self)
+        del every["slowdown_error"]
+        return every
+
+    @property
+    def goodput(self) -> float:
+        """Productive by wall time; 0.0 of nothing."""
+        wall = self.wall
+        return self.productive / wall if wall > 0.0 else 0.0
+
+    def after(self, one: Attempt, following: Attempt | None) -> RunSpent:
+        """With one more attempt, and what came until the one that follows it."""
+        new = dict.fromkeys(self.parts, 0.0) | {name: one.times.get(name, 0.0) for name in TIMES}
+        training, rest = new.pop("training"), max(0.0, one.lasted - sum(one.times.get(name, 0.0) for name in TIMES))
+        failed = one.failure != "" and (one.end is not None or following is not None)
+        name = "unknown" if not one.times else "replay" if failed else "productive" if one.end is None else "end"
+        share = training / (training + new["replay"]) if training > 0.0 else 0.0
+        new["slowdown"] = min(share * one.times.get("slowdown", 0.0), training)
+        new["productive"] = training - new["slowdown"]
+        new[name] += rest
+        if following is not None:
+            new["down"] = max(0.0, (following.started or following.began) - one.began - one.seconds)
+        error = math.hypot(self.slowdown_error, one.times.get("slowdown_error", 0.0))
+        return RunSpent(**{name: was + new[name] for name, was in self.parts.items()}, slowdown_error=error)
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptHistory:
+    """All attempts of a run.
+
+    Args:
+        rows: the newest, oldest first.
+        before: what went into those before them.
+    """
+
+    rows: tuple[Attempt, ...] = ()
+    before: RunSpent = field(default_factory=RunSpent)
+
+    def bounded(self) -> AttemptHistory:
+        """With `MOST` rows at most."""
+        before, many = self.before, len(self.rows) - MOST
+        for one, following in pairwise(self.rows[: max(0, many) + 1]):
+            before = before.after(one, following)
+        return AttemptHistory(self.rows[max(0, many) :], before)
+
+    @property
+    def spent(self) -> RunSpent:
+        """What the time of the run went into until its newest heartbeat."""
+        spent = self.before
+        for one, following in zip_longest(self.rows, self.rows[1:]):
+            spent = spent.after(one, following)
+        return spent
+
+
+def encode_attempts(history: AttemptHistory) -> bytes:
     """The bytes of the record."""
-    return seal({"attempts": [asdict(one) for one in attempts[-MOST:]]}) + b"\n"
+    kept = history.bounded()
+    return seal({"attempts": [asdict(one) for one in kept.rows], "before": asdict(kept.before)}) + b"\n"
 
 
-def parse_attempts(text: bytes, where: str) -> tuple[Attempt, ...]:
-    """The attempts that a record with this text has, the oldest first.
+def parse_attempts(text: bytes, where: str) -> AttemptHistory:
+    """The attempts that a record with this text has.
 
     Raises:
         CorruptError: it is none.
     """
     hint = "remove it: how often the run fails is learned again"
     try:
-        return tuple(_attempt(row) for row in unseal(text, where)["attempts"])
+        body = unseal(text, where)
+        return AttemptHistory(tuple(_attempt(row) for row in body["attempts"]), _spent(body.get("before", {})))
     except FormatError as err:
         raise CorruptError(err.message, hint=hint) from err
-    except (ValueError, LookupError, TypeError) as err:
+    except (ValueError, LookupError, TypeError, AttributeError) as err:
         raise CorruptError(f"{where} is damaged: {err}", hint=hint) from err
+
+
+def _spent(row: object) -> RunSpent:
+    container.require(isinstance(row, dict), "what was before is no object")
+    assert isinstance(row, dict)
+    values = {name: row.get(name, 0.0) for name in asdict(RunSpent())}
+    container.require(all(map(container.is_time, values.values())), "times before that are none")
+    return RunSpent(**values)
 
 
 def _attempt(row: dict[str, object]) -> Attempt:
@@ -85,11 +207,15 @@ def _attempt(row: dict[str, object]) -> Attempt:
     container.require(type(one.host) is str and type(one.process) is str, "a name that is no text")
     container.require(container.is_time(one.began) and container.is_time(one.seconds), "a time that is none")
     container.require(one.end in (None, *ENDS) and container.is_whole(one.ranks, 1), "an end or ranks that are none")
+    container.require(container.is_time(one.started) and container.is_whole(one.step, -1), "a start or a step")
+    container.require(
+        type(one.times) is dict and all(map(container.is_time, one.times.values())), "times that are none"
+    )
     return one
 
 
-def read_attempts(storage: Storage) -> tuple[Attempt, ...]:
-    """The attempts of the run at a root, the oldest first; none where there is no record.
+def read_attempts(storage: Storage) -> AttemptHistory:
+    """The attempts of the run at a root; none where there is no record.
 
     Raises:
         CorruptError: the record is damaged.
@@ -98,7 +224,7 @@ def read_attempts(storage: Storage) -> tuple[Attempt, ...]:
     try:
         text = storage.get(names.ATTEMPTS)
     except StorageMissingError:
-        return ()
+        return AttemptHistory()
     return parse_attempts(text, f"{storage.url}/{names.ATTEMPTS}")
 
 
@@ -128,8 +254,10 @@ class AttemptRecord:
         name = "" if process is None else f"{process.boot}/{process.namespace}/{process.pid}/{process.ticks}"
         self._mine = Attempt(trainer.host, name, time.time(), ranks=ranks)
         self._opened = time.monotonic()
-        self._earlier: tuple[Attempt, ...] = ()
-        self._said = False
+        self._earlier = AttemptHistory()
+        self.told: Callable[[], SpentTimes | None] = lambda: None
+        """What the trainer says of its time; None: nothing."""
+        self._said = self._gone = False
         self._lock = threading.Lock()
         self._over = threading.Event()
 
@@ -139,14 +267,17 @@ class AttemptRecord:
             self._earlier = read_attempts(self._storage)
         except CkptError as err:
             self._say(err)
-        if self._earlier and self._mine.process and self._earlier[-1].process == self._mine.process:
-            *earlier, before = self._earlier  # the writer of this very trainer was lost, or closed
+        rows = self._earlier.rows
+        if rows and self._mine.process and rows[-1].process == self._mine.process:
+            *earlier, before = rows  # the writer of this very trainer was lost, or closed
             self._opened -= max(before.seconds, self._mine.began - before.began)
-            self._earlier, self._mine = tuple(earlier), replace(before, end=None)
-        lasted, failures = [one.seconds for one in self._earlier], [one.failure for one in self._earlier]
+            self._earlier, self._mine = replace(self._earlier, rows=tuple(earlier)), replace(before, end=None)
+        rows = self._earlier.rows
+        lasted, failures = tuple(one.seconds for one in rows), tuple(one.failure for one in rows)
         seconds = time.monotonic() - self._opened
         if lasted or self._mine.seconds:
-            self._emit(AttemptsFound(tuple(lasted), tuple(failures), seconds))
+            reached = max((one.step for one in rows), default=-1)
+            self._emit(AttemptsFound(lasted, failures, seconds, reached))
         self._write()
         threading.Thread(target=self._beat, name="ckpt-attempt", daemon=True).start()
 
@@ -159,6 +290,23 @@ class AttemptRecord:
             self._mine = replace(self._mine, end=how)
         self._write()
 
+    def note(self, *, gone: bool = False) -> None:
+        """Remember what the trainer says of its time, before its memory is given back. Any thread.
+
+        Args:
+            gone: it says no more: what its writer still does is not its time.
+        """
+        with self._lock:
+            self._look()
+            self._gone = self._gone or gone
+
+    def _look(self) -> None:
+        if self._gone:
+            return
+        self._mine = replace(self._mine, seconds=time.monotonic() - self._opened)
+        if (told := self.told()) is not None:
+            self._mine = replace(self._mine, started=told.started, step=told.step, times=told.times)
+
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):
             with asking():  # the next beat asks again
@@ -166,8 +314,8 @@ class AttemptRecord:
 
     def _write(self) -> None:
         with self._lock:
-            self._mine = replace(self._mine, seconds=time.monotonic() - self._opened)
-            text = encode_attempts([*self._earlier, self._mine])
+            self._look()
+            text = encode_attempts(replace(self._earlier, rows=(*self._earlier.rows, self._mine)))
             try:
                 self._check()
                 self._storage.put(names.ATTEMPTS, [memoryview(text)], exclusive=False)

@@ -53,6 +53,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import mmap
 import os
 import socket
@@ -71,6 +72,7 @@ from urllib.parse import unquote, urlsplit
 
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe import events
+from ckpt_engine.observe.metrics import TIMES, RunTimes
 
 _LENGTH = struct.Struct("<Q")
 _MAX_FDS = 64
@@ -498,6 +500,11 @@ def _listens(path: Path) -> bool:
 _BEAT = struct.Struct("<qd")
 _FILL = struct.Struct("<qq")
 _FILL_OFFSET = 64
+_SPENT_NAMES = (*TIMES, "slowdown", "slowdown_error")
+_SPENT = struct.Struct(f"<qdq{len(_SPENT_NAMES)}dq")
+_SPENT_OFFSET = 128
+_SPENT_SECONDS = 0.25
+_LOOKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -519,6 +526,15 @@ class Fill:
     job: int
 
 
+@dataclass(frozen=True, slots=True)
+class SpentTimes:
+    """What the trainer says of its time; see `attempts.Attempt` for these fields."""
+
+    started: float
+    step: int
+    times: dict[str, float]
+
+
 class Pulse:
     """The trainer's end: `fd` is what `WriterClient.attach_pulse` takes."""
 
@@ -528,6 +544,7 @@ class Pulse:
         self._page = mmap.mmap(self.fd, mmap.PAGESIZE)
         self.beat(-1)
         self.fill(-1, -1)
+        self._count, self._spent_at = 0, -math.inf
 
     def beat(self, step: int) -> None:
         """Say that `step` begins. Costs less than a microsecond; no system call."""
@@ -536,6 +553,17 @@ class Pulse:
     def fill(self, slot: int, job: int) -> None:
         """Say that `slot` changes from now on, for `job`. Costs as little as `beat`."""
         _FILL.pack_into(self._page, _FILL_OFFSET, slot, job)
+
+    def spend(self, times: RunTimes, *, at_once: bool = False) -> None:
+        """Say what the time went into; a few times in a second at most, unless `at_once`."""
+        now = time.monotonic()
+        if now < self._spent_at + _SPENT_SECONDS and not at_once:
+            return
+        self._count, self._spent_at = self._count + 1, now
+        values = (*times.seconds.values(), *times.slowdown())
+        _SPENT.pack_into(
+            self._page, _SPENT_OFFSET, self._count, times.started, times.step, *map(float, values), self._count
+        )
 
     def close(self) -> None:
         """Give the page back; whoever has the descriptor keeps it. Idempotent."""
@@ -558,6 +586,18 @@ def read_fill(fd: int) -> Fill | None:
     """What was filled last; None as `read_pulse`. Only of a trainer that is gone."""
     found = _read(fd, _FILL, _FILL_OFFSET)
     return Fill(*found) if found is not None and found[0] >= 0 else None
+
+
+def read_spent(fd: int) -> SpentTimes | None:
+    """What the time went into, as it was said last; None as `read_pulse`. Also of a trainer that lives."""
+    for _ in range(_LOOKS):
+        found, again = _read(fd, _SPENT, _SPENT_OFFSET), _read(fd, _SPENT, _SPENT_OFFSET)
+        if found is None or found[0] == 0:
+            return None
+        if found == again and found[0] == found[-1]:
+            times = zip(_SPENT_NAMES, (round(max(0.0, one), 3) for one in found[3:-1]), strict=True)
+            return SpentTimes(found[1], found[2], {name: seconds for name, seconds in times if seconds})
+    return None
 
 
 def _read(fd: int, kind: struct.Struct, offset: int) -> tuple[Any, ...] | None:

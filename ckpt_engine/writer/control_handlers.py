@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ckpt_engine.copy.job import RankConfig
@@ -185,6 +186,7 @@ class ControlHandlers:
             "held": None if newest is None else {"step": newest.job.step, "durable": newest.durable},
             "held_created": None if newest is None else newest.job.created,
             "beat": self._beat(),
+            "spent": None if (spent := self._held.spent()) is None else asdict(spent),
         }
 
     def _beat(self) -> Body | None:

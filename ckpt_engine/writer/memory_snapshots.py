@@ -18,7 +18,7 @@ from ckpt_engine.errors import CkptError
 from ckpt_engine.store import manifest_codec
 from ckpt_engine.store.manifest import DataFile
 from ckpt_engine.writer import part_records
-from ckpt_engine.writer.channel import Beat, read_fill, read_pulse
+from ckpt_engine.writer.channel import Beat, SpentTimes, read_fill, read_pulse, read_spent
 from ckpt_engine.writer.message_decoder import Ids, StagedJob
 
 SHARES = 3
@@ -106,6 +106,11 @@ class MemorySnapshots:
         """How far the trainer said it was."""
         with self._lock:
             return read_pulse(self._pulse) if self._pulse >= 0 else None
+
+    def spent(self) -> SpentTimes | None:
+        """What the trainer said of its time last."""
+        with self._lock:
+            return read_spent(self._pulse) if self._pulse >= 0 else None
 
     @property
     def unwanted(self) -> bool:

@@ -78,6 +78,7 @@ class Worker:
         self.held = (
             MemorySnapshots(self._ids, on_news) if self._ranks is None else held_share(self._ids, on_news, self._ranks)
         )
+        self._writer.spent = self.held.spent
         self._on_news = on_news
         self._caught_up = caught_up
         self._todo: deque[_Turn] = deque()

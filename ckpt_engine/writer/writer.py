@@ -37,7 +37,7 @@ from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside, Lane, WatchedStorage
 from ckpt_engine.writer import channel, part_records
 from ckpt_engine.writer.attempts import AttemptRecord
-from ckpt_engine.writer.channel import Body
+from ckpt_engine.writer.channel import Body, SpentTimes
 from ckpt_engine.writer.commit import Cancelled, SessionSnapshots
 from ckpt_engine.writer.memory_snapshots import SlotReaders
 from ckpt_engine.writer.message_decoder import Ids, StagedJob
@@ -72,6 +72,9 @@ class Writer:
     ending: str | None = None
     """How the attempt of the trainer ends, one of `events.ENDS`; to be set before `close`. None: not known."""
 
+    spent: Callable[[], SpentTimes | None]
+    """What the trainer says of its time; to be set before `open`."""
+
     def __init__(self, config: WriterConfig, emit: Emit, ids: Ids) -> None:
         self._config = config
         self._emit = emit
@@ -92,6 +95,7 @@ class Writer:
         self._alone = threading.Event()
         self._reunion: CrashRecovery | None = None
         self._attempts: AttemptRecord | None = None
+        self.spent = lambda: None
 
     def open(self) -> None:
         """Take the lease and make the run's folder ready.
@@ -150,6 +154,7 @@ class Writer:
             )
             self._near = self._make_near(repository)
             self._attempts = AttemptRecord(plain, holder, ranks.size if ranks else 1, lease.check, self._emit_event)
+            self._attempts.told = lambda: self.spent()
             self._attempts.begin()
             if ranks is not None and config.memory:
                 self._reunion = self._meet(ranks, repository, self._near.check_lease, in_flight)
@@ -201,6 +206,8 @@ class Writer:
     def leave_alone(self) -> None:
         """The trainer is gone: nobody is waited for long any more. Any thread may call this."""
         self._alone.set()
+        if self._attempts is not None:
+            self._attempts.note(gone=True)
 
     def cancel(self, order: Cancelled) -> None:
         """This rank has no part in a snapshot that all ranks take."""
@@ -293,6 +300,8 @@ class Writer:
     def finish(self) -> None:
         """The trainer is about to end, and waits for nobody who gives no sign. Any thread may call this."""
         self._finishing = True
+        if self._attempts is not None:
+            self._attempts.note()
         if self._fleet is not None:
             self._fleet.finish()
 

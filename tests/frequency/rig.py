@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
-from tests.frequency.cadence_simulator import NOT_LASTED, FakeClock, Recorder
+from ckpt_engine.frequency.simulate import NOT_LASTED, Recorder, VirtualClock
 
 
 class Rig:
     """A cadence, its clock and its events, with steps of one second."""
 
     def __init__(self, start: int | None = 0, **settings: object) -> None:
-        self.clock, self.sink = FakeClock(), Recorder()
+        self.clock, self.sink = VirtualClock(), Recorder()
         self.cadence = Cadence(FrequencySettings(**settings), self.clock, self.sink)  # type: ignore[arg-type]
         self.step = 0
         self.certain = settings.get("mtbf_seconds") is not None

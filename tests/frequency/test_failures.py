@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from ckpt_engine.frequency.failures import CLASSES, FailureBelief, assumed_mtbf
 from ckpt_engine.frequency.policy import FrequencySettings
+from ckpt_engine.frequency.simulate import Training
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE, UNKNOWN, AttemptsFound
-from tests.frequency.cadence_simulator import Training
 from tests.frequency.rig import Rig
 
 HOUR = 3600.0

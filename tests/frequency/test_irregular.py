@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckpt_engine.frequency.policy import FrequencySettings
-from tests.frequency.cadence_simulator import Training
+from ckpt_engine.frequency.simulate import Training
 
 MTBF_SECONDS = 10800.0
 BUDGET = 0.01
@@ -29,7 +29,7 @@ class World:
 
     name: str
     regret: float
-    slow: Slow = lambda _step, _random: 1.0
+    slow: Slow | None = None
     misjudged: float = 0.0005
     options: Callable[[], dict[str, Any]] = dict
 

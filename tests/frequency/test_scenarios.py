@@ -3,7 +3,7 @@
 import pytest
 
 from ckpt_engine.frequency.policy import FrequencySettings
-from tests.frequency.cadence_simulator import Taken, Training
+from ckpt_engine.frequency.simulate import Taken, Training
 
 BEGIN, END, AFTER = 500.0, 1000.0, 1500.0
 

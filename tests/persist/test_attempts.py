@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,19 @@ import pytest
 from ckpt_engine.errors import CorruptError, LeaseHeldError
 from ckpt_engine.observe.events import CLOSED, FAILED, GONE, MACHINE, PROCESS, UNKNOWN, AttemptsFound, Event, Notice
 from ckpt_engine.store import names
+from ckpt_engine.store.container import seal
 from ckpt_engine.store.lease import LeaseHolder
 from ckpt_engine.store.storage.local import LocalStorage
 from ckpt_engine.writer import attempts
-from ckpt_engine.writer.attempts import Attempt, AttemptRecord, encode_attempts, parse_attempts, read_attempts
+from ckpt_engine.writer.attempts import (
+    Attempt,
+    AttemptHistory,
+    AttemptRecord,
+    encode_attempts,
+    parse_attempts,
+    read_attempts,
+)
+from ckpt_engine.writer.channel import SpentTimes
 from tests.persist.conftest import Writers
 from tests.persist.staged import WAIT_SECONDS, Stage, outcome
 from tests.persist.test_process import run_trainer
@@ -32,9 +43,9 @@ def heard(writers: Writers) -> tuple[AttemptsFound | None, list[Event]]:
 def test_how_a_trainer_ends_is_recorded(writers: Writers, failed: bool, end: str) -> None:
     """By itself or by an error, as the trainer says."""
     client = writers.start()
-    assert [one.end for one in read_attempts(LocalStorage(writers.root))] == [None]
+    assert [one.end for one in read_attempts(LocalStorage(writers.root)).rows] == [None]
     assert client.close(WAIT_SECONDS, failed=failed)
-    assert [one.end for one in read_attempts(LocalStorage(writers.root))] == [end]
+    assert [one.end for one in read_attempts(LocalStorage(writers.root)).rows] == [end]
 
 
 def test_a_trainer_that_is_killed_without_its_writer_is_a_process_failure(processes: Writers) -> None:
@@ -43,7 +54,7 @@ def test_a_trainer_that_is_killed_without_its_writer_is_a_process_failure(proces
     found, _ = heard(processes)
     assert found is not None
     assert found.failures == (PROCESS,)
-    assert [one.end for one in read_attempts(LocalStorage(processes.root))] == [GONE, None]
+    assert [one.end for one in read_attempts(LocalStorage(processes.root)).rows] == [GONE, None]
 
 
 def test_a_writer_that_is_killed_goes_on_in_the_row_of_its_trainer(processes: Writers, stage: Stage) -> None:
@@ -55,14 +66,14 @@ def test_a_writer_that_is_killed_goes_on_in_the_row_of_its_trainer(processes: Wr
     found, _ = heard(processes)
     assert found is not None
     assert (found.lasted, found.seconds > 0.0) == ((), True)
-    assert len(read_attempts(LocalStorage(processes.root))) == 1
+    assert len(read_attempts(LocalStorage(processes.root)).rows) == 1
 
 
 def test_an_attempt_without_an_end_has_lost_its_machine(tmp_path: Path, processes: Writers) -> None:
     """As far as what was in memory is concerned."""
     processes.root.mkdir()
     rows = [Attempt("there", "other", 1e9, 60.0)] * 2 + [Attempt("there", "other", 1e9, 5.0, FAILED, ranks=4)]
-    (processes.root / names.ATTEMPTS).write_bytes(encode_attempts(rows))
+    (processes.root / names.ATTEMPTS).write_bytes(encode_attempts(AttemptHistory(tuple(rows))))
     found, _ = heard(processes)
     assert found == AttemptsFound((60.0, 60.0, 5.0), (MACHINE, MACHINE, UNKNOWN), pytest.approx(0.0, abs=30.0))
 
@@ -72,11 +83,42 @@ def test_the_first_attempt_has_nothing_to_tell(processes: Writers) -> None:
     assert heard(processes) == (None, [])
 
 
-def test_old_attempts_are_dropped() -> None:
-    """The file stays small."""
+def test_old_attempts_are_dropped_but_for_what_their_time_went_into() -> None:
+    """The file stays small, and the sum is right."""
     rows = [Attempt("host", "", float(number)) for number in range(attempts.MOST + 10)]
-    kept = parse_attempts(encode_attempts(rows), "here")
-    assert kept == tuple(rows[10:])
+    kept = parse_attempts(encode_attempts(AttemptHistory(tuple(rows))), "here")
+    assert kept.rows == tuple(rows[10:])
+    times = {"startup": 1.0, "training": 5.0, "replay": 2.0, "slowdown": 0.7, "slowdown_error": 0.1}
+    long = [Attempt("host", "", 10.0 * n, 9.0, GONE, started=10.0 * n, times=times) for n in range(attempts.MOST + 10)]
+    history = AttemptHistory(tuple(long))
+    again = parse_attempts(encode_attempts(history), "here")
+    assert asdict(again.spent) == pytest.approx(asdict(history.spent))
+    assert again.spent.wall == pytest.approx(10.0 * len(long) - 1.0)
+    assert again.spent.productive == pytest.approx(4.5 * len(long))
+
+
+def test_what_the_trainer_says_of_its_time_is_recorded_when_it_is_gone(tmp_path: Path) -> None:
+    """And what its writer does after that is not its time."""
+    said = [SpentTimes(1.0, 5, {"training": 3.0}), SpentTimes(1.0, 9, {"training": 4.0})]
+    record = AttemptRecord(LocalStorage(tmp_path), LeaseHolder.current(), 1, lambda: None, lambda _: None)
+    record.told = lambda: said[0]
+    record.begin()
+    said.pop(0)
+    record.note(gone=True)
+    frozen = time.monotonic()
+    said.pop()
+    threading.Event().wait(0.05)
+    record.end(GONE)
+    (row,) = read_attempts(LocalStorage(tmp_path)).rows
+    assert (row.started, row.step, row.times) == (1.0, 9, {"training": 4.0})
+    assert row.seconds < 0.05 + time.monotonic() - frozen
+
+
+def test_a_record_of_an_older_version_is_read(tmp_path: Path) -> None:
+    """Without what the time went into, that is all unknown."""
+    row = {"host": "", "process": "", "began": 100.0, "seconds": 50.0, "end": CLOSED, "ranks": 1}
+    history = parse_attempts(seal({"attempts": [row]}) + b"\n", "here")
+    assert (history.spent.unknown, history.spent.wall) == (50.0, 50.0)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +134,13 @@ def test_old_attempts_are_dropped() -> None:
         b'{"attempts": [{"host": "", "process": "", "began": 1, "seconds": -1}]}',
         b'{"attempts": [{"host": "", "process": "", "began": 1, "end": "well"}]}',
         b'{"attempts": [{"host": "", "process": "", "began": 1, "ranks": 0}]}',
-        encode_attempts([Attempt("host", "", 1.0)]).replace(b"host", b"hose"),
+        b'{"attempts": [{"host": "", "process": "", "began": 1, "started": "x"}]}',
+        b'{"attempts": [{"host": "", "process": "", "began": 1, "step": 0.5}]}',
+        b'{"attempts": [{"host": "", "process": "", "began": 1, "times": [1]}]}',
+        b'{"attempts": [{"host": "", "process": "", "began": 1, "times": {"training": -1}}]}',
+        b'{"attempts": [], "before": 5}',
+        b'{"attempts": [], "before": {"down": 1e999}}',
+        encode_attempts(AttemptHistory((Attempt("host", "", 1.0),))).replace(b"host", b"hose"),
     ],
 )
 def test_what_is_no_record_is_refused(text: bytes) -> None:
@@ -108,7 +156,7 @@ def test_a_damaged_record_is_said_once_and_begun_again(processes: Writers, stage
     (processes.root / names.ATTEMPTS).write_bytes(b"{?")
     client = processes.start()
     assert [type(event) for event in client.poll()] == [Notice]
-    assert len(read_attempts(LocalStorage(processes.root))) == 1
+    assert len(read_attempts(LocalStorage(processes.root)).rows) == 1
     stage.share(client)
     job = stage.job(1)
     client.submit(job)
@@ -123,7 +171,7 @@ def test_the_heartbeat_says_how_long_it_lasts(tmp_path: Path, monkeypatch: pytes
     storage = LocalStorage(tmp_path)
 
     def check() -> None:
-        said.extend(one.seconds for one in read_attempts(storage))
+        said.extend(one.seconds for one in read_attempts(storage).rows)
         if len(said) >= 3:
             several.set()
 
@@ -132,7 +180,7 @@ def test_the_heartbeat_says_how_long_it_lasts(tmp_path: Path, monkeypatch: pytes
     assert several.wait(WAIT_SECONDS)
     record.end(CLOSED)
     assert sorted(set(said)) == said
-    assert read_attempts(storage)[0].seconds > said[-1]
+    assert read_attempts(storage).rows[0].seconds > said[-1]
 
 
 def test_a_lost_lease_ends_the_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

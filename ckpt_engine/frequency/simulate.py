@@ -1,0 +1,569 @@
+"""A training loop, its writer and its failures on a virtual clock: to try policies on.
+
+The cadence is the one that trains: it is driven as an adapter drives it, and learns what a run would let it learn. What
+happens to the simulated run is known exactly, so that what the cadence believes, and what a run records of itself
+(`writer.attempts`), can be compared with the truth. docs/frequency.md shows how to try a policy of one's own.
+
+Where nothing is irregular the simulation goes from event to event: the cadence says up to which boundary it has nothing
+to decide (`Cadence.quiet`), and steps up to there are taken at once. All times are then multiples of `GRID_SECONDS`, so
+that sums have no rounding and the result is that of the same run step by step.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from ckpt_engine.frequency.cadence import WARM_UP_STEPS, Cadence
+from ckpt_engine.frequency.failures import Failures
+from ckpt_engine.frequency.policy import Costs, FrequencySettings
+from ckpt_engine.observe.events import (
+    CLOSED,
+    GONE,
+    MACHINE,
+    PROCESS,
+    SITE,
+    AttemptsFound,
+    Clock,
+    Event,
+    EventSink,
+    IntervalChanged,
+)
+from ckpt_engine.writer.attempts import BEAT_SECONDS, MOST, Attempt
+
+GRID_SECONDS = 2.0**-20
+Amount = float | Callable[[float], float]
+"""Seconds, or a function of the seconds since the start."""
+Rule = Callable[[Costs, float], float]
+"""Somebody's policy: from what a snapshot costs and how many failures there are per second to seconds between two."""
+
+
+@dataclass
+class VirtualClock:
+    """A clock that only moves when it is set."""
+
+    now: float = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wall(self) -> float:
+        return 1.7e9 + self.now
+
+
+NOT_LASTED = AttemptsFound((), ())
+"""Said at each step: an attempt that has just begun, so that what is assumed of failures is what is believed."""
+
+
+@dataclass
+class Recorder:
+    """An event sink that keeps everything."""
+
+    events: list[Event] = field(default_factory=list)
+
+    def emit(self, event: Event) -> None:
+        self.events.append(event)
+
+    def intervals(self) -> list[int]:
+        return [event.interval_steps for event in self.events if isinstance(event, IntervalChanged)]
+
+
+class SnapshotTimer(Protocol):
+    """What decides when snapshots are taken; `Cadence` is one, and explains these methods."""
+
+    @property
+    def quiet(self) -> tuple[float, float]: ...
+    def start(self, step: int, /) -> None: ...
+    def boundary(self, step: int, /) -> str | None: ...
+    def taken(self, step: int, stall: float, wait: float = 0.0, /) -> None: ...
+    def skipped(self, step: int, reason: str, /) -> None: ...
+    def committed(self, step: int, latency: float, written: float, busy: float | None = None, /) -> None: ...
+    def failed(self, step: int, /) -> None: ...
+
+
+class Ruled:
+    """Takes a snapshot as soon as the interval that a rule gives is over.
+
+    Args:
+        seconds: the interval, counted from the end of the snapshot before.
+    """
+
+    def __init__(self, seconds: float, clock: Clock) -> None:
+        self._seconds, self._now = seconds, clock.monotonic
+        self.start(0)
+
+    def start(self, _step: int, /) -> None:
+        self._due = self._now() + self._seconds
+
+    def boundary(self, _step: int, /) -> str | None:
+        return "interval" if self._now() >= self._due else None
+
+    def taken(self, step: int, _stall: float, _wait: float = 0.0, /) -> None:
+        self.start(step)
+
+    def skipped(self, _step: int, _reason: str, /) -> None: ...
+    def committed(self, _step: int, _latency: float, _written: float, _busy: float | None = None, /) -> None: ...
+    def failed(self, _step: int, /) -> None: ...
+
+    @property
+    def quiet(self) -> tuple[float, float]:
+        return math.inf, self._due
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One snapshot of the simulation.
+
+    `true_overhead` is the share of the window before it (from the previous snapshot's end of stall to this one's) that
+    was not clean training, computed from what the simulation did and not from what the cadence believes.
+    """
+
+    step: int
+    instant: float
+    reason: str
+    interval_steps: int | None
+    true_overhead: float
+    wait_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """What a snapshot holds: a step, when it was taken, and the seconds of useful work in it."""
+
+    step: int
+    instant: float
+    useful: float
+
+
+@dataclass
+class FurtherTier:
+    """The copies in one further tier: the newest snapshot, one at a time.
+
+    Args:
+        seconds: to copy one snapshot there.
+        every: at least between two; 0.0: as often as the tier keeps up.
+    """
+
+    seconds: float
+    every: float = 0.0
+    newest: Point = Point(0, 0.0, 0.0)
+    copied: int = 0
+    coming: tuple[Point, float] | None = None
+    waiting: Point | None = None
+    due: float = -math.inf
+
+    def committed(self, point: Point, now: float) -> None:
+        """The tier before has one more snapshot."""
+        self.look(now)
+        self.waiting = point
+        self._begin(now)
+
+    def look(self, now: float) -> None:
+        """What has arrived by now."""
+        while self.coming is not None and self.coming[1] <= now:
+            self.newest, done = self.coming
+            self.copied += 1
+            self.coming = None
+            self._begin(done)
+        self._begin(now)
+
+    def lose(self, now: float) -> None:
+        """The copy that is under way breaks off."""
+        self.look(now)
+        self.coming = self.waiting = None
+
+    def _begin(self, now: float) -> None:
+        if self.coming is None and self.waiting is not None and now >= self.due:
+            self.coming, self.waiting = (self.waiting, now + self.seconds), None
+            self.due = now + self.every
+
+
+@dataclass
+class Training:
+    """One life of a training process with one writer that persists one snapshot at a time.
+
+    Args:
+        waits: what happens when a snapshot is due and every slot is busy: training waits (as CheckFreq does), or the
+            snapshot is skipped and asked for again (as this project does).
+        stall, persist: of one snapshot.
+        slowdown: factor on step times while a persist is active.
+        jitter: standard deviation of the logarithm of step times.
+        slow: a factor on the time of each step, given its number: what makes it slow has nothing to do with snapshots.
+        certain: no evidence corrects what is assumed of failures.
+        fails: whether the snapshot of this number (from 0) fails at the end of its persist.
+        memory_stall: of a snapshot that stays in memory, where `settings` want some.
+        nbytes: that a snapshot writes.
+        rhythm: None: the cadence of this project.
+        first, useful: the step that it goes on from, and the useful work in it; `clock` says when.
+        arrived: hears of each snapshot that is durable on the nearest tier, and when.
+        leaps: many steps at once, where nothing is irregular.
+    """
+
+    settings: FrequencySettings
+    step_seconds: Amount = 1.0
+    stall: Amount = 0.7
+    persist: Amount = 14.0
+    slowdown: float = 1.0
+    waits: bool = False
+    jitter: float = 0.0
+    slow: Callable[[int, random.Random], float] | None = None
+    certain: bool = True
+    fails: Callable[[int], bool] = lambda _: False
+    memory_stall: float = 0.05
+    seed: int = 0
+    nbytes: int = 10**9
+    rhythm: Callable[[Clock, EventSink], SnapshotTimer] | None = None
+    clock: VirtualClock = field(default_factory=VirtualClock)
+    first: int = 0
+    useful: float = 0.0
+    arrived: Callable[[Point, float], None] = lambda _point, _now: None
+    leaps: bool = True
+
+    def __post_init__(self) -> None:
+        self.origin = self.clock.now
+        self.sink = Recorder()
+        self.cadence = Cadence(self.settings, self.clock, self.sink)
+        self.policy: SnapshotTimer = self.cadence if self.rhythm is None else self.rhythm(self.clock, self.sink)
+        self.regular = not (
+            self.jitter or self.slow or any(callable(one) for one in (self.step_seconds, self.stall, self.persist))
+        )
+        if self.regular:
+            self.step_seconds, self.stall, self.persist, self.memory_stall = (
+                _snapped(_at(one, 0.0)) for one in (self.step_seconds, self.stall, self.persist, self.memory_stall)
+            )
+        self.random = random.Random(self.seed)
+        self.step = self.first
+        self.safe_instant = self.drained = self.clock.now
+        self.area = 0.0
+        self.worst_age = 0.0
+        self.taken: list[Taken] = []
+        self.queue: deque[tuple[Point, float, float, bool]] = deque()
+        """Snapshot, begin and end of the persist, whether it fails."""
+        self.clean_seconds = self.window_clean = 0.0
+        self.training_seconds = self.stalled_seconds = 0.0
+        self.window_start = self.clock.now
+        self.in_memory: Point | None = None
+        self.written = 0
+        self.policy.start(self.first)
+
+    @property
+    def elapsed(self) -> float:
+        return self.clock.now - self.origin
+
+    @property
+    def true_overhead(self) -> float:
+        return self.elapsed / self.clean_seconds - 1.0
+
+    @property
+    def here(self) -> Point:
+        """What a snapshot now would hold."""
+        return Point(self.step, self.clock.now, self.useful + self.clean_seconds)
+
+    def goodput(self, mtbf_seconds: float) -> float:
+        """Share of the time that is useful work, where failures at that rate each lose what no snapshot protects.
+
+        To first order: clean time, less the mean age of the newest durable snapshot times the failure rate.
+        """
+        self._age(self.clock.now)
+        return (self.clean_seconds - self.area / mtbf_seconds) / self.elapsed
+
+    def _age(self, until: float) -> None:
+        """Add up the age of the newest durable snapshot over time."""
+        begin, end = self.drained - self.safe_instant, until - self.safe_instant
+        self.area += (end**2 - begin**2) / 2.0
+        self.worst_age = max(self.worst_age, end)
+        self.drained = until
+
+    def run(self, steps: int) -> Training:
+        return self._run(self.step + steps, math.inf)
+
+    def run_seconds(self, seconds: float) -> Training:
+        """Up to the first boundary at which so many seconds are over."""
+        return self._run(math.inf, self.clock.now + seconds)
+
+    def live(self, until: float, last_step: float = math.inf) -> Training:
+        """Up to the last boundary before that time of the clock, or to that of a step."""
+        return self._run(last_step, until, dies=True)
+
+    def die(self, at: float) -> Training:
+        """A failure in the middle of the next step."""
+        self.clock.now = max(self.clock.now, at)
+        self._drain()
+        return self
+
+    def _run(self, last_step: float, end: float, *, dies: bool = False) -> Training:
+        while self.step < last_step and self.clock.now < end:
+            count = self._leap(last_step, end)
+            if dies and self.clock.now + self._next_seconds(count) > end:
+                count = max(1, min(count - 1, int((end - self.clock.now) / self._next_seconds(1))))
+                if self.clock.now + self._next_seconds(count) > end:
+                    break
+            self._train(count)
+            self._drain()
+            if self.certain:
+                self.cadence.emit(NOT_LASTED)
+            reason = self.policy.boundary(self.step)
+            if reason is not None:
+                self._snapshot(reason)
+            elif self.settings.memory is not None and self.rhythm is None and self.cadence.memory_due(self.step):
+                self._into_memory()
+        return self
+
+    # ---- time
+
+    def _leap(self, last_step: float, end: float) -> int:
+        """How many steps end before anything happens, the last of them at the latest when something does."""
+        if not (self.regular and self.leaps) or self.step < self.first + WARM_UP_STEPS:
+            return 1
+        quiet_step, quiet_time = self.policy.quiet
+        limit, each = min(quiet_time, end), self._next_seconds(1)
+        if self.queue:
+            limit = min(limit, self.queue[0][2])
+            if self.slowdown > 1.0:  # the step in which a persist ends is partly slow
+                limit = min(limit, self.queue[0][2] - each)
+        steps = min(quiet_step, last_step) - self.step
+        return max(1, int(min(steps, max(0.0, limit - self.clock.now) / each + 1.0 - GRID_SECONDS, 1e9)))
+
+    def _next_seconds(self, count: int) -> float:
+        """What the next steps take, where all of them are alike."""
+        if not self.regular:
+            return 0.0
+        each = _at(self.step_seconds, 0.0)
+        return count * (_snapped(each * self.slowdown) if self.queue and self.slowdown > 1.0 else each)
+
+    def _train(self, count: int) -> None:
+        before = self.clock.now
+        if count > 1:
+            clean = count * _at(self.step_seconds, 0.0)
+            self.clock.now += self._next_seconds(count)
+        else:
+            clean = _at(self.step_seconds, self.elapsed)
+            if not self.regular:
+                clean *= self.random.lognormvariate(-(self.jitter**2) / 2, self.jitter)
+            if self.slow is not None:
+                clean *= self.slow(self.step, self.random)
+            self.clock.now = self._end_of_step(clean)
+        self.clean_seconds += clean
+        self.window_clean += clean
+        self.training_seconds += self.clock.now - before
+        self.step += count
+
+    def _end_of_step(self, clean: float) -> float:
+        end, left = self.clock.now, clean
+        if self.slowdown > 1.0:
+            for _, _, done, _ in self.queue:  # slowed down as long as a persist is active
+                if done > end:
+                    slow = min(left * self.slowdown, done - end)
+                    end += slow
+                    left -= slow / self.slowdown
+        return _snapped(end + left) if self.regular else end + left
+
+    # ---- snapshots
+
+    def _drain(self) -> None:
+        while self.queue and self.queue[0][2] <= self.clock.now:
+            point, begin, end, fails = self.queue.popleft()
+            if fails:
+                self.policy.failed(point.step)
+                continue
+            self._age(end)
+            self.safe_instant = point.instant
+            self.written += 1
+            self.policy.committed(point.step, end - point.instant, self.nbytes, end - begin)
+            self.arrived(point, end)
+
+    def _snapshot(self, reason: str) -> None:
+        wait = 0.0
+        if len(self.queue) >= self.settings.slots:
+            if not self.waits:
+                self.policy.skipped(self.step, "busy")
+                return
+            wait = self.queue[0][2] - self.clock.now
+            self.clock.now = self.queue[0][2]
+            self._drain()
+        point = self.here
+        stall = _at(self.stall, self.elapsed)
+        begin = max(point.instant + stall, self.queue[-1][2] if self.queue else point.instant)
+        persist = _at(self.persist, self.elapsed)
+        self.queue.append((point, begin, begin + persist, self.fails(len(self.taken))))
+        self.clock.now += stall
+        self.stalled_seconds += stall + wait
+        self.policy.taken(self.step, stall, wait)
+        window = self.clock.now - self.window_start
+        overhead = window / self.window_clean - 1.0
+        interval = self.cadence.interval_steps
+        self.taken.append(Taken(self.step, point.instant, reason, interval, overhead, wait))
+        self.window_start, self.window_clean = self.clock.now, 0.0
+        self.in_memory = point
+
+    def _into_memory(self) -> None:
+        self.in_memory = self.here
+        self.clock.now += self.memory_stall
+        self.stalled_seconds += self.memory_stall
+        self.cadence.held(self.step, self.memory_stall)
+        self.cadence.memory_over(self.step)
+
+
+def _at(amount: Amount, elapsed: float) -> float:
+    return amount(elapsed) if callable(amount) else amount
+
+
+def _snapped(seconds: float) -> float:
+    return round(seconds / GRID_SECONDS) * GRID_SECONDS
+
+
+@dataclass(frozen=True)
+class Restart:
+    """What a restart takes, in seconds.
+
+    Args:
+        down: until the process starts, by class of failure.
+        startup: from there until training begins, `restore` not included.
+        restore: to load the snapshot.
+    """
+
+    down: Mapping[str, float]
+    startup: float
+    restore: float
+
+
+@dataclass
+class SimulatedJob:
+    """A job that fails and is restarted until its time is over.
+
+    After a failure of the process the newest snapshot counts, because the writer lives on; after one of the machine the
+    newest that is durable; after one of the nearest tier the newest in a further one, where there is any.
+
+    Args:
+        failures: when.
+        seconds: how long the job lasts, failures included.
+        restart: what follows a failure.
+        training: options of `Training`, those that this class gives excepted.
+        tiers: beyond the nearest durable one.
+        rhythm: of each life; None: the cadence of this project, which takes over what the life before had learned.
+    """
+
+    failures: Failures
+    seconds: float
+    restart: Restart
+    training: Mapping[str, Any]
+    tiers: Sequence[FurtherTier] = ()
+    rhythm: Callable[[Clock, EventSink], SnapshotTimer] | None = None
+
+    def __post_init__(self) -> None:
+        self.clock = VirtualClock()
+        self.origin = self.clock.now
+        self.base = Point(0, self.origin, 0.0)
+        """What training goes on from."""
+        self.durable = self.base
+        self.further = [replace(tier) for tier in self.tiers]
+        self.rows: list[Attempt] = []
+        """What the writers record, oldest first."""
+        self.lost: list[float] = []
+        """Useful seconds that each failure has cost."""
+        self.taken = self.written = self.reached = 0
+        self.stalled = self.slowed = 0.0
+        self._state: Mapping[str, Any] | None = None
+
+    @property
+    def goodput(self) -> float:
+        """Useful work by time."""
+        return self.base.useful / self.seconds
+
+    def run(self) -> SimulatedJob:
+        end, failed = self.origin + self.seconds, self.origin
+        while self.clock.now < end:
+            gap, kind = next(self.failures)
+            failed += max(gap, GRID_SECONDS)
+            if failed <= self.clock.now:  # it meets the restart, which begins again
+                self.clock.now = failed + self.restart.down[kind]
+                continue
+            if failed >= end:
+                self._live(end, "")
+                return self
+            self._live(failed, kind)
+            self.clock.now = _snapped(failed + self.restart.down[kind])
+        return self
+
+    def _live(self, death: float, kind: str) -> None:
+        """One life, ended by a failure of that class, or ("") by the end of the job."""
+        began, restore = self.clock.now, self.restart.restore if self.base.step else 0.0
+        ready = _snapped(began + self.restart.startup + restore)
+        times = {"startup": self.restart.startup, "restore": restore}
+        if ready >= death:
+            self._record(began, death, kind, {"startup": death - began})
+            return
+        self.clock.now = ready
+        training = Training(
+            **self.training,
+            rhythm=self.rhythm,
+            clock=self.clock,
+            first=self.base.step,
+            useful=self.base.useful,
+            arrived=self._arrived,
+        )
+        if self.rhythm is None:
+            rows = self.rows[-MOST:]
+            lasted, failures = tuple(one.seconds for one in rows), tuple(one.failure for one in rows)
+            training.cadence.emit(AttemptsFound(lasted, failures, ready - began))
+            if self._state is not None:
+                training.cadence.restore(self._state)
+            training.cadence.start(self.base.step)
+        # What a lost machine has recorded last is as old as the newest heartbeat.
+        known = began + (death - began) // BEAT_SECONDS * BEAT_SECONDS if kind in (MACHINE, SITE) else death
+        training.live(known, self.reached)
+        again = training.training_seconds
+        training.live(known)
+        times |= _times(training, again)
+        reached = training.step
+        training.live(death).die(death)
+        self._record(began, known if kind in (MACHINE, SITE) else death, kind, times, reached)
+        self.reached = max(self.reached, reached)
+        self.taken += len(training.taken)
+        self.written += training.written
+        self.stalled += training.stalled_seconds
+        self.slowed += training.training_seconds - training.clean_seconds
+        if self.rhythm is None:
+            self._state = training.cadence.state()
+        self._go_back(training, kind, death)
+
+    def _arrived(self, point: Point, now: float) -> None:
+        self.durable = point
+        for tier in self.further[:1]:
+            tier.committed(point, now)
+
+    def _go_back(self, training: Training, kind: str, death: float) -> None:
+        if kind == PROCESS:
+            left = [point for point, _, _, fails in training.queue if not fails]
+            self.base = max([self.base, self.durable, *left, training.in_memory or self.base], key=lambda one: one.step)
+            if left or self.base.step > self.durable.step:
+                self._arrived(self.base, death)  # the writer makes it durable
+        elif kind == MACHINE or (kind == SITE and not self.further):
+            self.base = self.durable
+        elif kind == SITE:
+            for tier in self.further:
+                tier.lose(death)
+            self.base = self.durable = max((tier.newest for tier in self.further), key=lambda one: one.step)
+        else:
+            self.base = training.here
+            return
+        self.lost.append(training.here.useful - self.base.useful)
+
+    def _record(self, began: float, last: float, kind: str, times: Mapping[str, float], step: int = -1) -> None:
+        end, at = CLOSED if kind == "" else GONE if kind == PROCESS else None, began - self.origin
+        self.rows.append(Attempt("", "", at, last - began, end, started=at, step=step, times=dict(times)))
+
+
+def _times(training: Training, again: float) -> dict[str, float]:
+    slowdown, error = training.cadence.slowdown if training.rhythm is None else (0.0, 0.0)
+    return {
+        "training": training.training_seconds - again,
+        "replay": again,
+        "stall": training.stalled_seconds,
+        "slowdown": slowdown,
+        "slowdown_error": error,
+    }

@@ -1,0 +1,129 @@
+"""`ckpt goodput`: what the time of a run went into, from the record that its writers keep."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_engine.observe.events import CLOSED, FAILED, GONE
+from ckpt_engine.store import names
+from ckpt_engine.writer.attempts import Attempt, AttemptHistory, encode_attempts
+from ckpt_engine.writer.control import Control, Reply
+
+Ckpt = Callable[..., Any]
+PATIENCE_SECONDS = 60.0
+HOUR = 3600.0
+LIVES = (
+    Attempt("node1", "a", 60.0, 10 * HOUR - 60.0, GONE, started=0.0001, step=3000, times={"startup": 60.0, "training": 35700.0, "slowdown": 300.0, "slowdown_error": 20.0, "stall": 200.0}),  # noqa: E501
+    Attempt("node1", "b", 10 * HOUR + 160.0, HOUR, None, started=10 * HOUR + 100.0, step=3200, times={"startup": 40.0, "restore": 20.0, "replay": 600.0, "training": 2900.0, "stall": 50.0}),  # noqa: E501
+    Attempt("node2", "c", 11 * HOUR + 1960.0, 2 * HOUR, CLOSED, started=11 * HOUR + 1900.0, step=3900, times={"startup": 40.0, "restore": 20.0, "replay": 100.0, "training": 6900.0, "stall": 50.0, "validation": 120.0}),  # noqa: E501
+)  # fmt: skip
+
+
+def record(root: Path, *rows: Attempt) -> Path:
+    (root / names.ATTEMPTS).write_bytes(encode_attempts(AttemptHistory(rows)))
+    return root
+
+
+def test_a_table_whose_sum_is_the_wall_time(ckpt: Ckpt, run_folder: Any) -> None:
+    """Of all attempts and the time between them, within 80 columns."""
+    done = ckpt("goodput", record(run_folder.path, *LIVES))
+    lines = done.out.splitlines()
+    assert lines[0] == f"goodput 92.7 % of 14 h at file://{run_folder.path}"
+    assert [line.split()[0] for line in lines[3:-3]] == [
+        "productive", "slowdown", "stall", "replay", "restore", "startup", "validation", "end", "down",
+    ]  # fmt: skip
+    assert "± 40 s" in next(line for line in lines if line.startswith("slowdown"))
+    assert lines[-2] == "3 attempts, 2 failures (1 of process, 1 of machine)"
+    assert lines[-1] == "the last attempt ended by itself, or was stopped"
+    assert max(map(len, lines[1:])) <= 80
+    answer = ckpt("goodput", run_folder.path, "--json").json
+    assert sum(answer["seconds"].values()) == pytest.approx(answer["wall_seconds"]) == 13 * HOUR + 1960.0
+    assert answer["goodput"] == pytest.approx((35700.0 - 300.0 + 2900.0 + 6900.0) / answer["wall_seconds"])
+    assert answer["seconds"]["down"] == pytest.approx(100.0 + 1740.0)
+    assert answer["seconds"]["replay"] == pytest.approx(600.0 + 100.0 + 40.0 + 50.0)
+    assert [one["step"] for one in answer["attempts"]] == [3000, 3200, 3900]
+
+
+def test_a_run_that_trains_here_is_asked(ckpt: Ckpt, run_folder: Any) -> None:
+    """What its writer has recorded may be a minute old."""
+    began = time.time() - 100.0
+    record(run_folder.path, Attempt("here", "a", began, 30.0, times={"training": 30.0}))
+    said = {"started": began, "step": 99, "times": {"training": 95.0}}
+    control = Control(str(run_folder.path), lambda _: Reply({"trainer": True, "spent": said}))
+    control.open(PATIENCE_SECONDS)
+    try:
+        answer = ckpt("goodput", run_folder.path, "--json").json
+    finally:
+        control.close(PATIENCE_SECONDS)
+    assert answer["attempts"][0]["step"] == 99
+    assert answer["wall_seconds"] == pytest.approx(100.0, abs=30.0)
+    assert "trains, or was lost" in ckpt("goodput", run_folder.path).out
+
+
+def test_what_an_older_version_recorded_is_not_known(ckpt: Ckpt, run_folder: Any) -> None:
+    """How long it lasted is all there is."""
+    record(run_folder.path, Attempt("here", "a", 1000.0, 500.0, FAILED))
+    answer = ckpt("goodput", run_folder.path, "--json").json
+    assert (answer["goodput"], answer["seconds"]["unknown"]) == (0.0, 500.0)
+
+
+def test_without_a_record_the_message_says_what_to_look_at(ckpt: Ckpt, run_folder: Any) -> None:
+    """And a damaged one is named."""
+    done = ckpt("goodput", run_folder.path)
+    assert (done.code, done.out) == (2, "")
+    assert f"no attempts are recorded at file://{run_folder.path}" in done.err
+    assert "ckpt ls" in done.err
+    (run_folder.path / names.ATTEMPTS).write_bytes(b"{}")
+    done = ckpt("goodput", run_folder.path)
+    assert done.code == 2
+    assert names.ATTEMPTS in done.err
+
+
+SCRIPT = """
+import os, signal, sys, time
+import torch
+from ckpt_engine import Checkpointer
+root, dies_at = sys.argv[1], int(sys.argv[2])
+torch.manual_seed(0)
+model = torch.nn.Linear(32, 32)
+optimizer = torch.optim.AdamW(model.parameters())
+loader = torch.utils.data.DataLoader(torch.randn(400, 32), batch_size=4)
+with Checkpointer(root, every_n_steps=20) as ckpt:
+    run = ckpt.track(model=model, optimizer=optimizer, loader=loader)
+    for epoch in range(run.epoch, 3):
+        for batch in loader:
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.01)  # a step that computes something
+            if run.global_step == dies_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+print(time.time())
+"""
+
+
+def test_the_parts_of_a_real_run_that_is_killed_twice_add_up(ckpt: Ckpt, tmp_path: Path) -> None:
+    """To the time from its first start until its end, within 1 %: the record is read that three processes have left."""
+    script, root = tmp_path / "train.py", tmp_path / "run"
+    script.write_text(SCRIPT)
+    began = time.time()
+    for dies_at in (70, 150, -1):
+        command = [sys.executable, str(script), str(root), str(dies_at)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+        assert (done.returncode == 0) == (dies_at < 0), done.stderr
+    wall = float(done.stdout) - began
+    answer = ckpt("goodput", root, "--json").json
+    spent = answer["seconds"]
+    assert sum(spent.values()) == pytest.approx(wall, rel=0.01)
+    assert [one["end"] for one in answer["attempts"]] == [GONE, GONE, CLOSED]
+    assert spent["productive"] >= 300 * 0.01
+    assert spent["replay"] >= 9 * 0.01
+    assert min(spent["startup"], spent["restore"], spent["stall"]) > 0.0
+    assert spent["unknown"] == 0.0

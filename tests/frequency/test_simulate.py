@@ -1,0 +1,122 @@
+"""The simulator: it is right where that can be computed, its leaps change nothing, and its records say the truth."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+
+from ckpt_engine.frequency.failures import observed, poisson, weibull
+from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
+from ckpt_engine.frequency.simulate import FurtherTier, Restart, Ruled, SimulatedJob
+from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
+from ckpt_engine.writer.attempts import AttemptHistory, encode_attempts, parse_attempts
+
+HOUR = 3600.0
+DAY = 24 * HOUR
+LLAMA3_SECONDS = 3.09 * HOUR
+RESTART = Restart({PROCESS: 10.0, MACHINE: 280.0, SITE: 280.0}, startup=15.0, restore=5.0)
+
+
+def job(seconds: float = 3 * DAY, seed: int = 1, mtbf: float = LLAMA3_SECONDS, **options: Any) -> SimulatedJob:
+    """A job that fails as Llama 3 did, with the cadence of this project and a budget of 1 %."""
+    how = {name: options.pop(name) for name in ("tiers", "rhythm", "failures") if name in options}
+    failures = how.pop("failures", poisson(mtbf, random.Random(seed), {PROCESS: 0.75, MACHINE: 0.25}))
+    training = {"settings": FrequencySettings(), "slowdown": 1.05, "certain": False} | options
+    return SimulatedJob(failures, seconds, RESTART, training, **how).run()
+
+
+@pytest.mark.parametrize("minutes", [10, 30, 60])
+@pytest.mark.parametrize("cost", [1.0, 10.0])
+def test_fixed_intervals_are_as_good_as_the_exact_model_says(minutes: int, cost: float) -> None:
+    """Wall by work is M e^(R/M) (e^((t + c)/M) - 1) / t (Daly 2006) where a restart takes 300 s."""
+    every, mtbf = 60.0 * minutes, LLAMA3_SECONDS
+    restart = Restart(dict.fromkeys((PROCESS, MACHINE, SITE), 300.0), 0.0, 0.0)
+    training = {"settings": FrequencySettings(), "stall": cost, "persist": 0.0, "certain": False}
+    failures = poisson(mtbf, random.Random(3), {MACHINE: 1.0})
+    found = SimulatedJob(failures, 300 * DAY, restart, training, rhythm=lambda clock, _: Ruled(every, clock)).run()
+    exact = every / (mtbf * math.exp(300.0 / mtbf) * math.expm1((every + cost) / mtbf))
+    assert found.goodput == pytest.approx(exact, abs=0.008)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"step_seconds": 0.25, "persist": 3.0, "stall": 0.01},
+        {"slowdown": 1.0, "persist": 40.0},
+        {"settings": FrequencySettings(max_lost_work_seconds=300.0)},
+        {"settings": FrequencySettings(overhead=None, every_n_steps=100)},
+        {"settings": FrequencySettings(overhead=None, every_seconds=1800.0)},
+        {"rhythm": lambda clock, _: Ruled(200.0, clock)},
+        {"settings": FrequencySettings(memory=MemoryRhythm(), slots=2)},
+        {"settings": FrequencySettings(memory=MemoryRhythm(every_seconds=20.0), slots=2)},
+    ],
+    ids=[
+        "budget",
+        "fast steps",
+        "long persist",
+        "max_lost_work",
+        "each 100th step",
+        "each 30 min",
+        "a rule",
+        "memory",
+        "memory each 20 s",
+    ],
+)
+def test_leaps_change_nothing(options: dict[str, Any], seed: int) -> None:
+    """Step by step, and from event to event, a job takes the same snapshots, and loses and keeps the same."""
+    slow, fast = (job(DAY / 2, seed, leaps=leaps, **options) for leaps in (False, True))
+    assert (fast.goodput, fast.lost, fast.taken, fast.written) == (slow.goodput, slow.lost, slow.taken, slow.written)
+    assert fast.rows == slow.rows
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"jitter": 0.1},
+        {"settings": FrequencySettings(memory=MemoryRhythm(), slots=2)},
+        {"mtbf": 600.0},
+        {"mtbf": 30 * DAY},
+        {"slow": lambda step, _: 10.0 if step % 50 == 0 else 1.0},
+        {"failures": "weibull"},
+    ],
+    ids=["calm", "jitter", "memory", "each 10 min", "hardly ever", "slow steps", "bursts"],
+)
+def test_what_a_run_records_of_itself_is_the_truth(options: dict[str, Any], seed: int) -> None:
+    """`ckpt goodput` reads this record: within 0.002 of the work that was of use, and the sum is the wall time."""
+    if options.get("failures"):
+        options = options | {"failures": weibull(0.6, 5 * HOUR, random.Random(seed))}
+    done = job(2 * DAY, seed, **options)
+    spent = parse_attempts(encode_attempts(AttemptHistory(tuple(done.rows))), "here").spent
+    assert spent.wall == pytest.approx(2 * DAY, rel=0.002)
+    assert spent.productive / (2 * DAY) == pytest.approx(done.goodput, abs=0.002)
+    assert spent.stall == pytest.approx(done.stalled, rel=0.001, abs=30.0 * len(done.lost) / 60.0)
+
+
+def test_each_class_of_failure_goes_back_to_what_survives_it() -> None:
+    """The writer of a process that died makes its newest snapshot durable; a lost nearest tier leaves the far one."""
+    lost = {}
+    for kind in (PROCESS, MACHINE, SITE):
+        trace = observed([(10000.0, kind)])
+        done = job(
+            20000.0, failures=trace, stall=0.5, persist=100.0, tiers=[FurtherTier(600.0)],
+            settings=FrequencySettings(overhead=None, every_n_steps=150),
+        )  # fmt: skip
+        (lost[kind],) = done.lost
+    assert lost[PROCESS] < 151.0
+    assert 100.0 <= lost[MACHINE] < 151.0 + 100.0
+    assert 700.0 <= lost[SITE] < 151.0 + 100.0 + 2 * 600.0 + 151.0
+
+
+def test_without_failures_all_that_is_lost_is_what_snapshots_cost() -> None:
+    """One life, which ends with its time."""
+    done = job(DAY, failures=observed([]))
+    assert (len(done.rows), done.lost) == (1, [])
+    assert 1.0 - done.goodput == pytest.approx((15.0 + done.stalled + done.slowed) / DAY, abs=1e-4)
+    assert 0.0 < 1.0 - done.goodput < 0.011

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,11 +33,13 @@ class Hooks:
         step: called in each step, before the optimizer's, with its number from 1 on and what the loop offers.
         after: called after each step of transformers, as `step`.
         parts: more objects of the run, by name.
+        callbacks: more of Lightning's.
     """
 
     step: Callable[[int, Any], None] = lambda number, loop: None
     after: Callable[[int, Any], None] = lambda number, loop: None
     parts: Mapping[str, Any] = field(default_factory=dict)
+    callbacks: Sequence[pl.Callback] = ()
 
 
 Train = Callable[[Any, Hooks], Digest]
@@ -127,7 +129,7 @@ def lightning(options: Any, hooks: Hooks) -> Digest:
         trainer = pl.Trainer(
             accelerator="cpu",
             max_epochs=STEPS // 2,
-            callbacks=ours,
+            callbacks=[*hooks.callbacks, *ours],
             **quiet,
         )
         trainer.fit(module, ckpt_path="auto" if ours and ours[0].config.resume is None else None)

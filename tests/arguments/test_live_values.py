@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
@@ -124,6 +125,60 @@ def test_what_a_trainer_remembers_may_be_anything_alone(
         alone = {name: value}
         ends_well(loop, tmp_path / str(number), Hooks(lambda at, on, alone=alone: PUTS[loop](at, on, alone)), caplog)
         LOOPS[loop](options(tmp_path / str(number)), Hooks())
+
+
+class Keyed(pl.Callback):
+    """A callback that counts batches, and is found again by a key of the user's."""
+
+    def __init__(self, key: Any) -> None:
+        self._key = key
+        self.batches, self.given = 0, -1
+
+    @property
+    def state_key(self) -> Any:
+        return self._key
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.given = self.batches = state["batches"]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+
+KEYS = ["", "a/b", "..", "$", "state_dict", "x" * 100_000, LONE, 3, None, ("a", 1), b"x", object(), Counter]
+
+
+def test_a_callback_may_have_any_key(tmp_path: Path) -> None:
+    """Its state is found by it at the resume, or the first snapshot is refused by the name of the callbacks."""
+    keyed(KEYS, tmp_path)
+    with pytest.raises(RuntimeError, match="more than one stateful callback"):  # Lightning itself
+        LOOPS["lightning"](options(tmp_path), Hooks(callbacks=[Keyed("k"), Keyed("k")]))
+
+
+@pytest.mark.slow
+def test_a_callback_may_have_any_value_as_its_key(tmp_path: Path) -> None:
+    """Of all values; NaN equals nothing, and Lightning itself does not find it."""
+    keyed([one for name, one in ALL.items() if "nan" not in name.lower()], tmp_path)
+
+
+def keyed(keys: list[Any], root: Path) -> None:
+    for number, key in enumerate(keys):
+        try:
+            LOOPS["lightning"](None, Hooks(callbacks=[Keyed(key)]))
+        except Exception:  # noqa: BLE001 - Lightning itself fails for some, such as what has no hash
+            continue
+        try:
+            LOOPS["lightning"](options(root / str(number)), Hooks(callbacks=[Keyed(key)]))
+        except CkptError as err:
+            assert "callbacks" in err.message
+            err.message.encode()
+            continue
+        again = Keyed(key)
+        LOOPS["lightning"](options(root / str(number)), Hooks(callbacks=[again]))
+        assert again.given == STEPS, key
 
 
 class Failure(RuntimeError):

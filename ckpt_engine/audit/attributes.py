@@ -59,6 +59,7 @@ _TEXTUAL = (
 )
 _SEQUENCES = (list, tuple, collections.deque)
 _SETS = (set, frozenset)
+CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 REFERENCES = (
     type,
     types.ModuleType,
@@ -102,7 +103,7 @@ class AttributeHolder:
         skipped: names of attributes that something else saves, or that belong to a framework.
         public_only: leave out names that begin with an underscore.
         shares: what its attributes refer to may belong to others too: it is replaced, never changed in place.
-        plain_only: leave out what is no number, text or None.
+        plain_only: leave out what is no number, text, None or container.
         states: parameters or buffers of a module that no snapshot has otherwise: put back whatever they are at first.
     """
 
@@ -118,7 +119,7 @@ class AttributeHolder:
     def names(self) -> Iterator[str]:
         """The attributes that are looked at."""
         for name in tuple(self.values):
-            if self.plain_only and not isinstance(self.values[name], PLAIN):
+            if self.plain_only and not isinstance(self.values[name], (*PLAIN, *CONTAINERS)):
                 continue
             hides = self.public_only or isinstance(self.owner, type)
             if name not in self.skipped and not (hides and name.startswith("_" if self.public_only else "__")):
@@ -136,7 +137,7 @@ class AttributeHolder:
 
 @dataclass(frozen=True, slots=True)
 class UsedObject:
-    """A root that the loop only uses: its numbers and texts may decide something, its containers are mostly records."""
+    """A root that the loop only uses: its numbers and texts may decide something, containers that grow are records."""
 
     owner: Any
 

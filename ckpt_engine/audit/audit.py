@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_engine.audit.attributes import (
+    CONTAINERS,
     GENERATORS,
     PLAIN,
     REFERENCES,
@@ -134,7 +135,6 @@ MOST_BYTES = 256 << 20
 _LARGE_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 40
 _MISSING: Any = object()
-_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
 _AHEAD = "its loader reads batches before the step that they are for begins, without workers"
 _ONCE = "it is set in the first step of each process"
 
@@ -181,7 +181,9 @@ class HiddenState:
         """The process has made its first step. Cheap from the second call on."""
         if self._once is None and (latest := self._latest) is not None:
             self._once = frozenset(
-                path for path, value in latest.moved() if isinstance(value, bool) and not latest.is_of_module(path)
+                path
+                for path, value in latest.moved()
+                if isinstance(value, bool) and path not in self._first and not latest.is_of_module(path)
             )
 
     @property
@@ -358,8 +360,9 @@ class _Beginning:
                 one.look()
             for name, path, value in one.rows:
                 frozen = self._moved_to(path, value, one.before.get(name, _MISSING), quick=quick)
-                if frozen is not None:
-                    yield path, value, frozen
+                if frozen is None or (one.holder.plain_only and _is_record(value, frozen, self.frozen.get(path, ()))):
+                    continue
+                yield path, value, frozen
 
     def _moved_to(self, path: str, value: Any, before: Any, *, quick: bool) -> Frozen | None:
         """What it is now; None: what it was."""
@@ -401,13 +404,21 @@ class _Watched:
         return list(values) == self._all_names and all(map(operator.is_, values.values(), self._all_values))
 
 
+def _is_record(value: Any, now: Frozen, before: Frozen) -> bool:
+    """Whether a container only writes down what happens: it grows, without a bound, and is no dict of tensors."""
+    if not isinstance(value, CONTAINERS) or (isinstance(value, collections.deque) and value.maxlen is not None):
+        return False
+    tensors = isinstance(value, dict) and all(isinstance(one, torch.Tensor) for one in value.values())
+    return not tensors and now[:2] != before[:2]
+
+
 def _changes_within(value: Any) -> bool:
     """Whether it may compare as another one while it stays the same object."""
     kind = type(value)
     if kind is tuple:
         return any(map(_changes_within, value))
     iterates = issubclass(kind, Iterator) and kind.__module__ in ("builtins", "itertools")
-    return iterates or issubclass(kind, (torch.Tensor, np.ndarray, np.generic, *GENERATORS, *_CONTAINERS))
+    return iterates or issubclass(kind, (torch.Tensor, np.ndarray, np.generic, *GENERATORS, *CONTAINERS))
 
 
 def _put_back(path: str, row: Mapping[str, Any], begun: _Beginning, first: str | None) -> str | None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt_engine.audit.attributes import UsedObject
-from ckpt_engine.audit.audit import all_attributes
+from ckpt_engine.audit.audit import HiddenState
 from ckpt_engine.audit.carried import CarriedLocals, Carry, calls_now, objects_used, sentence
 
 
@@ -249,7 +249,10 @@ def test_objects_that_the_loop_uses_are_found() -> None:
     assert {name: type(one.owner) for name, one in found.items()} == {"mine": Patience, "PATIENCE": Patience}
 
 
-def test_only_numbers_and_texts_of_used_objects_are_looked_at() -> None:
-    """Their containers are mostly records."""
-    patience = Patience()
-    assert list(all_attributes({"patience": UsedObject(patience)})) == ["patience.count"]
+def test_a_container_of_a_used_object_that_grows_is_a_record() -> None:
+    """It is not saved, as what training decides by has a bound."""
+    patience, hidden = Patience(), HiddenState("auto")
+    hidden.begin("batch", {"patience": UsedObject(patience)})
+    patience.count += 1
+    patience.seen.append(patience.count)
+    assert list(hidden.state()) == ["patience.count"]

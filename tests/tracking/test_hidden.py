@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import itertools
@@ -239,7 +240,47 @@ class Teacher:
             )
 
 
-WAYS: dict[str, Callable[[], Any]] = {one.__name__: one for one in (InGlobal, OfTheClass, WithSlots, Teacher)}
+class Shadow:
+    """The same as tensors by name."""
+
+    def __init__(self) -> None:
+        self.shadow: dict[str, torch.Tensor] = {}
+
+    def scale(self, net: nn.Module, loss: float) -> float:
+        for name, one in net.named_parameters():
+            self.shadow[name] = self.shadow.get(name, torch.zeros_like(one)).lerp(one.detach(), 0.2)
+        return 1 + self.shadow["bias"].item()
+
+
+class Window:
+    """Remembers some losses, and one of each kind, and draws from them; it writes down all."""
+
+    def __init__(self) -> None:
+        self.last: collections.deque[float] = collections.deque([1.0], maxlen=3)
+        self.kinds = [1.0, 1.0]
+        self.log: list[float] = []
+
+    def scale(self, net: nn.Module, loss: float) -> float:
+        self.log.append(loss)
+        self.last.append(loss)
+        self.kinds[loss > sum(self.last) / 3] += loss
+        return 1 / (1 + random.choice(self.last) + self.kinds[0])
+
+
+class Warmed:
+    """Something that is done once, after the third step."""
+
+    def __init__(self) -> None:
+        self.steps, self.warm = 0, False
+
+    def scale(self, net: nn.Module, loss: float) -> float:
+        self.steps = min(self.steps + 1, 4)
+        self.warm = self.warm or self.steps == 3
+        return 2.0 if self.warm else 1.0
+
+
+KEEPERS: Any = (InGlobal, OfTheClass, WithSlots, Teacher, Shadow, Window, Warmed)
+WAYS: dict[str, Callable[[], Any]] = {one.__name__: one for one in KEEPERS}
 
 
 def carrying(folder: Path, seed: int, die_at: int | None, way: str) -> list[str]:
@@ -269,7 +310,7 @@ def carrying(folder: Path, seed: int, die_at: int | None, way: str) -> list[str]
 
 @pytest.mark.parametrize("way", WAYS)
 def test_what_the_script_keeps_beside_goes_on(way: str, tmp_path: Path) -> None:
-    """Globals, attributes of classes, slots, and modules that nothing tracks, over three processes."""
+    """Globals, attributes of classes, slots, modules that nothing tracks, and containers, over three processes."""
     wanted = carrying(tmp_path / "whole", 1, None, way)
     got = carrying(tmp_path / "killed", 1, 5, way)
     got += carrying(tmp_path / "killed", 2, 7, way)

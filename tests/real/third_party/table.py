@@ -78,19 +78,25 @@ _SMALL_SFT = (
     *("--num_train_epochs=2", "--per_device_train_batch_size=8", "--logging_steps=5", "--report_to=none"),
 )
 _ACCELERATE = ("huggingface/accelerate", "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83")
-_BY_FEATURE: Sequence[tuple[str, Changes, tuple[str, ...]]] = (
-    ("automatic_gradient_accumulation", lines.accelerate("num_epochs", 8), ()),
-    ("checkpointing", lines.accelerate("starting_epoch, num_epochs"), ("--checkpointing_steps=5", "--output_dir=out")),
-    ("cross_validation", lines.FOLDS, ("--num_folds=2",)),
-    ("ddp_comm_hook", lines.accelerate("num_epochs"), ("--ddp_comm_hook=no",)),
-    ("early_stopping", lines.accelerate("num_epochs"), ()),
-    ("gradient_accumulation", lines.accelerate("num_epochs"), ("--gradient_accumulation_steps=2",)),
-    ("local_sgd", lines.accelerate("num_epochs"), ()),
-    ("memory", lines.accelerate("num_epochs", 8), ()),
-    ("multi_process_metrics", lines.accelerate("num_epochs"), ()),
-    ("profiler", lines.accelerate("num_epochs"), ()),
-    ("schedule_free", lines.accelerate("num_epochs"), ()),
-    ("tracking", lines.accelerate("num_epochs"), ("--with_tracking",)),
+_COUNTS = "the loop: enumerate around 'loader'"
+_BY_FEATURE: Sequence[tuple[str, Changes, tuple[str, ...], tuple[str, ...]]] = (
+    ("automatic_gradient_accumulation", lines.accelerate("num_epochs", 8), (), ()),
+    (
+        "checkpointing",
+        lines.accelerate("starting_epoch, num_epochs"),
+        ("--checkpointing_steps=5", "--output_dir=out"),
+        (_COUNTS, "the loop: overall_step was", "local variables: overall_step is"),
+    ),
+    ("cross_validation", lines.FOLDS, ("--num_folds=2",), (_COUNTS,)),
+    ("ddp_comm_hook", lines.accelerate("num_epochs"), ("--ddp_comm_hook=no",), ()),
+    ("early_stopping", lines.accelerate("num_epochs"), (), (_COUNTS,)),
+    ("gradient_accumulation", lines.accelerate("num_epochs"), ("--gradient_accumulation_steps=2",), ()),
+    ("local_sgd", lines.accelerate("num_epochs"), (), ()),
+    ("memory", lines.accelerate("num_epochs", 8), (), ()),
+    ("multi_process_metrics", lines.accelerate("num_epochs"), (), (_COUNTS,)),
+    ("profiler", lines.accelerate("num_epochs"), (), ()),
+    ("schedule_free", lines.accelerate("num_epochs"), (), (_COUNTS,)),
+    ("tracking", lines.accelerate("num_epochs"), ("--with_tracking",), (_COUNTS, "local variables: total_loss is")),
 )
 _TRAINERS = ("-p", "in_every_trainer")
 _REFUSED = {
@@ -118,6 +124,7 @@ PROGRAMS: Mapping[str, Program | Suite] = {
         arguments=_SMALL_LSTM,
         prepare=data.words,
         spoken=r"(?:test |valid )?loss +[\d.]+",
+        named=["local variables: start_time is"],
     ),
     "time_sequence_prediction": Program(
         *(*_EXAMPLES, "time_sequence_prediction", "train.py"),
@@ -141,8 +148,9 @@ PROGRAMS: Mapping[str, Program | Suite] = {
             arguments=("--cpu", *arguments),
             prepare=data.glue,
             spoken=r"epoch \d+: .*",
+            named=named,
         )
-        for name, changes, arguments in _BY_FEATURE
+        for name, changes, arguments, named in _BY_FEATURE
     },
     "sentence-transformers": Program(
         *("huggingface/sentence-transformers", "cad211983f36ce458e9b3360f3e11b29fc54cbd8"),
@@ -151,6 +159,7 @@ PROGRAMS: Mapping[str, Program | Suite] = {
         arguments=("bert",),
         prepare=data.similar,
         spoken=r"'train_loss': '?[\d.e-]+",
+        named=["hidden state model.model_card_data.eval_results_dict:"],
     ),
     "trl-sft": Program(
         *("huggingface/trl", "35def3ee000a87f6839e66f4b7749b06274ed1b3", "trl/scripts", "sft.py"),

@@ -185,9 +185,9 @@ class Encoded:
         self._files = Files(self._source, planned, staged.job.rank)
         self._ready: list[tuple[DataFile, list[memoryview]]] | None = None
         if planned.bounds.part_bytes is not None:
-            self.new_bytes = max(staged.data.nbytes, planned.most_bytes(manifest_codec.encode(self._source)))
+            self.new_bytes = max(staged.nbytes, planned.most_bytes(manifest_codec.encode(self._source)))
             return
-        with staged.slot.image(staged.data.nbytes) as image:
+        with staged.slot.image(staged.nbytes) as image:
             self._ready = list(self._encoded(image, None))
         self.new_bytes = sum(file.nbytes for file, _ in self._ready)
 
@@ -324,7 +324,7 @@ class DedupBaseline:
     def _likely(self, staged: Staged, manifest: Manifest, before: Manifest) -> set[str]:
         """The entries of which few rows seem to have changed, as far as a few rows of one piece tell."""
         found: set[str] = set()
-        with staged.slot.image(staged.data.nbytes) as image:
+        with staged.slot.image(staged.nbytes) as image:
             for name, entry in manifest.entries.items() if self._rows_from is not None else ():
                 pairs = paired(entry, before.entries.get(name))
                 changed = ((new, old) for _, new, old in pairs if new.content_digest != old.content_digest)
@@ -361,10 +361,10 @@ class DedupBaseline:
             return True
         manifest = staged.manifest(self._repository.run_id, staged.cut_layout.blank_digests())
         pieces = [(piece.offset, name, piece) for name, entry in manifest.entries.items() for piece in entry.pieces]
-        with staged.slot.image(staged.data.nbytes) as image:
+        with staged.slot.image(staged.nbytes) as image:
             for number in range(SAMPLES):
                 # Evenly over the bytes: it is bytes that are to be spared.
-                middle = staged.data.nbytes * (2 * number + 1) // (2 * SAMPLES)
+                middle = staged.nbytes * (2 * number + 1) // (2 * SAMPLES)
                 _, name, piece = pieces[max(0, bisect_right(pieces, middle, key=itemgetter(0)) - 1)]
                 pairs = paired(manifest.entries[name], before.entries.get(name))
                 old = next((old for _, new, old in pairs if new is piece), None)

@@ -331,7 +331,7 @@ def job_to_json(job: PersistJob) -> dict[str, Any]:
 
 def job_from_json(data: Mapping[str, Any]) -> PersistJob:
     """The inverse of `job_to_json`."""
-    tree = tuple((key, skeleton) for key, skeleton in data["tree"])
+    tree = tuple([(key, skeleton) for key, skeleton in data["tree"]])
     return PersistJob(**{**data, "tree": tree, "line": line_from_json(data["line"])})
 
 

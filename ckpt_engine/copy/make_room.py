@@ -54,6 +54,10 @@ class Collected:
     damaged: tuple[Damaged, ...]
 
 
+_NOT_ASKED = Collected((), 0, 0, ())
+"""Of a collection that was of no use."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pruned:
     """What `prune` did: the plan it executed and the collection that followed.
@@ -121,11 +125,17 @@ def prune(
     protected: Mapping[str, str] = _NOTHING,
     verified: Collection[str] = (),
     in_flight: Container[str] = (),
+    tidy: bool = True,
 ) -> Pruned:
-    """Forget what `policy` does not keep, then collect. Arguments as of `plan_prune` and `collect`."""
+    """Forget what `policy` does not keep, then collect. Arguments as of `plan_prune` and `collect`.
+
+    Args:
+        tidy: collect even if nothing goes: interrupted writes may have left something.
+    """
     decided = plan_prune(repository, policy, line=line, protected=protected, verified=verified)
     limits = Retention.of(policy).limits
-    done = execute(repository, lease, decided, limits, in_flight=in_flight)
+    nothing = not (tidy or decided.remove or decided.slim)
+    done = Pruned(decided, _NOT_ASKED) if nothing else execute(repository, lease, decided, limits, in_flight=in_flight)
     catalogue(repository, limits)
     return done
 

@@ -219,16 +219,15 @@ class CutLayout:
     def entries(self, digests: Sequence[str]) -> dict[str, Entry]:
         """The manifest's entries, given the digests of all pieces in order."""
         found: dict[str, Entry] = {}
-        position = 0
-        for entry, extents in zip(self.layout.entries, self.extents, strict=True):
-            pieces = tuple(
-                Piece(0, extent.offset, extent.nbytes, digests[position + i], extent.nbytes)
-                for i, extent in enumerate(extents)
-            )
-            position += len(extents)
-            found[entry.name] = Entry(entry.dtype, entry.shape, pieces, entry.container_dtype)
-        if position != len(digests):
-            raise ValueError(f"{len(digests)} digests for {position} pieces")
+        left = iter(digests)
+        try:
+            for entry, extents in zip(self.layout.entries, self.extents, strict=True):
+                pieces = [Piece(0, one.offset, one.nbytes, next(left), one.nbytes) for one in extents]
+                found[entry.name] = Entry(entry.dtype, entry.shape, tuple(pieces), entry.container_dtype)
+        except StopIteration:
+            raise ValueError(f"{len(digests)} digests are too few") from None
+        if next(left, None) is not None:
+            raise ValueError(f"{len(digests)} digests are too many")
         return found
 
 

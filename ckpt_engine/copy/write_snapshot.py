@@ -66,7 +66,12 @@ class Staged:
     @property
     def data(self) -> DataFile:
         """Its data file."""
-        return DataFile(names.data_name(self.snapshot, self.job.rank), self.cut_layout.layout.nbytes)
+        return DataFile(names.data_name(self.snapshot, self.job.rank), self.nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data file."""
+        return self.cut_layout.layout.nbytes
 
     def manifest(self, run: str, digests: Sequence[str]) -> Manifest:
         """Its manifest in `run`, where it is the image as it is, given the digests of all pieces."""
@@ -84,7 +89,7 @@ class Staged:
             nbytes=cut_layout.nbytes,
             metrics=job.metrics,
             parent=job.parent,
-            components={key: sum(sizes.get(name, 0) for name in one.entries) for key, one in self.skeletons.items()},
+            components={key: sum([sizes.get(name, 0) for name in one.entries]) for key, one in self.skeletons.items()},
             line=job.line,
         )
         return Manifest(
@@ -110,7 +115,7 @@ class Staged:
         """As `digest`, and the CPU time that other threads have spent on it."""
         if self.digests.known is not None:
             return self.digests.known, 0.0
-        with self.slot.image(self.data.nbytes) as image:
+        with self.slot.image(self.nbytes) as image:
             digesting = Digesting(image, self.cut_layout)
             return self.digests.settle(digesting.result()), digesting.cpu_seconds
 
@@ -181,7 +186,7 @@ class Plain:
         self.staged = staged
         self.repository = repository
         self.new: list[str] = []
-        self.new_bytes = staged.data.nbytes
+        self.new_bytes = staged.nbytes
         self.write_seconds = self.cpu_seconds = 0.0
 
     def manifest(self) -> Manifest:
@@ -195,8 +200,9 @@ class Plain:
         digesting = Digesting(image, staged.cut_layout) if staged.digests.known is None else None
         began = time.monotonic()
         try:
-            self.repository.storage.put(staged.data.name, [image])
-            self.new.append(staged.data.name)
+            name = staged.data.name
+            self.repository.storage.put(name, [image])
+            self.new.append(name)
         except BaseException:
             if digesting is not None:
                 digesting.abandon()
@@ -239,7 +245,7 @@ def write_snapshot(
     cpu_before = time.thread_time()
     progress.check()
     try:
-        with staged.slot.image(staged.data.nbytes) as image:
+        with staged.slot.image(staged.nbytes) as image:
             stored = contents.put(image, progress)
         progress.check()
         if not staged.unchanged():

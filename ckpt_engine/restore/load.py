@@ -184,7 +184,7 @@ def load(
             manifest=manifest,
             notes=(*found.notes, *_told(where, candidate, sources.repairs, search)),
             rejected=tuple(one for one in search.rejected if one.snapshot != candidate.info.id),
-            read_bytes=sum(piece.nbytes for _, piece in stored_pieces(manifest)),
+            read_bytes=sum([piece.nbytes for _, piece in stored_pieces(manifest)]),
             seconds=time.perf_counter() - began,
             place=candidate.sources[0].storage.url,
             repairs=tuple(sources.repairs),

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 import torch
 
@@ -51,7 +52,7 @@ def require_room(manifest: Manifest, names: Iterable[str]) -> None:
     Raises:
         FormatError: says how much is needed, and how much there is.
     """
-    needed = sum(piece.raw_nbytes for name in names for piece in manifest.entries[name].pieces)
+    needed = sum([piece.raw_nbytes for name in names for piece in manifest.entries[name].pieces])
     room = host_memory.look() if needed > UNASKED_BYTES else None
     if room is not None and needed > room.nbytes:
         raise FormatError(
@@ -114,8 +115,8 @@ class _Image:
     ) -> None:
         self._sources = sources
         self._name = name
-        self._wanted = sorted(wanted, key=lambda w: w.piece.offset)
-        last = max(w.piece.offset + w.piece.nbytes for w in wanted)
+        self._wanted = sorted(wanted, key=attrgetter("piece.offset"))
+        last = max([w.piece.offset + w.piece.nbytes for w in wanted])
         if last > nbytes:
             raise CorruptError(f"the manifest names bytes up to {last} of {name}, which has {nbytes}")
         self._base = self._wanted[0].piece.offset // READ_BYTES * READ_BYTES
@@ -173,7 +174,7 @@ def _fresh(manifest: Manifest, name: str, entry: Entry) -> torch.Tensor:
 def _tensor(entry: Entry, images: Mapping[int, _Image]) -> torch.Tensor:
     dtype = dtype_of(entry.dtype)
     count = math.prod(entry.shape)
-    if count * dtype.itemsize != sum(piece.nbytes for piece in entry.pieces):
+    if count * dtype.itemsize != sum([piece.nbytes for piece in entry.pieces]):
         raise CorruptError(f"the manifest has other bytes than {entry.dtype} of shape {entry.shape} needs")
     if count == 0:
         return torch.empty(entry.shape, dtype=dtype)

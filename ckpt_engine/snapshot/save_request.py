@@ -89,7 +89,7 @@ class Request:
             job=number,
             slot=slot,
             layout=capture.plan.layout.id,
-            tree=tuple((ref.key, ref.id) for ref in capture.plan.skeletons),
+            tree=tuple([(ref.key, ref.id) for ref in capture.plan.skeletons]),
             values=capture.values,
             step=self.step,
             epoch=self.epoch,

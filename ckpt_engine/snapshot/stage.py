@@ -99,7 +99,7 @@ class Staging:
         assert self._capture is not None, "it begins once"
         capture, self._capture = self._capture, None
         sources: Sequence[EntrySource] = capture.plan.sources
-        pairs = list(zip(self._views, (source.tensor(capture.arrays) for source in sources), strict=True))
+        pairs = list(zip(self._views, [source.tensor(capture.arrays) for source in sources], strict=True))
         if self._keep_copy:
             self._check = [(s, v, t.detach().clone()) for s, (v, t) in zip(sources, pairs, strict=True) if s.lazy]
         compared = {index: compares(*pairs[index], claim) for index, claim in self._claims.by_source.items()}
@@ -115,13 +115,13 @@ class Staging:
             if task.claim.hinted and not task.seems_right():
                 task.claim.hinted = False
         self.hinted = CopyTasks([task for task in tasks if task.claim.hinted])
-        self.eager = CopyTasks([*tasks_of(eager), *(task for task in tasks if not task.claim.hinted)])
+        self.eager = CopyTasks([*tasks_of(eager), *[task for task in tasks if not task.claim.hinted]])
         self.lazy = CopyTasks(tasks_of(lazy))
         self._fenced = not lazy and self._flight is None
         if self._flight is not None:
             copier.devices.start(capture.plan, self._flight)
-        compared_bytes = sum(task.move.nbytes for task in tasks if not task.claim.hinted)
-        self.worth_help = compared_bytes + sum(v.numel() * v.element_size() for v, _ in eager) >= _HELP_BYTES
+        compared_bytes = sum([task.move.nbytes for task in tasks if not task.claim.hinted])
+        self.worth_help = compared_bytes + sum([v.nbytes for v, _ in eager]) >= _HELP_BYTES
         if self.worth_help or not self.lazy.complete.is_set():
             copier.submit(self)
         self.eager.finish()

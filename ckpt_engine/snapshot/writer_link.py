@@ -347,11 +347,11 @@ class Newest:
             self._give_up(self._told.popleft())
         # Count first: what is sent after the question is not part of the answer.
         count = len(self._told)
-        if not self._open(count) or not flushed():
+        waiting = [one.handle for one in list(self._told)[:count] if one.handle is not None and not one.handle.held]
+        if not (waiting or count > self.keep) or not flushed():
             return
-        for told in list(self._told)[:count]:
-            if told.handle is not None:
-                told.handle.held = True
+        for handle in waiting:
+            handle.held = True
         for _ in range(count - self.keep):
             self._release(self._told.popleft().slot)
 
@@ -366,11 +366,6 @@ class Newest:
         if told.handle is not None and not told.handle.held:
             told.handle.error = self._why
         self._release(told.slot)
-
-    def _open(self, count: int) -> bool:
-        if count > self.keep:
-            return True
-        return any((handle := told.handle) is not None and not handle.held for told in list(self._told)[:count])
 
 
 LEASE_WAIT_SECONDS = 60.0

@@ -124,7 +124,7 @@ class Flattener:
         elif kind is dict:
             out.signature.extend((dict, len(node)))
             out.signature.extend(node)
-            if "$" in node or not all(type(k) is str for k in node):
+            if "$" in node or not set(map(type, node)) <= {str}:
                 out.signature.extend(map(type, node))
                 _require_keys(node)
             for child in node.values():

@@ -97,7 +97,7 @@ class CapturedState:
 
 def components_of(state: Any) -> dict[str, Any]:
     """The state's top-level keys, or the whole state under `ROOT_KEY`."""
-    if type(state) is dict and state and all(type(k) is str for k in state) and ROOT_KEY not in state:
+    if type(state) is dict and state and set(map(type, state)) <= {str} and ROOT_KEY not in state:
         return state
     return {ROOT_KEY: state}
 

@@ -21,6 +21,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import isfinite, prod
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -88,6 +89,7 @@ _OTHER_BYTES = {"complex128": 16, "complex32": 4, "bits16": 2, "qint32": 4}
 _BYTES = re.compile(r"u?int[1-7]|bits8|bits1x8|bits2x4|bits4x2|quint4x2|quint2x4|quint8|qint8|float[48]_[a-z0-9_]+")
 
 
+@lru_cache(256)
 def item_bytes(dtype: str) -> int | None:
     """Bytes per element of a torch dtype; None: it is not known here."""
     known = DTYPES.get(dtype)
@@ -276,6 +278,13 @@ def require(fits: bool, what: str) -> None:
         raise ValueError(what)
 
 
+def require_all(*claims: tuple[bool, str]) -> None:
+    """As `require` for each of these; all of them were made before the first one is looked at."""
+    for fits, what in claims:
+        if not fits:
+            raise ValueError(what)
+
+
 def is_whole(value: Any, least: int = 0, most: int = MOST) -> bool:
     """Whether it is a whole number in a range."""
     return type(value) is int and least <= value <= most
@@ -283,12 +292,16 @@ def is_whole(value: Any, least: int = 0, most: int = MOST) -> bool:
 
 def are_sizes(value: Any) -> bool:
     """Whether it is a list of counts."""
-    return type(value) in (list, tuple) and all(is_whole(n) for n in value)
+    return (
+        type(value) in (list, tuple)
+        and set(map(type, value)) <= {int}
+        and 0 <= min(value, default=0) <= max(value, default=0) <= MOST
+    )
 
 
 def is_shape(value: Any) -> bool:
     """Whether it is the shape of an array that can be."""
-    return are_sizes(value) and len(value) <= _MAX_DIMENSIONS and prod(max(1, n) for n in value) < MOST
+    return are_sizes(value) and len(value) <= _MAX_DIMENSIONS and prod(filter(None, value)) < MOST
 
 
 def is_number(value: Any, most: float = 1e300) -> bool:
@@ -318,7 +331,7 @@ def require_shallow(value: Any, most: int) -> None:
 
 def is_object(value: Any) -> bool:
     """Whether it is what a JSON object is decoded to."""
-    return isinstance(value, Mapping) and all(type(key) is str for key in value)
+    return isinstance(value, Mapping) and set(map(type, value)) <= {str}
 
 
 _KEY = b', "digest": "'

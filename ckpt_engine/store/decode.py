@@ -185,15 +185,12 @@ def is_plain(entry: Entry) -> bool:
     return True
 
 
-def stored_pieces(manifest: Manifest) -> Iterator[tuple[str, Piece]]:
+def stored_pieces(manifest: Manifest) -> list[tuple[str, Piece]]:
     """Everything that must be stored for a snapshot: (entry, piece) of its entries, then of their bases."""
-    for name, entry in manifest.entries.items():
-        for piece in entry.pieces:
-            yield name, piece
+    found = [(name, piece) for name, entry in manifest.entries.items() for piece in entry.pieces]
     for entries in manifest.bases.values():
-        for name, pieces in entries.items():
-            for piece in pieces.values():
-                yield name, piece
+        found += [(name, piece) for name, pieces in entries.items() for piece in pieces.values()]
+    return found
 
 
 def needed_for(manifest: Manifest, name: str, start: int, piece: Piece) -> dict[tuple[str | None, str], Piece]:

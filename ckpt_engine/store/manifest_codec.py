@@ -25,6 +25,7 @@ from ckpt_engine.errors import CorruptError, ForeignError, NewerFormatError, Sna
 from ckpt_engine.store import container, names, tree
 from ckpt_engine.store.container import (
     PIECE_BYTES,
+    are_sizes,
     digest,
     is_number,
     is_object,
@@ -32,6 +33,7 @@ from ckpt_engine.store.container import (
     is_time,
     is_whole,
     require,
+    require_all,
     require_shallow,
 )
 from ckpt_engine.store.decode import is_plain, stored_pieces
@@ -131,7 +133,7 @@ def decode(data: bytes, *, is_part: bool = False) -> Manifest:
             run=document["run"],
             world=document["world"],
             software=document["software"],
-            files=tuple(DataFile(file["name"], file["nbytes"]) for file in document["files"]),
+            files=tuple([DataFile(file["name"], file["nbytes"]) for file in document["files"]]),
             entries={name: _entry_from_json(entry) for name, entry in document["entries"].items()},
             tree=document["tree"],
             notes=document["notes"],
@@ -179,7 +181,7 @@ def _verified_body(data: bytes) -> bytes:
         raise _stranger(data)
     body = data[start.end() : -len(_END)]
     algorithm = start[1].decode().partition(":")[0]
-    if algorithm != digest(b"").partition(":")[0]:
+    if algorithm != container.ALGORITHM:
         _check_version(body)
         raise CorruptError(f"the manifest has an unknown digest, {algorithm}")
     if not data.endswith(_END) or digest(body).encode() != start[1]:
@@ -253,12 +255,11 @@ def _number_to_json(value: float) -> float | str:
 
 
 def _entry_to_json(entry: Entry) -> dict[str, Any]:
-    pieces = [_piece_to_json(piece) for piece in entry.pieces]
     return {
         "dtype": entry.dtype,
         "shape": list(entry.shape),
         "container_dtype": entry.container_dtype,
-        "pieces": pieces,
+        "pieces": list(map(_piece_to_json, entry.pieces)),
     }
 
 
@@ -305,8 +306,7 @@ def info_from_json(row: Mapping[str, Any]) -> SnapshotInfo:
 
 
 def _entry_from_json(row: Mapping[str, Any]) -> Entry:
-    pieces = tuple(_piece_from_json(piece) for piece in row["pieces"])
-    return Entry(row["dtype"], tuple(row["shape"]), pieces, row["container_dtype"])
+    return Entry(row["dtype"], tuple(row["shape"]), tuple(map(_piece_from_json, row["pieces"])), row["container_dtype"])
 
 
 def _piece_from_json(row: Mapping[str, Any]) -> Piece:
@@ -345,17 +345,16 @@ def check(manifest: Manifest, *, is_part: bool) -> None:
     """
     info = manifest.info
     require(type(manifest.run) is str, "'run' is no text")
-    for what in ("world", "software", "notes", "tree", "entries", "bases"):
-        require(is_object(getattr(manifest, what)), f"{what!r} is no object")
+    parts = ("world", "software", "notes", "tree", "entries", "bases")
+    wrong = [what for what in parts if not is_object(getattr(manifest, what))]
+    require(not wrong, f"{' and '.join(map(repr, wrong))} is no object")
     for beside in (manifest.world, manifest.software, manifest.notes):
         require_shallow(beside, tree.MAX_DEPTH)
     size = manifest.world.get("size", 1)
     require(is_whole(size, 1, _MOST_RANKS), "'size' of the world is none")
     for file in manifest.files:
-        require(
-            type(file.name) is str and names.data_owner(file.name) is not None, f"bad data file name {file.name!r:.80}"
-        )
-        require(is_whole(file.nbytes), f"{file.name} cannot have {file.nbytes!r:.40} bytes")
+        if type(file.name) is not str or names.data_owner(file.name) is None or not is_whole(file.nbytes):
+            raise ValueError(f"bad data file name {file.name!r:.80}, or size {file.nbytes!r:.40}")
     _check_pieces(manifest)
     for name, entry in manifest.entries.items():
         _check_entry(name, entry)
@@ -384,18 +383,23 @@ def check_info(info: SnapshotInfo) -> SnapshotInfo:
         ValueError: says what is wrong.
     """
     parsed = names.parse_id(info.id) if type(info.id) is str else None
-    require(parsed is not None and parsed.seq == info.seq and type(info.seq) is int, f"bad snapshot id {info.id!r:.80}")
-    require(is_whole(info.step, most=1 << 200), f"bad step {info.step!r:.40}")
-    require(info.epoch is None or is_number(info.epoch), f"bad epoch {info.epoch!r:.40}")
-    require(type(info.reason) is str, "'reason' is no text")
-    require(is_time(info.created), f"bad time {info.created!r:.40}")
-    require(is_whole(info.nbytes), f"bad size {info.nbytes!r:.40}")
-    require(info.parent is None or type(info.parent) is str, "'parent' is no text")
-    require(is_object(info.metrics) and all(map(_is_metric, info.metrics.values())), "a metric is no number")
-    require(is_object(info.components) and all(map(is_whole, info.components.values())), "a component has no size")
+    require_all(
+        (
+            parsed is not None and parsed.seq == info.seq and type(info.seq) is int,
+            f"bad snapshot id {info.id!r:.80}",
+        ),
+        (is_whole(info.step, most=1 << 200), f"bad step {info.step!r:.40}"),
+        (info.epoch is None or is_number(info.epoch), f"bad epoch {info.epoch!r:.40}"),
+        (type(info.reason) is str, "'reason' is no text"),
+        (is_time(info.created), f"bad time {info.created!r:.40}"),
+        (is_whole(info.nbytes), f"bad size {info.nbytes!r:.40}"),
+        (info.parent is None or type(info.parent) is str, "'parent' is no text"),
+        (is_object(info.metrics) and all(map(_is_metric, info.metrics.values())), "a metric is no number"),
+        (is_object(info.components) and are_sizes(list(info.components.values())), "a component has no size"),
+        (type(info.line.attempt) is str, "its attempt is no text"),
+        (are_sizes([last for _, last in info.line.before]), "bad earlier attempts"),
+    )
     "".join((info.reason, info.parent or "", *info.metrics, *info.components)).encode()  # they are printed
-    require(type(info.line.attempt) is str, "its attempt is no text")
-    require(all(type(one) is str and is_whole(seq) for one, seq in info.line.before), "bad earlier attempts")
     if info.partial is not None:
         ranks, size = info.partial.ranks, info.partial.size
         require(is_whole(size, 1, _MOST_RANKS) and 0 < len(ranks) <= size, "bad number of ranks")
@@ -409,10 +413,10 @@ def _is_metric(value: Any) -> bool:
 
 def _check_pieces(manifest: Manifest) -> None:
     sizes = [file.nbytes for file in manifest.files]
-    named = 0
-    for name, piece in stored_pieces(manifest):
+    stored = stored_pieces(manifest)
+    for name, piece in stored:
         _check_piece(name, piece, sizes)
-        named += piece.nbytes
+    named = sum([piece.nbytes for _, piece in stored])
     files = sum({file.name: file.nbytes for file in manifest.files}.values())
     if named > MOST_SHARED * files:
         raise CorruptError(f"its pieces name {named} bytes of files that have {files}")
@@ -438,6 +442,6 @@ def _check_entry(name: str, entry: Entry) -> None:
         raise ValueError(f"{name!r:.200} has no dtype, or no shape")
     if _NAME.fullmatch(entry.dtype) is None:
         raise ValueError(f"{name!r:.200} has no dtype")
-    nbytes, size = sum(piece.raw_nbytes for piece in entry.pieces), container.item_bytes(entry.dtype)
+    nbytes, size = sum([piece.raw_nbytes for piece in entry.pieces]), container.item_bytes(entry.dtype)
     if size is not None and nbytes != prod(entry.shape) * size:
         raise ValueError(f"{name!r:.200} has {nbytes} bytes, which is not what {entry.dtype} of its shape needs")

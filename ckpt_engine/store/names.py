@@ -22,6 +22,7 @@ import hashlib
 import os
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 RECORD = "ckpt.json"
 LEASE = "lease.json"
@@ -39,6 +40,8 @@ MANIFEST_BYTES = 128 << 20
 SMALL_BYTES = 1 << 20
 """The most that any other of our JSON files may have, and what a pin may add to its manifest."""
 
+_REMEMBERED = 4096
+"""Names that were taken apart: a listing shows the same ones again and again."""
 _ID = re.compile(r"([0-9]{8,})-s([0-9]{10,})-([0-9a-f]{8})")
 _MANIFEST = re.compile(rf"snapshots/({_ID.pattern})\.json")
 _PIN = re.compile(rf"pins/({_ID.pattern})\.json")
@@ -82,6 +85,7 @@ def session_id(session: str, seq: int, step: int) -> str:
     return f"{seq:08d}-s{step:010d}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
+@lru_cache(_REMEMBERED)
 def parse_id(snapshot: str) -> ParsedId | None:
     """The parts of a snapshot's id, or None if this is no id."""
     match = _ID.fullmatch(snapshot)
@@ -103,6 +107,7 @@ def part_name(snapshot: str, rank: int) -> str:
     return f"{PARTS}{snapshot}-r{rank:05d}.json"
 
 
+@lru_cache(_REMEMBERED)
 def part_owner(name: str) -> tuple[ParsedId, int] | None:
     """The snapshot and the rank whose part record has this object name, or None if it is not a part record's name."""
     match = _PART.fullmatch(name)
@@ -115,6 +120,7 @@ def wanted_name(snapshot: str) -> str:
     return f"{PARTS}{snapshot}-wanted.json"
 
 
+@lru_cache(_REMEMBERED)
 def wanted_id(name: str) -> ParsedId | None:
     """The snapshot whose parts the object of this name asks for, or None if it asks for none."""
     return _owner(_WANTED.fullmatch(name))
@@ -125,16 +131,19 @@ def pin_name(snapshot: str) -> str:
     return f"{PINS}{snapshot}.json"
 
 
+@lru_cache(_REMEMBERED)
 def pin_id(name: str) -> ParsedId | None:
     """The snapshot whose pin has this object name, or None if it is not a pin's name."""
     return _owner(_PIN.fullmatch(name))
 
 
+@lru_cache(_REMEMBERED)
 def manifest_id(name: str) -> ParsedId | None:
     """The snapshot whose manifest has this object name, or None if it is not a manifest's name."""
     return _owner(_MANIFEST.fullmatch(name))
 
 
+@lru_cache(_REMEMBERED)
 def data_owner(name: str) -> ParsedId | None:
     """The snapshot that wrote the data file of this object name, or None if it is not a data file's name."""
     return _owner(_DATA.fullmatch(name))

@@ -90,13 +90,12 @@ def unpin(repository: Repository, snapshot: str) -> bool:
 
 def pinned_ids(storage: Storage) -> frozenset[str]:
     """The snapshots that have a pin: one listing, no reads."""
-    found = (names.pin_id(item.name) for item in storage.list(names.PINS))
-    return frozenset(parsed.id for parsed in found if parsed)
+    return frozenset([parsed.id for item in storage.list(names.PINS) if (parsed := names.pin_id(item.name))])
 
 
 def pins(storage: Storage) -> list[Pin]:
     """All pins, by the age of their snapshots. A damaged pin still pins."""
-    return sorted((pin for one in pinned_ids(storage) if (pin := _read(storage, one))), key=lambda pin: pin.id)
+    return [pin for one in sorted(pinned_ids(storage)) if (pin := _read(storage, one))]
 
 
 def protection(storage: Storage) -> dict[str, str]:

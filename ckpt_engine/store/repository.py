@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from ckpt_engine.errors import (
@@ -188,15 +189,15 @@ class Repository:
 
     def ids(self) -> tuple[names.ParsedId, ...]:
         """All snapshots by name, oldest first: one listing, no reads."""
-        return tuple(parsed for parsed, _ in self._manifests())
+        return tuple([parsed for parsed, _ in self._manifests()])
 
     def scan(self) -> Listing:
         """All snapshots with what a listing shows, and the ones whose head cannot be read."""
         listed = self._manifests()
-        self.learn((item for _, item in listed), self._infos)
+        self.learn([item for _, item in listed], self._infos)
         damaged = self._read_missing(listed, self._infos, self._read_info)
-        infos = (self._infos.get(parsed.id) for parsed, _ in listed)
-        return Listing(tuple(info for info in infos if info), damaged)
+        known = self._infos
+        return Listing(tuple([known[parsed.id] for parsed, _ in listed if parsed.id in known]), damaged)
 
     def list(self) -> _Infos:
         """The snapshots, oldest first; `scan` also tells about damaged ones."""
@@ -337,7 +338,7 @@ class Repository:
         """Note a verified manifest that is there now: it is not read again."""
         snapshot = manifest.info.id
         self._infos[snapshot] = manifest.info
-        self._files[snapshot] = tuple(file.name for file in manifest.files)
+        self._files[snapshot] = tuple([file.name for file in manifest.files])
         self._alive.add(snapshot)
 
     def learn(self, listed: Iterable[ObjectInfo], known: Collection[str] | None = None) -> None:
@@ -349,7 +350,7 @@ class Repository:
         """
         known = self._files if known is None else known
         manifests = {parsed.id: item for item in listed if (parsed := names.manifest_id(item.name))}
-        if sum(snapshot not in known for snapshot in manifests) <= FEW:
+        if len(manifests.keys() - known) <= FEW:
             return
         try:
             record = self.record()
@@ -393,9 +394,9 @@ class Repository:
     def _manifests(self) -> Sequence[tuple[names.ParsedId, ObjectInfo]]:
         """All manifests, oldest first: one listing, no reads."""
         listed = self.storage.list(names.MANIFESTS)
-        found = [(parsed, item) for item in listed if (parsed := names.manifest_id(item.name))]
-        self._alive = {parsed.id for parsed, _ in found}
-        return sorted(found, key=lambda one: (one[0].seq, one[0].id))
+        found = {parsed: item for item in listed if (parsed := names.manifest_id(item.name))}
+        self._alive = {parsed.id for parsed in found}
+        return [(parsed, found[parsed]) for parsed in sorted(found, key=attrgetter("seq", "id"))]
 
     def _read_missing(
         self,
@@ -415,7 +416,7 @@ class Repository:
             return None
 
         missing = [parsed for parsed, _ in listed if parsed.id not in known]
-        return tuple(bad for bad in self._at_once(attempt, missing) if bad)
+        return tuple([bad for bad in self._at_once(attempt, missing) if bad]) if missing else ()
 
     def _at_once(self, work: Callable[[names.ParsedId], _T], ids: Sequence[names.ParsedId]) -> Iterable[_T]:
         if len(ids) < 2 or self.storage.capabilities.cheap_reads:

@@ -16,6 +16,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -259,9 +260,8 @@ class _Shedding:
         self._in_order = in_order
         self._retention = retention
         self._usage = usage or Usage({info.id: {info.id: info.nbytes} for info in in_order})
-        self._needed_by = Counter(name for files in self._usage.files.values() for name in files)
+        self._needed_by = Counter(chain.from_iterable(self._usage.files.values()))
         self._immune = immune
-        self._used_bytes = self._usage.used_bytes
         self.why: dict[str, str] = {}
         self.freed_bytes = 0
         self.short_bytes = 0
@@ -271,7 +271,7 @@ class _Shedding:
         return [info for info in self._in_order if info.id not in self.why]
 
     def removed_in_order(self) -> tuple[str, ...]:
-        return tuple(info.id for info in self._in_order if info.id in self.why)
+        return tuple([info.id for info in self._in_order if info.id in self.why])
 
     def remove(self, snapshot: str, why: str) -> None:
         self.why[snapshot] = why
@@ -284,11 +284,13 @@ class _Shedding:
         self, limits: ByteLimits, free_bytes: int | None, incoming_bytes: int = 0, *, first: Sequence[str] = ()
     ) -> None:
         """Remove until both limits hold with `incoming_bytes` more, those in `first` first."""
+        if limits == ByteLimits():
+            return
         order = [*first, *(snapshot for snapshot in self._by_worth() if snapshot not in set(first))]
         short_bytes = [0]
         if limits.quota_bytes is not None:
             slack = SLACK_BYTES if incoming_bytes else 0
-            need_bytes = self._used_bytes - self.freed_bytes + incoming_bytes + slack - limits.quota_bytes
+            need_bytes = self._usage.used_bytes - self.freed_bytes + incoming_bytes + slack - limits.quota_bytes
             short_bytes.append(self.to_free(need_bytes, order, f"over the quota of {units.size(limits.quota_bytes)}"))
         if limits.min_free_bytes is not None and free_bytes is not None:
             need_bytes = limits.min_free_bytes + incoming_bytes - free_bytes - self.freed_bytes
@@ -336,6 +338,8 @@ def _slim(
 ) -> dict[str, tuple[str, ...]]:
     """Which of the kept snapshots lose which components. One that would lose all of them loses none."""
     drops: dict[str, list[str]] = {}
+    if not components:
+        return {}
     for component in sorted(components):
         having = [info for info in kept if component in info.components]
         wanted = components[component].keep(having)

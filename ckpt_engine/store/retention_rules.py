@@ -12,9 +12,10 @@ known of other jobs to leave their work alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import attrgetter
 from typing import Literal, Protocol
 
 from ckpt_engine.observe import units
@@ -185,9 +186,8 @@ def rules_in(policy: RetentionPolicy) -> Iterator[RetentionPolicy]:
         yield policy
 
 
-def by_age(info: SnapshotInfo) -> tuple[int, str]:
-    """Sorts snapshots from old to new."""
-    return info.seq, info.id
+by_age: Callable[[SnapshotInfo], tuple[int, str]] = attrgetter("seq", "id")
+"""Sorts snapshots from old to new."""
 
 
 def _has_date(info: SnapshotInfo) -> bool:

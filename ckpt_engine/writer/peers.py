@@ -330,7 +330,7 @@ class Mirror:
     def _send(self, order: StagedJob) -> None:
         run = self._run_text()
         staged = order.staged(order.snapshot or "")
-        nbytes = staged.data.nbytes
+        nbytes = staged.nbytes
         if run is None:
             return
         if nbytes > self._nbytes:

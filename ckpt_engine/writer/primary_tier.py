@@ -190,7 +190,7 @@ class PrimaryTier:
     def _make_room(self, contents: Plain | Encoded) -> None:
         nbytes = contents.new_bytes
         if self._ranks is not None:  # shares are equal, and what others spare is not known
-            nbytes = contents.staged.data.nbytes * len(self._ranks.members)
+            nbytes = contents.staged.nbytes * len(self._ranks.members)
         room = self._room.before(nbytes, contents.manifest)
         if room is not None:
             self._made_room(room.plan.remove)
@@ -230,10 +230,12 @@ class PrimaryTier:
                 protected={**protected, **self._unsure()},
                 verified=(newest,),
                 in_flight=self._in_flight,
+                tidy=self._ranks is not None,  # others leave what this writer does not know of
             )
         except AbandonedError:
             return
         except Exception as err:  # noqa: BLE001 - reported; tried again after the next snapshot
+            self._swept = False
             self._notice(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
             return
         self._told(pruned)

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from stat import S_ISDIR
 from typing import Self
@@ -66,12 +67,13 @@ class LocalStorage:
     def __repr__(self) -> str:
         return f"LocalStorage({self.root!r})"
 
-    @property
+    @cached_property
     def capabilities(self) -> Capabilities:
         return Capabilities(folder=self, metered=self._metered, cheap_reads=True, slow_answers=False)
 
     def _metered(self, wrap: Callable[[Meter], Meter]) -> Self:
         made = copy.copy(self)
+        vars(made).pop("capabilities", None)  # they are bound to what was copied
         made._disk = MeteredDisk.over(self._disk, wrap)
         return made
 
@@ -83,7 +85,7 @@ class LocalStorage:
             self.make_folder(folder)
             if exclusive and Path(path).exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-            self._refuse_if_full(folder, sum(block.nbytes for block in blocks))
+            self._refuse_if_full(folder, sum([block.nbytes for block in blocks]))
             fd, temp = self._create(folder, file)
             made.append(temp)
             try:
@@ -136,7 +138,7 @@ class LocalStorage:
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
         path = self.path(name)
-        with translating("read", path):
+        try:
             try:
                 fd = open_regular(path, os.O_RDONLY)
             except FileNotFoundError:
@@ -155,17 +157,21 @@ class LocalStorage:
                 return parts[0] if len(parts) == 1 else b"".join(parts)
             finally:
                 os.close(fd)
+        except OSError as err:
+            raise translated(err, "read", path) from err
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
         path = self.path(name)
-        with translating("read", path):
+        try:
             done = read_into(path, start, out.cast("B"))
+        except OSError as err:
+            raise translated(err, "read", path) from err
         if done < out.nbytes:
             raise CorruptError(f"{path} ends at byte {start + done}, needed up to {start + out.nbytes}")
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         folder = prefix.rpartition("/")[0]
-        with translating("list", self.root):
+        try:
             self._look_afresh(self.root)
             try:
                 mode = Path(self.root).stat().st_mode
@@ -174,6 +180,8 @@ class LocalStorage:
             if not S_ISDIR(mode):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
             return iter(self._walk(folder, prefix, []))
+        except OSError as err:
+            raise translated(err, "list", self.root) from err
 
     def delete(self, *names: str) -> None:
         folders = set()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -57,11 +57,11 @@ class CallProgress:
 
     def asked(self, rest_seconds: float = 0.0) -> None:
         """A request begins, which may take so long without a sign."""
-        self.moved(rest_seconds)
+        self._deadline = self._clock() + rest_seconds + STALL_SECONDS
 
     def answered(self) -> None:
         """A request has ended."""
-        self.moved()
+        self._deadline = self._clock() + STALL_SECONDS
 
     def tried(self) -> None:
         """A request is tried again, without having moved anything."""
@@ -274,6 +274,8 @@ class Lane:
 
 
 _DELETE_SECONDS = 1.0
+_ROWS = 100
+"""Of a listing come together, or soon one after another."""
 
 
 class WatchedStorage(WrapperStorage):
@@ -319,10 +321,11 @@ class WatchedStorage(WrapperStorage):
         return self.watch(self.inner.free_bytes)
 
     def _rows(self, prefix: str) -> Sequence[ObjectInfo]:
-        found = []
-        for item in self.inner.list(prefix):  # a long listing gets on with each row
-            self._progress.moved()
+        found: MutableSequence[ObjectInfo] = []
+        for item in self.inner.list(prefix):
             found.append(item)
+            if not len(found) % _ROWS:  # a long listing gets on
+                self._progress.moved()
         return found
 
 
@@ -345,6 +348,7 @@ class _WatchingMeter(Meter):
 
     def __init__(self, inner: Meter, progress: CallProgress) -> None:
         self._inner = inner
+        self._inner_counts = type(inner) is not Meter
         self._progress = progress
         self.slice_bytes = inner.slice_bytes
 
@@ -361,7 +365,8 @@ class _WatchingMeter(Meter):
         self._inner.pause(seconds)
 
     def moved(self) -> None:
-        self._inner.moved()
+        if self._inner_counts:
+            self._inner.moved()
         self._progress.moved()
 
 

@@ -259,15 +259,16 @@ def collect(repository: Repository, lease: Lease, *, in_flight: Container[str] =
     if unneeded:
         # A process may have removed their manifests and died before that survived a power loss; these must not come
         # back once their data is gone.
-        repository.forget(sorted(garbage.owners))
+        if garbage.owners:
+            repository.forget(sorted(garbage.owners))
         repository.storage.delete(*(item.name for item in unneeded))
-    freed_bytes = sum(item.nbytes for item in unneeded) + repository.storage.sweep()
+    freed_bytes = sum([item.nbytes for item in unneeded]) + repository.storage.sweep()
     # Last, because a full disk has room for it only now.
     pins.put_back(repository, orphans)
     return Collected(
-        removed=tuple(item.name for item in unneeded),
+        removed=tuple([item.name for item in unneeded]),
         freed_bytes=freed_bytes,
-        withheld_bytes=sum(item.nbytes for item in garbage.withheld),
+        withheld_bytes=sum([item.nbytes for item in garbage.withheld]),
         damaged=garbage.damaged,
     )
 
@@ -277,7 +278,14 @@ def _of_line(repository: Repository, line: Line | None) -> tuple[list[SnapshotIn
     scanned = repository.list()
     if line is None:
         line = scanned[-1].line if scanned else UNNAMED
-    return [one for one in scanned if line.has(one)], {one.id: OTHER_LINE for one in scanned if not line.has(one)}
+    mine: list[SnapshotInfo] = []
+    others: dict[str, str] = {}
+    for one in scanned:
+        if line.has(one):
+            mine.append(one)
+        else:
+            others[one.id] = OTHER_LINE
+    return mine, others
 
 
 def _newest_whole(repository: Repository, infos: Sequence[SnapshotInfo], verified: Collection[str]) -> str | None:

@@ -313,6 +313,8 @@ def read_regions(
         NewerFormatError: an encoding this version does not know.
         StorageError: the storages failed.
     """
+    if not regions:
+        return Read(0, 0)
     by_entry: dict[str, list[ArrayRegion]] = {}
     for region in regions:
         by_entry.setdefault(region.entry, []).append(region)
@@ -444,6 +446,8 @@ def fill(sources: Sources, manifest: Manifest, targets: Mapping[str, torch.Tenso
     Raises:
         CorruptError, NewerFormatError, StorageError: as `stream_into`.
     """
+    if not targets:
+        return
     away = {name: target for name, target in targets.items() if runtime.device(target) is not None and target.numel()}
     stream_into(sources, manifest, {name: target for name, target in targets.items() if name not in away})
     if not away:

@@ -94,7 +94,7 @@ class Reach:
         self._agree(info, lambda: continued(info, (), ()))
 
     def _go_on(self, found: restore.Loaded, *, newest: bool, back: bool) -> None:
-        self._agree(found.info, lambda: before_of(found, self._listed_once(), newest=newest, back=back))
+        self._agree(found.info, lambda: before_of(found, self._listed_once, newest=newest, back=back))
 
     def _agree(self, info: SnapshotInfo, look: Callable[[], tuple[tuple[str, int], ...]]) -> None:
         """All ranks go on from a snapshot in the line that rank 0 sees."""
@@ -180,11 +180,12 @@ TIDY_FROM = 16
 
 
 def before_of(
-    found: Loaded, where: Sequence[Repository], *, newest: bool, back: bool = False
+    found: Loaded, where: Callable[[], Sequence[Repository]], *, newest: bool, back: bool = False
 ) -> tuple[tuple[str, int], ...]:
     """What is `before` in the line of a process that has loaded `found`; see `retention_rules.continued`.
 
     Args:
+        where: all places; asked for only if it matters what else there is.
         newest: it was asked for the newest usable one: what is newer cannot be used.
         back: what is newer is to be left: the run has diverged in it.
     """
@@ -192,7 +193,7 @@ def before_of(
     if is_newest and len(found.info.line.before) < TIDY_FROM:
         return continued(found.info, (), ())
     try:
-        there = places.snapshots(where)
+        there = places.snapshots(where())
     except CkptError:
         return continued(found.info, (), ()) if is_newest else ()  # who knows what there is
     newer = [info for info in there if info.seq > found.info.seq]

@@ -203,6 +203,8 @@ def stream_into(
         StorageError: the storages failed.
     """
     moves = _moves(manifest, targets)
+    if not moves:
+        return
     plain = [move for move in moves if move.piece.base is None]
     filler, memory = _Filler(sources, manifest, fresh), Memory()
     # Threads inherit the mode in which arithmetic drops subnormal numbers; predictions are made without it.
@@ -232,7 +234,7 @@ def _moves(manifest: Manifest, targets: Mapping[str, torch.Tensor]) -> list[Move
     moves = []
     for name, target in targets.items():
         pieces = manifest.entries[name].pieces
-        nbytes = sum(piece.raw_nbytes for piece in pieces)
+        nbytes = sum([piece.raw_nbytes for piece in pieces])
         if nbytes != target.nbytes:
             raise CorruptError(f"{name!r} has {nbytes} bytes in the manifest, and needs {target.nbytes}")
         start = 0

@@ -72,9 +72,7 @@ class Staging:
         self._views = views
         self._keep_copy = check
         self._check: list[tuple[EntrySource, torch.Tensor, torch.Tensor]] = []
-        self.eager = CopyTasks(())
-        self.lazy = CopyTasks(())
-        self.hinted = CopyTasks(())
+        self.eager = self.lazy = self.hinted = CopyTasks(())
         self._claims = claims or Claims()
         self._flight: Flight | None = None
         self._fenced = False
@@ -209,8 +207,9 @@ class Staging:
         return [sources[index] for index in here], [pairs[index] for index in here]
 
     def _settle(self) -> None:
-        if not all(part.complete.is_set() for part in self._parts()):
-            return
+        for part in self._parts():
+            if not part.complete.is_set():
+                return
         if self._told.acquire(blocking=False):
             try:
                 self._on_staged(self._error())

@@ -27,7 +27,7 @@ from ckpt_engine.store.container import seal, unseal
 from ckpt_engine.store.lease_objects import Timing, slot_of
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.storage.base import Folder, Storage
-from ckpt_engine.store.storage.disk import open_regular, translating
+from ckpt_engine.store.storage.disk import open_regular, translated, translating
 
 RETRY_SECONDS = 0.1
 _TEXT_BYTES = 1023
@@ -216,12 +216,14 @@ class LocalLease:
     def check(self) -> None:
         if self._fd < 0:
             raise LeaseHeldError(f"the lease {self._path} was given back")
-        with translating("check the lease", self._path):
+        there = None
+        try:
             mine = os.fstat(self._fd)
-            try:
-                there = Path(self._path).lstat()
-            except FileNotFoundError:
-                there = None
+            there = Path(self._path).lstat()
+        except FileNotFoundError:
+            pass
+        except OSError as err:
+            raise translated(err, "check the lease", self._path) from err
         if there is None or (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
             raise LeaseHeldError(
                 f"the lease {self._path} was removed or replaced: its folder is gone, or another writer works there",

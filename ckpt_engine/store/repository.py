@@ -375,7 +375,7 @@ class Repository:
             return
         with suppress(CkptError):
             listed = self._manifests()
-            self.learn(item for _, item in listed)
+            self.learn([item for _, item in listed])
             if len(self._alive - self._catalogued) < EVERY:
                 return
             self._catalogued = set(self._alive)
@@ -428,7 +428,7 @@ class Repository:
             pool.shutdown(cancel_futures=True)
 
     def _references(self, listed: Sequence[tuple[names.ParsedId, ObjectInfo]]) -> tuple[set[str], tuple[Damaged, ...]]:
-        self.learn(item for _, item in listed)
+        self.learn([item for _, item in listed])
         damaged = self._read_missing(listed, self._files, self.files_of)
         return {name for parsed, _ in listed for name in self._files.get(parsed.id, ())}, damaged
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,13 @@ class Counting(CallProgress):
     def moved(self, rest_seconds: float = 0.0) -> None:
         self.moves.append(rest_seconds)
         super().moved(rest_seconds)
+
+    def during(self, request: Callable[[], Any], rest_seconds: float = 0.0) -> Any:
+        self.moves.append(rest_seconds)
+        try:
+            return super().during(request, rest_seconds)
+        finally:
+            self.moves.append(0.0)
 
 
 class Opaque:

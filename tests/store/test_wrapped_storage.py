@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,9 +92,9 @@ def test_conditional_writes_are_watched(tmp_path: Path) -> None:
     asked: list[float] = []
 
     class Counting(CallProgress):
-        def asked(self, rest_seconds: float = 0.0) -> None:
+        def during(self, request: Callable[[], Any], rest_seconds: float = 0.0) -> Any:
             asked.append(rest_seconds)
-            super().asked(rest_seconds)
+            return super().during(request, rest_seconds)
 
     versions: Versions | None = WatchedStorage(Conditional(LocalStorage(tmp_path)), Counting()).capabilities.versions
     assert versions is not None

@@ -113,6 +113,10 @@ class Meter:
     def moved(self) -> None:
         """A call to the operating system begins: the one before has ended."""
 
+    def listener(self) -> Callable[[], object]:
+        """What is called at each of these moments: `moved`, or what that comes to."""
+        return self.moved
+
 
 class MeteredDisk(Disk):
     """A disk that tells a meter of each system call, none of which moves more than some MiB.
@@ -124,6 +128,7 @@ class MeteredDisk(Disk):
     def __init__(self, inner: Disk, meter: Meter) -> None:
         self._inner = inner
         self._meter = meter
+        self._moved = meter.listener()
         self._cached: dict[int, int] = {}
         """Bytes in the page cache by descriptor; none for those that go around it."""
 
@@ -135,13 +140,13 @@ class MeteredDisk(Disk):
         return cls(disk, wrap(Meter()))
 
     def create(self, path: str) -> int:
-        self._meter.moved()
+        self._moved()
         fd = self._inner.create(path)
         self._cached[fd] = 0
         return fd
 
     def open(self, path: str) -> int:
-        self._meter.moved()
+        self._moved()
         fd = self._inner.open(path)
         self._cached[fd] = 0
         return fd
@@ -158,7 +163,7 @@ class MeteredDisk(Disk):
         seconds = self._meter.wait(part.nbytes)
         if seconds > 0:
             self._meter.pause(seconds)
-        self._meter.moved()
+        self._moved()
         done = self._inner.write(fd, part, offset)
         if fd in self._cached:
             self._cached[fd] += done
@@ -167,29 +172,29 @@ class MeteredDisk(Disk):
         return done
 
     def sync(self, fd: int) -> None:
-        self._meter.moved()
+        self._moved()
         self._inner.sync(fd)
         if fd in self._cached:
             self._cached[fd] = 0
 
     def link(self, path: str, new_path: str) -> None:
-        self._meter.moved()
+        self._moved()
         self._inner.link(path, new_path)
 
     def rename(self, path: str, new_path: str) -> None:
-        self._meter.moved()
+        self._moved()
         self._inner.rename(path, new_path)
 
     def remove(self, path: str) -> None:
-        self._meter.moved()
+        self._moved()
         self._inner.remove(path)
 
     def make_folder(self, path: str) -> None:
-        self._meter.moved()
+        self._moved()
         self._inner.make_folder(path)
 
     def sync_folder(self, path: str) -> None:
-        self._meter.moved()
+        self._moved()
         self._inner.sync_folder(path)
 
 

@@ -55,13 +55,13 @@ class CallProgress:
         """It got on, and may now rest for so long before its time begins to count."""
         self._deadline = self._clock() + rest_seconds + STALL_SECONDS
 
-    def asked(self, rest_seconds: float = 0.0) -> None:
-        """A request begins, which may take so long without a sign."""
+    def during(self, request: Callable[[], T], rest_seconds: float = 0.0) -> T:
+        """The answer to a request, which may take so long without a sign."""
         self._deadline = self._clock() + rest_seconds + STALL_SECONDS
-
-    def answered(self) -> None:
-        """A request has ended."""
-        self._deadline = self._clock() + STALL_SECONDS
+        try:
+            return request()
+        finally:
+            self._deadline = self._clock() + STALL_SECONDS
 
     def tried(self) -> None:
         """A request is tried again, without having moved anything."""
@@ -93,13 +93,22 @@ class Signs(CallProgress):
     def moved(self, rest_seconds: float = 0.0) -> None:
         self._last = self._clock() + rest_seconds
 
+    def during(self, request: Callable[[], T], rest_seconds: float = 0.0) -> T:
+        self.asked(rest_seconds)
+        try:
+            return request()
+        finally:
+            self.answered()
+
     def asked(self, rest_seconds: float = 0.0) -> None:
+        """A request begins, which may take so long without a sign."""
         with self._lock:
             if not self._open or rest_seconds:
                 self.moved(rest_seconds)
             self._open += 1
 
     def answered(self) -> None:
+        """A request has ended."""
         with self._lock:
             self._open -= 1
             self.moved()
@@ -288,43 +297,35 @@ class WatchedStorage(WrapperStorage):
     @property
     def capabilities(self) -> Capabilities:
         own = super().capabilities
-        return replace(own, versions=own.versions and _WatchedVersions(own.versions, self))
-
-    def watch(self, request: Callable[[], T], rest_seconds: float = 0.0) -> T:
-        """The answer to a request, which may take so long without a sign."""
-        self._progress.asked(rest_seconds)
-        try:
-            return request()
-        finally:
-            self._progress.answered()
+        return replace(own, versions=own.versions and _WatchedVersions(own.versions, self._progress))
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         self._progress.check()
-        self.watch(partial(self.inner.put, name, blocks, exclusive=exclusive))
+        self._progress.during(partial(self.inner.put, name, blocks, exclusive=exclusive))
 
     def get(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
-        return self.watch(partial(self.inner.get, name, start, nbytes))
+        return self._progress.during(partial(self.inner.get, name, start, nbytes))
 
     def get_into(self, name: str, start: int, out: memoryview) -> None:
-        self.watch(partial(self.inner.get_into, name, start, out), out.nbytes / SLOWEST_BYTES_PER_SECOND)
+        self._progress.during(partial(self.inner.get_into, name, start, out), out.nbytes / SLOWEST_BYTES_PER_SECOND)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return iter(self.watch(partial(self._rows, prefix)))
+        return iter(self._progress.during(partial(self._rows, prefix)))
 
     def delete(self, *names: str) -> None:
-        self.watch(partial(self.inner.delete, *names), _DELETE_SECONDS * len(names))
+        self._progress.during(partial(self.inner.delete, *names), _DELETE_SECONDS * len(names))
 
     def sweep(self) -> int:
-        return self.watch(self.inner.sweep)
+        return self._progress.during(self.inner.sweep)
 
     def free_bytes(self) -> int | None:
-        return self.watch(self.inner.free_bytes)
+        return self._progress.during(self.inner.free_bytes)
 
     def _rows(self, prefix: str) -> Sequence[ObjectInfo]:
         found: MutableSequence[ObjectInfo] = []
         for item in self.inner.list(prefix):
             found.append(item)
-            if not len(found) % _ROWS:  # a long listing gets on
+            if len(found) % _ROWS == 1:  # a long listing gets on
                 self._progress.moved()
         return found
 
@@ -332,15 +333,15 @@ class WatchedStorage(WrapperStorage):
 class _WatchedVersions:
     """Conditional writes of a watched storage."""
 
-    def __init__(self, inner: Versions, storage: WatchedStorage) -> None:
+    def __init__(self, inner: Versions, progress: CallProgress) -> None:
         self._inner = inner
-        self._storage = storage
+        self._progress = progress
 
     def read_versioned(self, name: str) -> tuple[bytes, str] | None:
-        return self._storage.watch(partial(self._inner.read_versioned, name))
+        return self._progress.during(partial(self._inner.read_versioned, name))
 
     def replace(self, name: str, data: bytes, version: str | None) -> None:
-        self._storage.watch(partial(self._inner.replace, name, data, version))
+        self._progress.during(partial(self._inner.replace, name, data, version))
 
 
 class _WatchingMeter(Meter):
@@ -348,7 +349,6 @@ class _WatchingMeter(Meter):
 
     def __init__(self, inner: Meter, progress: CallProgress) -> None:
         self._inner = inner
-        self._inner_counts = type(inner) is not Meter
         self._progress = progress
         self.slice_bytes = inner.slice_bytes
 
@@ -365,9 +365,11 @@ class _WatchingMeter(Meter):
         self._inner.pause(seconds)
 
     def moved(self) -> None:
-        if self._inner_counts:
-            self._inner.moved()
+        self._inner.moved()
         self._progress.moved()
+
+    def listener(self) -> Callable[[], object]:
+        return self._progress.moved if type(self._inner) is Meter else self.moved
 
 
 class WatchedSource:

@@ -102,9 +102,7 @@ def copy_encoded(
         raise CopySourceError(err) from err
     planned = plan(manifest, target, differences=_takes_differences(manifest, pick))
     files = Files(manifest, planned)
-    near = planned.before is not None and target.storage.capabilities.cheap_reads
-    there = decoder_of(target.storage, planned.before) if near and planned.before is not None else None
-    bases = Bases(manifest, source, there)
+    bases = Bases(manifest, source, older_at(target, planned.before))
     encoder = Encoder(manifest, planned, decoder_of(source.storage, manifest), bases, pick)
     copied = _put_parts(files, encoder, target, put, tally)
     stored, old = files.manifest(), files.old_files()
@@ -116,6 +114,11 @@ def copy_encoded(
             )
         target.commit_copy(stored, manifest_codec.encode(stored), put)
     return copied
+
+
+def older_at(target: Repository, before: Manifest | None) -> Decoder | None:
+    """Reads an older snapshot, where there is one and that is cheap."""
+    return decoder_of(target.storage, before) if before and target.storage.capabilities.cheap_reads else None
 
 
 def _put_parts(files: Files, encoder: Encoder, target: Repository, put: Storage, tally: Tally) -> Copied:

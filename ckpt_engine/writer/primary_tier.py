@@ -1,7 +1,5 @@
 """The nearest tier as the writers of all ranks work on it: its lease, its room, its retention, and shares of it.
 
-The nearest tier as the writer of any rank but the coordinator works on it: it writes its share, nothing else.
-
 Takes the lease of the nearest tier for a writer: who asks, for whom it waits, and what the one before has left.
 """
 
@@ -15,11 +13,12 @@ import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ckpt_engine.copy.encode_pieces import DELTA
-from ckpt_engine.copy.encoded_copy import DedupBaseline, Encoded
-from ckpt_engine.copy.job import ErrorRecord, History, RankConfig, WriterConfig
+from ckpt_engine.copy.encoded_copy import DedupBaseline, Encoded, older_at
+from ckpt_engine.copy.job import ErrorRecord, History, WriterConfig
 from ckpt_engine.copy.make_room import Collected, Pruned, SpaceReservation, collect, prune
 from ckpt_engine.copy.transfer import RunText, adopt_run
 from ckpt_engine.copy.write_plan import plan
@@ -36,14 +35,13 @@ from ckpt_engine.errors import (
 from ckpt_engine.observe.events import Event, Notice, SnapshotCommitted, SnapshotsForgotten
 from ckpt_engine.observe.units import duration
 from ckpt_engine.store import names
-from ckpt_engine.store.decode import decoder_of
 from ckpt_engine.store.lease import Lease, LeaseHolder, acquire, read_holder
 from ckpt_engine.store.manifest import RAW, Line
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention import Retention, policy_from
 from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage.base import Storage
-from ckpt_engine.store.storage.watchdog import AbandonedError, Aside, CallProgress
+from ckpt_engine.store.storage.watchdog import AbandonedError, Aside
 from ckpt_engine.writer import part_records
 from ckpt_engine.writer.commit import ALONE_SECONDS, Contributing, Gathering, SessionSnapshots
 
@@ -71,22 +69,29 @@ def policy_of(config: WriterConfig, say: Callable[[str], object]) -> RetentionPo
 
 
 class PrimaryTier:
-    """The nearest tier, its lease taken. Methods are called one at a time; each may be left behind by its caller.
+    """The nearest tier. Methods are called one at a time; each may be left behind by its caller.
+
+    Where another rank has the lease of the root, room, retention and the commit are that rank's: this one writes its
+    share.
 
     Args:
         config: of the writer. With further tiers a place that was removed is taken again.
-        acquire: takes the lease anew.
+        lease: None: another rank has it, and has made the run.
+        acquire: takes the lease again.
         aside: reads what is there where a read that hangs must not be in the way; waits in the lane of the methods.
         emit: takes events.
-        made_room: told the snapshots that had to go for the next one.
+        made_room: takes the snapshots that had to go for the next one.
         in_flight, alone: where this is the coordinator of several ranks, see `commit.Gathering`.
+
+    Raises:
+        ForeignError, CorruptError, NewerFormatError, StorageError: this place is not the coordinator's.
     """
 
     def __init__(
         self,
         config: WriterConfig,
         repository: Repository,
-        lease: Lease,
+        lease: Lease | None,
         acquire: Callable[[], Lease],
         policy: RetentionPolicy,
         aside: Aside,
@@ -97,11 +102,13 @@ class PrimaryTier:
     ) -> None:
         ranks = config.ranks
         self._url = config.url
+        self._tier = config.url
+        """How it is called in events."""
         self._repository = repository
         self._lease = lease
         self._acquire = acquire
         self._policy = policy
-        self._run = RunText.of(repository) if config.tiers else None
+        self._run = RunText.of(repository) if config.tiers and lease is not None else None
         self._progress = aside.waiting
         self._emit = emit
         self._made_room = made_room
@@ -112,13 +119,22 @@ class PrimaryTier:
         self._swept = False
         self._ranks = ranks
         self._in_flight: Container[str] = () if in_flight is None else in_flight
-        self._room = self._make_rooms()
+        self._room = self._make_rooms(lease) if lease is not None else None
         self._common_seq = 0
         self._line: Line | None = None
-        self._finish: Finish = ALONE
-        if ranks is not None and in_flight is not None:
+        self._finish: Callable[[], Finish] = lambda: ALONE
+        if ranks is not None and lease is None:
+            if repository.record() is None:
+                raise ForeignError(
+                    f"rank {ranks.rank} finds no run at {config.url}, which rank {ranks.members[0]} writes",
+                    hint="the ranks of one machine need the same folder",
+                )
+            self._tier = part_records.share_place(config.url, ranks.rank)
+            self._finish = lambda: Contributing(ranks)
+        elif ranks is not None and in_flight is not None:
             alone_seconds = 0.0 if config.memory else ALONE_SECONDS  # what is in memory waits for the others by itself
-            self._finish = Gathering(ranks, in_flight, aside.waiting, self.check_lease, alone, alone_seconds)
+            gathering = Gathering(ranks, in_flight, aside.waiting, self.check_lease, alone, alone_seconds)
+            self._finish = lambda: gathering
 
     def learn(self, line: Line, common: str | None) -> None:
         """What is written next is of this line, and all nodes have this snapshot: what is older is not what a lost
@@ -137,42 +153,47 @@ class PrimaryTier:
 
     def check_lease(self) -> None:
         """Raises `LeaseHeldError` if the tier is not ours any more."""
-        self._lease.check()
+        if self._lease is not None:
+            self._lease.check()
 
     def write(self, staged: Staged) -> SnapshotCommitted:
-        """Make a snapshot durable, making room before.
+        """Make a snapshot durable, making room before, or the share of one.
 
         Raises:
             CkptError: it is not.
         """
-        self.sweep()
-        self._check_lease()
-        self._progress.moved()
-        if isinstance(self._policy, KeepAll):  # else it comes with retention
-            self._repository.write_catalog_if_due()
+        if self._lease is not None:
+            self.sweep()
+            self._check_lease()
+            self._progress.moved()
+            if isinstance(self._policy, KeepAll):  # else it comes with retention
+                self._repository.write_catalog_if_due()
         self._progress.check()
         contents = self._contents(staged)
         self._make_room(contents)
         while not contents.stands():  # what it was to refer to has gone for room: then more is to be written
             contents = self._contents(staged)
             self._make_room(contents)
-        committed, stored = write_snapshot(contents, self._url, self._progress, self._not_undone(staged), self._finish)
+        not_undone = partial(self._not_undone, staged)
+        committed, stored = write_snapshot(contents, self._tier, self._progress, not_undone, self._finish())
         self._known.committed(stored)
-        self._room.committed(staged.snapshot)
+        if self._room is not None:
+            self._room.committed(staged.snapshot)
         return committed
+
+    def cancel(self, snapshot: str, why: str) -> None:
+        """Say to the coordinator that there is no share of a snapshot; on failure it finds out by its timeout."""
+        if self._ranks is not None and self._lease is None:
+            part = part_records.no_part(snapshot, why, self._repository.run_id, self._ranks)
+            with suppress(CkptError):
+                part_records.put(self._repository.storage, part)
 
     def _contents(self, staged: Staged) -> Plain | Encoded:
         repository = self._repository
         if self._codec != RAW:
             digests, seconds = staged.timed_digest()
             planned = plan(staged.manifest(repository.run_id, digests), repository, self._codec == DELTA)
-            before = planned.before
-            there = (
-                decoder_of(repository.storage, before)
-                if before and repository.storage.capabilities.cheap_reads
-                else None
-            )
-            return Encoded(staged, repository, planned, self._codec, there, seconds)
+            return Encoded(staged, repository, planned, self._codec, older_at(repository, planned.before), seconds)
         return self._shared(staged) or Plain(staged, repository)
 
     def _shared(self, staged: Staged) -> Encoded | None:
@@ -188,6 +209,8 @@ class PrimaryTier:
         return found
 
     def _make_room(self, contents: Plain | Encoded) -> None:
+        if self._room is None:
+            return
         nbytes = contents.new_bytes
         if self._ranks is not None:  # shares are equal, and what others spare is not known
             nbytes = contents.staged.nbytes * len(self._ranks.members)
@@ -196,14 +219,12 @@ class PrimaryTier:
             self._made_room(room.plan.remove)
         self._told(room)
 
-    def _make_rooms(self) -> SpaceReservation:
-        return SpaceReservation(
-            self._repository, self._lease, self._policy, self._notice, self._in_flight, self._unsure
-        )
+    def _make_rooms(self, lease: Lease) -> SpaceReservation:
+        return SpaceReservation(self._repository, lease, self._policy, self._notice, self._in_flight, self._unsure)
 
     def sweep(self) -> None:
         """Remove what writers that died have left behind; once, and again only after `sweep_again`. Never raises."""
-        if self._swept:
+        if self._swept or self._lease is None:
             return
         self._swept = True
         try:
@@ -219,7 +240,7 @@ class PrimaryTier:
 
     def prune(self, newest: str, protected: Mapping[str, str]) -> None:
         """Retention after a commit. The snapshot is durable: nothing that goes wrong here is its failure."""
-        if isinstance(self._policy, KeepAll):
+        if isinstance(self._policy, KeepAll) or self._lease is None:
             return
         try:
             pruned = prune(
@@ -241,15 +262,17 @@ class PrimaryTier:
         self._told(pruned)
 
     def release(self) -> None:
-        """Give back the lease.
+        """Give back the lease, if this writer has it.
 
         Raises:
-            CkptError, OSError: the tier cannot be told.
+            CkptError, OSError: the tier does not answer.
         """
-        self._lease.release()
+        if self._lease is not None:
+            self._lease.release()
 
     def _check_lease(self) -> None:
         """Raises `LeaseHeldError` if the tier is not ours. One of several is taken again if it is free."""
+        assert self._lease is not None
         self._progress.moved(LEASE_SECONDS)
         try:
             self._lease.check()
@@ -267,15 +290,12 @@ class PrimaryTier:
                 self._notice(
                     f"{self._url} was removed while it was written: it is made again, and the snapshots it had are gone"
                 )
-            self._room = self._make_rooms()
+            self._room = self._make_rooms(self._lease)
             self._known = DedupBaseline(self._repository, self._aside if self._ranks is None else None)
 
-    def _not_undone(self, staged: Staged) -> Callable[[CkptError], None]:
-        def told(err: CkptError) -> None:
-            self._swept = False
-            self._notice(f"cannot remove the data of the failed snapshot {staged.snapshot} yet: {err}")
-
-        return told
+    def _not_undone(self, staged: Staged, err: CkptError) -> None:
+        self._swept = False
+        self._notice(f"cannot remove the data of the failed snapshot {staged.snapshot} yet: {err}")
 
     def _told(self, pruned: Pruned | None) -> None:
         """Tell the trainer what retention did."""
@@ -293,88 +313,6 @@ class PrimaryTier:
             self._notice(
                 f"{collected.withheld_bytes} bytes of old data stay because damaged manifests may need them: {damaged}"
             )
-
-    def _notice(self, message: str) -> None:
-        self._emit(Notice("WARNING", message))
-
-
-class RankMemberTier:
-    """Has no lease, no retention and no further tiers: all of that is the coordinator's. As `primary_tier.PrimaryTier`
-    otherwise.
-
-    Args:
-        url: how it is called in events.
-        repository: of the run, which the coordinator has made.
-        ranks: whose share it is.
-        progress: of the lane that the methods run in.
-        emit: takes events.
-
-    Raises:
-        ForeignError, CorruptError, NewerFormatError, StorageError: this place is not the coordinator's.
-    """
-
-    def __init__(
-        self,
-        url: str,
-        repository: Repository,
-        ranks: RankConfig,
-        progress: CallProgress,
-        emit: Callable[[Event], object],
-    ) -> None:
-        if repository.record() is None:
-            raise ForeignError(
-                f"rank {ranks.rank} finds no run at {url}, which rank {ranks.members[0]} writes",
-                hint="the ranks of one machine need the same folder",
-            )
-        self._tier = part_records.share_place(url, ranks.rank)
-        self._repository = repository
-        self._ranks = ranks
-        self._progress = progress
-        self._emit = emit
-        self._known = DedupBaseline(repository, None)
-
-    def write(self, staged: Staged) -> SnapshotCommitted:
-        """Make the share durable, and say so to the coordinator.
-
-        Raises:
-            CkptError: it is not.
-        """
-
-        def not_undone(err: CkptError) -> None:
-            self._notice(f"cannot take back the share of the failed snapshot {staged.snapshot}: {err}")
-
-        contents = self._shared(staged) or Plain(staged, self._repository)
-        written, stored = write_snapshot(contents, self._tier, self._progress, not_undone, Contributing(self._ranks))
-        self._known.committed(stored)
-        return written
-
-    def _shared(self, staged: Staged) -> Encoded | None:
-        """What it has in snapshots that the coordinator has committed need not be written again."""
-        try:
-            return self._known.contents(staged)
-        except StorageError:
-            return None  # nothing is worth failing for; if it goes on, writing says it
-
-    def cancel(self, snapshot: str, why: str) -> None:
-        """Tell the coordinator that there is no share of a snapshot. If that fails its patience will have to do."""
-        part = part_records.no_part(snapshot, why, self._repository.run_id, self._ranks)
-        with suppress(CkptError):
-            part_records.put(self._repository.storage, part)
-
-    def sweep(self) -> None:
-        """Nothing is this rank's to remove."""
-
-    def sweep_again(self) -> None:
-        """As `sweep`."""
-
-    def learn(self, line: Line, common: str | None) -> None:
-        """As `sweep`."""
-
-    def prune(self, newest: str, protected: Mapping[str, str]) -> None:
-        """As `sweep`."""
-
-    def release(self) -> None:
-        """There is no lease to give back."""
 
     def _notice(self, message: str) -> None:
         self._emit(Notice("WARNING", message))

@@ -21,6 +21,7 @@ from ckpt_engine.errors import (
     StorageError,
     StorageFullError,
     StorageStalledError,
+    WriterError,
 )
 from ckpt_engine.observe.events import (
     Event,
@@ -30,7 +31,7 @@ from ckpt_engine.observe.events import (
     SnapshotFound,
     TierDegraded,
 )
-from ckpt_engine.store.lease import acquire
+from ckpt_engine.store.lease import Lease, acquire
 from ckpt_engine.store.repository import Repository
 from ckpt_engine.store.retention_rules import KeepAll
 from ckpt_engine.store.storage.open import open_storage
@@ -42,7 +43,7 @@ from ckpt_engine.writer.commit import Cancelled, SessionSnapshots
 from ckpt_engine.writer.memory_snapshots import SlotReaders
 from ckpt_engine.writer.message_decoder import Ids, StagedJob
 from ckpt_engine.writer.part_records import recover
-from ckpt_engine.writer.primary_tier import PrimaryTier, RankMemberTier, history_of, holder_of, policy_of, waiting
+from ckpt_engine.writer.primary_tier import PrimaryTier, history_of, holder_of, policy_of, waiting
 from ckpt_engine.writer.recovery import CrashRecovery, NearestTier
 from ckpt_engine.writer.tier_status import Unfinished
 from ckpt_engine.writer.tiers import SecondaryTiers, require_tiers
@@ -79,7 +80,7 @@ class Writer:
         self._config = config
         self._emit = emit
         self._ids = ids
-        self._near: PrimaryTier | RankMemberTier
+        self._near: PrimaryTier
         self._lane: Lane
         self._keeps_all = False
         self._seq = 0
@@ -165,7 +166,18 @@ class Writer:
 
     def _open_share(self, repository: Repository, ranks: RankConfig) -> None:
         """Another rank's writer has the lease."""
-        self._near = RankMemberTier(self._config.url, repository, ranks, self._lane.progress, self._emit_event)
+        self._near = PrimaryTier(
+            self._config,
+            repository,
+            None,
+            _another_has_it,
+            KeepAll(),
+            self._aside(self._lane),
+            self._emit_event,
+            self._gone,
+            None,
+            self._alone,
+        )
         if self._config.memory:
             self.run = RunText.of(repository)
             self._reunion = self._meet(ranks, repository, lambda: None, None)
@@ -211,11 +223,12 @@ class Writer:
 
     def cancel(self, order: Cancelled) -> None:
         """This rank has no part in a snapshot that all ranks take."""
-        if isinstance(self._near, RankMemberTier):
-            try:
-                self._lane.call(partial(self._near.cancel, order.snapshot, order.why))
-            except StorageStalledError as err:
-                self._notice(err.message)
+        if self._config.ranks is None or self._config.ranks.leads:
+            return
+        try:
+            self._lane.call(partial(self._near.cancel, order.snapshot, order.why))
+        except StorageStalledError as err:
+            self._notice(err.message)
 
     def _aside(self, lane: Lane) -> Aside:
         reads = Lane(lane.url)
@@ -262,7 +275,8 @@ class Writer:
 
     def prepare(self) -> None:
         """Once after `open`, before any message: what takes time. Raises if the nearest tier cannot join the run."""
-        if self._fleet is None and self._config.tiers and not isinstance(self._near, RankMemberTier):
+        leads = self._config.ranks is None or self._config.ranks.leads
+        if self._fleet is None and self._config.tiers and leads:
             self._begin_fleet()
         if self._fleet is not None:
             self._ids.begin(max(self._seq, self._fleet.next_seq()))
@@ -500,6 +514,10 @@ class Writer:
 
     def _notice(self, message: str) -> None:
         self._emit_event(Notice("WARNING", message))
+
+
+def _another_has_it() -> Lease:
+    raise WriterError("another rank has the lease")
 
 
 def _alone(places: int, url: str) -> str:

@@ -1,4 +1,4 @@
-"""Finds in a snapshot's tree which weights, moments and steps belong together, and what Adam was told.
+"""Finds in a snapshot's tree which weights, moments and steps belong together, and Adam's numbers.
 
 Optimizers are found by their form, that of torch's `state_dict()`, wherever they are in the tree: `param_groups` with
 numbers, and `state` by the number of the parameter. Which weights those numbers stand for is not written anywhere: as
@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Told = Mapping[str, float]
+AdamNumbers = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,14 @@ class AdamGroup:
     Args:
         first, second, weights: its moments and itself.
         step: the entry that counts its steps, or the count.
-        told: learning rate, betas, eps and weight decay as the tree has them, and as other guesses have them.
+        numbers: learning rate, betas, eps and weight decay as the tree has them, and as other guesses have them.
     """
 
     first: str
     second: str
     weights: str
     step: str | float
-    told: tuple[Told, ...]
+    numbers: tuple[AdamNumbers, ...]
 
     @property
     def entries(self) -> tuple[str, str, str]:
@@ -63,14 +63,14 @@ def find(
         rows = list(_rows(optimizer, before.get(path), shapes))
         weights = _weights(rows, arrays)
         found += [
-            AdamGroup(first.entry, second.entry, weights[number], step, told)
-            for number, (first, second, step, told) in enumerate(rows)
-            if number in weights
+            AdamGroup(first.entry, second.entry, weights[row], step, numbers)
+            for row, (first, second, step, numbers) in enumerate(rows)
+            if row in weights
         ]
     return found
 
 
-_Row = tuple[_Array, _Array, str | float, tuple[Told, ...]]
+_Row = tuple[_Array, _Array, str | float, tuple[AdamNumbers, ...]]
 
 
 def _rows(optimizer: Mapping[str, Any], older: Mapping[str, Any] | None, shapes: Mapping[str, Any]) -> Iterator[_Row]:
@@ -80,8 +80,8 @@ def _rows(optimizer: Mapping[str, Any], older: Mapping[str, Any] | None, shapes:
     for index, (_, node) in enumerate(_items(optimizer["param_groups"])):
         group = dict(_items(node))
         guesses = [group, *old_groups[index : index + 1]]
-        told = tuple({tuple(one.items()): one for guess in reversed(guesses) for one in _told(guess)}.values())
-        if not told:
+        numbers = tuple({tuple(one.items()): one for guess in reversed(guesses) for one in _numbers(guess)}.values())
+        if not numbers:
             continue
         for _, parameter in _items(group.get("params", [])):
             one = dict(_items(state.get(str(parameter), {})))
@@ -95,10 +95,10 @@ def _rows(optimizer: Mapping[str, Any], older: Mapping[str, Any] | None, shapes:
                 and first.form == second.form
                 and isinstance(step, str | float | int)
             ):
-                yield first, second, step, told
+                yield first, second, step, numbers
 
 
-def _told(group: Mapping[str, Any]) -> Iterator[Told]:
+def _numbers(group: Mapping[str, Any]) -> Iterator[AdamNumbers]:
     """The numbers of one group: weight decay both as AdamW's and as Adam's, where that is not said."""
     betas = [value for _, value in _items(group.get("betas", []))]
     numbers = [group.get("lr"), *betas, group.get("eps"), group.get("weight_decay")]

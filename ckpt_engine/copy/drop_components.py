@@ -4,7 +4,7 @@ Data files are never changed, so this costs one copy of what stays. The slim sna
 id follows from the first one's and from what it lacks, so that an interrupted slimming is recognised and finished. A
 crash leaves the first snapshot, or both, or the slim one. Its notes say what it lacks: it cannot resume a run alone.
 
-What is written anew is one plain file, whatever it was before. So compaction is slimming that takes nothing away.
+What is written again is one plain file, whatever it was before. So compaction is slimming that takes nothing away.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def slim_id(snapshot: str, without: Collection[str]) -> str:
 
 
 def foresee(whole: Manifest, without: Collection[str]) -> Slim | None:
-    """What `whole` is without these components, and plain. None: nobody has noted the digests of what is encoded."""
+    """What `whole` is without these components, and plain. None: the digests of what is encoded are not known."""
     tree = {name: node for name, node in whole.tree.items() if name not in without}
     wanted = set(entries_in(tree)) & set(whole.entries)
     entries = {name: entry for name, entry in whole.entries.items() if name in wanted}

@@ -111,7 +111,7 @@ class Encoder:
 
     def _encode_one(self, work: Work) -> EncodedPiece:
         data = self._read(work)
-        # Of decoded bytes whose digest nobody has noted, this is the first one.
+        # Of decoded bytes without a known digest this is the first one.
         content = work.piece.content_digest or digest(data)
         kind, tried = self._kind(work), self._tried(work)
         began = time.thread_time()
@@ -166,7 +166,7 @@ class Encoder:
             if not self._bases.read(one.name, one.start, over, base):
                 return None
         named = [dict(zip(codec.roles, data, strict=True)) for data in (arrays, bases)]
-        made = codec.encode(named[0], named[1], [{**one, "step": step} for one in adam.told])
+        made = codec.encode(named[0], named[1], [{**one, "step": step} for one in adam.numbers])
         if made is None:
             return None
         # Memory of the codec, which it uses again.

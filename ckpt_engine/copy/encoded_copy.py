@@ -89,7 +89,7 @@ def copy_encoded(
         pick: the codec of each class of tensors; a piece that it does not pay for is stored as it is.
         tally: takes what it took.
         sink: what the objects are put into instead of `target.storage`: the same place at another pace.
-        committing: held while the manifest is written: nobody may forget snapshots at the target meanwhile.
+        committing: entered while the manifest is written: no snapshot may be forgotten at the target meanwhile.
 
     Raises:
         SourceError: the snapshot is missing or damaged at the source, or the source cannot be read.

@@ -137,7 +137,7 @@ _CLASSES = _classes()
 
 @dataclass(frozen=True, slots=True)
 class JobDone:
-    """The outcome of one job; its slot is free again, unless it is held.
+    """The outcome of one job; its slot is free again, unless `slot_held`.
 
     Args:
         snapshot_id: the id of the snapshot, which is durable (`error` is None), else None.
@@ -158,7 +158,7 @@ class JobDone:
 
 @dataclass(frozen=True, slots=True)
 class SlotFreed:
-    """The call that held an arena slot after its `JobDone` has ended."""
+    """The call that kept an arena slot after its `JobDone` has ended."""
 
     slot: int
 
@@ -231,7 +231,7 @@ class RankConfig:
         mirror_bytes_per_second: at most so fast; None: as fast as the link takes it.
         place: the ranks of this one's place, in order; empty: all ranks see one root.
         places: of all ranks, in the order of their leaders; empty: as `place`.
-        record: of the run, as other places have it: what a root without snapshots takes. Empty: nobody else has one.
+        record: of the run, as other places have it: what a root without snapshots takes. Empty: there is no other one.
         address: where other machines reach this one, and the writer listens for them; empty: nowhere.
     """
 
@@ -276,7 +276,7 @@ class WriterConfig:
         nice: lower the CPU and I/O priority of the writer process.
         tiers: further tiers, nearest first.
         fatal: a snapshot that `url` does not take fails, even if a further tier would.
-        memory: the writer is a tier too: it keeps the newest job it was told of, makes it durable if the trainer is
+        memory: the writer is a tier too: it keeps the newest job that it received, makes it durable if the trainer is
             gone, and serves it from memory.
         linger_seconds: how long it goes on serving that once it is durable.
         ranks: where several ranks write the run together; None: one rank.

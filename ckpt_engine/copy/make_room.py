@@ -243,7 +243,7 @@ def collect(repository: Repository, lease: Lease, *, in_flight: Container[str] =
     """Remove the data files no snapshot needs and what interrupted writes left. Never touches a foreign file.
 
     Args:
-        lease: proof that nobody else writes this run.
+        lease: proof that no other process writes this run.
         in_flight: ids of snapshots whose data is being written now.
 
     Raises:
@@ -251,7 +251,7 @@ def collect(repository: Repository, lease: Lease, *, in_flight: Container[str] =
         StorageError: some of it may have been removed; calling again continues.
     """
     garbage = repository.unreferenced(in_flight)
-    # After the look at manifests: whoever pinned a snapshot that it missed had its pin written before.
+    # After the look at manifests: a snapshot that it missed was pinned before.
     orphans = pins.orphans(repository)
     spared = {file.name for orphan in orphans for file in orphan.manifest.files}
     unneeded = [item for item in garbage.unreferenced if item.name not in spared]
@@ -334,7 +334,7 @@ def _slim(repository: Repository, lease: Lease, snapshot: str, lost: Sequence[st
 
 
 def compact(repository: Repository, lease: Lease, snapshot: str, limits: ByteLimits = _NO_LIMITS) -> str:
-    """Write a snapshot anew as one plain file, and forget it as it was; returns its new id.
+    """Write a snapshot again as one plain file, and forget it as it was; returns its new id.
 
     A crash leaves the first one, or both, or the new one; the next retention, or doing it again, cleans up.
 
@@ -425,7 +425,7 @@ def _is_whole(repository: Repository, snapshot: str) -> bool:
 
 
 ROOMY_BYTES = 256 << 20
-"""With so much left beside the data nobody asks how big the manifest will be."""
+"""With so much left beside the data the size of the manifest does not matter."""
 
 Warn = Callable[[str], object]
 
@@ -445,7 +445,7 @@ class SpaceReservation:
     """Makes room for the snapshots of one writer, one after another.
 
     Args:
-        warn: told once, before the first snapshot, if what the policy keeps will not fit.
+        warn: called once, before the first snapshot, if what the policy keeps will not fit.
         in_flight: snapshots that others may be writing.
         protected: snapshots that nothing may remove now, and why.
     """

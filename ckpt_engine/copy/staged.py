@@ -37,7 +37,7 @@ class ArenaSlot:
         fd: a descriptor of the buffer, owned by this object from now on.
         nbytes: its size.
 
-    Whoever makes one has retained it once.
+    It is made with one reference.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:

@@ -66,7 +66,7 @@ def copy_snapshot(
     Args:
         sink: what the objects are put into instead of `target.storage`: the same place at another pace.
         scratch: a folder for what is not local on its way; default: the system's temporary one.
-        advance: told bytes that are at the target now.
+        advance: called with the bytes that are at the target now.
 
     Raises:
         SourceError: the snapshot is missing or damaged at the source, or the source cannot be read or has a part of it.

@@ -20,11 +20,11 @@ from ckpt_engine.store.tree import KeySkeleton
 
 
 class SupersededError(WriterError):
-    """The slot may have been filled anew while it was read."""
+    """The slot may have been filled again while it was read."""
 
 
 class Digests:
-    """The digests of one image, once somebody has worked them out. Thread safe."""
+    """The digests of one image, once they have been worked out. Thread safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,7 +52,7 @@ class Digests:
 class Staged:
     """A job with what its numbers stand for, and the id that the snapshot gets.
 
-    `unchanged` is asked once the slot was read: whether nobody can have filled it anew meanwhile.
+    `unchanged` is asked once the slot was read: whether it cannot have been filled again meanwhile.
     """
 
     job: PersistJob
@@ -174,7 +174,7 @@ class Contents(Protocol):
         """Whether the older data that it refers to is there, and stays as long as nothing is forgotten.
 
         Raises:
-            StorageError: that cannot be told.
+            StorageError: that cannot be found out.
         """
         ...
 
@@ -230,8 +230,8 @@ def write_snapshot(
 
     Args:
         tier: how the place is called in the event.
-        progress: of the call that this is part of: a snapshot that nobody waits for any more is not committed.
-        undo_failed: told if data of a snapshot that was not committed stays.
+        progress: of the call that this is part of: an abandoned snapshot is not committed.
+        undo_failed: called if data of a snapshot that was not committed stays.
         finish: what happens when the data is durable.
 
     Returns:
@@ -239,7 +239,7 @@ def write_snapshot(
 
     Raises:
         CkptError: it does not exist there.
-        AbandonedError: as before; nobody waits for it.
+        AbandonedError: as before; the caller waits no more.
     """
     staged, repository = contents.staged, contents.repository
     cpu_before = time.thread_time()

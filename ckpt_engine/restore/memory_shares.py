@@ -343,7 +343,7 @@ def rebuild(
                 if share is None:
                     said = next(one for one in parity.body["shares"] if one["rank"] == lost)
                     fd, out = own_memory(int(said["nbytes"]), beside)
-                    share = PeerShare.told(said, fd)
+                    share = PeerShare.of(said, fd)
                 restore_chunk(out, lost, keeper, group, _image(parity), images)
             finally:
                 for one in parity.fds:

@@ -20,7 +20,7 @@ KEPT_BYTES = 192 << 20
 """Decoded pieces that wait for somebody to ask for them, at most."""
 _SPARE = 12
 MOST_DECODED = 8
-"""Times that what a manifest names is decoded at most. Once is enough, but what nobody asked for soon is made again."""
+"""Times that what a manifest names is decoded at most. Once is enough, but what is not asked for soon is made again."""
 FillBase = Callable[[str, int, Piece, memoryview], object]
 """`fill_base(entry, start, piece, out)` fills `out` with what a piece was encoded against."""
 _Key = tuple[str | None, tuple[str, ...], int]
@@ -262,7 +262,7 @@ class Decoder:
 
     Args:
         fetch: reads what has to be read on the way, verified; called in the thread that asks.
-        glance: as `fetch`, but need not verify: what is made of it is held against its own digest, and if that differs
+        glance: as `fetch`, but need not verify: what is made of it is compared with its own digest, and if that differs
             it is made again of what `fetch` reads. Digesting a base besides costs as much as reading it.
     """
 

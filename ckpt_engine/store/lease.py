@@ -36,7 +36,7 @@ _COMMAND_CHARACTERS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class LeaseHolder:
-    """Who holds a lease: shown to whoever is refused. `started` is wall-clock seconds, for display."""
+    """Who holds a lease: shown to those who are refused. `started` is wall-clock seconds, for display."""
 
     pid: int
     host: str
@@ -59,7 +59,7 @@ class LeaseHolder:
 
 
 class Lease(Protocol):
-    """The right to write and to collect. Held until `release` or the end of the process.
+    """The right to write and to collect, until `release` or the end of the process.
 
     `check` MUST be called before something is deleted: a lease that has to be renewed may be lost meanwhile.
     """
@@ -135,7 +135,7 @@ def _acquire_lock(
 
 
 def read_holder(storage: Storage) -> LeaseHolder | None:
-    """Who the lease file names, held or not; None if nobody or unreadable."""
+    """Who the lease file names, owner or not; None if it names none, or is unreadable."""
     try:
         return parse_holder(storage.get(names.LEASE), f"{storage.url}/{names.LEASE}")
     except CkptError:
@@ -289,7 +289,7 @@ _UNSHARED_OPTIONS = frozenset({"local_lock=all", "local_lock=flock", "nolock", "
 
 
 def locks_are_shared(path: str, mounts: str | None = None) -> bool:
-    """Whether whoever else mounts the file system of `path` is kept out by a lock (`flock`) on it.
+    """Whether a lock (`flock`) keeps out other machines that mount the file system of `path`.
 
     True on local disks, NFS with its normal options and cluster file systems; also where the system does not tell.
 

@@ -1,6 +1,6 @@
 """The lease where no kernel keeps it: an object that its holder goes on rewriting, and that expires when it does not.
 
-Nobody's wall clock is trusted: whoever wants the lease watches the object, and takes it when it has seen no change for
+No wall clock is trusted: who wants the lease watches the object, and takes it when it has seen no change for
 the holder's own `ttl_seconds` by its own clock. To take it is to write a token, wait, and read it back; where the store
 has conditional writes they decide, but not all stores that accept them are atomic about them.
 """
@@ -309,7 +309,7 @@ class ObjectLease:
                 with asking():  # the next beat asks again
                     self.renew()
             except LeaseHeldError:
-                return  # told by the next `check`
+                return  # the next `check` raises it
             except CkptError:
                 continue  # the store is away; whether somebody took the lease meanwhile shows at the next beat
 

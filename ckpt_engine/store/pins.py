@@ -7,7 +7,7 @@
 No lease is needed, because a run that is being written can be pinned too. Once `pin` has returned, the snapshot stays,
 whatever retention does at the same time and wherever it is killed: a pin is written before its snapshot is looked for
 once more, and retention looks for pins after manifests are removed and before data is. It spares what a pin needs, and
-puts its manifest back from the pin (`orphans`, `put_back`), whoever removed it: itself, or one that was killed.
+puts its manifest back from the pin (`orphans`, `put_back`), also after a process that was killed.
 """
 
 from __future__ import annotations

@@ -273,7 +273,7 @@ class Repository:
         """Whether a snapshot is there with these data files, which stay as long as nothing is forgotten.
 
         Raises:
-            StorageError: that cannot be told.
+            StorageError: that cannot be found out.
         """
         return any(parsed.id == snapshot for parsed in self.ids()) and not lacking(self.storage, files)
 
@@ -579,7 +579,7 @@ def lacking(storage: Storage, files: Sequence[DataFile]) -> list[str]:
     """The names of those that are missing, or of another size.
 
     Raises:
-        StorageError: that cannot be told.
+        StorageError: that cannot be found out.
     """
     prefixes = [file.name for file in files] if len(files) <= FEW_FILES else [names.DATA]
     sizes = {item.name: item.nbytes for prefix in prefixes for item in storage.list(prefix)}

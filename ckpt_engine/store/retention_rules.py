@@ -1,6 +1,6 @@
 """Rules that say which snapshots stay, and the lines of history they protect: pure functions of what a listing shows.
 
-No rule asks a clock. Ages are told by the times in the snapshots themselves, so a run that pauses loses nothing.
+No rule asks a clock. Ages follow from the times in the snapshots themselves, so a run that pauses loses nothing.
 
 Lines of history: which snapshots one run made one after another, and which are of another branch. Pure.
 

@@ -161,7 +161,7 @@ def _problem_of_array(node: Mapping[str, Any], kind: str, entry: Entry) -> str |
 
 
 def _problem_of_view(view: Mapping[str, Any], nbytes: int) -> str | None:
-    """Whether a view lies in its memory: whoever follows it does not look again."""
+    """Whether a view lies in its memory: what follows it does not look again."""
     dtype, shape, stride, offset = (view.get(key) for key in ("dtype", "shape", "stride", "byte_offset"))
     if type(dtype) is not str or not is_shape(shape) or not are_sizes(stride) or not are_sizes([offset]):
         return "'view' lacks something, or has it out of range"

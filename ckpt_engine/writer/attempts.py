@@ -39,7 +39,7 @@ class Attempt:
         host: its machine, for people.
         process: equal for the same process only; empty where the system does not tell.
         began: wall-clock seconds at which its writer opened.
-        seconds: that it was known to live from then on, by a clock that nobody sets.
+        seconds: that it was known to live from then on, by a clock that is never set.
         end: one of `ENDS`; None: it trains, or the writer was lost with it.
         ranks: that trained together.
         started: wall-clock seconds at which its process started; 0.0: not known.

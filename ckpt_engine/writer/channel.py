@@ -25,7 +25,7 @@ To the writer, in this order:
 To the trainer: perhaps events (whom it waits for, what the tier has), then `started` with `first_seq` and `history`
 (see `job.History`), or `refused` with `error` (the writer then exits); per job `event`s, one `done`, perhaps
 events of the retention that follows, one `settled`. Jobs are done in the order they were sent. A `done` may say that
-its slot is held by a call that hangs: then a `freed` with the `slot` follows, perhaps never. Nothing is sent after
+a call that hangs keeps its slot: then a `freed` with the `slot` follows, perhaps never. Nothing is sent after
 `refused`. A `request` with `what` and `who` may come at any time: what somebody asked the trainer for from outside.
 Else nothing but answers to jobs is sent after `started` with one tier that does not hang. Otherwise events come at any
 time, and after `close` perhaps `copying`, as soon as only further tiers want something, and again, with the tiers that
@@ -33,14 +33,14 @@ time, and after `close` perhaps `copying`, as soon as only further tiers want so
 `unfinished` tiers, each a text, as soon as nothing is left to wait for: the writer then goes on by itself. It is `said`
 where they are no others than those of `copying`, and nothing is wrong with them.
 
-With replication or parity `started` has a `port`, and rank 0 is told by `mirrored` which `snapshot` all keepers have.
+With replication or parity `started` has a `port`, and rank 0 hears by `mirrored` which `snapshot` all keepers have.
 
 What a job names is settled when the writer receives it, not when it does it. A `hold` is never answered.
 
 Unix sockets of this user by name, in a folder that only this user can enter.
 
-So nobody else can connect, fill the queue of connections, or take a name. With abstract sockets, which need no folder,
-anybody can: their names are listed for all users. The folder has a random name, which nobody else can have taken
+So no other user can connect, fill the queue of connections, or take a name. With abstract sockets, which need no
+folder, all users can: their names are listed. The folder has a random name, which no other user can have taken
 before. What a process that was killed has left there goes when the next one listens.
 
 The pulse: one page of memory in which the trainer says what it is doing, readable by the writer after its death.
@@ -323,7 +323,7 @@ _TIMEVAL = struct.Struct("ll")
 
 
 def name_of(root_url: str, rank: int = 0) -> str:
-    """The name of the socket of whoever writes the run at `root_url` for a rank. Touches no storage."""
+    """The name of the socket of the writer of the run at `root_url` for a rank. Touches no storage."""
     place = root_url.rstrip("/")
     if "://" not in root_url:
         place = str(Path(root_url).expanduser().absolute())
@@ -399,7 +399,7 @@ def _connected(path: str, timeout: float) -> socket.socket | None:
         if peer_uid(sock) == os.geteuid():
             return sock
     except (ConnectionRefusedError, FileNotFoundError):
-        pass  # nobody has the name, or who had it was killed
+        pass  # the name is free, or who had it was killed
     except BlockingIOError as err:
         sock.close()
         raise TimeoutError(f"{path} takes no connections") from err
@@ -443,7 +443,7 @@ class SocketListener:
         return self._sock.fileno()
 
     def accept(self) -> socket.socket | None:
-        """A connection of this user; None: whoever connected is gone again, or another one."""
+        """A connection of this user; None: who connected is gone again, or another user."""
         try:
             sock, _ = self._sock.accept()
         except OSError:
@@ -454,9 +454,9 @@ class SocketListener:
         return None
 
     def close(self) -> None:
-        """Give up the name: nobody new gets in."""
+        """Give up the name: no one new gets in."""
         with suppress(OSError):
-            # Before it is closed: as long as it listens nobody else takes the name.
+            # Before it is closed: as long as it listens the name is not taken.
             if self._path.lstat().st_ino == self._inode:
                 self._path.unlink()
         self._sock.close()
@@ -464,7 +464,7 @@ class SocketListener:
 
 @contextmanager
 def _alone_in(folder: str, timeout: float) -> Iterator[None]:
-    """While nobody else opens a socket there: one that was just bound is not taken for one that was left.
+    """While no other process opens a socket there: one that was just bound is not taken for one that was left.
 
     Raises:
         BlockingIOError: somebody does for more than `timeout` seconds.
@@ -566,7 +566,7 @@ class Pulse:
         )
 
     def close(self) -> None:
-        """Give the page back; whoever has the descriptor keeps it. Idempotent."""
+        """Give the page back; who has the descriptor keeps it. Idempotent."""
         if self.fd >= 0:
             self._page.close()
             os.close(self.fd)

@@ -45,7 +45,7 @@ _LOOK_SECONDS = 0.25
 
 
 def never() -> bool:
-    """Nobody is in a hurry."""
+    """There is no hurry."""
     return False
 
 
@@ -131,7 +131,7 @@ class WriterClient(abc.ABC):
         """The user does not want to wait for further tiers; True."""
 
     def _say_left(self) -> None:
-        """That the trainer waits for copies no more, where nobody has said it."""
+        """Say that the trainer waits for copies no more, once."""
         if self._only_copies and not self._said_copies:
             text = f"not everything is on the further tiers yet; {self._goes_on_with_copies}"
             self._mailbox.hear(channel.event(Notice("WARNING", text)))
@@ -163,7 +163,7 @@ class WriterClient(abc.ABC):
     ) -> bool:
         """Let the writer finish everything and give back the lease; whether it has ended within `timeout` seconds.
 
-        Until it has, the slots of open jobs and of the newest held one MUST NOT change.
+        Until it has, the slots of open jobs and of the newest one in memory MUST NOT change.
 
         If not, open jobs count as failed here, while the writer goes on for at most `drain_seconds`. Idempotent; works
         with a dead writer.
@@ -232,8 +232,8 @@ class WriterClient(abc.ABC):
     def hold(self, job: PersistJob) -> None:
         """Let the writer keep a job in memory instead of the one before; no `JobDone` will come. Never waits.
 
-        With `WriterConfig.memory` every `submit` holds its job as well. The slot of the newest held job MUST NOT change
-        before a newer one is held or submitted and `flushed` is true, even if the job is durable.
+        With `WriterConfig.memory` every `submit` keeps its job as well. The slot of the newest kept job MUST NOT change
+        before a newer one is kept or submitted and `flushed` is true, even if the job is durable.
 
         Raises:
             WriterError: as `submit`.

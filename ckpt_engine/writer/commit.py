@@ -78,10 +78,10 @@ class Gathering:
 
     Args:
         ranks: its configuration.
-        in_flight: told what is settled.
+        in_flight: notes what is settled.
         progress: of the lane that it runs in; waiting for others is no hang of the storage.
         still_ours: raises `LeaseHeldError` if the lease is lost; asked right before the commit.
-        alone: set when the trainer is gone. Whoever restarts it waits for the lease then, and can complete the snapshot
+        alone: set when the trainer is gone. The restarted one waits for the lease then, and can complete the snapshot
             as well: it is left as it is after `alone_seconds`.
     """
 
@@ -106,7 +106,7 @@ class Gathering:
         mine = part_records.part_of(manifest, staged.cut_layout.layout, self._ranks)
         part_records.put(repository.storage, mine)
         whole = part_records.merge([mine, *self._gather(repository, staged.snapshot)])
-        # Nobody but the holder of the lease removes anything: what is there now is there when it is committed.
+        # Only the owner of the lease removes anything: what is there now is there when it is committed.
         require_files(repository.storage, [file for file in whole.files if staged.snapshot not in file.name])
         self._still_ours()
         self._progress.check()
@@ -119,7 +119,7 @@ class Gathering:
     def undo(self, staged: Staged, repository: Repository, new: Sequence[str]) -> None:
         if self._alone.is_set():
             return  # the next start completes it, if the last part has come by then, or removes it
-        # A commit may have landed although it reported an error. Without its records nobody can complete it later.
+        # A commit may have landed although it reported an error. Without its records it cannot be completed later.
         repository.forget([staged.snapshot])
         part_records.remove(repository.storage, staged.snapshot, self._ranks.members)
         repository.storage.delete(*new)
@@ -160,7 +160,7 @@ class Contributing:
 
     Args:
         ranks: its configuration.
-        says_failure: what fails is told to the coordinator, which waits for it. Else the part may come later.
+        says_failure: the coordinator, which waits for the part, hears that it failed. Else the part may come later.
     """
 
     def __init__(self, ranks: RankConfig, *, says_failure: bool = True) -> None:
@@ -238,7 +238,7 @@ class Gather:
                 [mine, *self._others(storage, snapshot, mine, self.ranks.wait_seconds + seconds)]
             )
             require_files(storage, whole.files)
-            with suppress(StorageExistsError):  # as long as this was not told
+            with suppress(StorageExistsError):  # of an earlier attempt
                 target.commit(whole)
         except (CkptError, CopySourceError):
             with suppress(CkptError):  # the next question removes what is left
@@ -249,7 +249,7 @@ class Gather:
         return copied
 
     def _ask(self, storage: Storage, snapshot: str) -> None:
-        """Whatever other questions there are: nobody waits for an answer any more."""
+        """All other questions are out of date."""
         _forget_questions(storage, (snapshot,))
         for other, ranks in part_records.there(storage).items():
             if other != snapshot:

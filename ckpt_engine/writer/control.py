@@ -14,13 +14,13 @@ and with replication or parity `guests` (ids by rank), `group`, `parity` (ids), 
 of the memory. Takes the `snapshot` that is wanted |
 | `bye`          | `ok`: the writer gives up its name, and ends after what is in flight; not while its trainer lives, \
 nor if `snapshot` is given and it holds another one |
-| `save`, `stop` | `trainer`: whether there is one that was told; takes `who`, text for people |
+| `save`, `stop` | `trainer`: whether there is one that heard it; takes `who`, text for people |
 | `flush`        | `step` of the newest snapshot in memory, which becomes durable now if it is not; None, and `why`, \
 if there is none, or no trainer; of several ranks the writers of all are to be asked |
 | `status`       | `pid`, `trainer`, `held` (None, or `step` and `durable`), `held_created`, \
 `beat`, `spent` (None, or `started`, `step` and `times`, see `attempts`) |
 
-Who asks for something else is told `error`.
+The reply to anything else is `error`.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Control:
         self._thread = threading.Thread(target=self._run, name="ckpt-control", daemon=True)
 
     def open(self, timeout: float) -> None:
-        """Take the name and begin. Another writer of this user that still has it is told `bye`.
+        """Take the name and begin. Another writer of this user that still has it gets a `bye`.
 
         Raises:
             WriterError: the name is not to be had within `timeout` seconds.
@@ -172,7 +172,7 @@ class Control:
                 os.eventfd_write(self._wake_fd, 1)
 
     def hang_up(self) -> None:
-        """Give up the name: nobody new gets in. On the control thread, from `answer`."""
+        """Give up the name: no one new gets in. On the control thread, from `answer`."""
         if self._listener is not None:
             self._listener.close()
             self._listener = None
@@ -253,7 +253,7 @@ class Control:
             return is_open
         try:
             reply = self._answer(client.request)
-        except Exception as err:  # noqa: BLE001 - who asked is told; the next one is answered all the same
+        except Exception as err:  # noqa: BLE001 - said to who asked; the next one is answered all the same
             reply = Reply({"error": f"{type(err).__name__}: {err}"})
         if reply is None:
             return True

@@ -25,18 +25,18 @@ class ControlHandlers:
     """Answers requests. `answer` belongs to the control thread, everything else may be called from any.
 
     Args:
-        held: what is in memory.
+        memory: the snapshots in memory.
         forward: tells the trainer what somebody asked it for, and who; whether that was possible.
         trainer_lives: asks the system, in case its end has not been noticed yet.
-        flush: makes what is held durable although the trainer lives; tells its step, or None.
-        bye: called when whoever restarted the training needs this writer no more; gives up the name.
+        flush: makes what is in memory durable although the trainer lives; its step, or None.
+        bye: called when the restarted training needs this writer no more; gives up the name.
         ranks: whose writer this is; None: there is one rank.
         peers: what it keeps for ranks of other machines.
     """
 
     def __init__(
         self,
-        held: MemorySnapshots,
+        memory: MemorySnapshots,
         forward: Callable[[str, str], bool],
         trainer_lives: Callable[[], bool],
         flush: Callable[[], int | None],
@@ -46,7 +46,7 @@ class ControlHandlers:
     ) -> None:
         self._ranks = ranks
         self._peers = peers
-        self._held = held
+        self._memory = memory
         self._forward = forward
         self._trainer_lives = trainer_lives
         self._flush = flush
@@ -63,7 +63,7 @@ class ControlHandlers:
         """The trainer is gone, and everything it sent was taken in.
 
         Args:
-            serves: what is held is for whoever restarts the training; else that was closed, and nothing is served.
+            serves: what is in memory is for the restarted training; else that was closed, and nothing is served.
         """
         self._serves = serves
         self._attended = False
@@ -99,10 +99,10 @@ class ControlHandlers:
         closed = self._closed()
         if closed is not None:
             return Reply({"held": [], "why": closed}) if closed else None
-        held = self._held.ids()
-        if held is None:
+        ids = self._memory.ids()
+        if ids is None:
             return None
-        body: Body = {"held": held}
+        body: Body = {"held": ids}
         if self._ranks is not None:
             body["node"] = self._ranks.node
         if self._ranks is not None and self._peers is not None:
@@ -123,7 +123,7 @@ class ControlHandlers:
         if self._ranks is not None and rank not in (None, self._ranks.rank):
             return self._guest(str(wanted), rank)
         try:
-            offer = self._held.offer(None if wanted is None else str(wanted))
+            offer = self._memory.offer(None if wanted is None else str(wanted))
         except (CkptError, OSError, ValueError) as err:
             return Reply({"snapshot": None, "why": str(err)})
         if offer is None:
@@ -170,16 +170,16 @@ class ControlHandlers:
     def _take_leave(self, snapshot: object) -> Reply | None:
         if self._attended:
             return Reply({"ok": False}) if self._trainer_lives() else None
-        newest = self._held.newest
+        newest = self._memory.newest
         if snapshot is not None and newest is not None and newest.snapshot != snapshot:
             return Reply({"ok": False})  # somebody else's snapshot: it was attached to another writer
         self._said_bye.set()
-        self._held.let_go()
+        self._memory.let_go()
         self._bye()
         return Reply({"ok": True})
 
     def _status(self) -> Body:
-        newest = self._held.newest
+        newest = self._memory.newest
         return {
             "pid": os.getpid(),
             "trainer": self._attended and self._trainer_lives(),
@@ -190,5 +190,5 @@ class ControlHandlers:
         }
 
     def _beat(self) -> Body | None:
-        beat = self._held.beat
+        beat = self._memory.beat
         return None if beat is None else {"step": beat.step, "instant_monotonic": beat.instant_monotonic}

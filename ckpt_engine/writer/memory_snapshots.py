@@ -1,6 +1,6 @@
-"""The newest complete snapshots that the trainer told of: kept in memory, and offered to who restarts the training.
+"""The newest complete snapshots of the trainer: kept in memory, and offered to the restarted one.
 
-Which arena slots are still read by calls that nobody waits for: the trainer gets those back later.
+Which arena slots abandoned calls still read: the trainer gets those back later.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def as_manifest(staged: Staged, run: str) -> bytes:
 def held_share(ids: Ids, changed: Callable[[], object], ranks: RankConfig) -> MemorySnapshots:
     """For one of several ranks: all of them die with a snapshot in common, though they are at different ones.
 
-    Whoever begins snapshot m has met all ranks in the step before it, so that each has snapshot m - 2 complete; m - 1
-    may still be copied there. So this writer keeps m - 2, and m - 1, and perhaps m.
+    A rank that begins snapshot m has met all ranks in the step before it, so that each has snapshot m - 2 complete;
+    m - 1 may still be copied there. So this writer keeps m - 2, and m - 1, and perhaps m.
     """
 
     def describe(staged: Staged, run: str) -> bytes:
@@ -114,7 +114,7 @@ class MemorySnapshots:
 
     @property
     def unwanted(self) -> bool:
-        """Whether nobody wants what is held any more, see `let_go`."""
+        """Whether what is in memory is not wanted any more, see `let_go`."""
         return self._unwanted
 
     def hold(self, order: StagedJob) -> None:
@@ -155,7 +155,7 @@ class MemorySnapshots:
             return found
 
     def seal(self, run: RunText) -> None:
-        """The trainer is gone and everything it sent has arrived: what is held is final.
+        """The trainer is gone and everything it sent has arrived: what is in memory is final.
 
         The digests of the newest are worked out now, on another thread; whatever changed it afterwards would be noticed
         by them.
@@ -170,12 +170,12 @@ class MemorySnapshots:
         self._digest_soon(newest)
 
     def intact(self, order: StagedJob) -> bool:
-        """Whether the trainer cannot have filled the slot of `order` anew, as far as what it sent has arrived here."""
+        """Whether the trainer cannot have filled the slot of `order` again, as far as what it sent has arrived here."""
         with self._lock:
             return order in list(self._orders)[-max(1, self._keep - 1) :]
 
     def keeps(self, order: StagedJob) -> bool:
-        """Whether the trainer has not begun to fill the slot of `order` anew."""
+        """Whether the trainer has not begun to fill the slot of `order` again."""
         self.drop_torn()
         with self._lock:
             return order in self._orders
@@ -195,7 +195,7 @@ class MemorySnapshots:
         return self._sealed.wait(timeout)
 
     def ids(self) -> list[str] | None:
-        """The ids of what is held, newest first; None: not known yet."""
+        """The ids of what is in memory, newest first; None: not known yet."""
         if not self._sealed.is_set() or not self._ids.begun:
             return None
         with self._lock:
@@ -236,18 +236,18 @@ class MemorySnapshots:
             order.release()
 
     def let_go(self) -> None:
-        """Nobody wants it any more: give the memory back as soon as it is durable."""
+        """It is not wanted any more: give the memory back as soon as it is durable."""
         self._unwanted = True
         self._drop_unwanted()
 
     def settle(self) -> None:
-        """What is held has become durable, or cannot."""
+        """What is in memory has become durable, or cannot."""
         self._settled = True
         self._drop_unwanted()
 
     def _drop_unwanted(self) -> None:
         newest = self.newest
-        # Of several ranks nobody knows alone which one becomes durable.
+        # Of several ranks none knows alone which one becomes durable.
         over = self._settled or (self._keep == 1 and newest is not None and newest.durable)
         if self._unwanted and over:
             self._drop()
@@ -289,7 +289,7 @@ class SlotReaders:
     """Counts the readers of each slot. Any thread.
 
     Args:
-        freed: told a slot whose last reader has ended after its job was settled as held.
+        freed: called with a slot whose last reader has ended after its job was settled as still read.
     """
 
     def __init__(self, freed: Callable[[int], object]) -> None:
@@ -307,10 +307,10 @@ class SlotReaders:
     def settle(self, slot: int, tell: Callable[[bool], object]) -> None:
         """Call `tell` with whether the slot is still read; `freed` for it comes later than that."""
         with self._lock:
-            held = self._readers[slot] > 0
-            if held:
+            is_read = self._readers[slot] > 0
+            if is_read:
                 self._promised.add(slot)
-            tell(held)
+            tell(is_read)
 
     def _end(self, slot: int) -> None:
         with self._lock:

@@ -23,8 +23,8 @@ from ckpt_engine.writer.channel import Body
 T = TypeVar("T")
 
 
-class Told(Generic[T]):
-    """Something that was told, worked out when it is first needed, by the thread that needs it."""
+class Lazy(Generic[T]):
+    """Something worked out when it is first needed, by the thread that needs it."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make: Callable[[], T] | None = make
@@ -40,30 +40,30 @@ class Told(Generic[T]):
             return self._found[0]
 
 
-def nobody_fills() -> bool:
-    """The slot stays as it is until somebody says that it may be filled again."""
+def stays() -> bool:
+    """The slot stays as it is until the trainer may fill it again."""
     return True
 
 
 class StagedJob:
     """A job with what its numbers stand for. It keeps its slot until it is released as often as it was retained.
 
-    Whoever makes one has retained it once.
+    It is made with one reference.
 
     Attributes:
         snapshot: the id it has got, see `message_decoder.Ids`.
         durable: whether it has become durable under that id.
         failed: whether it has failed to do so.
         problem: why the job cannot be done at all; None: it can.
-        unchanged: see `Staged`; to be set where the trainer lives and nobody has told it to leave the slot alone.
+        unchanged: see `Staged`; to be set where the trainer lives and may use the slot.
     """
 
     def __init__(
         self,
         job: PersistJob,
         slot: ArenaSlot | None,
-        layout: Told[CutLayout] | None,
-        skeletons: Mapping[str, Told[KeySkeleton]],
+        layout: Lazy[CutLayout] | None,
+        skeletons: Mapping[str, Lazy[KeySkeleton]],
         problem: str | None,
     ) -> None:
         self.job = job
@@ -71,7 +71,7 @@ class StagedJob:
         self.snapshot: str | None = job.snapshot
         self.durable = False
         self.failed = False
-        self.unchanged: Callable[[], bool] = nobody_fills
+        self.unchanged: Callable[[], bool] = stays
         self._slot = slot
         self._layout = layout
         self._skeletons = skeletons
@@ -98,7 +98,7 @@ class StagedJob:
         """
         if self._slot is None or self._layout is None or self.problem is not None:
             raise WriterError(f"job {self.job.job} cannot be done: {self.problem}")
-        skeletons = {key: told.get() for key, told in self._skeletons.items()}
+        skeletons = {key: lazy.get() for key, lazy in self._skeletons.items()}
         return Staged(self.job, snapshot, self._slot, self._layout.get(), skeletons, self._digests, self.unchanged)
 
     def retain(self) -> None:
@@ -117,8 +117,8 @@ class MessageDecoder:
 
     def __init__(self) -> None:
         self._slots: dict[int, ArenaSlot] = {}
-        self._layouts: dict[int, Told[CutLayout]] = {}
-        self._skeletons: dict[int, Told[KeySkeleton]] = {}
+        self._layouts: dict[int, Lazy[CutLayout]] = {}
+        self._skeletons: dict[int, Lazy[KeySkeleton]] = {}
 
     def take(self, body: Body, fds: Sequence[int] = ()) -> StagedJob | None:
         """Do what a message says. The order of a `persist` or a `hold`; the caller owns it.
@@ -137,10 +137,10 @@ class MessageDecoder:
                 self._slots[body["slot"]] = ArenaSlot(fds[0], body["nbytes"])
             case channel.LAYOUT:
                 layout = body["layout"]
-                self._layouts[layout["id"]] = Told(lambda: CutLayout.of(values.layout_from_json(layout)))
+                self._layouts[layout["id"]] = Lazy(lambda: CutLayout.of(values.layout_from_json(layout)))
             case channel.SKELETON:
                 tree = body["tree"]
-                self._skeletons[body["id"]] = Told(lambda: KeySkeleton(tree))
+                self._skeletons[body["id"]] = Lazy(lambda: KeySkeleton(tree))
             case channel.FORGET:
                 self._forget_slots(body["slots"])
                 for layout_id in body["layouts"]:
@@ -159,7 +159,7 @@ class MessageDecoder:
 
     def _resolve(self, job: PersistJob) -> StagedJob:
         problem: str | None = None
-        skeletons: dict[str, Told[KeySkeleton]] = {}
+        skeletons: dict[str, Lazy[KeySkeleton]] = {}
         try:
             skeletons = {key: self._skeletons[number] for key, number in job.tree}
         except KeyError as err:

@@ -81,7 +81,7 @@ class Parity:
     Args:
         snapshot: its id.
         shares: what the chunks are of, without memory.
-        fd: a descriptor of the memory; whoever has the value closes it.
+        fd: a descriptor of the memory; the owner of the value closes it.
         nbytes: of the longest chunk.
     """
 
@@ -130,14 +130,14 @@ class ParitySets:
             self.group = tuple(group)
 
     def receive(self, said: Mapping[str, Any], line: PeerConnection) -> None:
-        """Take in a member's chunk; raises what keeps it from being kept, whoever sends it.
+        """Take in a member's chunk; raises what keeps it from being kept.
 
         Raises:
-            WriterError: nobody expects it.
+            WriterError: it is not expected.
             FormatError: its bytes are not what was sent.
             OSError: there is no memory, or the sender is gone.
         """
-        share = PeerShare.told(said, -1)
+        share = PeerShare.of(said, -1)
         share.decoded()
         found, nbytes = self._begin(share)
         try:

@@ -83,7 +83,7 @@ def part_of(manifest: Manifest, layout: Layout, ranks: RankConfig) -> PartRecord
         if one.whole is not None
     }
     if ranks.rank:
-        # What is the same on all ranks is told by rank 0.
+        # What is the same on all ranks comes from rank 0.
         manifest = replace(manifest, tree={key: node for key, node in manifest.tree.items() if key == RANKS})
     return PartRecord((ranks.rank,), ranks.size, layout.structure, slices, manifest, place=ranks.place)
 
@@ -227,7 +227,7 @@ def there(storage: Storage, snapshot: str | None = None) -> dict[str, set[int]]:
 
 
 def remove(storage: Storage, snapshot: str, ranks: Collection[int]) -> None:
-    """Remove part records; what they say is in a manifest, or nobody needs it."""
+    """Remove part records; what they say is in a manifest, or not needed."""
     storage.delete(*(names.part_name(snapshot, rank) for rank in ranks))
 
 
@@ -358,7 +358,7 @@ def _joined(name: str, array: _Array, *, is_whole: bool) -> tuple[Entry, Slices 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a writer found of snapshots that nobody had committed: those that exist now, and those that were let go."""
+    """What a writer found of uncommitted snapshots: those that exist now, and those that were let go."""
 
     completed: tuple[str, ...]
     discarded: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Shares between the writers of several machines: kept for a partner, and given to whoever restarts the training.
+"""Shares between the writers of several machines: kept for a partner, and given to the restarted training.
 
 One TCP connection carries one request after the other, in frames: an 8-byte little-endian length, so many bytes, and
 a tag. A message is a frame of JSON; one with `nbytes` is followed by so many bytes of a data file, slice by slice.
@@ -73,7 +73,7 @@ class PeerShare:
         part: its part record.
         record: of the run.
         file: name of the data file.
-        fd: a descriptor of the memory; whoever has the value closes it.
+        fd: a descriptor of the memory; the owner of the value closes it.
         nbytes: bytes of the data file.
     """
 
@@ -86,7 +86,7 @@ class PeerShare:
     nbytes: int
 
     @classmethod
-    def told(cls, said: Mapping[str, Any], fd: int) -> PeerShare:
+    def of(cls, said: Mapping[str, Any], fd: int) -> PeerShare:
         """The inverse of `described`, in memory that `fd` is a descriptor of; -1: in none.
 
         Raises:
@@ -189,7 +189,7 @@ class PeerConnection:
         def made(what: str) -> bytes:
             return hmac.digest(secret.encode(), what.encode() + numbers, "sha256")
 
-        # The role is part of it: nobody can hand us back our own answer.
+        # The role is part of it: our own answer is of no use to the other end.
         roles = ("server", "client") if answers else ("client", "server")
         proof = bytearray(_PROOF_BYTES)
         if not answers:
@@ -232,7 +232,7 @@ class PeerConnection:
         return body
 
     def send_file(self, image: memoryview, pace: Callable[[int], object] = lambda _: None) -> None:
-        """Send a data file; `pace` is told of each slice before."""
+        """Send a data file; `pace` is called before each slice."""
         for at in range(0, image.nbytes, SLICE_BYTES):
             slice_ = image[at : at + SLICE_BYTES]
             pace(slice_.nbytes)
@@ -435,7 +435,7 @@ class Guests:
             self._ranks = tuple(ranks)
 
     def receive(self, said: Mapping[str, Any], line: PeerConnection) -> None:
-        """Take in a share; raises what keeps it from being kept, whoever sends it.
+        """Take in a share; raises what keeps it from being kept.
 
         Raises:
             WriterError: it is of no rank that is expected.
@@ -451,7 +451,7 @@ class Guests:
         with self._receiving:
             fd = self._memory(nbytes)
             try:
-                share = PeerShare.told(said, fd)
+                share = PeerShare.of(said, fd)
                 image = memoryview(map_shared(fd, max(1, nbytes), writable=True)).cast("B")[:nbytes]
                 line.fill(image)
                 verify(share, image)

@@ -2,9 +2,9 @@
 
 Sends what a rank's writer holds to the writers that keep it on other machines, the newest snapshot first.
 
-One keeper gets the share whole; of a parity group each gets a chunk. The trainer fills a slot anew while a slow link
+One keeper gets the share whole; of a parity group each gets a chunk. The trainer fills a slot again while a slow link
 still takes it in. So the share is copied before, and what was copied counts only if the slot cannot have changed
-meanwhile. Nobody waits for a keeper: one that is gone is told, and tried again with the next snapshot.
+meanwhile. A keeper is not waited for: one that is gone is reported, and tried again with the next snapshot.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ class Peers:
         self._lead = addresses[0]
         self._mirror.meet({rank: addresses[rank] for rank in keepers})
         if body["moved"]:
-            # Whoever sends its shares here, and all who tell rank 0 that theirs were kept.
+            # Those that send their shares here, and all who say to rank 0 that theirs were kept.
             others = senders if self._ranks.rank else range(1, self._ranks.size)
             me = {"what": "moved", "rank": self._ranks.rank, "port": self.port, "host": addresses[self._ranks.rank][0]}
-            told = [addresses[one] for one in others]
-            threading.Thread(target=self._tell, args=(told, me), name="ckpt-moved", daemon=True).start()
+            there = [addresses[one] for one in others]
+            threading.Thread(target=self._tell, args=(there, me), name="ckpt-moved", daemon=True).start()
 
     def offer(self, order: StagedJob) -> None:
         """The newest order is to be mirrored."""
@@ -219,7 +219,7 @@ _END_SECONDS = 1.0
 
 @dataclass(slots=True)
 class _Keeper:
-    """Who keeps the share, or chunk `number` of it. `away`: it failed the last time, and that was told."""
+    """Who keeps the share, or chunk `number` of it. `away`: it failed the last time, and that was reported."""
 
     rank: int
     number: int
@@ -241,7 +241,7 @@ class Mirror:
         ranks: whose shares are sent.
         run: of the writer; None: it has not opened the run yet.
         intact: whether the slot of an order still has its bytes, and had them until now.
-        done: told each snapshot that all keepers have whole.
+        done: called with each snapshot that all keepers have whole.
         notice: takes a line for people, and whether it is a warning.
         throttle: paces what is sent; None: as fast as the link takes it.
     """
@@ -308,8 +308,8 @@ class Mirror:
                 self._send(order)
             except (OSError, CkptError, ValueError) as err:
                 if not self._failed:
-                    told = f"the share of rank {self._ranks.rank} cannot be sent to other machines: {err}"
-                    self._notice(f"{told}; it is in the memory of this machine only", True)
+                    text = f"the share of rank {self._ranks.rank} cannot be sent to other machines: {err}"
+                    self._notice(f"{text}; it is in the memory of this machine only", True)
                 self._failed = True
             else:
                 self._failed = False
@@ -361,8 +361,8 @@ class Mirror:
         except (OSError, CkptError, ValueError) as err:
             keeper.hang_up()
             if not keeper.away:
-                told = f"{who} does not take the share of rank {share.rank}: {err}"
-                self._notice(f"{told}; it is in the memory of this machine only", True)
+                text = f"{who} does not take the share of rank {share.rank}: {err}"
+                self._notice(f"{text}; it is in the memory of this machine only", True)
             keeper.away = True
             return False
         if why is not None:

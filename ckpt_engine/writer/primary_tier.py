@@ -217,7 +217,7 @@ class PrimaryTier:
         room = self._room.before(nbytes, contents.manifest)
         if room is not None:
             self._made_room(room.plan.remove)
-        self._told(room)
+        self._say_pruned(room)
 
     def _make_rooms(self, lease: Lease) -> SpaceReservation:
         return SpaceReservation(self._repository, lease, self._policy, self._notice, self._in_flight, self._unsure)
@@ -231,7 +231,7 @@ class PrimaryTier:
             self._report(collect(self._repository, self._lease, in_flight=self._in_flight))
         except AbandonedError:
             self._swept = False
-        except Exception as err:  # noqa: BLE001 - reported; garbage harms nobody
+        except Exception as err:  # noqa: BLE001 - reported; garbage does no harm
             self._notice(f"cannot remove what earlier writers left behind: {err}")
 
     def sweep_again(self) -> None:
@@ -259,7 +259,7 @@ class PrimaryTier:
             self._swept = False
             self._notice(f"retention failed, older snapshots stay: {ErrorRecord.of(err).message}")
             return
-        self._told(pruned)
+        self._say_pruned(pruned)
 
     def release(self) -> None:
         """Give back the lease, if this writer has it.
@@ -297,8 +297,8 @@ class PrimaryTier:
         self._swept = False
         self._notice(f"cannot remove the data of the failed snapshot {staged.snapshot} yet: {err}")
 
-    def _told(self, pruned: Pruned | None) -> None:
-        """Tell the trainer what retention did."""
+    def _say_pruned(self, pruned: Pruned | None) -> None:
+        """Say to the trainer what retention did."""
         if pruned is None:
             return
         if pruned.forgotten:
@@ -326,13 +326,13 @@ def waiting(
     Args:
         seconds: how long the lease is waited for at most.
     """
-    told = False
+    said = False
 
     def pause(pause_seconds: float) -> None:
-        nonlocal told
-        other = None if told else read_holder(storage)
+        nonlocal said
+        other = None if said else read_holder(storage)
         if other is not None and other != holder:
-            told = True
+            said = True
             emit(_waits_for(other, holder, storage.url, seconds))
         time.sleep(pause_seconds)
 
@@ -385,10 +385,10 @@ def history_of(repository: Repository) -> History | None:
 
 def holder_of(config: WriterConfig) -> LeaseHolder:
     """The holder as the lease names it: what the trainer said about itself, completed with this process."""
-    told = config.holder
+    given = config.holder
     return LeaseHolder(
-        pid=int(told.get("pid", os.getpid())),
-        host=str(told.get("host", socket.gethostname())),
-        started=float(told.get("started", time.time())),
-        command=str(told.get("command", sys.executable)),
+        pid=int(given.get("pid", os.getpid())),
+        host=str(given.get("host", socket.gethostname())),
+        started=float(given.get("started", time.time())),
+        command=str(given.get("command", sys.executable)),
     )

@@ -1,10 +1,10 @@
 """What the writers of several ranks do when their trainers are gone: they make durable what all of them hold.
 
-Ranks may be at different snapshots when they die, so each writer holds several. Nobody is asked what he holds: each
+Ranks may be at different snapshots when they die, so each writer has several. Writers do not talk to each other: each
 writer *leaves* its newest share, which is its data and its part record, and looks at the part records of the others.
-Where another rank has left only something older, that is left too. So all arrive at the newest snapshot that everybody
-holds, and the coordinator commits it. Whoever is late or gone is waited for shortly; then everything that is held is
-left, so that the next start can commit what is complete by then.
+Where another rank has left only something older, that is left too. So all arrive at the newest snapshot that every rank
+has, and the coordinator commits it. A writer that is late or gone is waited for shortly; then each leaves all that it
+has, so that the next start can commit what is complete by then.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class CrashRecovery:
 
         Args:
             orders: newest first, numbered by the ranks.
-            again: told why something failed; whether to try again in a while.
+            again: called with why something failed; whether to try again in a while.
         """
         while True:
             try:
@@ -208,9 +208,9 @@ class NearestTier:
         progress: of the lane that the calls run in.
         lane: runs a call in it; one that reads the arena comes with what it reads.
         still_ours: raises `LeaseHeldError` if the lease is lost; asked right before the commit.
-        in_flight: told what is settled; None where this is not the coordinator.
-        done: told of each share that is durable, or of each snapshot on the coordinator.
-        not_undone: told if data of a share stays that could not be left.
+        in_flight: notes what is settled; None where this is not the coordinator.
+        done: called for each share that is durable, or for each snapshot on the coordinator.
+        not_undone: called if data of a share stays that could not be left.
     """
 
     def __init__(

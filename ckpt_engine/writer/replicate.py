@@ -90,7 +90,7 @@ PATIENCE_SECONDS = 60.0
 class Replicator:
     """Works on one tier until it is stopped. All methods may be called from any thread and return at once.
 
-    What it asks of storages runs on another thread, which it watches: a tier that hangs is told as failed, and waited
+    What it asks of storages runs on another thread, which it watches: a tier that hangs counts as failed, and is waited
     for; a nearer tier that hangs is gone without.
 
     Args:
@@ -276,7 +276,7 @@ class Replicator:
         except CopySourceError as err:
             self._source_failed(err)
             delay = self._pause()
-        except Exception as err:  # noqa: BLE001 - whatever it is, it is this tier's alone, and it is told
+        except Exception as err:  # noqa: BLE001 - whatever it is, it is this tier's alone, and reported
             if self._gate.is_shut:
                 return 0.0  # libraries wrap what they were stopped with
             self.failed(err)
@@ -324,7 +324,7 @@ class Replicator:
         return self._lingers
 
     def _left_a_source(self, err: StorageStalledError) -> bool:
-        """Whether it was a nearer tier in which the attempt hung; that is told."""
+        """Whether it was a nearer tier in which the attempt hung; says so."""
         if self._hung_in is None:
             return False
         self._source_failed(CopySourceError(StorageStalledError(f"{self._hung_in} hangs", hint=err.hint)))
@@ -340,7 +340,7 @@ class Replicator:
     def _release(self) -> None:
         """Give back the lease, unless the tier hangs: then that is done when it has ended."""
         if not self._lingers:
-            with suppress(StorageStalledError):  # it was told as hanging, or is in no hurry
+            with suppress(StorageStalledError):  # reported as hanging, or in no hurry
                 self.tier.copies.call(self._give_back, give_up=lambda _: True)
 
     def _give_back(self) -> None:

@@ -228,7 +228,7 @@ class SecondaryTier:
             collect(self._repository, self._lease, in_flight=[info.id for info in self.waiting])
 
     def release(self) -> None:
-        """Give back the lease; `advance` takes it again. Never raises: a tier that is away cannot be told."""
+        """Give back the lease; `advance` takes it again. Never raises: a tier that is away does not hear it."""
         lease, self._lease, self._repository = self._lease, None, None
         self._done.clear()
         if lease is not None:
@@ -280,7 +280,7 @@ class SecondaryTier:
             readable = True
             for info in infos:
                 if info.partial is not None and (self._gather is None or info.partial.size != self._gather.ranks.size):
-                    continue  # of a time when other nodes had the rest: nobody is here to copy that
+                    continue  # of a time when other nodes had the rest: they are not here to copy that
                 if (repository.storage.url, info.id) not in self._damaged:
                     found.setdefault(info.id, CopySource(info, repository))
         if not readable and error is not None:
@@ -434,10 +434,10 @@ class SecondaryTier:
         return next((path for one in self._nearer if one.usable() and (path := scratch_of(one.storage))), None)
 
     def _not_undone(self, staged: Staged) -> Callable[[CkptError], None]:
-        def told(err: CkptError) -> None:
+        def say(err: CkptError) -> None:
             self._say(f"the data of the failed snapshot {staged.snapshot} stay at {self.url} for now: {err}")
 
-        return told
+        return say
 
     def _say(self, message: str) -> None:
         self._emit(Notice("WARNING", message))

@@ -236,8 +236,8 @@ class Serving:
         try:
             control.open(_NAME_SECONDS)
         except WriterError as err:
-            told = f"the writer takes no requests from outside: {err.message}"
-            self._channel.send(channel.event(Notice("WARNING", told)))
+            text = f"the writer takes no requests from outside: {err.message}"
+            self._channel.send(channel.event(Notice("WARNING", text)))
             control.close(_NAME_SECONDS)
         else:
             self._control = control
@@ -272,7 +272,7 @@ class Serving:
         if self._closing:
             worker.leave_alone()
         elif self._left:
-            pass  # it was told when the trainer said so
+            pass  # done when the trainer said so
         elif self._peer.fd is None or self._peer.ended(_END_SECONDS):
             worker.abandon(GONE)
         else:
@@ -280,7 +280,7 @@ class Serving:
         assert self._desk is not None
         self._desk.leave(serves=not self._closing)
         if self._control is None and not self._closing:
-            self._listen()  # whoever had the name may be gone by now
+            self._listen()  # who had the name may be gone by now
         self._poke()
         self._heed_termination(worker)
         deadline = time.monotonic() + self._drain_seconds
@@ -294,7 +294,7 @@ class Serving:
         return self._status
 
     def _heed_termination(self, worker: Worker) -> None:
-        """From now on SIGTERM is for us. One that came before was for the job: nobody comes back to it here."""
+        """From now on SIGTERM is for the writer. One that came before was for the whole job."""
 
         def stop(_number: int, _frame: object) -> None:
             worker.skip_waiting()
@@ -314,7 +314,7 @@ class Serving:
         return max(0.0, worker.rescued_at + self._linger_seconds - time.monotonic())
 
     def _linger(self, worker: Worker) -> None:
-        """Serve what is in memory, until nobody can want it any more."""
+        """Serve what is in memory, as long as it may be wanted."""
         assert self._desk is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._end_fd, selectors.EVENT_READ)
@@ -337,7 +337,7 @@ def main(arguments: list[str]) -> int:
 
 def _complain(text: str) -> None:
     """Say something on stderr, which the trainer shows if this process breaks down."""
-    with contextlib.suppress(OSError):  # the trainer is gone, and with it whoever would read this
+    with contextlib.suppress(OSError):  # the trainer is gone, and with it the reader of this
         print(text, file=sys.stderr, flush=True)  # noqa: T201
 
 

@@ -153,7 +153,7 @@ class StatusWriter:
     Args:
         nearest: where it is written, if that is a local disk.
         now: the status of all tiers.
-        emit: told once if it cannot be written.
+        emit: called once if it cannot be written.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ UNKNOWN_SEQ_GAP = 100_000
 """Numbers left out for the snapshots that a tier may have which does not answer at the start."""
 _END_SECONDS = 2.0
 _LOOK_SECONDS = 0.25
-"""Nobody says that a tier gives no sign."""
+"""A tier that gives no sign does not say so."""
 _REMEMBERED = 1000
 
 
@@ -96,10 +96,10 @@ class SecondaryTiers:
         signs = Signs()
         self._storages.append(WatchedStorage(self._open(number), signs))
         copies = Lane(url, keeps=False)
-        direct = Lane(url, told=lambda: replicator.wake())
+        direct = Lane(url, ended=lambda: replicator.wake())
         gate = Gate(throttle)
         gather = self._gather(config, gate, copies.progress)
-        # Storages of their own: what a copy is told to do, direct writes are not.
+        # Storages of their own: what stops a copy does not stop direct writes.
         places = Places(
             self._storages[number],
             WatchedStorage(WatchedStorage(self._open(number), copies.progress), signs),
@@ -309,8 +309,8 @@ class SecondaryTiers:
         Args:
             nearest_hangs: whether the nearest tier is one that does not have everything.
             settled: called once, when the trainer need not wait any more: every tier has what it wants, has failed in
-                its last attempt, or gives no sign, or `end_wait_seconds` are over; told those that lack something.
-            waits: called once if that takes long, and the tiers that it waits for get on; told these.
+                its last attempt, or gives no sign, or `end_wait_seconds` are over; with those that lack something.
+            waits: called once if that takes long, and the tiers that it waits for get on; with these.
         """
         deadline = time.monotonic() + timeout
         if self._started:
@@ -405,7 +405,7 @@ _DUE_LOOKS = replace(GATHER_LOOKS, first_seconds=0.1)
 _IDLE_LOOKS = replace(_DUE_LOOKS, most_seconds=20.0)
 """Between two looks for a question where none is expected. Rank 0 waits longer for an answer."""
 UNHELD_SECONDS = 30.0
-"""How long rank 0's writer may take to begin. Nobody holds the lease before."""
+"""How long rank 0's writer may take to begin. The lease is free before."""
 
 
 class NodeMemberTier(SecondaryTier):
@@ -418,7 +418,7 @@ class NodeMemberTier(SecondaryTier):
 
     def advance(self) -> bool:
         self.copies.progress.moved()
-        size = self._ranks().size  # what other numbers of ranks have saved nobody asks for
+        size = self._ranks().size  # what other numbers of ranks have saved is not asked for
         near = {one.id: one for one in self._nearest() if one.partial is not None and one.partial.size == size}
         newest = max(near.values(), key=lambda info: info.seq, default=None)
         if newest is not None and newest.seq != self._last_seq:
@@ -437,7 +437,7 @@ class NodeMemberTier(SecondaryTier):
         there = target.list()
         self.newest = there[-1] if there else None
         self.waiting = tuple(self._wanted(list(near.values()), there))
-        if self.waiting and self._nobody_asks():
+        if self.waiting and self._is_unasked():
             self.waiting = ()
         self._look_later(due=bool(self.waiting))
         return False
@@ -451,7 +451,7 @@ class NodeMemberTier(SecondaryTier):
         except CkptError as err:
             raise CopySourceError(err) from err
 
-    def _nobody_asks(self) -> bool:
+    def _is_unasked(self) -> bool:
         """Whether rank 0's writer has ended: it gives back the lease when it wants nothing more."""
         if read_holder(self._places.watched) is not None:
             self._was_held, self._free_since = True, 0.0

@@ -19,7 +19,7 @@ from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body
 from ckpt_engine.writer.commit import Cancelled
 from ckpt_engine.writer.memory_snapshots import MemorySnapshots, held_share
-from ckpt_engine.writer.message_decoder import Ids, MessageDecoder, StagedJob, nobody_fills
+from ckpt_engine.writer.message_decoder import Ids, MessageDecoder, StagedJob, stays
 from ckpt_engine.writer.writer import Emit, Writer
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ _SEAL_SECONDS = 600.0
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """An order that waits. `flush`: it is only held, and nobody waits for its outcome."""
+    """An order that waits. `flush`: it is only in memory, and its outcome is not reported."""
 
     order: StagedJob | Cancelled
     flush: bool = False
@@ -44,13 +44,13 @@ class Worker:
     """Opens a writer, lets it do the jobs in order, and closes it.
 
     `put`, `flush`, `finish`, `abandon` and `skip_waiting` may be called from any thread and never wait. The queue is
-    bounded by the arena: a trainer sends no job without a free slot. What is only held queues when it is to be flushed,
-    else never: the newest replaces the rest.
+    bounded by the arena: a trainer sends no job without a free slot. What is only in memory queues when it is
+    to be flushed, else never: the newest replaces the rest.
 
     Args:
         emit: takes the messages to the trainer, on any thread; answers `start` with `started` or `refused`.
         on_exit: called once on this thread, last; with the text of the error if the writer broke down.
-        on_open: called once on this thread when the lease is taken, before that is told.
+        on_open: called once on this thread when the lease is taken, before `started` is sent.
         on_news: called, on any thread, when what is offered from memory may have changed.
         caught_up: waits until everything that the trainer has sent so far was put; whether that is so.
 
@@ -117,7 +117,7 @@ class Worker:
                 return
             try:
                 self._take(body, fds)
-            except Exception:  # noqa: BLE001 - told to the trainer, which starts a new writer
+            except Exception:  # noqa: BLE001 - reported to the trainer, which starts a new writer
                 self._broken = traceback.format_exc()
                 self._drop(lambda _: True)
                 self._finishing = True
@@ -137,7 +137,7 @@ class Worker:
         order = self._intake.take(body, fds)
         if order is None:
             return
-        # At once, not in the queue: the trainer fills the slot that was held before as soon as this was sent.
+        # At once, not in the queue: the trainer fills the slot of the one before as soon as this was sent.
         if self._memory and order.known:
             self.held.hold(order)
             if self.peers is not None:
@@ -147,8 +147,8 @@ class Worker:
             return
         order.release()
         if not order.known:
-            told = f"step {order.job.step} is not kept in memory: {order.problem}"
-            self._emit(channel.event(Notice("WARNING", told)))
+            text = f"step {order.job.step} is not kept in memory: {order.problem}"
+            self._emit(channel.event(Notice("WARNING", text)))
 
     def flush(self) -> int | None:
         """Let the newest snapshot in memory become durable although the trainer lives; its step, None: there is none.
@@ -169,7 +169,7 @@ class Worker:
             return newest.job.step
 
     def finish(self, *, failed: bool = False) -> None:
-        """Exit after what is queued, and after what is held has become durable.
+        """Exit after what is queued, and after what is in memory has become durable.
 
         Args:
             failed: the trainer ends because of an error.
@@ -209,7 +209,7 @@ class Worker:
             if newest is not None:
                 # They are older, and given no numbers any more: the highest number is that of the newest.
                 self._drop(lambda order: order is not newest)
-            self._intake.close()  # what no order needs is nobody's memory any more
+            self._intake.close()  # memory that no order needs
             self._finishing = self._abandoned = True
             self._writer.leave_alone()
             self._changed.notify()
@@ -217,7 +217,7 @@ class Worker:
             self.held.seal(self._writer.run)
 
     def disown(self) -> None:
-        """The trainer has hung up and lives: exit after what is queued, without what is held, which may change now."""
+        """The trainer has hung up and lives: exit after what is queued. What is in memory may change now."""
         self._writer.ending = FAILED
         with self._changed:
             self.held.close()
@@ -227,7 +227,7 @@ class Worker:
             self.held.seal(self._writer.run)
 
     def skip_waiting(self) -> None:
-        """Exit after the message at hand and what is held in memory, leaving further tiers as they are."""
+        """Exit after the message at hand and what is in memory, leaving further tiers as they are."""
         with self._changed:
             self._drop(lambda _: True)
             self._finishing = self._hurried = True
@@ -255,7 +255,7 @@ class Worker:
         try:
             if self._open():
                 self._serve()
-        except BaseException:  # noqa: BLE001 - told to the trainer, which starts a new writer
+        except BaseException:  # noqa: BLE001 - reported to the trainer, which starts a new writer
             broken = traceback.format_exc()
         finally:
             broken = broken or self._broken
@@ -264,7 +264,7 @@ class Worker:
                 self._writer.close()
                 if broken is None:
                     self._writer.drain()
-            except Exception:  # noqa: BLE001 - told like any other: nobody may wait for a thread that is gone
+            except Exception:  # noqa: BLE001 - reported like any other: the trainer must not wait for a thread that is gone
                 broken = broken or traceback.format_exc()
             self._writer.stop_draining()
             with self._changed:
@@ -325,7 +325,7 @@ class Worker:
             self._rescue()
 
     def _unchanged(self, order: StagedJob) -> bool:
-        """Whether the trainer cannot have filled the slot of `order` anew: it sends a newer one before."""
+        """Whether the trainer cannot have filled the slot of `order` again: it sends a newer one before."""
         return self._caught_up() and self.held.newest is order
 
     def _next(self) -> _Turn | None:
@@ -387,7 +387,7 @@ class Worker:
     def _insist(self, order: StagedJob) -> None:
         """Make it durable, with some patience if the trainer is gone: what killed it may have hit the disk too."""
         deadline = time.monotonic() + RESCUE_SECONDS
-        order.unchanged = nobody_fills
+        order.unchanged = stays
         while True:
             self._writer.rescue(order)
             with self._changed:

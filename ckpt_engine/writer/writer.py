@@ -33,7 +33,7 @@ from ckpt_engine.observe.events import (
 )
 from ckpt_engine.store.lease import Lease, acquire
 from ckpt_engine.store.repository import Repository
-from ckpt_engine.store.retention_rules import KeepAll
+from ckpt_engine.store.retention_rules import KeepAll, RetentionPolicy
 from ckpt_engine.store.storage.open import open_storage
 from ckpt_engine.store.storage.watchdog import AbandonedError, Aside, Lane, WatchedStorage
 from ckpt_engine.writer import channel, part_records
@@ -141,18 +141,8 @@ class Writer:
                 for newest in repository.ids()[-1:]:
                     self._emit_event(SnapshotFound(newest.id, newest.step, config.url))
             self._keeps_all = isinstance(policy, KeepAll)
-            self._make_near = lambda repository: PrimaryTier(
-                config,
-                repository,
-                lease,
-                partial(acquire, plain, holder),
-                policy,
-                self._aside(lane),
-                self._emit_event,
-                self._gone,
-                in_flight,
-                self._alone,
-            )
+            again = partial(acquire, plain, holder)
+            self._make_near = lambda repository: self._tier_at(repository, lease, again, policy, in_flight)
             self._near = self._make_near(repository)
             self._attempts = AttemptRecord(plain, holder, ranks.size if ranks else 1, lease.check, self._emit_event)
             self._attempts.told = lambda: self.spent()
@@ -166,18 +156,7 @@ class Writer:
 
     def _open_share(self, repository: Repository, ranks: RankConfig) -> None:
         """Another rank's writer has the lease."""
-        self._near = PrimaryTier(
-            self._config,
-            repository,
-            None,
-            _another_has_it,
-            KeepAll(),
-            self._aside(self._lane),
-            self._emit_event,
-            self._gone,
-            None,
-            self._alone,
-        )
+        self._near = self._tier_at(repository, None, _another_has_it, KeepAll(), None)
         if self._config.memory:
             self.run = RunText.of(repository)
             self._reunion = self._meet(ranks, repository, lambda: None, None)
@@ -216,7 +195,7 @@ class Writer:
         return in_flight
 
     def leave_alone(self) -> None:
-        """The trainer is gone: nobody is waited for long any more. Any thread may call this."""
+        """The trainer is gone: others are not waited for long any more. Any thread may call this."""
         self._alone.set()
         if self._attempts is not None:
             self._attempts.note(gone=True)
@@ -230,10 +209,19 @@ class Writer:
         except StorageStalledError as err:
             self._notice(err.message)
 
-    def _aside(self, lane: Lane) -> Aside:
-        reads = Lane(lane.url)
+    def _tier_at(
+        self,
+        repository: Repository,
+        lease: Lease | None,
+        again: Callable[[], Lease],
+        policy: RetentionPolicy,
+        in_flight: SessionSnapshots | None,
+    ) -> PrimaryTier:
+        reads = Lane(self._lane.url)
         storage = WatchedStorage(open_storage(self._config.url, self._config.storage_options), reads.progress)
-        return Aside(Repository(storage), reads, lane.progress)
+        aside = Aside(Repository(storage), reads, self._lane.progress)
+        emit, gone = self._emit_event, self._gone
+        return PrimaryTier(self._config, repository, lease, again, policy, aside, emit, gone, in_flight, self._alone)
 
     def close(self) -> None:
         """Give back the lease. Idempotent. A tier that hangs does so when it has ended."""
@@ -251,13 +239,13 @@ class Writer:
             self._attempts.end(self.ending)
         try:
             self._near.release()
-        except (CkptError, OSError) as err:  # a tier that is away cannot be told
+        except (CkptError, OSError) as err:  # a tier that is away does not hear it
             self._notice(f"the lease of {self._lane.url} could not be given back: {ErrorRecord.of(err).message}")
 
     def drain(self) -> None:
         """After `close`: finish what further tiers still want, for at most `drain_seconds`.
 
-        Nearer places are free for another writer meanwhile: only the leases of further tiers are still held.
+        Nearer places are free for another writer meanwhile: only the leases of further tiers are still taken.
         """
         stuck = self._opened and self._lane.stuck
         hanging = [Unfinished(self._lane.url, (), "it hangs")] if stuck else []
@@ -312,7 +300,7 @@ class Writer:
             self._fleet.gone(snapshots)
 
     def finish(self) -> None:
-        """The trainer is about to end, and waits for nobody who gives no sign. Any thread may call this."""
+        """The trainer is about to end, and does not wait for tiers that give no sign. Any thread may call this."""
         self._finishing = True
         if self._attempts is not None:
             self._attempts.note()
@@ -337,7 +325,7 @@ class Writer:
         self._emit({"kind": channel.SETTLED, "job": job.job})
 
     def rescue(self, order: StagedJob) -> None:
-        """Make durable what was only held in memory, or has failed before. Reported like a job, but with no outcome."""
+        """Make durable what was only in memory, or has failed before. Reported like a job, but with no outcome."""
         snapshot = self._ids.renew(order) if order.failed else self._ids.of(order)
         self._learn(order.job)
         try:
@@ -446,7 +434,7 @@ class Writer:
             tier = replicator.tier
             try:
                 committed = self._in_lane(tier.direct, staged, partial(tier.write, staged))
-            except Exception as err:  # noqa: BLE001 - told as the failure of that tier; the next one may do
+            except Exception as err:  # noqa: BLE001 - reported as the failure of that tier; the next one may do
                 replicator.failed(err)
                 continue
             self._fleet.committed_elsewhere(staged.snapshot)
@@ -494,8 +482,8 @@ class Writer:
         self._emit(channel.event(event))
 
     def _emit_done(self, job: PersistJob, snapshot: str | None, error: ErrorRecord | None = None) -> None:
-        def tell(held: bool) -> None:
-            done = JobDone(job.job, snapshot, error, held)
+        def tell(is_read: bool) -> None:
+            done = JobDone(job.job, snapshot, error, is_read)
             self._emit({"kind": channel.DONE, "done": values.done_to_json(done)})
 
         self._holds.settle(job.slot, tell)

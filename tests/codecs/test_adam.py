@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_engine.errors import CkptError, CorruptError, NewerFormatError
-from ckpt_engine.store.codecs.adam import TOLD, AdamCodec, flushes_subnormals
+from ckpt_engine.store.codecs.adam import NUMBERS, AdamCodec, flushes_subnormals
 from tests.codecs.adam_runs import State, one_step, views
 
 CODEC = AdamCodec()
@@ -94,9 +94,9 @@ def test_numbers_without_sense_are_refused(bad: dict[str, float]) -> None:
     assert _encode(steps.new, steps.old, {**steps.told, **bad}) is None
 
 
-@pytest.mark.parametrize("missing", TOLD)
+@pytest.mark.parametrize("missing", NUMBERS)
 def test_missing_numbers_are_refused(missing: str) -> None:
-    """Everything that `TOLD` names is needed."""
+    """Everything that `NUMBERS` names is needed."""
     steps = one_step(before=2, size=8)
     assert _encode(steps.new, steps.old, {k: v for k, v in steps.told.items() if k != missing}) is None
 

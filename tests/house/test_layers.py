@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections import Counter
 from pathlib import Path
 
@@ -134,6 +136,20 @@ def test_the_top_level_holds_only_what_belongs_there() -> None:
     """A file that a test leaves behind does not become part of the project."""
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True, timeout=60)
     assert {name.split("/")[0] for name in tracked.stdout.splitlines()} == TOP
+
+
+@pytest.mark.parametrize("folder", ["writer", "copy", "store"])
+def test_what_explains_the_code_uses_plain_words(folder: str) -> None:
+    """Docstrings and comments; names of the code in them stand in backquotes."""
+    found = [
+        f"{path.name}:{token.start[0]}: {token.string}"
+        for path in MODULES
+        if path.is_relative_to(ROOT / "ckpt_engine" / folder)
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        if token.type in (tokenize.COMMENT, tokenize.STRING) and (token.string.startswith(("#", '"""')))
+        if UNPLAIN.search(re.sub(r"`[^`]*`", "", token.string))
+    ]
+    assert found == []
 
 
 def test_there_are_no_more_files() -> None:

@@ -23,7 +23,7 @@ from ckpt_engine.writer.channel import Pulse, read_pulse
 from ckpt_engine.writer.client import Mailbox
 from ckpt_engine.writer.control_handlers import ControlHandlers
 from ckpt_engine.writer.memory_snapshots import MemorySnapshots, Offer, held_share
-from ckpt_engine.writer.message_decoder import Ids, MessageDecoder, StagedJob, Told
+from ckpt_engine.writer.message_decoder import Ids, Lazy, MessageDecoder, StagedJob
 from ckpt_engine.writer.worker import Worker
 from ckpt_engine.writer.writer import Writer
 from tests.persist.staged import NONE, WAIT_SECONDS, Stage, check_all, weight_bytes
@@ -131,13 +131,13 @@ def test_the_memory_goes_with_its_last_user(sending: Trainer) -> None:
     assert files() == before - 1
 
 
-def test_told_is_made_once_when_it_is_needed() -> None:
+def test_a_lazy_value_is_made_once_when_it_is_needed() -> None:
     """And raises each time what making it raises."""
     made: list[int] = []
-    told = Told(lambda: made.append(1) or 7)  # type: ignore[func-returns-value]
+    lazy = Lazy(lambda: made.append(1) or 7)  # type: ignore[func-returns-value]
     assert made == []
-    assert (told.get(), told.get(), made) == (7, 7, [1])
-    broken = Told(lambda: 1 // 0)
+    assert (lazy.get(), lazy.get(), made) == (7, 7, [1])
+    broken = Lazy(lambda: 1 // 0)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             broken.get()

@@ -55,7 +55,7 @@ def test_a_call_returns_what_its_work_does() -> None:
 def test_a_call_that_hangs_is_left_behind_alone() -> None:
     """The caller goes on with an error that names the tier; while it hangs no other one is begun."""
     end, told, left = threading.Event(), threading.Event(), []
-    lane = Lane("file:///x", told=told.set)
+    lane = Lane("file:///x", ended=told.set)
     before = set(threading.enumerate())
     with short(), pytest.raises(StorageStalledError, match="file:///x has not got on"):
         lane.call(hanging(end), left=left.append)

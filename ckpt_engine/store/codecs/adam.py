@@ -45,8 +45,8 @@ from ckpt_engine.store.codecs.planes import (
 from ckpt_engine.store.codecs.simple import PAYS
 
 FIRST, SECOND, WEIGHTS = "m", "v", "p"
-TOLD = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
-"""The numbers that `encode` must be told: those of the one step between base and state."""
+NUMBERS = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
+"""The numbers that `encode` needs: those of the one step between base and state."""
 
 _MAGIC = b"CKA1"
 _MORE = struct.Struct("<IIQdddddQ")
@@ -70,17 +70,17 @@ class AdamCodec:
         self,
         arrays: Mapping[str, memoryview],
         bases: Mapping[str, memoryview],
-        told: Sequence[Mapping[str, float]],
+        numbers: Sequence[Mapping[str, float]],
     ) -> Mapping[str, Stored] | None:
         """Stored bytes of `m`, `v` and `p`, or None if the state is not one step of AdamW after the base.
 
         Args:
-            told: the numbers named by `TOLD`, one or several guesses.
+            numbers: the numbers named by `NUMBERS`, one or several guesses.
         """
         sizes = {data.nbytes for group in (arrays, bases) for data in group.values()}
         if set(arrays) != set(_ROLES) or set(bases) != set(_ROLES) or len(sizes) != 1:
             return None
-        steps = [AdamStep(**{**one, "step": int(one["step"])}) for one in told if set(one) == set(TOLD)]  # type: ignore[arg-type]
+        steps = [AdamStep(**{**one, "step": int(one["step"])}) for one in numbers if set(one) == set(NUMBERS)]  # type: ignore[arg-type]
         steps = [one for one in steps if one.sensible()]
         [nbytes] = sizes
         if not steps or not nbytes or nbytes % 4 or flushes_subnormals():
@@ -216,7 +216,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class AdamStep:
-    """What the optimizer was told for the one step between base and state.
+    """The optimizer's numbers for the one step between base and state.
 
     Args:
         lr: learning rate of that step.
@@ -250,7 +250,7 @@ def flushes_subnormals() -> bool:
 
 
 def predict_second_moment(
-    old: Floats, old_first: Floats, new_first: Floats, told: AdamStep, contracted: bool, store: Scratch
+    old: Floats, old_first: Floats, new_first: Floats, step: AdamStep, contracted: bool, store: Scratch
 ) -> Floats:
     """The new second moment, from the gradient that the change of the first moment implies.
 
@@ -261,13 +261,13 @@ def predict_second_moment(
     """
     size = old.size
     gradient, result = (store.words(4, number, size).view(np.float32) for number in (4, 5))
-    weight = np.float32(1 - told.beta1)
+    weight = np.float32(1 - step.beta1)
     np.subtract(new_first, old_first, out=gradient)
     np.divide(gradient, weight, out=gradient)
     np.add(gradient, old_first, out=gradient)
-    np.multiply(old, np.float32(told.beta2), out=result)
+    np.multiply(old, np.float32(step.beta2), out=result)
     scaled = store.words(4, 6, size).view(np.float32)
-    np.multiply(gradient, np.float32(1 - told.beta2), out=scaled)
+    np.multiply(gradient, np.float32(1 - step.beta2), out=scaled)
     if contracted:
         wide = store.words(8, 4, size).view(np.float64)
         np.multiply(scaled, gradient, out=wide, dtype=np.float64)
@@ -279,17 +279,17 @@ def predict_second_moment(
     return _without_nan(result)
 
 
-def predict_weights(old: Floats, new_first: Floats, new_second: Floats, told: AdamStep, store: Scratch) -> Floats:
+def predict_weights(old: Floats, new_first: Floats, new_second: Floats, step: AdamStep, store: Scratch) -> Floats:
     """The new weights, exactly as `torch.optim.AdamW` computes them from both new moments."""
     size = old.size
     denominator, result = (store.words(4, number, size).view(np.float32) for number in (4, 5))
     np.sqrt(new_second, out=denominator)
-    np.divide(denominator, np.float32((1 - told.beta2**told.step) ** 0.5), out=denominator)
-    np.add(denominator, np.float32(told.eps), out=denominator)
+    np.divide(denominator, np.float32((1 - step.beta2**step.step) ** 0.5), out=denominator)
+    np.add(denominator, np.float32(step.eps), out=denominator)
     update = store.words(4, 6, size).view(np.float32)
-    np.multiply(new_first, np.float32(-(told.lr / (1 - told.beta1**told.step))), out=update)
+    np.multiply(new_first, np.float32(-(step.lr / (1 - step.beta1**step.step))), out=update)
     np.divide(update, denominator, out=update)
-    np.multiply(old, np.float32(1 - told.lr * told.weight_decay), out=result)
+    np.multiply(old, np.float32(1 - step.lr * step.weight_decay), out=result)
     np.add(result, update, out=result)
     return _without_nan(result)
 

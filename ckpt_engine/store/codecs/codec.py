@@ -143,12 +143,12 @@ class GroupCodec(Protocol):
         self,
         arrays: Mapping[str, memoryview],
         bases: Mapping[str, memoryview],
-        told: Sequence[Mapping[str, float]],
+        numbers: Sequence[Mapping[str, float]],
     ) -> Mapping[str, Stored] | None:
         """Stored bytes by role, or None where prediction fails: then each array is encoded by itself.
 
         Args:
-            told: numbers that the prediction needs; a codec says which. Where it is not sure which numbers were used,
+            numbers: what the prediction needs; a codec says which. Where it is not sure which numbers were used,
                 several: the ones that fit are taken.
         """
         ...

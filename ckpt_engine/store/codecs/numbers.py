@@ -172,7 +172,7 @@ class RowsCodec:
     def decode(self, stored: memoryview, out: memoryview, base: memoryview | None) -> None:
         """Copy the base and put the changed rows over it.
 
-        Where `out` is the base itself nothing is copied, and whoever does that MUST hold what comes of it against its
+        Where `out` is the base itself nothing is copied, and the caller MUST compare what comes of it with its
         digest: whether it was the right base is not looked at then.
         """
         if base is None:

@@ -8,7 +8,7 @@ Opens the files of a run: regular files only, and never what a link leads to.
 
 Moving big blocks between memory and a file, around the page cache where the file system takes that.
 
-Direct I/O needs addresses, offsets and sizes that are multiples of a page. Nobody is asked whether that holds: the
+Direct I/O needs addresses, offsets and sizes that are multiples of a page. Where that does not hold the
 kernel says EINVAL, and the rest goes through the page cache.
 
 A file that arrives in parts, in any order, and becomes an object when whole; an interrupted one is continued.

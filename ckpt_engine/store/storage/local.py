@@ -322,7 +322,7 @@ class LocalStorage:
         except (FileNotFoundError, CorruptError):
             return 0
         try:
-            # Whoever put it may have named or removed it since it was opened, and closed it, which frees the lock.
+            # It may have been named or removed since it was opened, and closed, which frees the lock.
             if not _lock(fd) or not _is_at(fd, path):
                 return 0
             nbytes = os.fstat(fd).st_size

@@ -116,7 +116,7 @@ class MemoryBlocks:
         self.nbytes = sum(len(block) for block in self._blocks)
 
     def release(self) -> None:
-        """Let go of the memory, whoever still has a reference to this."""
+        """Let go of the memory, also if there are references to this."""
         for block in self._blocks:
             block.release()
         self._blocks = []
@@ -151,7 +151,7 @@ class ObjectOptions:
         retry_seconds: how long a failing request is tried again, from its first failure on.
         verify: whether what was sent and listed is checked beyond what the protocol does; "auto" does so where the
             channel is not encrypted, and so does not protect the bytes itself.
-        stale_upload_seconds: an interrupted upload that old is nobody's any more and is removed by `sweep`.
+        stale_upload_seconds: an interrupted upload that old is abandoned and is removed by `sweep`.
     """
 
     part_bytes: int = 64 << 20
@@ -203,7 +203,7 @@ _asking: ContextVar[bool] = ContextVar("ckpt_asking", default=False)
 
 @contextmanager
 def asking() -> Iterator[None]:
-    """Within it a request to where nobody listens is not tried again.
+    """Within it a request to where no server listens is not tried again.
 
     For those who have other places to ask, or who come back later by themselves.
     """
@@ -215,7 +215,7 @@ def asking() -> Iterator[None]:
 
 
 def is_hopeless(error: BaseException) -> bool:
-    """Whether nobody listens there, and whoever asks does not wait for somebody: see `asking`."""
+    """Whether no server listens there, and the caller does not wait for one: see `asking`."""
     if not _asking.get():
         return False
     link: BaseException | None = error
@@ -269,7 +269,7 @@ class Backoff:
         self.failures = 0
 
     def progressed(self) -> None:
-        """Part of the work was done: the time starts anew."""
+        """Part of the work was done: the time starts again."""
         self._failed_since = None
         self.failures = 0
 
@@ -294,7 +294,7 @@ _REDACTION_LEAST = 6
 """Shorter texts are parts of ordinary words: hiding them would make messages unreadable."""
 _HIDDEN = "***"
 _SIGNED = re.compile(r"[?&;](sig|signature|x-amz-[a-z-]+|x-goog-[a-z-]+|token|access_token|accountkey)=", re.IGNORECASE)
-"""In a URL that opens what it names for whoever has it."""
+"""In a URL that opens what it names for all who have it."""
 
 
 def secrets_of(options: Mapping[str, object]) -> tuple[str, ...]:

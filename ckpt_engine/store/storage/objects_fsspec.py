@@ -68,8 +68,8 @@ class FsspecStorage:
             )
         except (ValueError, TypeError, KeyError) as err:
             reason = object_requests.redacted(str(err), self._secrets)
-            told = StorageError(f"no storage for {scheme}:// URLs: {reason}", hint="use a path, s3:// or file://")
-            raise told from self._shown(err)
+            shown = StorageError(f"no storage for {scheme}:// URLs: {reason}", hint="use a path, s3:// or file://")
+            raise shown from self._shown(err)
         object_requests.shield()
         self._fs: Any = filesystem
         self._root = root.rstrip("/")
@@ -243,7 +243,7 @@ class FsspecStorage:
 
 
 def _version(row: Mapping[str, Any]) -> str:
-    """What tells in a listing that an object was written anew, under whatever name the library has it."""
+    """What shows in a listing that an object was written again, by the library's name for it."""
     return str(next((row[key] for key in _VERSIONS if row.get(key)), ""))
 
 

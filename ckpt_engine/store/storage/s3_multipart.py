@@ -24,7 +24,7 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """An upload that nobody finished, and how long ago it began by the server's own clock."""
+    """An unfinished upload, and how long ago it began by the server's own clock."""
 
     key: str
     id: str
@@ -81,7 +81,7 @@ class Multipart:
                         if status_of(err) < 500:
                             await self._give_up(key, upload, err)
                         raise
-                    # Also what a request is told that was sent again because its first answer was lost.
+                    # Also the answer to a request that was sent again because its first answer was lost.
                     found = await self.head(key)
                     if found is None or not _same(found, token, etag or ""):
                         await self._give_up(key, upload, err)

@@ -93,8 +93,8 @@ class S3Calls:
         except MeterStoppedError as err:
             raise err.cause from None
         except Exception as err:  # noqa: BLE001 - raised again, translated
-            told = s3_errors.translated(err, what, f"{self.url}/{name}", self._secrets)
-            raise told from (None if object_requests.shows(err, self._secrets) else err)
+            shown = s3_errors.translated(err, what, f"{self.url}/{name}", self._secrets)
+            raise shown from (None if object_requests.shows(err, self._secrets) else err)
         finally:
             if not future.done():
                 future.cancel()
@@ -382,7 +382,7 @@ class Body(Payload):
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         return self.read().decode(encoding, errors)
 
-    # What botocore reads where it is told to sign or to check payloads.
+    # What botocore reads where it has to sign or to check payloads.
 
     def __len__(self) -> int:
         return self._size or 0

@@ -1,6 +1,6 @@
 """Notices calls to a tier that hang, tells them from slow ones, and leaves them behind.
 
-Storages that say when they get on, so that one that hangs is told from one that is slow.
+Storages that say when they get on, so that one that hangs differs from one that is slow.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CallProgress:
         self._clock = clock
         self._deadline = 0.0
         self.abandoned = False
-        """Whether somebody has stopped waiting for the call."""
+        """Whether the caller has stopped waiting."""
         self.begin()
 
     def begin(self) -> None:
@@ -124,7 +124,7 @@ class Signs(CallProgress):
 
 @dataclass(slots=True)
 class _Call:
-    """One call and what became of it. `left`: told its end when nobody waits any more."""
+    """One call and what became of it. `left`: called with its end once the caller waits no more."""
 
     left: Callable[[BaseException | None], object] | None = None
     abandoned: bool = False
@@ -142,26 +142,26 @@ class Lane:
     Args:
         url: the tier, for messages.
         keeps: False: a call that was left behind does not bar others, because it hangs in another place.
-        told: called on the hanging thread when it has ended after all.
+        ended: called on the hanging thread when it has ended after all.
     """
 
-    def __init__(self, url: str, *, keeps: bool = True, told: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, url: str, *, keeps: bool = True, ended: Callable[[], object] = lambda: None) -> None:
         self.url = url
         self.progress = CallProgress()
         self._keeps = keeps
-        self._told = told
+        self._ended = ended
         self._changed = threading.Condition()
         self._call: _Call | None = None
         self._last: Callable[[], object] | None = None
 
     @property
     def stuck(self) -> bool:
-        """Whether a call hangs that nobody waits for any more."""
+        """Whether an abandoned call hangs."""
         call = self._call
         return call is not None and call.abandoned
 
     def refuse_if_stuck(self) -> None:
-        """Raises `StorageStalledError` if a call hangs that nobody waits for any more."""
+        """Raises `StorageStalledError` if an abandoned call hangs."""
         call = self._call
         if call is not None and call.abandoned:
             raise self._error(call)
@@ -211,7 +211,7 @@ class Lane:
             return True
 
     def look(self) -> None:
-        """Let whoever waits ask `give_up` again."""
+        """Have `give_up` asked again."""
         with self._changed:
             self._changed.notify_all()
 
@@ -272,7 +272,7 @@ class Lane:
                     last, self._last = self._last, None
             if last is not None:
                 last()
-            self._told()
+            self._ended()
 
     def _error(self, call: _Call) -> StorageStalledError:
         seconds = max(STALL_SECONDS, time.time() - call.since)
@@ -373,7 +373,7 @@ class _WatchingMeter(Meter):
 
 
 class WatchedSource:
-    """A nearer tier as one further tier reads it: whoever hangs in it can be left there, and does not go on afterwards.
+    """A nearer tier as one further tier reads it: a call that hangs in it is left there, and does not go on afterwards.
 
     Args:
         progress: of the tier that is copied to.

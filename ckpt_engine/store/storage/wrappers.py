@@ -118,8 +118,8 @@ SLICE_BYTES = 4 << 20
 class Throttle:
     """A token bucket (GCRA, ITU-T I.371): in any `t` seconds at most `rate * (t + 0.25 s)` bytes start, and one slice.
 
-    A slice of any size starts when the ones before it are paid, and is paid by those after it. Thread safe; whoever
-    asks first starts first.
+    A slice of any size starts when the ones before it are paid, and is paid by those after it. Thread safe: first come,
+    first served.
 
     Args:
         bytes_per_second: the limit.

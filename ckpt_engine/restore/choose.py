@@ -175,10 +175,10 @@ def _nearest_first(snapshot: str, holders: Sequence[Repository], sizes: _Sizes) 
 
 def _note_silent(where: Sequence[Repository], search: Search) -> None:
     """Nodes that do not answer are places that are away: some are only found out about when they are asked."""
-    known = {one.url for one in search.away}
     for place in where:
         nodes = place.storage.capabilities.nodes
         if nodes is not None:
+            known = {one.url for one in search.away}
             for url, why in nodes.silent.items():
                 if url not in known:
                     search.away.append(Away(url, StorageError.code, why))

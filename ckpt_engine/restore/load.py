@@ -223,8 +223,9 @@ def _read(
     read = read_regions(sources, manifest, targets.regions, targets.stored)
     trees = [manifest.tree, *others.values()]
     wanted = set(entries_in(trees)) if size_of(manifest) > 1 else set(manifest.entries)
-    rest = [name for name in manifest.entries if name in wanted and name not in targets.live]
-    entries = {**targets.live, **read_entries(sources, manifest, rest)}
+    live = targets.live
+    rest = [name for name in manifest.entries if name in wanted and name not in live]
+    entries = {**live, **read_entries(sources, manifest, rest)}
     rebuilder = Rebuilder(entries, pickle_paths, finished=targets.filled)
     state = rebuilder.state(manifest.tree)
     own = {number: rebuilder.state(tree) for number, tree in others.items()}

@@ -186,7 +186,7 @@ class ControlHandlers:
             "held": None if newest is None else {"step": newest.job.step, "durable": newest.durable},
             "held_created": None if newest is None else newest.job.created,
             "beat": self._beat(),
-            "spent": None if (spent := self._held.spent()) is None else asdict(spent),
+            "spent": None if (spent := self._memory.spent()) is None else asdict(spent),
         }
 
     def _beat(self) -> Body | None:

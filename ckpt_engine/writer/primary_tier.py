@@ -92,7 +92,7 @@ class PrimaryTier:
         config: WriterConfig,
         repository: Repository,
         lease: Lease | None,
-        acquire: Callable[[], Lease],
+        acquire: Callable[[], Lease] | None,
         policy: RetentionPolicy,
         aside: Aside,
         emit: Callable[[Event], object],
@@ -277,7 +277,7 @@ class PrimaryTier:
         try:
             self._lease.check()
         except LeaseHeldError:
-            if self._run is None:
+            if self._run is None or self._acquire is None:
                 raise
             storage = self._repository.storage
             with suppress(CkptError, OSError):  # whatever it was, it is lost

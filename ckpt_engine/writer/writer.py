@@ -21,7 +21,6 @@ from ckpt_engine.errors import (
     StorageError,
     StorageFullError,
     StorageStalledError,
-    WriterError,
 )
 from ckpt_engine.observe.events import (
     Event,
@@ -156,7 +155,7 @@ class Writer:
 
     def _open_share(self, repository: Repository, ranks: RankConfig) -> None:
         """Another rank's writer has the lease."""
-        self._near = self._tier_at(repository, None, _another_has_it, KeepAll(), None)
+        self._near = self._tier_at(repository, None, None, KeepAll(), None)
         if self._config.memory:
             self.run = RunText.of(repository)
             self._reunion = self._meet(ranks, repository, lambda: None, None)
@@ -213,7 +212,7 @@ class Writer:
         self,
         repository: Repository,
         lease: Lease | None,
-        again: Callable[[], Lease],
+        again: Callable[[], Lease] | None,
         policy: RetentionPolicy,
         in_flight: SessionSnapshots | None,
     ) -> PrimaryTier:
@@ -502,10 +501,6 @@ class Writer:
 
     def _notice(self, message: str) -> None:
         self._emit_event(Notice("WARNING", message))
-
-
-def _another_has_it() -> Lease:
-    raise WriterError("another rank has the lease")
 
 
 def _alone(places: int, url: str) -> str:

@@ -2,7 +2,8 @@
 
 The job is JSON: `loop` (lightning, accelerate or plain), `root`, `trace`, `size`, `epochs`, `pace` and `options`. Each
 rank appends a line per batch to `<trace>.<rank>`, which begins with its process id: see `Lines`. What happens in some
-batch of some rank: `events` maps `rank/number of the batch` to `hang`, `raise` or `kill`.
+batch of some rank: `events` maps `rank/number of the batch` to `hang`, `raise`, `kill`, or
+`raise late`, which is after its optimizer step.
 """
 
 from __future__ import annotations
@@ -74,6 +75,11 @@ class Lines:
         elif event == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
 
+    def stepped(self) -> None:
+        """The optimizer has made its step."""
+        if self._job.get("events", {}).get(f"{self._rank}/{self._count}") == "raise late":
+            raise Failure
+
     def say(self, what: str) -> None:
         os.write(self._fd, f"{what}\n".encode())
 
@@ -119,6 +125,9 @@ def lightning(job: dict[str, Any]) -> None:
                 wait_for_the_arena(ckpt._run.engine)
             self.lines.batch(self.current_epoch, ids, loss)
             return loss
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.lines.stepped()
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             if hasattr(self, "lines"):
@@ -179,6 +188,7 @@ def accelerate(job: dict[str, Any]) -> None:
             lines.batch(epoch, ids, loss)
             accelerator.backward(loss)
             optimizer.step()
+            lines.stepped()
             optimizer.zero_grad()
     lines.end(accelerator.unwrap_model(net).state_dict())
     accelerator.end_training()
@@ -208,6 +218,7 @@ def plain(job: dict[str, Any]) -> None:
                 lines.batch(epoch, ids, loss)
                 loss.backward()
                 optimizer.step()
+                lines.stepped()
                 optimizer.zero_grad()
         lines.end(model.state_dict())
     dist.destroy_process_group()

@@ -70,10 +70,13 @@ def test_a_step_that_fails_loses_nothing(how: str, lives: Lives, account: Accoun
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_leaves_nothing_that_hangs(lives: Lives, tmp_path: Path) -> None:
-    """Its part is missing: there is no snapshot of that step, and the next start drops the part of the other."""
+@pytest.mark.parametrize("how", ["kill", "raise late"])
+def test_without_the_part_of_one_rank_there_is_nothing_and_nothing_hangs(
+    how: str, lives: Lives, tmp_path: Path
+) -> None:
+    """Of a rank that is killed, or whose weights are between two boundaries. The next start drops the other part."""
     for victim in range(SIZE):
-        life = ended(lives, events={f"{victim}/{BATCH}": "kill"})
+        life = ended(lives, events={f"{victim}/{BATCH}": how})
         assert snapshots(tmp_path) == [], life.log()
     last = lives.start(pace=0.0)
     assert lives.join() == [0] * SIZE, last.log()

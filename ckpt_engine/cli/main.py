@@ -21,6 +21,7 @@ VERBS = {
     "diff": "diff.command",
     "status": "status.command",
     "goodput": "status.goodput",
+    "plan": "plan.command",
     "save-now": "stop.save_now",
     "stop": "stop.command",
     "export": "export.command",

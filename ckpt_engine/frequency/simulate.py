@@ -559,11 +559,6 @@ class SimulatedJob:
 
 
 def _times(training: Training, again: float) -> dict[str, float]:
-    slowdown, error = training.cadence.slowdown if training.rhythm is None else (0.0, 0.0)
-    return {
-        "training": training.training_seconds - again,
-        "replay": again,
-        "stall": training.stalled_seconds,
-        "slowdown": slowdown,
-        "slowdown_error": error,
-    }
+    measured = training.cadence.measured if training.rhythm is None else {}
+    spent = {"training": training.training_seconds - again, "replay": again, "stall": training.stalled_seconds}
+    return {**spent, **measured}

@@ -594,7 +594,7 @@ def cadence_of(settings: FrequencySettings, clock: Clock, engine: Engine) -> Cad
     cadence = Cadence(settings, clock, engine.events)
     if engine.ranks is not None:
         cadence = SharedCadence(settings, clock, engine.events, engine)
-    engine.times.slowdown = lambda: cadence.slowdown
+    engine.times.measured = lambda: cadence.measured
     return cadence
 
 

@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +35,20 @@ TIMES = ("startup", "restore", "training", "replay", "stall", "fence", "validati
 """What the seconds of a process go into; docs/cli.md, `ckpt goodput`, says what each means."""
 
 
+MEASURED = (
+    "slowdown",
+    "slowdown_error",
+    "step",
+    "stall_each",
+    "slowdown_each",
+    "persist_each",
+    "memory_each",
+    "megabytes",
+)
+"""What a cadence measures, in seconds: by how much all snapshots made steps longer, and its standard error; one step;
+of one snapshot the stall, the slowdown, the time until it is durable, that of one in memory; 10^6 bytes written."""
+
+
 class RunTimes:
     """What the time of this process goes into, of one run that it trains. Training thread only.
 
@@ -47,8 +61,8 @@ class RunTimes:
         self._now = clock.monotonic
         self.started = clock.wall() - age
         self.seconds = dict.fromkeys(TIMES, 0.0)
-        self.slowdown: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0)
-        """How much longer steps next to snapshots were, in seconds, and its standard error; part of `training`."""
+        self.measured: Callable[[], Mapping[str, float]] = dict
+        """What the cadence has measured, see `MEASURED`."""
         self.step = -1
         """The last one that is complete."""
         self._until = self._now() - age
@@ -91,7 +105,7 @@ class RunTimes:
     def goodput(self) -> float:
         """Training that was not done before, less slowdown, by the time of this process until the last boundary."""
         every = sum(self.seconds.values())
-        return max(0.0, self.seconds["training"] - self.slowdown()[0]) / every if every > 0.0 else 0.0
+        return max(0.0, self.seconds["training"] - self.measured().get("slowdown", 0.0)) / every if every > 0.0 else 0.0
 
     def _account(self, name: str) -> None:
         now = self._now()

@@ -44,8 +44,8 @@ class Attempt:
         ranks: that trained together.
         started: wall-clock seconds at which its process started; 0.0: not known.
         step: the last one that was complete; -1: not known.
-        times: what its seconds since then went into, see `metrics.TIMES`, and `slowdown` and `slowdown_error` of those
-            that it trained. The rest came after its last boundary.
+        times: what its seconds since then went into, see `metrics.TIMES`, and `metrics.MEASURED`. The rest came
+            after its last boundary.
     """
 
     host: str

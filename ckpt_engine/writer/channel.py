@@ -72,7 +72,7 @@ from urllib.parse import unquote, urlsplit
 
 from ckpt_engine.errors import WriterError
 from ckpt_engine.observe import events
-from ckpt_engine.observe.metrics import TIMES, RunTimes
+from ckpt_engine.observe.metrics import MEASURED, TIMES, RunTimes
 
 _LENGTH = struct.Struct("<Q")
 _MAX_FDS = 64
@@ -500,10 +500,10 @@ def _listens(path: Path) -> bool:
 _BEAT = struct.Struct("<qd")
 _FILL = struct.Struct("<qq")
 _FILL_OFFSET = 64
-_SPENT_NAMES = (*TIMES, "slowdown", "slowdown_error")
+_SPENT_NAMES = (*TIMES, *MEASURED)
 _SPENT = struct.Struct(f"<qdq{len(_SPENT_NAMES)}dq")
 _SPENT_OFFSET = 128
-_SPENT_SECONDS = 0.25
+_SPENT_SECONDS = 1.0
 _LOOKS = 3
 
 
@@ -555,12 +555,13 @@ class Pulse:
         _FILL.pack_into(self._page, _FILL_OFFSET, slot, job)
 
     def spend(self, times: RunTimes, *, at_once: bool = False) -> None:
-        """Say what the time went into; a few times in a second at most, unless `at_once`."""
+        """Say what the time went into; once a second at most, unless `at_once`."""
         now = time.monotonic()
         if now < self._spent_at + _SPENT_SECONDS and not at_once:
             return
         self._count, self._spent_at = self._count + 1, now
-        values = (*times.seconds.values(), *times.slowdown())
+        measured = times.measured()
+        values = (*times.seconds.values(), *(measured.get(name, 0.0) for name in MEASURED))
         _SPENT.pack_into(
             self._page, _SPENT_OFFSET, self._count, times.started, times.step, *map(float, values), self._count
         )
@@ -595,7 +596,7 @@ def read_spent(fd: int) -> SpentTimes | None:
         if found is None or found[0] == 0:
             return None
         if found == again and found[0] == found[-1]:
-            times = zip(_SPENT_NAMES, (round(max(0.0, one), 3) for one in found[3:-1]), strict=True)
+            times = zip(_SPENT_NAMES, (round(max(0.0, one), 6) for one in found[3:-1]), strict=True)
             return SpentTimes(found[1], found[2], {name: seconds for name, seconds in times if seconds})
     return None
 

@@ -1,0 +1,336 @@
+"""`ckpt plan`: how much work of a run would be of use, simulated with the policy that trains."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ckpt_engine.cli.output import count, json_option, print_json, print_table
+from ckpt_engine.cli.status import bar, percent
+from ckpt_engine.config import Config, load_config
+from ckpt_engine.config.sections import parse_duration_seconds
+from ckpt_engine.errors import ConfigError
+from ckpt_engine.frequency.failures import (
+    CLASSES,
+    FailureBelief,
+    Failures,
+    assumed_mtbf,
+    observed,
+    optimal,
+    poisson,
+    weibull,
+)
+from ckpt_engine.frequency.policy import Costs, FrequencySettings
+from ckpt_engine.frequency.simulate import FurtherTier, Restart, Ruled, SimulatedJob
+from ckpt_engine.observe import units
+from ckpt_engine.observe.events import MACHINE, PROCESS, SITE, Clock, EventSink
+from ckpt_engine.store.storage.open import open_storage
+from ckpt_engine.writer.attempts import Attempt, read_attempts
+
+DAY = 86400.0
+LLAMA3_SECONDS = 3.09 * 3600.0
+RSC_HOURS = ((8, 47.7 * 24), (1024, 7.9), (16384, 1.8), (131072, 0.23))
+FAR_BYTES_PER_SECOND = 200e6
+ASSUMED = Costs(step_seconds=1.0, stall_seconds=0.5, latency_seconds=10.0, written_bytes=10e9)
+RESTART = Restart({PROCESS: 10.0, MACHINE: 280.0, SITE: 280.0}, startup=15.0, restore=5.0)
+SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class FailurePlan:
+    """Which failures are simulated: a new sequence each time, what it is, and failures per second on average."""
+
+    make: Callable[[], Failures]
+    source: str
+    per_second: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRun:
+    """What became of one policy. `tiers`: bytes written per day to each durable tier, nearest first."""
+
+    name: str
+    goodput: float
+    lost_seconds: float
+    worst_seconds: float
+    overhead: float
+    interval_seconds: float
+    failures: int
+    tiers: tuple[float, ...]
+
+
+@click.command("plan", short_help="Simulate the goodput of a run.")
+@click.argument("root", required=False)
+@click.option("--failures", default="", metavar="WHAT", help="llama3, rsc:GPUS, spot, weibull:SHAPE,SCALE, or a file.")
+@click.option("--compare", default="daly,checkfreq,30min", show_default=True, metavar="RULES", help="Beside ours.")
+@click.option("--days", default=30.0, show_default=True, type=click.FloatRange(0.1, 3650.0), help="Simulated days.")
+@click.option(
+    "--price", "prices", multiple=True, metavar="TIER=PRICE", help="Of a GB written; `hour=PRICE`: of an hour."
+)
+@json_option
+def command(root: str | None, failures: str, compare: str, days: float, prices: tuple[str, ...], as_json: bool) -> None:
+    """Simulate a run of the options in ckpt.yaml, or of the run at ROOT, with failures, and compare policies.
+
+    What snapshots cost is taken from the run where it has measured that. RULES are daly, checkfreq, durations, and
+    package.module:function for your own, see docs/frequency.md.
+    """
+    config = load_config(root) if root else load_config({"tiers": ["."]})
+    rows = _recorded(config) if root else ()
+    costs, memory, measured = _costs(rows)
+    settings = FrequencySettings.from_options(**config.frequency_options())
+    wanted = _failures(failures, rows)
+    charged = _prices(prices, len(config.tiers))
+    far = [_further(tier.every, tier.bandwidth, costs) for tier in config.tiers[1:]]
+    training = _training(settings, costs, memory)
+    job = partial(SimulatedJob, seconds=days * DAY, restart=RESTART, training=training, tiers=far)
+    found = [_run("ckpt-engine", job(wanted.make()), costs)]
+    for name in filter(None, (one.strip() for one in compare.split(","))):
+        seconds = max(costs.step_seconds, rule_of(name)(costs, wanted.per_second))
+        found.append(_run(name, job(wanted.make(), rhythm=partial(_ruled, seconds)), costs))
+    if as_json:
+        made = {"days": days, "failures": wanted.source, "measured": measured, "costs": asdict(costs)}
+        print_json({**made, "restart": asdict(RESTART), "policies": [asdict(one) for one in found]})
+    else:
+        _print(found, wanted, costs, measured, days, charged)
+
+
+def _ruled(seconds: float, clock: Clock, _sink: EventSink) -> Ruled:
+    return Ruled(seconds, clock)
+
+
+def _recorded(config: Config) -> Sequence[Attempt]:
+    tier = config.tiers[0]
+    return read_attempts(open_storage(tier.url, tier.for_storage())).rows
+
+
+def _costs(rows: Sequence[Attempt]) -> tuple[Costs, float, bool]:
+    """What one snapshot costs, and one in memory; whether that was measured by the run."""
+    seen = next((one.times for one in reversed(rows) if one.times.get("persist_each") and one.times.get("step")), None)
+    if seen is None:
+        return ASSUMED, ASSUMED.stall_seconds / 4.0, False
+    costs = Costs(
+        step_seconds=seen["step"],
+        stall_seconds=seen.get("stall_each", 0.0),
+        slowdown_seconds=seen.get("slowdown_each", 0.0),
+        latency_seconds=seen["persist_each"],
+        written_bytes=1e6 * seen.get("megabytes", 0.0),
+    )
+    return costs, seen.get("memory_each", 0.0) or costs.stall_seconds, True
+
+
+def _training(settings: FrequencySettings, costs: Costs, memory: float) -> dict[str, Any]:
+    persist = max(costs.latency_seconds - costs.stall_seconds, 1e-3)
+    share = min(costs.slowdown_seconds / persist, 0.9)
+    return {
+        "settings": settings,
+        "step_seconds": max(costs.step_seconds, 1e-3),
+        "stall": costs.stall_seconds,
+        "persist": persist,
+        "slowdown": 1.0 / (1.0 - share),
+        "memory_stall": memory,
+        "nbytes": int(costs.written_bytes),
+        "certain": False,
+    }
+
+
+def _further(every: float | None, bandwidth: float | None, costs: Costs) -> FurtherTier:
+    return FurtherTier(max(1e-3, costs.written_bytes / (bandwidth or FAR_BYTES_PER_SECOND)), every or 0.0)
+
+
+def _failures(name: str, rows: Sequence[Attempt]) -> FailurePlan:
+    """The failures of that name.
+
+    Raises:
+        ConfigError: it is none, or no file; or a line of the file is not right.
+    """
+    kind, _, value = name.partition(":")
+    rng = partial(random.Random, SEED)
+    if not name:
+        belief = FailureBelief.prior(assumed_mtbf())
+        belief = belief.after([one.seconds for one in rows], [one.failure for one in rows])
+        seen = sum(one.failure != "" for one in rows)
+        what = f"what {count(seen, 'failure')} of this run make likely" if rows else "assumed of a run on one machine"
+        shares = {one: rate / belief.per_second for one, rate in belief.rates.items()}
+        return _poisson(belief.mtbf_seconds, what, shares)
+    if name == "llama3":
+        return _poisson(LLAMA3_SECONDS, "Llama 3, 16,384 GPUs (Meta 2024)", {PROCESS: 0.75, MACHINE: 0.25})
+    if name == "spot":
+        return _poisson(DAY / 127, "spot machines, 64 GPUs (PCcheck, ASPLOS 2025)", {MACHINE: 1.0})
+    if kind == "rsc" and value.isdecimal() and int(value) > 0:
+        return _poisson(_rsc_seconds(int(value)), f"Meta RSC, {int(value):,} GPUs (HPCA 2025)")
+    if kind == "weibull":
+        try:
+            shape, scale = value.split(",")
+            form, seconds = float(shape), parse_duration_seconds(scale)
+            if not 0.1 <= form <= 10.0:
+                raise ValueError("the shape is from 0.1 to 10")
+        except ValueError as err:
+            raise ConfigError(f"--failures {name}: {err}", hint="as in weibull:0.6,7.5h") from err
+        mean = seconds * math.gamma(1.0 + 1.0 / form)
+        what = f"Weibull, shape {form:g}, {units.duration(mean)} on average"
+        return FailurePlan(lambda: weibull(form, seconds, rng()), what, 1.0 / mean)
+    if kind in ("rsc", "llama3", "spot") or not Path(name).is_file():
+        raise ConfigError(
+            f"--failures {name!r} is no failure preset and no file",
+            hint="llama3, rsc:1024, spot, weibull:0.6,7.5h, or a file with a time and a class in each line",
+        )
+    trace = read_trace(Path(name))
+    return FailurePlan(lambda: observed(trace), f"{count(len(trace), 'failure')} of {name}", len(trace) / trace[-1][0])
+
+
+def _poisson(mtbf: float, what: str, shares: Mapping[str, float] | None = None) -> FailurePlan:
+    def make() -> Failures:
+        rng = random.Random(SEED)
+        return poisson(mtbf, rng) if shares is None else poisson(mtbf, rng, shares)
+
+    return FailurePlan(make, f"{what}: one in {units.duration(mtbf)}", 1.0 / mtbf)
+
+
+def _rsc_seconds(gpus: int) -> float:
+    """Between failures: the published points, and straight lines between their logarithms."""
+    points = [(math.log(number), math.log(3600.0 * hours)) for number, hours in RSC_HOURS]
+    at = math.log(gpus)
+    left, right = next((pair for pair in pairwise(points) if at <= pair[1][0]), points[-2:])
+    return math.exp(left[1] + (right[1] - left[1]) * (at - left[0]) / (right[0] - left[0]))
+
+
+def read_trace(path: Path) -> list[tuple[float, str]]:
+    """Failures from a file: in each line the time since the start and a class, `#` begins a comment.
+
+    Raises:
+        ConfigError: a line is something else, or times fall; names it. Or there is no line.
+    """
+    found: list[tuple[float, str]] = []
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as err:
+        raise ConfigError(f"{path} cannot be read: {err}") from err
+    for number, line in enumerate(lines, 1):
+        if not (text := line.partition("#")[0].strip()):
+            continue
+        time, _, kind = text.rpartition(" ")
+        try:
+            seconds = parse_duration_seconds(time)
+            if kind not in CLASSES:
+                raise ValueError(f"{kind!r} is none of {', '.join(CLASSES)}")
+            if found and seconds <= found[-1][0]:
+                raise ValueError("times rise")
+        except ValueError as err:
+            raise ConfigError(f"{path}:{number}: {err}", hint="a line is `3h 20min machine`") from err
+        found.append((seconds, kind))
+    if not found:
+        raise ConfigError(f"{path} has no failure", hint="a line is `3h 20min machine`")
+    return found
+
+
+def rule_of(name: str) -> Callable[[Costs, float], float]:
+    """The rule of that name: from the costs of a snapshot and failures per second to seconds between snapshots.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name == "daly":
+        return lambda costs, rate: optimal(costs.cost_seconds, 1.0 / rate)
+    if name == "checkfreq":  # an overhead of 3.5 %, and never faster than the writer (FAST 2021)
+        return lambda costs, _: max(costs.cost_seconds / 0.035, costs.latency_seconds)
+    module, colon, function = name.partition(":")
+    if colon:
+        try:
+            made: Callable[[Costs, float], float] = getattr(import_module(module), function)
+        except (ImportError, AttributeError, ValueError) as err:
+            raise ConfigError(
+                f"--compare {name}: {err}", hint="package.module:function, see docs/frequency.md"
+            ) from err
+        return made
+    try:
+        seconds = parse_duration_seconds(name)
+    except ValueError as err:
+        raise ConfigError(
+            f"--compare {name!r} is no rule: {err}", hint="daly, checkfreq, 30min, or package.module:function"
+        ) from err
+    return lambda _costs, _rate: seconds
+
+
+def _prices(given: Sequence[str], tiers: int) -> dict[str, float]:
+    found = {}
+    for one in given:
+        name, _, value = one.partition("=")
+        try:
+            if name != "hour" and not 1 <= int(name) <= tiers:
+                raise ValueError(f"there are {count(tiers, 'durable tier')}")
+            found[name] = float(value)
+        except ValueError as err:
+            raise ConfigError(f"--price {one!r}: {err}", hint="as in --price 1=0.01 --price hour=98.32") from err
+    return found
+
+
+def _run(name: str, job: SimulatedJob, costs: Costs) -> PlannedRun:
+    job.run()
+    per_day = DAY / job.seconds * costs.written_bytes
+    return PlannedRun(
+        name=name,
+        goodput=job.goodput,
+        lost_seconds=sum(job.lost) / len(job.lost) if job.lost else 0.0,
+        worst_seconds=max(job.lost, default=0.0),
+        overhead=(job.stalled + job.slowed) / job.seconds,
+        interval_seconds=job.seconds / max(1, job.taken),
+        failures=len(job.lost),
+        tiers=(per_day * job.written, *(per_day * tier.copied for tier in job.further)),
+    )
+
+
+def _print(
+    found: Sequence[PlannedRun],
+    wanted: FailurePlan,
+    costs: Costs,
+    measured: bool,
+    days: float,
+    prices: Mapping[str, float],
+) -> None:
+    said = "as this run has measured" if measured else "assumed: nothing was measured"
+    click.echo(f"failures   {wanted.source}")
+    click.echo(
+        f"snapshots  stall {units.duration(costs.stall_seconds)}, slowdown {units.duration(costs.slowdown_seconds)}, "
+        f"durable in {units.duration(costs.latency_seconds)}, {units.size(costs.written_bytes)}"
+    )
+    click.echo(f"           steps of {units.duration(costs.step_seconds)}; {said}")
+    process, machine = (RESTART.down[one] + RESTART.startup + RESTART.restore for one in (PROCESS, MACHINE))
+    click.echo(
+        f"restarts   {units.duration(process)} after a process, {units.duration(machine)} after a machine (assumed)\n"
+    )
+    most = max(1.0 - one.goodput for one in found)
+    rows = [
+        (
+            one.name,
+            percent(one.goodput),
+            units.duration(one.lost_seconds),
+            units.duration(one.worst_seconds),
+            percent(one.overhead),
+            units.duration(one.interval_seconds),
+            units.size(sum(one.tiers)),
+            bar((1.0 - one.goodput) / most if most > 0.0 else 0.0, 12),
+        )
+        for one in sorted(found, key=lambda each: -each.goodput)
+    ]
+    titles = ("policy", "goodput", "lost", "worst", "overhead", "every", "a day", "of no use")
+    print_table(titles, rows, numbers=titles[1:-1])
+    click.echo(
+        f"\n{days:g} simulated days, {count(found[0].failures, 'failure')}; lost: work of one failure, on average"
+    )
+    if len(found) > 1:
+        click.echo("rules know the true costs and the true failure rate; ckpt-engine learns both")
+    for name, price in prices.items():
+        what = "hours that are of no use" if name == "hour" else f"GB written to tier {name}"
+        for one in found:
+            idle = (1.0 - one.goodput) * days * 24.0
+            amount = idle if name == "hour" else one.tiers[int(name) - 1] * days / 1e9
+            click.echo(f"{one.name}: {amount * price:,.2f} for {amount:,.1f} {what}")

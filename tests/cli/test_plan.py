@@ -1,0 +1,116 @@
+"""`ckpt plan`: a run is simulated before it is paid for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_engine.observe.events import CLOSED, GONE
+from ckpt_engine.store import names
+from ckpt_engine.writer.attempts import Attempt, AttemptHistory, encode_attempts
+
+Ckpt = Callable[..., Any]
+EXAMPLES = Path(__file__).parents[2] / "examples/plugins"
+
+
+def policies(answer: Any) -> dict[str, Any]:
+    return {one["name"]: one for one in answer["policies"]}
+
+
+def test_a_table_of_policies_in_the_order_of_goodput(ckpt: Ckpt) -> None:
+    """Without a run, with what was assumed, in 80 columns."""
+    done = ckpt("plan", "--failures", "llama3", "--days", 3, "--compare", "daly,30min")
+    lines = done.out.splitlines()
+    assert done.code == 0, done.err
+    assert lines[0] == "failures   Llama 3, 16,384 GPUs (Meta 2024): one in 3.1 h"
+    assert "nothing was measured" in lines[2]
+    assert {line.split()[0] for line in lines[6:8]} == {"ckpt-engine", "daly"}
+    assert lines[8].startswith("30min")
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("failures", ["rsc:1024", "spot", "weibull:0.6,5h"])
+def test_ours_is_near_the_rule_that_knows_everything(failures: str, ckpt: Ckpt) -> None:
+    """Daly's, given the true costs and the true rate."""
+    found = policies(ckpt("plan", "--failures", failures, "--days", 4, "--compare", "daly", "--json").json)
+    assert found["ckpt-engine"]["goodput"] >= found["daly"]["goodput"] - 0.02
+    assert found["ckpt-engine"]["failures"] == found["daly"]["failures"]
+
+
+def test_costs_and_failures_come_from_the_run(ckpt: Ckpt, run_folder: Any) -> None:
+    """As its cadence measured them, and as its attempts ended."""
+    times = {
+        "training": 100.0,
+        "step": 2.0,
+        "stall_each": 0.25,
+        "slowdown_each": 0.5,
+        "persist_each": 20.0,
+        "megabytes": 3e3,
+    }
+    rows = (Attempt("a", "a", 0.0, 3600.0, GONE), Attempt("a", "b", 3700.0, 3600.0, CLOSED, times=times))
+    (run_folder.path / names.ATTEMPTS).write_bytes(encode_attempts(AttemptHistory(rows)))
+    answer = ckpt("plan", run_folder.path, "--days", 1, "--compare", "", "--json").json
+    assert answer["measured"] is True
+    assert "what 1 failure of this run make likely" in answer["failures"]
+    costs = answer["costs"]
+    assert (costs["step_seconds"], costs["stall_seconds"], costs["written_bytes"]) == (2.0, 0.25, 3e9)
+    (ours,) = answer["policies"]
+    assert ours["tiers"] == [pytest.approx(86400.0 / ours["interval_seconds"] * 3e9, rel=0.2)]
+
+
+def test_a_trace_is_followed(ckpt: Ckpt, tmp_path: Path) -> None:
+    """Each line a failure."""
+    trace = tmp_path / "failures.txt"
+    trace.write_text("# of last week\n3h 20min machine\n\n5h process  # the driver\n")
+    answer = ckpt("plan", "--failures", trace, "--days", 1, "--compare", "1h", "--json").json
+    assert [one["failures"] for one in answer["policies"]] == [2, 2]
+
+
+def test_a_rule_of_ones_own(ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the example package; to first order it is Daly's."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    arguments = ("--failures", "llama3", "--days", 3, "--compare", "young_rule:interval,daly", "--json")
+    found = policies(ckpt("plan", *arguments).json)
+    assert found["young_rule:interval"]["goodput"] == pytest.approx(found["daly"]["goodput"], abs=0.005)
+
+
+def test_money(ckpt: Ckpt) -> None:
+    """Of hours that are of no use, and of written bytes."""
+    options = ("--failures", "llama3", "--days", 1, "--compare", "", "--price", "hour=100", "--price", "1=0.5")
+    lines = ckpt("plan", *options).out.splitlines()
+    assert any(line.startswith("ckpt-engine: ") and line.endswith("hours that are of no use") for line in lines)
+    assert lines[-1].endswith("GB written to tier 1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--failures", "llama4"], "llama3, rsc:1024"),
+        (["--failures", "rsc:many"], "rsc:1024"),
+        (["--failures", "weibull:0.6"], "weibull:0.6,7.5h"),
+        (["--failures", "weibull:50,1h"], "from 0.1 to 10"),
+        (["--compare", "dayly"], "daly, checkfreq"),
+        (["--compare", "no_such_module:rule"], "package.module:function"),
+        (["--price", "3=1"], "there are 1 durable tier"),
+        (["--price", "1=much"], "--price 1=0.01"),
+    ],
+)
+def test_what_is_not_understood_is_named_with_a_way_out(arguments: list[str], says: str, ckpt: Ckpt) -> None:
+    """Before anything is simulated."""
+    done = ckpt("plan", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert says in done.err
+
+
+@pytest.mark.parametrize("line", ["3h", "3h fire", "soon machine", "4h process\n3h process", "# nothing"])
+def test_a_line_of_a_trace_that_is_none_is_named(line: str, ckpt: Ckpt, tmp_path: Path) -> None:
+    """With the file, and what a line looks like."""
+    trace = tmp_path / "trace.txt"
+    trace.write_text(line)
+    done = ckpt("plan", "--failures", trace)
+    assert done.code == 2
+    assert "trace.txt" in done.err
+    assert "3h 20min machine" in done.err

@@ -140,6 +140,10 @@ class Engine:
         """Where the snapshots go."""
         return self.config.root_url
 
+    def paced_by(self, pace: Callable[[], Mapping[str, Any]]) -> None:
+        """What decides how often snapshots are taken, see `Cadence.pace`: for further tiers and `ckpt status`."""
+        self._pipeline.pace = pace
+
     def start(self, *, resumes: bool = False) -> None:
         """Take the run's lease and start the writer, unless that is done.
 

@@ -60,6 +60,7 @@ class _Live:
         trainer: whether its trainer lives.
         held_step, held_age_seconds, held_durable: of the snapshot that it keeps in memory.
         training_step: that the trainer has begun, where it says so.
+        interval_steps, why: how often it takes snapshots, and what decides that.
     """
 
     pid: int | None
@@ -68,6 +69,8 @@ class _Live:
     held_age_seconds: float | None = None
     held_durable: bool = False
     training_step: int | None = None
+    interval_steps: int | None = None
+    why: str | None = None
     error: str | None = None
 
     def text(self) -> str:
@@ -80,7 +83,7 @@ class _Live:
             taken = units.duration(self.held_age_seconds or 0.0)
             durable = "durable" if self.held_durable else "not durable yet"
             parts.append(f"step {self.held_step} is in memory, {durable}, taken {taken} ago")
-        return "; ".join(parts)
+        return "; ".join(parts) + (f"\nsnapshots {self.why}" if self.why else "")
 
 
 def _live(root_url: str) -> _Live | None:
@@ -92,6 +95,7 @@ def _live(root_url: str) -> _Live | None:
         return None
     body: dict[str, Any] = reply.body
     held, beat, created = body.get("held") or {}, body.get("beat") or {}, body.get("held_created")
+    pace: dict[str, Any] = body.get("pace") or {}
     return _Live(
         pid=body.get("pid"),
         trainer=bool(body.get("trainer")),
@@ -99,6 +103,8 @@ def _live(root_url: str) -> _Live | None:
         held_age_seconds=None if created is None else max(0.0, time.time() - created),
         held_durable=bool(held.get("durable")),
         training_step=beat.get("step"),
+        interval_steps=pace.get("interval_steps"),
+        why=pace.get("why"),
     )
 
 

@@ -80,6 +80,7 @@ class PersistJob:
         rank: of the trainer.
         common: where nodes have roots of their own: the newest snapshot that all of them are known to have.
         line: of history, that of the trainer: retention is about the snapshots of this line.
+        pace: of the trainer's cadence, as `Cadence.pace`; empty: nothing is decided.
     """
 
     job: int
@@ -100,6 +101,7 @@ class PersistJob:
     rank: int = 0
     common: str | None = None
     line: Line = UNNAMED
+    pace: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

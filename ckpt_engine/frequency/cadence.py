@@ -321,6 +321,13 @@ class Cadence:
         decision = self._adaptive.decision
         return decision.why if decision else "the first snapshot has yet to show what one costs"
 
+    def pace(self) -> dict[str, Any]:
+        """The interval in force and why, and how far apart copies to a further tier should be, as JSON; any thread."""
+        if (decision := self.decision) is None:
+            return {}
+        far = decision.far_seconds if decision.far_seconds < math.inf else None
+        return {"interval_steps": decision.interval_steps, "why": decision.why, "far_seconds": far}
+
     @property
     def decision(self) -> Decision | None:
         """The decision behind `interval_steps`; None without an adaptive trigger or before anything was measured."""

@@ -595,6 +595,7 @@ def cadence_of(settings: FrequencySettings, clock: Clock, engine: Engine) -> Cad
     if engine.ranks is not None:
         cadence = SharedCadence(settings, clock, engine.events, engine)
     engine.times.measured = lambda: cadence.measured
+    engine.paced_by(cadence.pace)
     return cadence
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt_engine.copy.job import ErrorRecord, JobDone, Mirrored, PersistJob, SlotFreed
@@ -100,6 +101,8 @@ class Pipeline:
         self._unsent: dict[int, tuple[PersistJob, SaveHandle, CkptError]] = {}
         self._failures: list[CkptError] = []
         self.lineage = Lineage(session)
+        self.pace: Callable[[], Mapping[str, Any]] = dict
+        """See `Cadence.pace`; the writer hears of it with each snapshot."""
         self.behind = self._lost = False
 
     def start(self) -> None:
@@ -250,6 +253,7 @@ class Pipeline:
             self._pulse.fill(slot.index, self._jobs)
         common, line = self._numbering.common.newest(when.parent), self.lineage.line()
         job = wanted.job(capture, self._jobs, slot.index, when, self._numbering.rank, common, line)
+        job = dataclasses.replace(job, pace=self.pace())
         if handle.durable:
             self._pending[job.job] = (handle, slot.index)
             if self.memory:

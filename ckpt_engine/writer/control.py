@@ -18,7 +18,7 @@ nor if `snapshot` is given and it holds another one |
 | `flush`        | `step` of the newest snapshot in memory, which becomes durable now if it is not; None, and `why`, \
 if there is none, or no trainer; of several ranks the writers of all are to be asked |
 | `status`       | `pid`, `trainer`, `held` (None, or `step` and `durable`), `held_created`, \
-`beat`, `spent` (None, or `started`, `step` and `times`, see `attempts`) |
+`beat`, `pace`, `spent` (None, or `started`, `step` and `times`, see `attempts`) |
 
 The reply to anything else is `error`.
 """

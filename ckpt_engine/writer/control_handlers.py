@@ -187,6 +187,7 @@ class ControlHandlers:
             "held_created": None if newest is None else newest.job.created,
             "beat": self._beat(),
             "spent": None if (spent := self._memory.spent()) is None else asdict(spent),
+            "pace": dict(self._memory.pace),
         }
 
     def _beat(self) -> Body | None:

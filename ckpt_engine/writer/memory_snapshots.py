@@ -8,8 +8,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ckpt_engine.copy.job import ErrorRecord, RankConfig
 from ckpt_engine.copy.transfer import RunText
@@ -88,6 +89,8 @@ class MemorySnapshots:
         self._describe = describe
         self._lock = threading.Lock()
         self._orders: deque[StagedJob] = deque()
+        self.pace: Mapping[str, Any] = {}
+        """See `PersistJob`; of the newest job."""
         self._pulse = -1
         self._run: RunText | None = None
         self._sealed = threading.Event()

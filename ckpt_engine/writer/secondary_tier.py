@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckpt_engine.copy.encoded_copy import Encoding, Tally, copy_encoded
 from ckpt_engine.copy.job import ErrorRecord, TierConfig
@@ -130,6 +130,11 @@ class SecondaryTier:
         self.copying: SnapshotInfo | None = None
         self.newest: SnapshotInfo | None = None
         self.waiting: tuple[SnapshotInfo, ...] = ()
+
+    def keep_pace(self, seconds: float | None) -> None:
+        """The trainer's cadence wants copies so far apart, see `Rhythm.paced`; None: it does not know."""
+        if seconds is not None:
+            self._rhythm = self._rhythm.paced(seconds)
 
     @property
     def is_open(self) -> bool:
@@ -443,6 +448,8 @@ class SecondaryTier:
         self._emit(Notice("WARNING", message))
 
 
+LEAST_PACE_SECONDS = 60.0
+"""Nearer to each other than that, copies come as often as the tier keeps up: so few bytes are not worth a rule."""
 ALWAYS_DUE = frozenset({"end", "signal"})
 """Reasons of snapshots that no rhythm leaves out: nothing comes after them."""
 
@@ -454,11 +461,19 @@ class Rhythm:
     Args:
         every_seconds, every_n_steps: see `TierConfig`.
         policy: its retention: what it would remove at once is not sent.
+        derived: the distance is not the user's.
     """
 
     every_seconds: float | None = None
     every_n_steps: int | None = None
     policy: RetentionPolicy = field(default_factory=KeepAll)
+    derived: bool = False
+
+    def paced(self, seconds: float) -> Rhythm:
+        """With copies at least so far apart, unless the user has said how far."""
+        if not self.derived and (self.every_n_steps is not None or self.every_seconds is not None):
+            return self
+        return replace(self, every_seconds=seconds if seconds >= LEAST_PACE_SECONDS else None, derived=True)
 
     def wanted(self, near: Sequence[SnapshotInfo], far: Sequence[SnapshotInfo]) -> list[SnapshotInfo]:
         """The snapshots of `near` to copy to where `far` are, newest first.

@@ -224,10 +224,11 @@ class SecondaryTiers:
         for replicator in self._replicators:
             replicator.start()
 
-    def learn(self, line: Line) -> None:
-        """What the trainer makes is of this line."""
+    def learn(self, line: Line, seconds: float | None) -> None:
+        """What the trainer makes is of this line, and its cadence wants copies so far apart; None: it does not know."""
         for replicator in self._replicators:
             replicator.tier.line = line
+            replicator.tier.keep_pace(seconds)
 
     def committed(self, snapshot: str) -> None:
         """The nearest tier has a new snapshot."""

@@ -137,6 +137,7 @@ class Worker:
         order = self._intake.take(body, fds)
         if order is None:
             return
+        self.held.pace = order.job.pace
         # At once, not in the queue: the trainer fills the slot of the one before as soon as this was sent.
         if self._memory and order.known:
             self.held.hold(order)

@@ -387,7 +387,7 @@ class Writer:
     def _learn(self, job: PersistJob) -> None:
         self._near.learn(job.line, job.common)
         if self._fleet is not None:
-            self._fleet.learn(job.line)
+            self._fleet.learn(job.line, job.pace.get("far_seconds"))
 
     def _failed(self, order: StagedJob, snapshot: str, error: Exception) -> ErrorRecord:
         order.failed = True

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ckpt_engine import Engine
 from ckpt_engine.cli import status
 from tests.persist.test_memory import attached, logged, trainer
 from tests.persist.test_memory_ends import until
@@ -32,3 +34,18 @@ def test_the_writer_says_what_it_has_in_memory(ckpt: Ckpt, tmp_path: Path, monke
     place = attached(root)
     assert "its trainer is gone; step 1 is in memory" in ckpt("status", root).out
     place.release()
+
+
+def test_the_writer_says_how_often_snapshots_are_taken_and_why(
+    ckpt: Ckpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the cadence has said with the newest snapshot."""
+    monkeypatch.setattr(status, "LIVE_SECONDS", 60.0)
+    root = tmp_path / "run"
+    engine = Engine(root)
+    engine.paced_by(lambda: {"interval_steps": 38, "why": "every 38 steps: set by budget", "far_seconds": None})
+    engine.save({"weights": torch.zeros(3)}, step=1).wait(60.0)
+    assert ckpt("status", root).out.splitlines()[-1] == "snapshots every 38 steps: set by budget"
+    live = ckpt("status", root, "--json").json["live"]
+    assert (live["interval_steps"], live["why"]) == (38, "every 38 steps: set by budget")
+    engine.close()

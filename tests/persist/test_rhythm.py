@@ -132,3 +132,12 @@ def test_copying_what_is_wanted_ends(near: list[SnapshotInfo], data: st.DataObje
     assert len(set(sent)) == len(sent)
     if near and every == (None, None):
         assert max(there, key=lambda one: one.seq) == near[-1]
+
+
+def test_a_derived_distance_holds_unless_the_user_has_given_one() -> None:
+    """One snapshot a minute is there already; less than a minute between two is not worth a rule."""
+    free, fixed = rhythm_of(None, None, {}), rhythm_of(None, 20, {})
+    far = [shot(1)]
+    assert seqs(free.paced(300.0).wanted([shot(2), shot(5), shot(6)], far)) == [6]
+    assert seqs(free.paced(300.0).paced(30.0).wanted([shot(2), shot(5), shot(6)], far)) == [6, 5, 2]
+    assert fixed.paced(300.0) == fixed

@@ -16,6 +16,7 @@ NAMES = (
     "upload",
     "many-tensors",
     "overhead",
+    "irregular",
     "accelerate",
     "every-iteration",
     "memory-tier",

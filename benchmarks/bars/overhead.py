@@ -122,7 +122,7 @@ def run(bench: Bench) -> BarResult:
     )
 
 
-class _JustBegun(AdaptiveCheckpoint):
+class JustBegun(AdaptiveCheckpoint):
     """A run that has just begun at each step: time that it survives does not correct how often it is said to fail."""
 
     @override
@@ -135,7 +135,7 @@ class _JustBegun(AdaptiveCheckpoint):
 
 
 def _callback(folder: Path, budget: float) -> AdaptiveCheckpoint:
-    return _JustBegun(str(folder), overhead=budget, mtbf=MTBF_SECONDS, at_end=False)
+    return JustBegun(str(folder), overhead=budget, mtbf=MTBF_SECONDS, at_end=False)
 
 
 def _count(folder: Path) -> float:

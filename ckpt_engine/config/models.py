@@ -141,7 +141,7 @@ class Tier(Section):
         "s3://bucket/run, or memory."
     )
     every: Duration | None = Field(
-        default=None, description="Time between snapshots on this tier; without it as often as the tier keeps up."
+        default=None, description="Time between snapshots on this tier; without it as failures and bytes make worth."
     )
     every_n_steps: Count | None = Field(default=None, description="Steps between snapshots on this tier.")
     replicate: Count | None = Field(

@@ -199,7 +199,7 @@ class TierConfig:
         url: its root.
         storage_options: passed to the storage as they are.
         keep: its retention, as of `WriterConfig`.
-        every_seconds, every_n_steps: the least distance of its snapshots; both None: as often as it keeps up.
+        every_seconds, every_n_steps: the least distance of its snapshots; both None: as the trainer's cadence wants.
         bandwidth_bytes_per_second: None: no limit.
         fatal: its failures stop training instead of being reported.
         codec: how it stores what it gets: a codec's name, or `auto`.

@@ -1,0 +1,307 @@
+"""Each bar of the adaptive frequency beside its target, on seeded scenarios: `python -m tests.frequency.scenarios`.
+
+Regret is how much less useful work than with the best fixed intervals that keep the budget, found by search, levels
+together. Where nothing is irregular whole jobs are simulated, with failures and restarts; else the work that failures
+would take is counted to first order. Arguments: parts of the names of the rows to measure; none: all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckpt_engine.frequency.failures import Failures, optimal, poisson, weibull
+from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
+from ckpt_engine.frequency.simulate import FurtherTier, Restart, SimulatedJob, Training
+from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
+from tests.frequency.test_irregular import (
+    BUDGET,
+    MTBF_SECONDS,
+    WORLDS,
+    World,
+    best_fixed,
+    each,
+    log_normal,
+    settled,
+    share,
+)
+
+HOUR, DAY = 3600.0, 86400.0
+SIX_HOURS = 6 * HOUR
+BACK = {PROCESS: 60.0, MACHINE: 300.0, SITE: 900.0}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One bar: what is measured, and the most that is good."""
+
+    name: str
+    most: float
+    measure: Callable[[], float]
+
+
+# ---------------------------------------------------------------- whole jobs
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job, its failures, and the fixed intervals to beat."""
+
+    failures: Callable[[random.Random], Failures]
+    days: float
+    step_seconds: float
+    stall: float
+    persist: float
+    durable: Sequence[int]
+    memory: Sequence[int] = ()
+    memory_stall: float = 0.1
+    tiers: Sequence[FurtherTier] = ()
+    mtbf: float | None = None
+    seeds: int = 1
+    restart: Restart = field(default_factory=lambda: Restart(BACK, 30.0, 30.0))
+
+    def goodput(self, seed: int, settings: FrequencySettings) -> tuple[float, float]:
+        """The share of useful work, and the overhead."""
+        training: dict[str, Any] = {
+            "settings": settings,
+            "step_seconds": self.step_seconds,
+            "stall": self.stall,
+            "persist": self.persist,
+            "memory_stall": self.memory_stall,
+            "certain": False,
+        }
+        job = SimulatedJob(
+            self.failures(random.Random(seed)), self.days * DAY, self.restart, training, self.tiers
+        ).run()
+        return job.goodput, job.stalled / max(1.0, job.seconds - job.stalled)
+
+    def regret(self) -> float:
+        rhythm = MemoryRhythm() if self.memory else None
+        ours, _ = self.mean(FrequencySettings(overhead=BUDGET, mtbf_seconds=self.mtbf, memory=rhythm))
+        fixed = []
+        for durable, memory in itertools.product(self.durable, self.memory or (0,)):
+            every = MemoryRhythm(every_n_steps=memory) if memory else None
+            found, overhead = self.mean(FrequencySettings(overhead=None, every_n_steps=durable, memory=every))
+            if overhead <= 1.02 * BUDGET:
+                fixed.append(found)
+        return max(fixed) - ours
+
+    def mean(self, settings: FrequencySettings) -> tuple[float, float]:
+        """As `goodput`, over all seeds."""
+        found = [self.goodput(seed, settings) for seed in range(self.seeds)]
+        return sum(one for one, _ in found) / self.seeds, sum(one for _, one in found) / self.seeds
+
+
+def bursts(rng: random.Random) -> Failures:
+    """Once in 16 hours, then three more within minutes."""
+    while True:
+        yield rng.expovariate(1.0 / (16 * HOUR)), PROCESS
+        for _ in range(3):
+            yield rng.expovariate(1.0 / 900.0), rng.choice((PROCESS, MACHINE))
+
+
+def around(middle: float, count: int = 7) -> list[int]:
+    return sorted({max(1, round(middle * 1.3**power)) for power in range(-(count // 2), count // 2 + 1)})
+
+
+PLANS = {
+    "Llama-3 (3.1 h)": (0.001, Plan(lambda rng: poisson(11124.0, rng), 20, 5.0, 0.7, 14.0, around(25, 5))),
+    "Llama-3 with memory": (
+        0.001,
+        Plan(lambda rng: poisson(11124.0, rng), 10, 5.0, 4.0, 30.0, around(120, 3), around(14, 3), 0.2, seeds=4),
+    ),
+    "Weibull 0.7": (
+        0.001,
+        Plan(lambda rng: weibull(0.7, 7.5 * HOUR / 1.2658, rng), 30, 5.0, 2.0, 20.0, around(66, 5)),
+    ),
+    "bursts": (0.001, Plan(bursts, 20, 5.0, 1.0, 15.0, around(35, 5))),
+    "spot (2 h)": (0.001, Plan(lambda rng: poisson(7200.0, rng), 8, 2.0, 0.5, 10.0, around(42, 5))),
+    "workstation (47 d), memory": (
+        0.001,
+        Plan(lambda rng: poisson(47 * DAY, rng), 60, 1.0, 0.3, 5.0, around(3000, 3), around(1000, 3), 0.1),
+    ),
+    "three tiers": (
+        0.0015,
+        Plan(
+            lambda rng: poisson(11124.0, rng),
+            10,
+            5.0,
+            4.0,
+            30.0,
+            around(120, 3),
+            around(14, 3),
+            0.2,
+            tiers=(FurtherTier(120.0),),
+            seeds=3,
+        ),
+    ),
+    "100,000 GPUs (0.23 h)": (
+        0.0015,
+        Plan(
+            lambda rng: poisson(828.0, rng),
+            3,
+            5.0,
+            0.5,
+            8.0,
+            around(9, 5),
+            mtbf=828.0,
+            seeds=2,
+            restart=Restart(dict.fromkeys(BACK, 60.0), 30.0, 10.0),
+        ),
+    ),
+}
+for _wrong in (0.1, 10.0):
+    PLANS[f"mtbf stated {_wrong:g} x"] = (
+        0.002,
+        Plan(lambda rng: poisson(3 * HOUR, rng), 8, 5.0, 1.0, 10.0, around(30, 5), mtbf=_wrong * 3 * HOUR, seeds=2),
+    )
+    PLANS[f"assumed 12 h, true {12 / _wrong:g} h"] = (
+        0.002,
+        Plan(
+            lambda rng, _hours=12 / _wrong: poisson(_hours * HOUR, rng),
+            60 if _wrong < 1 else 4,
+            5.0,
+            1.0,
+            10.0,
+            around(18 / _wrong**0.5 * 3.2, 5),
+            seeds=2,
+        ),
+    )
+
+
+# ---------------------------------------------------------------- irregular steps
+
+THROTTLED = World(
+    "S3 throttling",
+    0.0015,
+    options=lambda: {"persist": lambda at: 140.0 if at % 20000 > 18000 else 14.0, "jitter": 0.05},
+)
+BARS = {
+    "3 % of steps x 15": 0.004,
+    "3 % of stalls x 80": 0.006,
+    "slow epochs": 0.003,
+    "contention": 0.0015,
+    "drift": 0.0015,
+}
+STEPS = 40000
+
+
+def regret(world: World) -> float:
+    ours = world.train(FrequencySettings(overhead=BUDGET, mtbf_seconds=MTBF_SECONDS), STEPS).goodput(MTBF_SECONDS)
+    best, _ = best_fixed(world, STEPS, [int(40 * 1.25**power) for power in range(13)])
+    return best - ours
+
+
+DISTRIBUTIONS: Mapping[str, tuple[Callable[[int, random.Random], float], float]] = {
+    "constant": (lambda _, rng: 1.0, 0.0),
+    "jitter 5 %": (lambda _, rng: 1.0, 0.05),
+    "jitter 20 %": (lambda _, rng: 1.0, 0.2),
+    "each 10th x 3": (each(10, 3.0), 0.05),
+    "each 50th x 10": (each(50, 10.0), 0.05),
+    "each 100th x 50": (each(100, 50.0), 0.05),
+    "each 1000th x 300": (each(1000, 300.0), 0.05),
+    "1 % x 30": (share(0.01, 30.0), 0.05),
+    "3 % x 15": (share(0.03, 15.0), 0.05),
+    "20 % x 4": (share(0.2, 4.0), 0.05),
+    "half x 3": (share(0.5, 3.0), 0.05),
+    "log-normal 0.5": (log_normal(0.5), 0.0),
+    "log-normal 1.2": (log_normal(1.2), 0.0),
+    "Pareto 1.5": (lambda _, rng: rng.paretovariate(1.5) / 3.0, 0.0),
+    "exponential": (lambda _, rng: rng.expovariate(1.0), 0.0),
+}
+
+
+def off(slow: Callable[[int, random.Random], float], jitter: float) -> float:
+    """How far the distance of snapshots is from the optimum, as a factor of at least 1."""
+    training = Training(
+        FrequencySettings(overhead=BUDGET, mtbf_seconds=MTBF_SECONDS), slow=slow, jitter=jitter, seed=3
+    ).run(6000)
+    before, clean = len(training.taken), training.clean_seconds
+    training.run(24000)
+    each_seconds = (training.clean_seconds - clean) / max(1, len(training.taken) - before)
+    found = each_seconds / max(optimal(0.7, MTBF_SECONDS), 0.7 / BUDGET)
+    return max(found, 1.0 / found)
+
+
+# ---------------------------------------------------------------- what is promised
+
+
+def windows(world: World) -> tuple[float, float]:
+    """The highest true overhead of six hours by the budget, and by how many points the reported one errs."""
+    training = Training(
+        FrequencySettings(overhead=BUDGET, mtbf_seconds=600.0), slow=world.slow, seed=1, **world.options()
+    )
+    marks = [(0.0, 0.0)]
+    for _ in range(120):
+        training.run_seconds(600.0)
+        marks.append((training.elapsed, training.clean_seconds))
+    worst = max(
+        (end - begin) / (clean - before) - 1.0 for (begin, before), (end, clean) in zip(marks, marks[36:], strict=False)
+    )
+    return worst / BUDGET, 100.0 * abs(training.cadence.overhead_fraction - training.true_overhead)
+
+
+def lost_per_class() -> float:
+    """By how many steps the limits are missed at worst, each fifth snapshot failing."""
+    limits = {PROCESS: 30.0, MACHINE: 120.0}
+    settings = FrequencySettings(overhead=0.05, mtbf_seconds=1e9, max_lost_work_seconds=limits, memory=MemoryRhythm())
+    training = Training(
+        settings,
+        stall=0.2,
+        persist=lambda _: 10.0,
+        jitter=0.1,
+        seed=5,
+        fails=lambda number: number % 5 == 4,
+        memory_stall=0.02,
+    ).run(60)
+    worst, training.worst_age = 0.0, 0.0
+    for _ in range(6000):
+        training.run(1)
+        at = training.in_memory.instant if training.in_memory is not None else training.origin
+        worst = max(worst, training.clock.now - at - limits[PROCESS])
+    training.goodput(1e9)
+    return max(worst, training.worst_age - limits[MACHINE])
+
+
+def rows() -> Iterator[Row]:
+    for name, (most, plan) in PLANS.items():
+        yield Row(f"job: {name}", most, plan.regret)
+    for world in (*WORLDS, THROTTLED):
+        most = min(world.regret, BARS.get(world.name, 1.0))
+        yield Row(f"regret: {world.name}", most, lambda world=world: regret(world))
+    for name, (slow, jitter) in DISTRIBUTIONS.items():
+        yield Row(f"interval / optimum: {name}", 1.3, lambda slow=slow, jitter=jitter: off(slow, jitter))
+    for what in ("stall", "persist"):
+        for factor in (2.0, 3.0, 5.0, 10.0, 30.0):
+            yield Row(
+                f"snapshots until settled: {what} x {factor:g}",
+                6,
+                lambda what=what, factor=factor: settled(factor, what),
+            )
+    for world in (*WORLDS, THROTTLED):
+        yield Row(f"overhead of six hours / budget: {world.name}", 1.15, lambda world=world: windows(world)[0])
+        yield Row(f"reported less true overhead, points: {world.name}", 0.05, lambda world=world: windows(world)[1])
+    yield Row("max_lost_work per class, each fifth failing: steps beyond", 1.2, lost_per_class)
+
+
+def main(wanted: Sequence[str]) -> int:
+    missed = 0
+    for row in rows():
+        if wanted and not any(part in row.name for part in wanted):
+            continue
+        began = time.monotonic()
+        found = row.measure()
+        missed += found > row.most
+        mark = "  missed" if found > row.most else ""
+        print(f"{row.name:62} {found:9.4f}  at most {row.most:<7g} {time.monotonic() - began:5.1f} s{mark}", flush=True)
+    print(f"{missed} missed")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -92,13 +92,14 @@ def test_no_snapshot_in_memory_while_gradients_accumulate(
 
 
 class Steps(Callback):
-    """A clock of the cadence by which every step takes a second, and every snapshot a tenth of one."""
+    """A clock of the cadence by which a step takes a second, a snapshot in memory a tenth, a durable one five."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        make, tell = run.cadence_of, Cadence.held
+        make, tell, take = run.cadence_of, Cadence.held, Cadence.taken
         monkeypatch.setattr(run, "cadence_of", lambda settings, clock, engine: make(settings, self, engine))
         monkeypatch.setattr(Cadence, "held", lambda cadence, step, stall_seconds: tell(cadence, step, 0.1))
+        monkeypatch.setattr(Cadence, "taken", lambda cadence, step, stall_seconds: take(cadence, step, 5.0))
         monkeypatch.setattr(Cadence, "fence", lambda cadence, seconds: None)
 
     def monotonic(self) -> float:
@@ -109,14 +110,14 @@ class Steps(Callback):
 
 
 def test_without_a_rhythm_the_budget_decides(tmp_path: Path, held: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A generous one has them at nearly all steps, the default one of 1 % at few."""
+    """Of a run that fails all the time: a generous one has them between its durable ones, that of 1 % at few steps."""
     case, steps = CASES["shuffled"], Steps(monkeypatch)
     tiers = ["memory", str(tmp_path / "a")]
-    fit(case, [steps, AdaptiveCheckpoint(tiers=tiers, every_n_steps=1000, overhead="99%")])
+    fit(case, [steps, AdaptiveCheckpoint(tiers=tiers, every_n_steps=1000, overhead="99%", mtbf="2 s")])
     many = len(held)
     held.clear()
-    fit(case, [steps, AdaptiveCheckpoint(tiers=["memory", str(tmp_path / "b")], every_n_steps=1000)])
-    assert 0 < 3 * len(held) < many
+    fit(case, [steps, AdaptiveCheckpoint(tiers=["memory", str(tmp_path / "b")], every_n_steps=1000, mtbf="2 s")])
+    assert 0 < 2 * len(held) < many
 
 
 def test_without_a_memory_tier_nothing_is_kept(tmp_path: Path, held: list[int]) -> None:

@@ -2,8 +2,8 @@
 
 The job is JSON: `loop` (lightning, accelerate or plain), `root`, `trace`, `size`, `epochs`, `pace` and `options`. Each
 rank appends a line per batch to `<trace>.<rank>`, which begins with its process id: see `Lines`. What happens in some
-batch of some rank: `events` maps `rank/number of the batch` to `hang`, `raise`, `kill`, or
-`raise late`, which is after its optimizer step.
+batch of some rank: `events` maps `rank/number of the batch` to `hang`, `raise`, `stop and raise`,
+`kill`, or `raise late`, which is after its optimizer step.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ class Lines:
         if event == "hang":
             self.say("hangs")
             _hang()
-        elif event == "raise":
+        elif event in ("raise", "stop and raise"):
+            if event != "raise":
+                os.kill(os.getpid(), signal.SIGTERM)
             raise Failure
         elif event == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -16,6 +16,7 @@ BATCH = 5
 ENDS: dict[str, dict[str, str]] = {
     "one rank raises": {f"1/{BATCH}": "raise"},
     "rank 0 raises": {f"0/{BATCH}": "raise"},
+    "after SIGTERM": {f"{rank}/{BATCH}": "stop and raise" for rank in range(SIZE)},
     "both raise": {f"{rank}/{BATCH}": "raise" for rank in range(SIZE)},
 }
 

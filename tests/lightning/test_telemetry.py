@@ -36,12 +36,14 @@ def test_loggers_get_stall_interval_bytes_and_age(tmp_path: Path) -> None:
         "ckpt/failed",
         "ckpt/interval_steps",
         "ckpt/overhead_percent",
+        "ckpt/goodput_percent",
         "ckpt/age_of_last_durable_seconds",
     }
     assert last["ckpt/interval_steps"] == 1
     assert last["ckpt/committed"] >= 10
     assert last["ckpt/snapshot_bytes"] > 1000
     assert last["ckpt/failed"] == 0
+    assert 0.0 <= last["ckpt/goodput_percent"] <= 100.0
 
 
 def test_the_progress_bar_shows_four_numbers(tmp_path: Path) -> None:

@@ -28,7 +28,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from ckpt_engine.audit.attributes import Frozen, ModuleVariables, UsedObject, freeze, is_standard_name, is_used
+from ckpt_engine.audit.attributes import (
+    GENERATORS,
+    Frozen,
+    ModuleVariables,
+    UsedObject,
+    freeze,
+    is_standard_name,
+    is_used,
+)
 
 _MOST_FRAMES = 16
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
@@ -161,14 +169,15 @@ def sentence(names: Iterable[str]) -> str:
 
 
 def module_variables() -> dict[str, ModuleVariables]:
-    """The global variables that functions of the user's modules set, by the module's name."""
+    """The random streams among the global variables of the user's modules, and those that functions set, by module."""
     found = {}
     for name, module in tuple(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
         if not file.endswith(".py") or any(part in file for part in (*_OURS, _LIBRARIES)) or is_standard_name(name):
             continue
         codes = (one.__code__ for one in _functions(module))
-        if names := frozenset[str]().union(*map(_globals_set, codes)):
+        streams = frozenset(name for name, one in vars(module).items() if isinstance(one, GENERATORS))
+        if names := streams.union(*map(_globals_set, codes)):
             found[name] = ModuleVariables(module, names)
     return found
 

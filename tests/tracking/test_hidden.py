@@ -202,6 +202,16 @@ class InGlobal:
         return 1 / (1 + _total)
 
 
+_dice = torch.Generator()
+
+
+class FromStream:
+    """Draws from a stream that is a global variable."""
+
+    def scale(self, net: nn.Module, loss: float) -> float:
+        return 1 + torch.rand(1, generator=_dice).item()
+
+
 class OfTheClass:
     """Sums up in an attribute of its class."""
 
@@ -279,7 +289,7 @@ class Warmed:
         return 2.0 if self.warm else 1.0
 
 
-KEEPERS: Any = (InGlobal, OfTheClass, WithSlots, Teacher, Shadow, Window, Warmed)
+KEEPERS: Any = (InGlobal, FromStream, OfTheClass, WithSlots, Teacher, Shadow, Window, Warmed)
 WAYS: dict[str, Callable[[], Any]] = {one.__name__: one for one in KEEPERS}
 
 
@@ -287,6 +297,7 @@ def carrying(folder: Path, seed: int, die_at: int | None, way: str) -> list[str]
     """One process of a loop whose steps are scaled by what an object of the script, or its module, has seen."""
     global _total
     _total = OfTheClass.total = 0.0
+    _dice.manual_seed(3)
     seed_everything(seed)
     net = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)

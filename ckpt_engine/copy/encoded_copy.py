@@ -160,6 +160,7 @@ class Encoded:
     compared with its digest when it is encoded. Without one all is encoded at once, which is only changed rows.
 
     Args:
+        source: manifest of the image.
         codec: a codec's name, `DELTA`, or `ROWS`.
         there: reads the older snapshot, where that is cheap.
         cpu_seconds: what planning has cost.
@@ -172,6 +173,7 @@ class Encoded:
         self,
         staged: Staged,
         repository: Repository,
+        source: Manifest,
         planned: WritePlan,
         codec: str,
         there: Decoder | None = None,
@@ -184,8 +186,8 @@ class Encoded:
         self.new: list[str] = []
         self._codec = codec
         self._there = there
-        self._source = staged.manifest(repository.run_id, staged.digest())
-        self._files = Files(self._source, planned, staged.job.rank)
+        self._source = source
+        self._files = Files(source, planned, staged.job.rank)
         self._ready: list[tuple[DataFile, list[memoryview]]] | None = None
         if planned.bounds.part_bytes is not None:
             self.new_bytes = max(staged.nbytes, planned.most_bytes(manifest_codec.encode(self._source)))
@@ -292,7 +294,7 @@ class DedupBaseline:
         if not planned.pays or not self._repository.still_has(before.info.id, before.files):
             return None
         seconds = time.thread_time() - began + digest_seconds
-        return Encoded(staged, self._repository, planned, ROWS, self._older(before), seconds)
+        return Encoded(staged, self._repository, manifest, planned, ROWS, self._older(before), seconds)
 
     def committed(self, manifest: Manifest) -> None:
         """Note the newest snapshot; of several ranks, this one's share of it, which may yet come to nothing."""

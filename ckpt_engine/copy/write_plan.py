@@ -259,11 +259,13 @@ def compared(manifest: Manifest, before: Manifest) -> tuple[dict[Key, Needed], d
     changed: dict[Key, Needed] = {}
     for name, entry in manifest.entries.items():
         for start, piece, found in paired(entry, before.entries.get(name)):
-            try:
-                needed: Needed = needed_for(before, name, start, found)
-                chain_of(before, name, start, found)
-            except CorruptError:
-                continue  # it is found by those who read it
+            needed: Needed = {(None, name): found}
+            if found.base is not None or found.group:
+                try:
+                    needed = needed_for(before, name, start, found)
+                    chain_of(before, name, start, found)
+                except CorruptError:
+                    continue  # it is found by those who read it
             (same if found.content_digest == piece.content_digest else changed)[name, start] = needed
     for name, start in list(same):
         # Pieces that were encoded together are referred to together.

@@ -192,8 +192,10 @@ class PrimaryTier:
         repository = self._repository
         if self._codec != RAW:
             digests, seconds = staged.timed_digest()
-            planned = plan(staged.manifest(repository.run_id, digests), repository, self._codec == DELTA)
-            return Encoded(staged, repository, planned, self._codec, older_at(repository, planned.before), seconds)
+            source = staged.manifest(repository.run_id, digests)
+            planned = plan(source, repository, self._codec == DELTA)
+            there = older_at(repository, planned.before)
+            return Encoded(staged, repository, source, planned, self._codec, there, seconds)
         return self._shared(staged) or Plain(staged, repository)
 
     def _shared(self, staged: Staged) -> Encoded | None:

@@ -74,6 +74,10 @@ class Ending(Protocol):
         """The run is closed: of several ranks this one has nothing more to do."""
         ...
 
+    def ended(self) -> None:
+        """Everything is durable."""
+        ...
+
 
 class EndsByItself:
     """The ending of a run that nothing stops."""
@@ -86,6 +90,9 @@ class EndsByItself:
 
     def leave(self) -> None:
         """There is no other rank to inform."""
+
+    def ended(self) -> None:
+        """Who has called `save` knows what came of it."""
 
 
 class Engine:
@@ -393,6 +400,7 @@ class Engine:
             if self._closing:
                 self.tenure.over()
         self._surface()
+        self.ending.ended()
 
     def _open_writer(self, memory: bool, emit: Callable[[Event], None]) -> WriterClient:
         config = writer_config(self.config, memory=memory, ranks=self._session is not None)

@@ -15,7 +15,8 @@ from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, DivergedError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.loop.rank_decisions import SharedCadence, Take
-from ckpt_engine.observe.units import duration
+from ckpt_engine.observe.log import announce
+from ckpt_engine.observe.units import duration, share
 from ckpt_engine.preempt.stop_plan import StopChoice, StopPlan
 from ckpt_engine.preempt.stop_requests import Stop
 from ckpt_engine.preempt.watch import PreemptionWatch
@@ -54,6 +55,7 @@ class Halt:
         self._engine = engine
         self._ends_with = ends_with
         self._log = log
+        self._cadence = cadence
         self.shared = cadence if isinstance(cadence, SharedCadence) else None
         """The cadence of several ranks."""
         self.done = False
@@ -167,6 +169,15 @@ class Halt:
         """The stop that all ranks have agreed on, or what this one knows."""
         agreed = self.shared.halting if self.shared is not None else None
         return self._watch.stop if agreed is None else agreed
+
+    def ended(self) -> None:
+        """Everything is durable: one line says what the run has, unless what has ended it says so."""
+        if self.complete and not self.stops and (self.shared is None or self.shared.verdicts.leads):
+            budget = "" if self._cadence.decision is None else f" of {share(self._engine.config.overhead)}"
+            overhead = f"overhead {share(self._cadence.overhead_fraction)}{budget}"
+            loaded = self._engine.loaded
+            resumed = None if loaded is None else (loaded.info.step, loaded.place)
+            announce(self._log, self._watch.summary(overhead, resumed))
 
     def leave(self) -> None:
         """See `Together.leave`. One that has failed does not wait, nor does one after a second Ctrl-C."""

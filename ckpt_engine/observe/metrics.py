@@ -261,6 +261,8 @@ class Standing:
         state_bytes, stall_seconds: of the newest snapshot; 0 before the first.
         busy_since: monotonic seconds from which the writer has had the oldest of those in flight.
         held_step: of the newest snapshot, if it stays in memory and is durable nowhere.
+        committed, failed: snapshots of this run, on the nearest tier.
+        longest_stall_seconds: of all that were to become durable.
     """
 
     tiers: tuple[TierStanding, ...]
@@ -269,6 +271,9 @@ class Standing:
     stall_seconds: float = 0.0
     busy_since: float = 0.0
     held_step: int | None = None
+    committed: int = 0
+    failed: int = 0
+    longest_stall_seconds: float = 0.0
 
     def left_bytes(self, now: float) -> tuple[float, ...]:
         """For each in flight what is left to write, as the measured speed of the nearest tier lets expect."""
@@ -298,6 +303,8 @@ class Ledger:
         self._tiers = {place: _Tier(TierStanding(place)) for place in map(_place, urls)}
         self._busy_since = 0.0
         self._held_step: int | None = None
+        self._committed = self._failed = 0
+        self._longest_stall_seconds = 0.0
         self._resumed: Flying | None = None
         self._found: SnapshotFound | None = None
         self.standing = Standing(tuple(one.standing for one in self._tiers.values()))
@@ -322,10 +329,12 @@ class Ledger:
                 nbytes, stall = event.nbytes, event.stall_seconds
                 self._held_step = None if event.durable else event.step
                 if event.durable:
+                    self._longest_stall_seconds = max(self._longest_stall_seconds, event.stall_seconds)
                     if not flying:
                         self._busy_since = self._now()
                     flying = (*flying, Flying(event.step, event.nbytes, self._now() - event.stall_seconds))
             case SnapshotCommitted():
+                self._committed += 1
                 instant = next((one.since for one in flying if one.step == event.step), None)
                 instant = self._now() - event.latency_seconds if instant is None else instant
                 self._durable(event.tier, event.step, instant, event.written_bytes, event.write_seconds)
@@ -336,6 +345,7 @@ class Ledger:
                 self._found = event
                 self._take_up()
             case SnapshotFailed():
+                self._failed += 1
                 flying = self._settled(flying, event.step)
             case SnapshotReplicated():
                 instant = self._now() - event.latency_seconds
@@ -394,7 +404,8 @@ class Ledger:
     def _publish(self, flying: tuple[Flying, ...], nbytes: int, stall: float) -> None:
         # One assignment: a reader on another thread sees the old value or the new one.
         tiers = tuple(one.standing for one in self._tiers.values())
-        self.standing = Standing(tiers, flying, nbytes, stall, self._busy_since, self._held_step)
+        counts = (self._committed, self._failed, self._longest_stall_seconds)
+        self.standing = Standing(tiers, flying, nbytes, stall, self._busy_since, self._held_step, *counts)
 
 
 def _place(url: str) -> str:

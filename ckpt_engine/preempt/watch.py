@@ -101,6 +101,7 @@ class PreemptionWatch:
         self._requested: StopNotice | None = None
         self._save: str | None = None
         self._step, self._ended, self._took = 0, self._now(), 0.0
+        self._first: int | None = None
         self._started = self._ended
         self._attended = self._closing = False
         self._told: Stop | None = None
@@ -135,6 +136,7 @@ class PreemptionWatch:
     def boundary(self, step: int) -> None:
         """Training step `step` has just ended."""
         now = self._now()
+        self._first = step if self._first is None else self._first
         self._step, self._ended, self._took = step, now, now - self._ended
 
     @property
@@ -213,6 +215,23 @@ class PreemptionWatch:
         lost = self._step - near.newest_step
         behind = "" if lost <= 0 else f", {lost} step{'s' if lost > 1 else ''} behind"
         return f"step {near.newest_step} is durable on {near.url}{behind}"
+
+    def summary(self, overhead: str, resumed: tuple[int, str] | None) -> str:
+        """What the run has done, for people, when it is over.
+
+        Args:
+            overhead: what snapshots cost, as a text.
+            resumed: the step of the snapshot from which it has gone on, and where that was.
+        """
+        if self._first is None:  # its trainer has found before the first step that it is complete
+            return "nothing was left to train" + (f"; step {resumed[0]} is durable on {resumed[1]}" if resumed else "")
+        standing = self._ledger.standing
+        if not standing.committed and not standing.failed:
+            what = "no snapshot was taken" if self._step != self._first else "nothing was left to train"
+            return f"{what}; {self.durable()}"
+        many = f"{standing.committed} snapshot{'s' if standing.committed != 1 else ''}, {standing.failed} failed"
+        stall = f"longest stall {duration(standing.longest_stall_seconds)}"
+        return f"{many}; {overhead}; {stall}; {self.durable()}"
 
     def outlook(self) -> Outlook:
         """How the run stands now. Any thread."""

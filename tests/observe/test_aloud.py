@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from ckpt_engine.observe.log import announce, is_heard
+from tests.support import interpreters
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -107,26 +108,34 @@ data = DataLoader(TensorDataset(torch.zeros(8, 2)), batch_size=2)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("configured", [False, True], ids=["default logging", "configured"])
-@pytest.mark.parametrize("loop", sorted(SCRIPTS))
+@pytest.mark.parametrize(
+    ("loop", "configured"),
+    [
+        pytest.param(loop, configured, marks=() if loop == "plain" else pytest.mark.slow)
+        for loop in SCRIPTS
+        for configured in (False, True)
+    ],
+)
 def test_a_script_that_sets_up_no_logging_says_where_it_starts(loop: str, configured: bool, tmp_path: Path) -> None:
-    """Once: first that it starts fresh, then what it has resumed from."""
+    """Once: first that it starts fresh, then what it has resumed from; and at the end what it has saved."""
     head = "import logging; logging.basicConfig(level=logging.INFO)\n" if configured else ""
 
     def run(epochs: int) -> str:
-        done = subprocess.run(
+        done = interpreters.run(
             [sys.executable, "-W", "ignore", "-c", head + HEAD + SCRIPTS[loop], str(tmp_path / "run"), str(epochs)],
             cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             capture_output=True,
             text=True,
-            check=False,
+            preload=interpreters.preload_of(loop),
         )
         assert done.returncode == 0, done.stderr
         return done.stdout + done.stderr
 
     first, second = run(1), run(2)
+    summary = r"(\d) snapshots, 0 failed; overhead .*; longest stall .*; step (\d) is durable on"
+    assert re.findall(summary, first + second) == [("2", "4"), ("2", "8")], first + second
+    assert "nothing was left to train; step 8 is durable on" in run(2)
     assert first.count("starting fresh") == 1, first
     assert second.count("resumed at step 4") == 1, second
     assert "starting fresh" not in second and "resumed at" not in first

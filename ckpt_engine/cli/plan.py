@@ -25,10 +25,10 @@ from ckpt_engine.frequency.failures import (
     Failures,
     assumed_mtbf,
     observed,
-    optimal,
     poisson,
     weibull,
 )
+from ckpt_engine.frequency.intervals import optimal
 from ckpt_engine.frequency.policy import Costs, FrequencySettings
 from ckpt_engine.frequency.simulate import FurtherTier, Restart, Ruled, SimulatedJob
 from ckpt_engine.observe import units

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from ckpt_engine.errors import ConfigError
-from ckpt_engine.frequency.failures import BYTE_PRICE, JointIntervals, SnapshotLevel, best_intervals
+from ckpt_engine.frequency.intervals import BYTE_PRICE, JointIntervals, SnapshotLevel, best_intervals
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
 from ckpt_engine.observe.units import duration, share
 

@@ -1,4 +1,4 @@
-"""The manifest: the commit record of one snapshot, as values and as bytes.
+"""The manifest: the commit record of one snapshot, as values; `manifest_codec` has it as bytes.
 
 A snapshot exists if and only if its manifest does. The bytes are one JSON document,
 

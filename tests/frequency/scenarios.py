@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_engine.frequency.failures import Failures, optimal, poisson, weibull
+from ckpt_engine.frequency.failures import Failures, poisson, weibull
+from ckpt_engine.frequency.intervals import optimal
 from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
 from ckpt_engine.frequency.simulate import FurtherTier, Restart, SimulatedJob, Training
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE

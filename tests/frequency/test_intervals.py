@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine.frequency import failures
+from ckpt_engine.frequency import intervals
 
 GOLDEN = [
     (1, 11124, 300, 148.492, 0.960398),
@@ -27,21 +27,21 @@ def goodput_at(interval: float, cost: float, mtbf: float, restart: float) -> flo
 @pytest.mark.parametrize(("cost", "mtbf", "restart", "exact", "goodput"), GOLDEN)
 def test_golden_table(cost: float, mtbf: float, restart: float, exact: float, goodput: float) -> None:
     """The exact optimum and its goodput reproduce the reference table."""
-    assert failures.optimal(cost, mtbf) == pytest.approx(exact, abs=5e-4)
-    assert goodput_at(failures.optimal(cost, mtbf), cost, mtbf, restart) == pytest.approx(goodput, abs=1e-6)
+    assert intervals.optimal(cost, mtbf) == pytest.approx(exact, abs=5e-4)
+    assert goodput_at(intervals.optimal(cost, mtbf), cost, mtbf, restart) == pytest.approx(goodput, abs=1e-6)
 
 
 @given(st.floats(1e-3, 1e3), st.floats(1.0, 1e6), st.floats(0.5, 2.0))
 def test_optimal_is_a_maximum_of_goodput(cost: float, mtbf: float, factor: float) -> None:
     """No other interval has more goodput than the exact optimum."""
-    best = failures.optimal(cost, mtbf)
+    best = intervals.optimal(cost, mtbf)
     assert goodput_at(best, cost, mtbf, 0.0) >= goodput_at(best * factor, cost, mtbf, 0.0) * (1 - 1e-9)
 
 
 @given(st.floats(1e-300, 1e300), st.floats(1e-300, 1e300))
 def test_optimal_is_finite_and_bounded_for_extreme_inputs(cost: float, mtbf: float) -> None:
     """The optimum lies between zero and the time between failures for any positive inputs."""
-    assert 0.0 <= failures.optimal(cost, mtbf) <= mtbf
+    assert 0.0 <= intervals.optimal(cost, mtbf) <= mtbf
 
 
 @pytest.mark.parametrize(
@@ -50,19 +50,19 @@ def test_optimal_is_finite_and_bounded_for_extreme_inputs(cost: float, mtbf: flo
 )
 def test_optimal_at_the_edges(cost: float, mtbf: float, expected: float) -> None:
     """Free checkpoints are taken always, checkpoints without failures never."""
-    assert failures.optimal(cost, mtbf) == expected
+    assert intervals.optimal(cost, mtbf) == expected
 
 
 def test_optimal_is_continuous_where_the_series_takes_over() -> None:
     """The series next to the branch point and the Lambert form agree where one hands over to the other."""
-    below, above = failures.optimal(0.999999e-6, 1.0), failures.optimal(1.000001e-6, 1.0)
+    below, above = intervals.optimal(0.999999e-6, 1.0), intervals.optimal(1.000001e-6, 1.0)
     assert above / below == pytest.approx(math.sqrt(1.000001 / 0.999999), rel=1e-7)
 
 
 @given(st.floats(-1 / math.e, 1e300))
 def test_lambert_w0_inverts_its_definition(z: float) -> None:
     """w e^w gives z back, up to the conditioning of the problem."""
-    w = failures.lambert_w0(z)
+    w = intervals.lambert_w0(z)
     assert w >= -1.0
     if w > 0.0:
         assert math.log(w) + w == pytest.approx(math.log(z), rel=1e-12, abs=1e-12)
@@ -72,9 +72,9 @@ def test_lambert_w0_inverts_its_definition(z: float) -> None:
 
 def test_lambert_w0_known_values_and_domain() -> None:
     """The omega constant, the branch point, e, and a refusal below -1/e."""
-    assert failures.lambert_w0(1.0) == pytest.approx(0.5671432904097838, rel=1e-15)
-    assert failures.lambert_w0(math.e) == pytest.approx(1.0, rel=1e-15)
-    assert failures.lambert_w0(-1 / math.e) == pytest.approx(-1.0, abs=1e-7)
-    assert failures.lambert_w0(math.inf) == math.inf
+    assert intervals.lambert_w0(1.0) == pytest.approx(0.5671432904097838, rel=1e-15)
+    assert intervals.lambert_w0(math.e) == pytest.approx(1.0, rel=1e-15)
+    assert intervals.lambert_w0(-1 / math.e) == pytest.approx(-1.0, abs=1e-7)
+    assert intervals.lambert_w0(math.inf) == math.inf
     with pytest.raises(ValueError, match="real from -1/e"):
-        failures.lambert_w0(-0.4)
+        intervals.lambert_w0(-0.4)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_engine.frequency.failures import SnapshotLevel, best_intervals, optimal
+from ckpt_engine.frequency.intervals import SnapshotLevel, best_intervals, optimal
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
 
 IN_MEMORY, NEAR, FAR = frozenset({PROCESS}), frozenset({PROCESS, MACHINE}), frozenset({PROCESS, MACHINE, SITE})

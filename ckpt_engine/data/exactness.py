@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from ckpt_engine.data import native, streams
-from ckpt_engine.data.datasets_private import is_of_package
+from ckpt_engine.data.loader_private import is_of_datasets
 
 Samples = dict[str, Any]
 """By path: `{"length": …, "checksum": …}`, of floats `{"length": …, "floats": […]}`."""
@@ -160,7 +160,7 @@ def _described(value: Any) -> dict[str, Any] | None:
 
 def _arrow_rows(node: Any, length: int | None) -> list[str] | None:
     """Some rows of a dataset of the package `datasets`, as they are stored: nothing is decoded."""
-    if not is_of_package(node) or not hasattr(node, "with_format") or length is None:
+    if not is_of_datasets(node) or not hasattr(node, "with_format") or length is None:
         return None
     stored = node.with_format("arrow")
     return [str(stored[i].to_pydict())[:1000] for i in _spread(length, _ROW)]

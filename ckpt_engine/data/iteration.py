@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from ckpt_engine.data import loader_private as private
 from ckpt_engine.data import native, rng, streams
-from ckpt_engine.data import torch_private as private
 from ckpt_engine.data.exactness import Exactness, Level
+from ckpt_engine.data.loader_private import assume_worker_role
 from ckpt_engine.data.native import is_stateful
 from ckpt_engine.data.sample_assignment import Dealing
 from ckpt_engine.data.sampling import SamplerOrder
-from ckpt_engine.data.torch_private import assume_worker_role
 
 WorkerState = dict[str, Any]
 """One worker right after a batch: `{"rng": host streams}`, for a dataset with `state_dict` also `"dataset"` and, once

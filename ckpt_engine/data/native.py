@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ckpt_engine.data.datasets_private import forgets_its_buffer, is_of_package, refuses_states_of_workers
+from ckpt_engine.data.loader_private import forgets_its_buffer, is_of_datasets, refuses_states_of_workers
 
 __all__ = [
     "before",
@@ -87,12 +87,12 @@ def why_replayed(loader: DataLoader[Any]) -> str | None:
 
 def keeps_nothing(dataset: Any) -> bool:
     """True if it is known that workers carry nothing of this dataset from one pass into the next."""
-    return isinstance(dataset, IterableDataset) and is_of_package(dataset)
+    return isinstance(dataset, IterableDataset) and is_of_datasets(dataset)
 
 
 def repeats_work(dataset: Any) -> bool:
     """True if a part does work again that was done, to get to where its state says: its random draws come twice."""
-    return any(is_of_package(part) for _, part in _parts(dataset))
+    return any(is_of_datasets(part) for _, part in _parts(dataset))
 
 
 def capture(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def epochs(dataset: Any, *, shared: bool = False) -> dict[str, int]:
     """
     found = {path: epoch for path, part in _parts(dataset) if (epoch := _epoch(part)) is not None}
     return {
-        path: found[path] for path, part in _parts(dataset) if path in found and (is_of_package(part) or not shared)
+        path: found[path] for path, part in _parts(dataset) if path in found and (is_of_datasets(part) or not shared)
     }
 
 
@@ -238,7 +238,7 @@ def orders(dataset: Any) -> dict[str, dict[str, int]]:
     return {
         f"{path}.{name}": {"length": 1, "checksum": zlib.crc32(repr(value.bit_generator.state).encode())}
         for path, part in _parts(dataset)
-        if is_of_package(part)
+        if is_of_datasets(part)
         for name, value in vars(part).items()
         if isinstance(value, np.random.Generator)
     }
@@ -279,7 +279,7 @@ def _epoch(part: Any) -> int | None:
 def _attributes(dataset: Any) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
     """Path, owner, name and value of each attribute of the datasets inside."""
     for path, part in _parts(dataset):
-        if not is_of_package(part) or isinstance(part, IterableDataset):
+        if not is_of_datasets(part) or isinstance(part, IterableDataset):
             owner = getattr(part, "__dict__", {})
             yield from ((f"{path}.{name}", owner, name, value) for name, value in list(owner.items()))
 

@@ -1,4 +1,4 @@
-"""Every name of torch's data loader that is not public, each behind one function; nothing else here touches them.
+"""Every name of torch's data loader and class of `datasets` that is not public, each behind one function.
 
 `missing()` lists what the installed torch lacks; a test fails on a non-empty answer, so a torch upgrade that moves one
 of these is seen at once. Facts relied upon (torch 2.6 to 2.13, `dataloader.py` and `_utils/worker.py`):
@@ -7,6 +7,8 @@ of these is seen at once. Facts relied upon (torch 2.6 to 2.13, `dataloader.py` 
 - building an iterator draws `_base_seed` from the loader's generator or the global torch stream, `_reset` does not;
 - batch j of an epoch is made by the worker at position `j % num_workers` of `_index_queues`;
 - a persistent iterator keeps the sampler, collate function and workers it was built with.
+
+The package `datasets` is not imported: what is not there has no streams.
 """
 
 from __future__ import annotations
@@ -24,13 +26,17 @@ from torch.utils.data import dataloader as _dataloader
 from torch.utils.data._utils import worker as _worker
 
 __all__ = [
+    "DATASETS_NAMES",
     "assume_worker_role",
     "discard_iterator",
     "finish_dealt",
+    "forgets_its_buffer",
+    "is_of_datasets",
     "is_dead_worker",
     "knows_its_end",
     "live_iterator",
     "missing",
+    "refuses_states_of_workers",
     "replace_index_sampler",
     "rotate_workers",
     "takes_indices_from",
@@ -153,3 +159,29 @@ def assume_worker_role(role: int) -> None:
     names = [f.name for f in fields(info)] if is_dataclass(info) else [n for n in vars(info) if not n.startswith("_")]
     values = {name: getattr(info, name) for name in names}
     _worker._worker_info = _worker.WorkerInfo(**{**values, "id": role, "seed": base_seed + role})
+
+
+_PACKAGE = "datasets."
+_SHUFFLES = "BufferShuffledExamplesIterable"
+_CONCATENATES = (
+    "VerticallyConcatenatedMultiSourcesExamplesIterable",
+    "HorizontallyConcatenatedMultiSourcesExamplesIterable",
+)
+
+DATASETS_NAMES = (_SHUFFLES, *_CONCATENATES)
+"""Classes of `datasets.iterable_dataset`; a test looks for them."""
+
+
+def is_of_datasets(part: object) -> bool:
+    """Whether its class is one of the package `datasets`."""
+    return type(part).__module__.startswith(_PACKAGE)
+
+
+def forgets_its_buffer(part: object) -> bool:
+    """Whether its state leaves out the samples that its shuffle buffer holds."""
+    return is_of_datasets(part) and type(part).__name__ == _SHUFFLES
+
+
+def refuses_states_of_workers(part: object) -> bool:
+    """Whether it raises where it loads a state that a worker has saved."""
+    return is_of_datasets(part) and type(part).__name__ in _CONCATENATES

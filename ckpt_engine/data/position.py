@@ -351,6 +351,13 @@ class LoaderPosition:
         """What was loaded and not begun yet does not count any more: the next epoch starts by itself."""
         self._pending = self._restoration = None
 
+    def leave(self) -> None:
+        """The epoch that was loaded is over although nothing asked for a batch: the next `iter()` starts the one after
+        it, as `next_epoch_state` says."""
+        if self._pending is not None:
+            self._pending = Pending({**self._pending.state, "phase": "fresh"}, "fresh", None)
+            self._pending.install(self.loader)
+
     def detach(self) -> None:
         """Give the loader its original class back; iterators already running go on."""
         if followed_by(self.loader) is self:

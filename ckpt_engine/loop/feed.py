@@ -273,6 +273,12 @@ class Feed:
             setattr(self._live(), self._counter, count)
         self.position.forget()
 
+    def leave(self) -> None:
+        """The loop went on without asking for a batch of the resumed pass, and left it, as the saved one did."""
+        if self._resumed is not None and self.delivered:
+            self._resumed = None
+            self.position.leave()
+
     def release(self) -> None:
         """Give the loader back as it was."""
         outer = self._outer()

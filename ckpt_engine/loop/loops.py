@@ -83,6 +83,8 @@ class Loops:
     def over(self, feed: Feed) -> None:
         """A pass has ended, or was left."""
         feed.alone = feed.trained and not any(one.active and one.trained for one in self._feeds if one is not feed)
+        if not self._saved:
+            feed.leave()  # the loop trains again: a `zip` ended by another loader, for one
 
     def boundary(self, feed: Feed | None, due: Collection[Feed]) -> tuple[Feed | None, str | None]:
         """A step is complete: the loader whose loop this one is in the body of, and why no snapshot may be taken."""

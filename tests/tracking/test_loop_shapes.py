@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
 from tests.tracking.runs import (
@@ -88,6 +89,27 @@ def pairs_with_a_longer_one(run: Watched) -> None:
     for epoch in range(run.epoch, EPOCHS):
         for batch, other in zip(second, run.loader, strict=False):
             step(run, batch, epoch, tuple(other[2].tolist()))
+
+
+def takes_three_at_once(run: Watched) -> None:
+    """The second one ends first: the first one has given a batch more by then, and the third one is not asked."""
+    streams = [torch.Generator().manual_seed(number) for number in (1, 2)]
+    second, third = (
+        DataLoader(Augmented(n), batch_size=BATCH, shuffle=True, generator=g)
+        for n, g in zip((18, 26), streams, strict=False)
+    )
+    run.track(second=second, third=third)
+    for epoch in range(run.epoch, EPOCHS):
+        for batch, other, more in zip(run.loader, second, third, strict=False):
+            step(run, batch, epoch, tuple(other[2].tolist()), tuple(more[2].tolist()))
+
+
+def takes_three_at_once_from_the_common_stream(run: Watched) -> None:
+    second, third = shuffled(18), shuffled(26)
+    run.track(second=second, third=third)
+    for epoch in range(run.epoch, EPOCHS):
+        for batch, other, more in zip(run.loader, second, third, strict=False):
+            step(run, batch, epoch, tuple(other[2].tolist()), tuple(more[2].tolist()))
 
 
 def trains_on_two_in_turn(run: Watched) -> None:
@@ -355,6 +377,8 @@ EXACT: tuple[Loop, ...] = (
     slices_and_counts,
     pairs_with_a_shorter_one,
     pairs_with_a_longer_one,
+    takes_three_at_once,
+    takes_three_at_once_from_the_common_stream,
     trains_on_two_in_turn,
     nests,
     nests_and_trains_on_both,

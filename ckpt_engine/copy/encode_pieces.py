@@ -84,8 +84,12 @@ class Encoder:
         Raises:
             SourceError: what is copied is damaged or cannot be read.
         """
-        threads = 1 if self._planned.bounds.rows_only else THREADS
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="ckpt-encode")
+        if self._planned.bounds.part_bytes is None:
+            # All is encoded before anything is put.
+            for part in self._planned.parts:
+                yield [done for job in part for done in self._encode(job)]
+            return
+        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="ckpt-encode")
         waiting: list[Future[list[EncodedPiece]]] | None = None
         try:
             for part in self._planned.parts:
@@ -328,9 +332,13 @@ class Files:
         self._pieces: dict[Key, Piece] = {}
         self._needed: dict[tuple[str, str, int], Piece] = {}
         """Pieces of the older snapshot that are bases, by whose they are, entry and place."""
+        self._used: set[int] = set()
+        """The files of the older snapshot that are needed."""
         for (name, start), needed in planned.old.items():
-            self._keep(start, {key: piece for key, piece in needed.items() if key[0] is not None})
-            self._pieces[name, start] = needed[None, name]
+            self._pieces[name, start] = piece = needed[None, name]
+            self._used.add(piece.file)
+            if len(needed) > 1:
+                self._keep(start, {key: piece for key, piece in needed.items() if key[0] is not None})
 
     def encoded(self, encoder: Encoder) -> Iterator[tuple[DataFile, list[memoryview], list[EncodedPiece]]]:
         """The data files, one after another: name, blocks and pieces. While one is in use the next one is encoded.
@@ -392,35 +400,40 @@ class Files:
         assert self.plan.before is not None
         for (level, name), piece in needed.items():
             self._needed[level or self.plan.before.info.id, name, start] = piece
+            self._used.add(piece.file)
 
     def old_files(self) -> tuple[DataFile, ...]:
         """The files of older snapshots that are needed, the oldest first."""
         before = self.plan.before
         if before is None:
             return ()
-        used = {self._pieces[key].file for key in self.plan.old} | {piece.file for piece in self._needed.values()}
-        return tuple(sorted((before.files[index] for index in used), key=lambda file: file.name))
+        return tuple(sorted((before.files[index] for index in self._used), key=lambda file: file.name))
 
     def manifest(self) -> Manifest:
         """Of all that was added."""
         old = self.old_files()
         files = (*old, *self.new)
-        number = {file.name: index for index, file in enumerate(files)}
         before = self.plan.before
-
-        def older(piece: Piece) -> Piece:
-            assert before is not None
-            return replace(piece, file=number[before.files[piece.file].name])
-
-        def placed_at(key: Key) -> Piece:
-            piece = self._pieces[key]
-            return older(piece) if key in self.plan.old else replace(piece, file=len(old) + piece.file)
-
+        numbers = {index: old.index(before.files[index]) for index in self._used} if before is not None else {}
+        pieces = {
+            key: _moved(piece, numbers[piece.file] if key in self.plan.old else len(old) + piece.file)
+            for key, piece in self._pieces.items()
+        }
         entries = {
-            name: replace(entry, pieces=tuple(placed_at((name, start)) for start, _ in placed(entry.pieces)))
+            name: Entry(
+                entry.dtype,
+                entry.shape,
+                tuple([pieces[name, start] for start, _ in placed(entry.pieces)]),
+                entry.container_dtype,
+            )
             for name, entry in self._source.entries.items()
         }
         bases: dict[str, dict[str, dict[int, Piece]]] = {}
         for (snapshot, name, start), piece in self._needed.items():
-            bases.setdefault(snapshot, {}).setdefault(name, {})[start] = older(piece)
+            bases.setdefault(snapshot, {}).setdefault(name, {})[start] = _moved(piece, numbers[piece.file])
         return replace(self._source, files=files, entries=entries, bases=bases)
+
+
+def _moved(piece: Piece, file: int) -> Piece:
+    """A piece with the number that its file has here."""
+    return piece if piece.file == file else replace(piece, file=file)

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
+from functools import partial
 from operator import itemgetter
 
 from ckpt_engine.copy import write_plan
@@ -288,8 +288,9 @@ class DedupBaseline:
         began = time.thread_time()
         digests, digest_seconds = staged.timed_digest()
         manifest = staged.manifest(self._repository.run_id, digests)
-        likely = self._likely(staged, manifest, before)
-        planned = write_plan.decide(manifest, before, {file.name for file in before.files}, likely.__contains__, bounds)
+        with staged.slot.image(staged.nbytes) as image:
+            differs = partial(self._seems_in_few_rows, manifest, before, image)
+            planned = write_plan.decide(manifest, before, {file.name for file in before.files}, differs, bounds)
         self._expects = planned.pays
         if not planned.pays or not self._repository.still_has(before.info.id, before.files):
             return None
@@ -326,16 +327,12 @@ class DedupBaseline:
 
         return Decoder(before, fetch, glance)
 
-    def _likely(self, staged: Staged, manifest: Manifest, before: Manifest) -> set[str]:
-        """The entries of which few rows seem to have changed, as far as a few rows of one piece tell."""
-        found: set[str] = set()
-        with staged.slot.image(staged.nbytes) as image:
-            for name, entry in manifest.entries.items() if self._rows_from is not None else ():
-                pairs = paired(entry, before.entries.get(name))
-                changed = ((new, old) for _, new, old in pairs if new.content_digest != old.content_digest)
-                if any(self._in_few_rows(name, manifest, new, old, before, image) for new, old in islice(changed, 1)):
-                    found.add(name)
-        return found
+    def _seems_in_few_rows(self, manifest: Manifest, before: Manifest, image: memoryview, name: str) -> bool:
+        """Whether few rows of an entry seem to have changed, as far as a few rows of one piece tell."""
+        for _, new, old in paired(manifest.entries[name], before.entries.get(name)):
+            if new.content_digest != old.content_digest:
+                return self._in_few_rows(name, manifest, new, old, before, image)
+        return False
 
     def _in_few_rows(
         self, name: str, manifest: Manifest, piece: Piece, old: Piece, before: Manifest, image: memoryview

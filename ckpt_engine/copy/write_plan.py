@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ckpt_engine.copy.adam_groups import AdamGroup, find
 from ckpt_engine.errors import CkptError, CorruptError, StorageMissingError
@@ -201,22 +200,21 @@ def decide(
     differs: Callable[[str], bool],
     bounds: SharingBounds,
 ) -> WritePlan:
-    """How `manifest` is stored where `before` is. Pure.
+    """How `manifest` is stored where `before` is. Pure, as far as `differs` is.
 
     Args:
         usable: the data files of `before` that may be referred to.
-        differs: whether changed pieces of an entry may be stored as differences.
+        differs: whether changed pieces of an entry may be stored as differences; asked once for each that has such.
     """
-    work = [
-        Work(name, start, piece) for name, entry in manifest.entries.items() for start, piece in placed(entry.pieces)
-    ]
+    pieces = {(name, start): piece for name, entry in manifest.entries.items() for start, piece in placed(entry.pieces)}
     if before is None:
-        return WritePlan(bounds, None, {}, _parts([Job((one,)) for one in work], bounds))
+        return WritePlan(bounds, None, {}, _parts([Job((Work(*key, one),)) for key, one in pieces.items()], bounds))
     same, changed = compared(manifest, before)
-    wanted = {key: needed for key, needed in changed.items() if differs(key[0])}
+    differing = set(filter(differs, dict.fromkeys(name for name, _ in changed)))
+    wanted = {key: needed for key, needed in changed.items() if key[0] in differing}
     groups = _adam_groups(manifest, before, wanted, bounds) if wanted and not bounds.rows_only else []
     overs = _overs(before, wanted, {(name, start) for group, start in groups for name in group.entries}, bounds)
-    sizes = {one.key: one.piece.raw_nbytes for one in work}
+    sizes = {key: piece.raw_nbytes for key, piece in pieces.items()}
     spared = sum(sizes[key] for key in same)
     spared += sum(sizes[key] - (over.chain[0].nbytes if over.chain[1:] else 0) for key, over in overs.items())
     # What stays, or changes in few rows, is apart from what changes everywhere: its files are referred to for long.
@@ -227,9 +225,9 @@ def decide(
     if bounds.rows_only:
         slow |= set(overs) - kept
     fresh = [
-        replace(one, over=overs.get(one.key) if one.key in kept else None, settled=one.key in slow)
-        for one in work
-        if one.key not in same or one.key not in kept
+        Work(*key, piece, overs.get(key) if key in kept else None, key in slow)
+        for key, piece in pieces.items()
+        if key not in same or key not in kept
     ]
     settled = [Job((one,)) for one in fresh if one.settled]
     quick = _jobs([one for one in fresh if not one.settled], groups)
@@ -239,9 +237,13 @@ def decide(
     return WritePlan(bounds, before, {key: one for key, one in same.items() if key in kept}, parts, pays)
 
 
-def placed(pieces: Sequence[Piece]) -> Iterator[tuple[int, Piece]]:
+def placed(pieces: Sequence[Piece]) -> list[tuple[int, Piece]]:
     """The pieces of an entry, each with the byte of it at which it begins."""
-    return zip(accumulate((piece.raw_nbytes for piece in pieces), initial=0), pieces, strict=False)
+    found, start = [], 0
+    for piece in pieces:
+        found.append((start, piece))
+        start += piece.raw_nbytes
+    return found
 
 
 def _before(manifest: Manifest, target: Repository) -> Manifest | None:
@@ -267,20 +269,26 @@ def compared(manifest: Manifest, before: Manifest) -> tuple[dict[Key, Needed], d
                 except CorruptError:
                     continue  # it is found by those who read it
             (same if found.content_digest == piece.content_digest else changed)[name, start] = needed
-    for name, start in list(same):
+    grouped = [(key, group) for key, needed in same.items() if (group := needed[None, key[0]].group)]
+    for (name, start), group in grouped:
         # Pieces that were encoded together are referred to together.
-        if any((member, start) not in same for member in same[name, start][None, name].group):
+        if any((member, start) not in same for member in group):
             changed[name, start] = same.pop((name, start))
     return same, changed
 
 
-def paired(entry: Entry, old: Entry | None) -> Iterator[tuple[int, Piece, Piece]]:
+def paired(entry: Entry, old: Entry | None) -> list[tuple[int, Piece, Piece]]:
     """The pieces of an entry that an older snapshot has too: the byte where each begins, itself, and the older one."""
-    there = dict(placed(old.pieces)) if old is not None and (old.dtype, old.shape) == (entry.dtype, entry.shape) else {}
-    for start, piece in placed(entry.pieces):
-        found = there.get(start)
-        if found is not None and found.content_digest is not None and found.raw_nbytes == piece.raw_nbytes:
-            yield start, piece, found
+    if old is None or old.dtype != entry.dtype or old.shape != entry.shape:
+        return []
+    there = dict(placed(old.pieces))
+    return [
+        (start, piece, found)
+        for start, piece in placed(entry.pieces)
+        if (found := there.get(start)) is not None
+        and found.content_digest is not None
+        and found.raw_nbytes == piece.raw_nbytes
+    ]
 
 
 def _kept(
@@ -297,12 +305,14 @@ def _kept(
     more than what changes (`room_bytes`): of a table of which few rows do, half a file is many times that. Such files
     are kept as long as all of them take no more than a few times the bytes of the state.
     """
+    stored = {(piece.file, piece.offset): piece.nbytes for pieces in wanted.values() for piece in pieces.values()}
     needed: Counter[int] = Counter()
-    for piece in {piece for pieces in wanted.values() for piece in pieces.values()}:
-        needed[piece.file] += piece.nbytes
+    for (file, _), nbytes in stored.items():
+        needed[file] += nbytes
+    lies_in = {key: {piece.file for piece in pieces.values()} for key, pieces in wanted.items()}
     costs: Counter[int] = Counter()
-    for key, pieces in wanted.items():
-        for file in {piece.file for piece in pieces.values()}:
+    for key, files in lies_in.items():
+        for file in files:
             costs[file] += sizes[key]
     file_bytes = {file: before.files[file].nbytes for file in needed if before.files[file].name in usable}
     freed = {file: max(1, nbytes - HEADER_BYTES - needed[file]) for file, nbytes in file_bytes.items()}
@@ -314,7 +324,7 @@ def _kept(
             kept.remove(file)
             room_bytes -= costs[file]
             over_bytes -= file_bytes[file]
-    return {key for key, pieces in wanted.items() if all(piece.file in kept for piece in pieces.values())}
+    return {key for key, files in lies_in.items() if files <= kept}
 
 
 def _overs(

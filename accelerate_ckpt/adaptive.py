@@ -141,7 +141,7 @@ class AdaptiveCheckpoint(Tracker):
         """A loader that the function `skip_first_batches` has made is not followed, and what it gave is not ours."""
         feed = self._training
         waits = self._restoring and feed is not None and feed.resuming
-        if waits and not self._recent and not self._begun_again and id(optimizer) in self._ids:
+        if waits and not self._recent and not self._begun_again and self._loops.is_tracked(optimizer):
             assert feed is not None
             raise ResumeError(
                 f"the resumed run trains on batches of a loader that is not followed: {feed.name!r}, whose next pass "

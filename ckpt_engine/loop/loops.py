@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, LeaseHeldError, StorageError, UnstorableLeafError, WriterError
 from ckpt_engine.frequency.cadence import Cadence
+from ckpt_engine.loop.components import managed
 from ckpt_engine.loop.feed import Feed
 from ckpt_engine.loop.shape import (
     Around,
@@ -37,10 +41,17 @@ class Loops:
     Args:
         feeds: the loaders, all of them.
         log: of the adapter.
+        optimizers: those that are tracked.
     """
 
-    def __init__(self, feeds: Sequence[Feed], log: logging.Logger) -> None:
+    def __init__(
+        self, feeds: Sequence[Feed], log: logging.Logger, optimizers: Collection[torch.optim.Optimizer]
+    ) -> None:
         self._feeds = feeds
+        self._optimizers, self._ids = optimizers, frozenset(map(id, optimizers))
+        self._beside: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        """Others that have made a step since the last boundary."""
+        self._untracked: dict[int, str] = {}
         self._log = log
         self._home = code_now()
         self._saved: Mapping[str, Any] = {}
@@ -75,6 +86,14 @@ class Loops:
         self._around[feed.name] = (counts, feed.delivered, ask.keeps(feed.running))
         return [] if saved is None else differences(feed.name, saved, counts, feed.delivered, ask)
 
+    def is_tracked(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the step that this optimizer has made is one of the run; another one is looked at later."""
+        if id(optimizer) in self._ids:
+            return True
+        if id(optimizer) not in self._untracked:
+            self._beside[id(optimizer)] = weakref.ref(optimizer)
+        return False
+
     def stepped(self) -> None:
         """An optimizer has made a step."""
         self._resumed = None
@@ -88,6 +107,8 @@ class Loops:
 
     def boundary(self, feed: Feed | None, due: Collection[Feed]) -> tuple[Feed | None, str | None]:
         """A step is complete: the loader whose loop this one is in the body of, and why no snapshot may be taken."""
+        while self._beside:
+            self._look_at(self._beside.popitem()[1]())
         unknown = [one for one in due if one.active and one.lead.ahead is None]
         if unknown:
             ask = Ask(self._home)
@@ -111,6 +132,25 @@ class Loops:
                 if before and not inside:
                     return None, f"{one.name!r} was asked first"
         return None, None
+
+    def _look_at(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Name an optimizer that is not tracked, if it takes a state of its own to the next step.
+
+        One that a wrapper has inside, or that changes the weights of one that is tracked, is part of that one.
+        """
+        if optimizer is None or not optimizer.state:
+            return
+        own = {id(parameter) for parameter in managed(self._optimizers)}
+        inside = any(one is optimizer for tracked in self._optimizers for one in vars(tracked).values())
+        if inside or any(id(parameter) in own for parameter in managed([optimizer])):
+            return
+        if (name := Ask(self._home).name_of(optimizer)) is None:
+            return
+        self._untracked[id(optimizer)] = problem = (
+            f"{name} ({type(optimizer).__name__}) makes steps, and no snapshot has its state: track it and the model "
+            f"whose weights it changes, as in track(…, {name.rpartition('.')[2]}={name})"
+        )
+        self._log.warning("%s", problem)
 
     def _outer(self, feed: Feed) -> Feed | None:
         found = [
@@ -145,7 +185,10 @@ class Loops:
             "place": [] if feed is None else place_of(feed.asked_from),
             "numbers": ask.numbers(),
             "around": {one.name: self._counts(one, ask) for one in self._feeds if one.active},
-            "says": [problem for one in self._feeds for problem in (*one.says, *self._again(one, feed))],
+            "says": [
+                *(problem for one in self._feeds for problem in (*one.says, *self._again(one, feed))),
+                *self._untracked.values(),
+            ],
         }
 
     def _counts(self, feed: Feed, ask: Ask) -> list[list[Any]]:

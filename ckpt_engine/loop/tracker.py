@@ -88,7 +88,6 @@ class Tracker(LoopProgress):
         self._counted = self._dirty = False
         self._boundaries_missed = 0
         self._stepped: set[int] = set()
-        self._ids = {id(optimizer) for optimizer in parts.optimizers.values()}
         self._recent: set[Feed] = set()
         self._due: set[Feed] = set()
         self._training = self._resumed = None
@@ -99,7 +98,7 @@ class Tracker(LoopProgress):
         engine.start(resumes=begins_at is None and engine.config.resume != "off")
         self._sources = dict(sources)  # feeds and positions do not keep their loaders alive
         self._feeds = [Feed(name, source, self) for name, source in sources.items()]
-        self._loops = Loops(self._feeds, self._log)
+        self._loops = Loops(self._feeds, self._log, parts.optimizers.values())
         self._resume = LoopResume(engine, parts, self._feeds, surroundings, folder, self._log, self._audit, begins_at)
         try:
             self._take_over()
@@ -275,7 +274,7 @@ class Tracker(LoopProgress):
             self._resume.say(problem)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if id(optimizer) not in self._ids:
+        if not self._loops.is_tracked(optimizer):
             return
         self._trains_again()
         self._dirty = True

@@ -454,3 +454,53 @@ def prefetching(folder: Path, seed: int, die_at: int | None, *, carried: bool) -
         pass
     assert carried or best < float("inf")
     return losses
+
+
+def train_against_a_critic(
+    folder: Path, seed: int, die_at: int | None = None, *, tracks: bool = False, of_one_turn: bool = False
+) -> list[str]:
+    """One process with two optimizers: the losses of its steps as text."""
+    seed_everything(seed)
+    net, critic = nn.Linear(3, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    second = torch.optim.Adam(critic.parameters(), lr=0.05)
+    loader = DataLoader(TensorDataset(torch.arange(24.0).view(8, 3)), batch_size=2, shuffle=True)
+    losses = []
+    with contextlib.suppress(Killed), Checkpointer(folder, every_n_steps=1, writer="thread") as ckpt:
+        tracker = ckpt.track(net=net, optimizer=optimizer, loader=loader, **{"second": second} if tracks else {})
+        for _ in range(tracker.epoch, EPOCHS):
+            for (x,) in loader:
+                ckpt.wait(60)
+                if tracker.global_step == die_at:
+                    raise Killed
+                if of_one_turn:
+                    inner = torch.optim.Adam(critic.parameters(), lr=0.05)
+                    critic(net(x).detach()).mean().backward()
+                    inner.step()
+                    inner.zero_grad()
+                loss = critic(net(x)).mean() + net(x).square().mean()
+                loss.backward()
+                for one in (optimizer, *([] if of_one_turn else [second])):
+                    one.step()
+                    one.zero_grad()
+                losses.append(f"{tracker.global_step} {loss.item().hex()}")
+    return losses
+
+
+@pytest.mark.parametrize("die_at", [1, 6])
+def test_an_optimizer_that_is_not_tracked_is_named_and_a_tracked_one_goes_on(die_at: int, tmp_path: Path) -> None:
+    """Its moments are in no snapshot: the report of the resume says so, with the line of code that mends it."""
+    for tracks in (False, True):
+        folder = tmp_path / str(tracks)
+        train_against_a_critic(folder, 1, die_at, tracks=tracks)
+        train_against_a_critic(folder, 2, tracks=tracks)
+        named = [row["why"] for row in report(folder)["not_restored"]]
+        assert len(named) == (not tracks)
+        assert all("second (Adam) makes steps" in why and "track(…, second=second)" in why for why in named)
+
+
+def test_an_optimizer_of_one_step_is_not_named(tmp_path: Path) -> None:
+    """Its state does not go from step to step."""
+    train_against_a_critic(tmp_path, 1, 6, of_one_turn=True)
+    train_against_a_critic(tmp_path, 2, of_one_turn=True)
+    assert [row["why"] for row in report(tmp_path)["not_restored"] if "makes steps" in row["why"]] == []

@@ -145,7 +145,7 @@ def command(root: str, as_json: bool) -> None:
     else:
         _print(holder, status, rows, why)
         if spent is not None:
-            click.echo(f"goodput {percent(spent.goodput)} of {units.duration(spent.wall)}: `ckpt goodput` says of what")
+            click.echo(f"{_headline(spent)}: `ckpt goodput` says of what")
         if live is not None:
             click.echo(live.text())
 
@@ -304,7 +304,7 @@ def failure_of(one: Attempt) -> str:
 
 
 def _print_spent(url: str, spent: RunSpent, rows: Sequence[Attempt]) -> None:
-    click.secho(f"goodput {percent(spent.goodput)} of {units.duration(spent.wall)}", bold=True, nl=False)
+    click.secho(_headline(spent), bold=True, nl=False)
     click.echo(f" at {url}\n")
     cells = []
     for name, seconds in spent.parts.items():
@@ -321,6 +321,11 @@ def _print_spent(url: str, spent: RunSpent, rows: Sequence[Attempt]) -> None:
     click.echo(f"\n{count(len(rows), 'attempt')}, {count(failures.total(), 'failure')}", nl=False)
     click.echo(f" ({classes})" if classes else "")
     click.echo(f"the last attempt {failure_of(rows[-1])}")
+
+
+def _headline(spent: RunSpent) -> str:
+    least = "at least " if spent.parts["unknown"] > 0.0 else ""  # of attempts that an older version has recorded
+    return f"goodput {least}{percent(spent.goodput)} of {units.duration(spent.wall)}"
 
 
 def percent(share: float) -> str:

@@ -204,7 +204,7 @@ def decide(
 
     Args:
         usable: the data files of `before` that may be referred to.
-        differs: whether changed pieces of an entry may be stored as differences; asked once for each that has such.
+        differs: whether changed pieces of an entry may be stored as differences; asked once per entry with any.
     """
     pieces = {(name, start): piece for name, entry in manifest.entries.items() for start, piece in placed(entry.pieces)}
     if before is None:

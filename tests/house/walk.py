@@ -2,7 +2,8 @@
 
 A fresh process, a thread writer, one local tier, four tensors of 16 KiB. Counted are a snapshot until it is durable and
 all that follows, where retention removes an older one, and then a load; of two of each the one with fewer calls, as
-threads may overlap. Prints JSON; with `--all` the calls too.
+threads may overlap. And a save of 200 such tensors of which one has changed, so that the others are referred to.
+Prints JSON; with `--all` the calls too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ ROOT = Path(__file__).parents[2]
 OURS = tuple(f"{ROOT}/{package}/" for package in ("ckpt_engine", "lightning_ckpt", "accelerate_ckpt"))
 
 KEEP = 2
+FEW, MANY = 4, 200
+"""Of so many tensors bytes are worth sparing only with the second number."""
 calls: Counter[tuple[str, str, int]] = Counter()
 watching = threading.Event()
 
@@ -46,10 +49,10 @@ def taken() -> dict[str, Any]:
     return found
 
 
-def settle(run: Path, snapshots: int) -> None:
-    """Return when retention has left so many snapshots, and the data of no others."""
+def settle(run: Path, snapshots: int, files: int) -> None:
+    """Return when retention has left so many snapshots and data files."""
     deadline = time.monotonic() + 60
-    while [len(list((run / part).iterdir())) for part in ("snapshots", "data")] != [snapshots, snapshots]:
+    while [len(list((run / part).iterdir())) for part in ("snapshots", "data")] != [snapshots, files]:
         assert time.monotonic() < deadline
         threading.Event().wait(0.02)
     while any(thread.name.startswith("ckpt-tier") for thread in threading.enumerate()):
@@ -57,31 +60,37 @@ def settle(run: Path, snapshots: int) -> None:
         threading.Event().wait(0.02)
 
 
-def main() -> None:
-    """Train nothing, and save twice."""
-    threading.setprofile(note)
-    sys.setprofile(note)
+def counts(tensors: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train nothing, and save and load twice; what a save and a load take."""
     import torch
 
     from ckpt_engine import Checkpointer
 
     saves: list[dict[str, Any]] = []
     loads: list[dict[str, Any]] = []
-    state: dict[str, Any] = {"model": {f"w{n}": torch.randn(64, 64) for n in range(4)}, "step": 0}
+    state: dict[str, Any] = {"model": {f"w{n}": torch.randn(64, 64) for n in range(tensors)}, "step": 0}
     with tempfile.TemporaryDirectory() as folder, Checkpointer(folder, writer="thread", keep={"last": KEEP}) as ckpt:
         for step in range(5):
             state["model"]["w0"] += 1
             if step > KEEP:
                 watching.set()
             ckpt.save(state, step=step).wait(60)
-            settle(Path(folder), min(step + 1, KEEP))
+            kept = min(step + 1, KEEP)
+            settle(Path(folder), kept, kept + (tensors == MANY and step >= KEEP))
             saves += [taken()] if step > KEEP else []
         for _ in range(2):
             watching.set()
             ckpt.load()
             loads.append(taken())
-    found = {"save": min(saves, key=lambda one: one["calls"]), "load": min(loads, key=lambda one: one["calls"])}
-    print(json.dumps(found, indent=1))
+    return min(saves, key=lambda one: one["calls"]), min(loads, key=lambda one: one["calls"])
+
+
+def main() -> None:
+    """Count and print."""
+    threading.setprofile(note)
+    sys.setprofile(note)
+    save, load = counts(FEW)
+    print(json.dumps({"save": save, "load": load, "share": counts(MANY)[0]}, indent=1))
 
 
 if __name__ == "__main__":

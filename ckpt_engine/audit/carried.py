@@ -3,21 +3,16 @@
 A variable is carried if its value of one step is read in a later one: it is *live* where the loop's body begins
 (backward liveness analysis over the function's bytecode; Aho, Sethi, Ullman, "Compilers", section 10.6). Of those only
 numbers, tensors and tuples that differ from look to look count: lists and the like are most often records.
-
-Whether the counter of an `enumerate` is only shown to people: then it decides nothing of the run.
-
-Read from the source of the loop, and in doubt no: every use of the counter has to be in a call that prints or logs, or
-in the condition of an `if` with nothing but such calls in it.
+Of those, lists and the like count that grow and that the source of the loop uses for more than a record.
 """
 
 from __future__ import annotations
 
-import ast
 import bisect
 import dis
-import linecache
 import os
 import sys
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ckpt_engine.audit import source
 from ckpt_engine.audit.attributes import (
     GENERATORS,
     Frozen,
@@ -77,6 +73,8 @@ class CarriedLocals:
     def __init__(self) -> None:
         self._before: dict[tuple[CodeType, str], Frozen] = {}
         self._seen_otherwise: Mapping[str, ModuleVariables] | None = None
+        self._sizes: dict[tuple[Any, str], int] = {}
+        self._read: set[tuple[CodeType, str]] = set()
         self.names: list[str] = []
         """The variables that changed and are carried, in the order they were found."""
 
@@ -112,8 +110,31 @@ class CarriedLocals:
                 if key in self._before and self._before[key] != found[key] and name not in self.names:
                     new.append(name)
         self._before.update(found)
+        new += self._growing({id(value) for value in saved.values()}, new)
         self.names += new
         return new
+
+    def _growing(self, saved: Collection[int], new: Collection[str]) -> list[str]:
+        """Lists that are longer than at the last look and decide something, global ones of the script too."""
+        found: list[str] = []
+        sizes: dict[tuple[Any, str], int] = {}
+        for frame in frames_of_users(sys._getframe(2)):
+            seen = (self._seen_otherwise or {}).get(frame.f_globals.get("__name__", ""))
+            for values, home in ((frame.f_locals, frame.f_code), (frame.f_globals, id(frame.f_globals))):
+                for name, value in tuple(values.items()):
+                    if not isinstance(value, list | deque | set) or id(value) in saved:
+                        continue
+                    if seen is not None and values is frame.f_globals and name in seen.names:
+                        continue
+                    key = (home, name)
+                    sizes[key] = len(value)
+                    grows = len(value) > self._sizes.get(key, len(value))
+                    if grows and (frame.f_code, name) not in self._read and name not in (*self.names, *new, *found):
+                        self._read.add((frame.f_code, name))
+                        if source.decides(frame, name):
+                            found.append(name)
+        self._sizes.update(sizes)
+        return found
 
 
 def live_variables(frame: FrameType | None) -> dict[str, dict[str, Any]]:
@@ -383,148 +404,8 @@ def _targets_of(rows: list[dis.Instruction]) -> frozenset[str]:
     return frozenset(found)
 
 
-_SHOW = frozenset({"print"})
-_SHOW_METHODS = frozenset({"debug", "info", "warning", "error", "set_description", "set_postfix", "write"})
-_PURE = frozenset({"len", "str", "int", "float", "round", "repr", "min", "max", "abs"})
-_PURE_METHODS = frozenset(
-    {
-        *("item", "tolist", "detach", "cpu", "numpy", "mean", "sum"),
-        *("format", "time", "perf_counter", "get_last_lr"),
-    }
-)
-_SEES_ALL = frozenset({"locals", "globals", "vars", "eval", "exec"})
-_Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
-_WITH_THEIR_OWN = (
-    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef),
-    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
-)
-_VALUES = (
-    *(ast.Name, ast.Attribute, ast.Constant, ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Dict, ast.Starred),
-    *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.JoinedStr, ast.FormattedValue, ast.keyword, ast.IfExp),
-    *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context),
-)
-
-
 def only_shows_its_count(frame: FrameType) -> bool:
     """Whether this frame is at a `for i, … in enumerate(…)` whose `i` is only printed or logged."""
     here = instruction_at(frame)
     loops = loops_around(frame.f_code, here)
-    tree = _tree(frame) if loops and loops[0].head == here else None
-    found = [] if tree is None else list(_loops_at(tree, frame))
-    if len(found) != 1:
-        return False
-    scope, loop = found[0]
-    name = _counter(loop)
-    return name is not None and not any(_decides(node, name) for node in _statements(scope, name))
-
-
-def _tree(frame: FrameType) -> ast.Module | None:
-    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
-    try:
-        return ast.parse("".join(lines))
-    except (SyntaxError, ValueError):
-        return None  # a notebook's magic, or a file that was edited since
-
-
-def _loops_at(tree: ast.Module, frame: FrameType) -> Iterator[tuple[_Scope, ast.For]]:
-    """The loops at the frame's line, in the function of the frame."""
-    code = frame.f_code
-    for scope in ast.walk(tree):
-        if isinstance(scope, ast.Module):
-            is_here = code.co_name == "<module>"
-        elif isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
-            first = min([scope.lineno, *(one.lineno for one in scope.decorator_list)])
-            is_here = (scope.name, first) == (code.co_name, code.co_firstlineno)
-        else:
-            continue
-        for node in _own(scope) if is_here else ():
-            if isinstance(node, ast.For) and node.iter.lineno <= frame.f_lineno <= (node.iter.end_lineno or 0):
-                yield scope, node
-
-
-def _counter(loop: ast.For) -> str | None:
-    """The variable that counts, of a loop over an `enumerate` or over a bar around one."""
-    calls = [one for one in ast.walk(loop.iter) if isinstance(one, ast.Call) and _name_of(one) == "enumerate"]
-    if len(calls) != 1 or not isinstance(loop.target, ast.Tuple) or len(loop.target.elts) != 2:
-        return None
-    counter = loop.target.elts[0]
-    return counter.id if isinstance(counter, ast.Name) else None
-
-
-def _own(scope: _Scope) -> Iterator[ast.AST]:
-    """What is in a scope, without the functions and the like in it, which have variables of their own."""
-    waiting = list(ast.iter_child_nodes(scope))
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if not isinstance(node, _WITH_THEIR_OWN):
-            waiting.extend(ast.iter_child_nodes(node))
-
-
-def _statements(scope: _Scope, name: str) -> Iterator[ast.AST]:
-    """The statements of a scope. Those with others in them are taken apart, but for an `if` that asks the variable."""
-    waiting = [one for one in ast.iter_child_nodes(scope) if isinstance(one, ast.stmt)]
-    while waiting:
-        node = waiting.pop()
-        apart = isinstance(node, ast.If) and name not in _names(node.test)
-        if apart or isinstance(node, ast.For | ast.While | ast.With | ast.Try):
-            yield from (one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.stmt | ast.ExceptHandler))
-            waiting += [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt)]
-            waiting += [one for handler in getattr(node, "handlers", ()) for one in handler.body]
-        elif not _has_its_own(node, name):
-            yield node
-
-
-def _has_its_own(node: ast.AST, name: str) -> bool:
-    """Whether this is a function with another variable of that name."""
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or name in _declared(node):
-        return False
-    inside = list(_own(node))
-    bound = {one.id for one in inside if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
-    return name in bound | {one.arg for one in inside if isinstance(one, ast.arg)}
-
-
-def _decides(node: ast.AST, name: str) -> bool:
-    """Whether something that is not only shown may follow from the variable."""
-    names = _names(node)
-    if not _SEES_ALL.isdisjoint(names):
-        return True
-    if name not in names and name not in _declared(node):
-        return False
-    if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Store):
-        return False  # the target of a loop
-    return not _shows(node)
-
-
-def _names(node: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
-
-
-def _declared(node: ast.AST) -> set[str]:
-    found = [one for one in ast.walk(node) if isinstance(one, ast.Global | ast.Nonlocal)]
-    return {name for one in found for name in one.names}
-
-
-def _shows(node: ast.AST) -> bool:
-    if isinstance(node, ast.If) and _is_value(node.test):
-        return all(map(_shows, (*node.body, *node.orelse)))
-    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
-        return False
-    call = node.value
-    shown = isinstance(call.func, ast.Name) and call.func.id in _SHOW
-    method = isinstance(call.func, ast.Attribute) and call.func.attr in _SHOW_METHODS and _is_value(call.func.value)
-    return (shown or method) and all(map(_is_value, (*call.args, *call.keywords)))
-
-
-def _is_value(node: ast.AST) -> bool:
-    """Whether an expression only makes something of values: it changes nothing and asks for nothing."""
-    if isinstance(node, ast.Call):
-        function = node.func
-        pure = isinstance(function, ast.Name) and function.id in _PURE
-        pure |= isinstance(function, ast.Attribute) and function.attr in _PURE_METHODS and _is_value(function.value)
-        return pure and all(map(_is_value, (*node.args, *node.keywords)))
-    return isinstance(node, _VALUES) and all(map(_is_value, ast.iter_child_nodes(node)))
-
-
-def _name_of(call: ast.Call) -> str:
-    return call.func.id if isinstance(call.func, ast.Name) else ""
+    return bool(loops) and loops[0].head == here and source.only_shows_its_count(frame)

@@ -504,3 +504,42 @@ def test_an_optimizer_of_one_step_is_not_named(tmp_path: Path) -> None:
     train_against_a_critic(tmp_path, 1, 6, of_one_turn=True)
     train_against_a_critic(tmp_path, 2, of_one_turn=True)
     assert [row["why"] for row in report(tmp_path)["not_restored"] if "makes steps" in row["why"]] == []
+
+
+def train_with_a_buffer(folder: Path, seed: int, die_at: int | None = None, *, carries: bool = False) -> list[str]:
+    """One process that also trains on a batch of before: the losses of its steps as text."""
+    seed_everything(seed)
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    loader = DataLoader(TensorDataset(torch.arange(24.0).view(8, 3)), batch_size=2, shuffle=True)
+    carry = Carry(buffer=[])
+    buffer: list[Any] = []
+    losses = []
+    with contextlib.suppress(Killed), Checkpointer(folder, every_n_steps=1, writer="thread") as ckpt:
+        tracker = ckpt.track(net=net, optimizer=optimizer, loader=loader, **{"carry": carry} if carries else {})
+        buffer = carry.buffer if carries else buffer
+        for _ in range(tracker.epoch, EPOCHS):
+            for (x,) in loader:
+                ckpt.wait(60)
+                if tracker.global_step == die_at:
+                    raise Killed
+                buffer.append(x)
+                loss = (net(x) + net(random.choice(buffer))).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(f"{tracker.global_step} {loss.item().hex()}")
+    return losses
+
+
+def test_a_list_that_grows_and_decides_is_named_and_a_carry_has_it(tmp_path: Path) -> None:
+    """A buffer that is drawn from; the losses beside it are a record, and nothing is said of them."""
+    whole = train_with_a_buffer(tmp_path / "whole", 1)
+    for carries in (False, True):
+        folder = tmp_path / str(carries)
+        train_with_a_buffer(folder, 1, 6, carries=carries)
+        again = train_with_a_buffer(folder, 2, carries=carries)
+        named = [row["why"] for row in report(folder)["not_restored"]]
+        assert len(named) == (not carries)
+        assert all(why.startswith("buffer is carried from step to step") for why in named)
+        assert (again == whole[6:]) == carries

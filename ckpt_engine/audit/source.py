@@ -1,0 +1,332 @@
+"""What a variable of a loop is used for, read from the source of the loop.
+
+A counter of an `enumerate` that is only shown to people decides nothing of the run. In doubt it does: every use of it
+has to be in a call that prints or logs, or in the condition of an `if` with nothing but such calls in it.
+
+A list that grows is most often a record. In doubt it is none: what is made of it has to be a plain value that is shown,
+plotted, written down or saved, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FrameType, FunctionType
+from typing import Any
+
+_SHOW = frozenset({"print"})
+_SHOW_METHODS = frozenset({"debug", "info", "warning", "error", "set_description", "set_postfix", "write"})
+_PURE = frozenset({"len", "str", "int", "float", "round", "repr", "min", "max", "abs"})
+_PURE_METHODS = frozenset(
+    {
+        *("item", "tolist", "detach", "cpu", "numpy", "mean", "sum"),
+        *("format", "time", "perf_counter", "get_last_lr"),
+    }
+)
+_SEES_ALL = frozenset({"locals", "globals", "vars", "eval", "exec"})
+_Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.Module
+_WITH_THEIR_OWN = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
+_VALUES = (
+    *(ast.Name, ast.Attribute, ast.Constant, ast.Subscript, ast.Slice, ast.Tuple, ast.List, ast.Dict, ast.Starred),
+    *(ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare, ast.JoinedStr, ast.FormattedValue, ast.keyword, ast.IfExp),
+    *(ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context),
+)
+
+
+_Loop = ast.For | ast.AsyncFor | ast.While
+_GROWS = frozenset({"append", "appendleft", "extend", "add", "insert", "pop", "popleft", "clear", "discard", "remove"})
+_KEEPS_OR_SHOWS = re.compile(
+    r"append|extend|plot|print|log|show|save|write|dump|draw|scatter|hist|report|record|display|set_(description|postfix|data|ydata)|add_scalar|info"
+    r"|debug|warning|error",
+    re.IGNORECASE,
+)
+_SUMS = frozenset({*("sum", "sorted", "list", "tuple", "mean", "median", "fmean"), *_PURE})
+_SUM_METHODS = frozenset(
+    {
+        *("mean", "median", "fmean", "std", "sum", "min", "max", "average", "percentile", "quantile", "copy"),
+        *("stack", "cat", "tensor", "array", "asarray", "as_tensor"),
+        *_PURE_METHODS,
+    }
+)
+
+
+def only_shows_its_count(frame: FrameType) -> bool:
+    """Whether the counter of the `enumerate` at the line of this frame is only printed or logged."""
+    tree = _tree(frame)
+    found = [] if tree is None else list(_loops_at(tree, frame))
+    if len(found) != 1:
+        return False
+    scope, loop = found[0]
+    name = _counter(loop)
+    return name is not None and not any(_decides(node, name) for node in _statements(scope, name))
+
+
+def decides(frame: FrameType, name: str) -> bool:
+    """Whether the loops of this frame use a list for more than a record; False where their source cannot be read."""
+    tree = _tree(frame)
+    scope = None if tree is None else next(_scopes(tree, frame), None)
+    if tree is None or scope is None:
+        return False
+    around = [
+        one for one in _own(scope) if isinstance(one, _Loop) and one.lineno <= frame.f_lineno <= (one.end_lineno or 0)
+    ]
+    if not around:
+        return False
+    loop = min(around, key=lambda one: one.lineno)
+    inside: ast.AST = tree if name not in frame.f_locals or frame.f_locals is frame.f_globals else scope
+    functions = {one.name: one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)}
+    for called in _names(loop) - functions.keys():
+        other = frame.f_globals.get(called)
+        if isinstance(other, FunctionType) and "site-packages" not in other.__code__.co_filename:
+            theirs = _parsed(other.__code__.co_filename, other.__globals__)
+            for one in () if theirs is None else theirs.body:
+                if isinstance(one, ast.FunctionDef) and one.name == other.__name__:
+                    functions[called] = one
+    return any(_is_more_than_a_record(body, name, functions, set()) for body in _bodies(inside, loop, name))
+
+
+def _bodies(inside: ast.AST, loop: _Loop, name: str) -> list[list[ast.stmt]]:
+    """The body of a loop, and those of the functions that it calls, by name, where they have this variable."""
+    functions = [one for one in ast.walk(inside) if isinstance(one, ast.FunctionDef) and one is not inside]
+    found: list[list[ast.stmt]] = [loop.body]
+    waiting: list[Iterable[ast.AST]] = [loop.body]
+    while waiting:
+        nodes = [inner for one in waiting.pop() for inner in ast.walk(one)]
+        called = {one.id for one in nodes if isinstance(one, ast.Name)}
+        called |= {one.attr for one in nodes if isinstance(one, ast.Attribute)}
+        for one in [function for function in functions if function.name in called]:
+            functions.remove(one)
+            waiting.append(one.body)
+            if not _has_its_own(one, name):
+                found.append(one.body)
+    return found
+
+
+def _is_more_than_a_record(
+    body: Sequence[ast.stmt], name: str, functions: Mapping[str, ast.FunctionDef], seen: set[tuple[int, str]]
+) -> bool:
+    """Whether something that trains may follow from this variable in these statements."""
+    if not body or (id(body[0]), name) in seen:
+        return False
+    seen.add((id(body[0]), name))
+    for node in _flat(body):
+        if name not in _names(node) or _is_kept(node):
+            continue
+        made = _made_of(node)
+        given = _given_to(node, name, functions) if made is None else [(body, one) for one in made]
+        if given is None or any(_is_more_than_a_record(where, one, functions, seen) for where, one in given):
+            return True
+    return False
+
+
+def _given_to(
+    node: ast.AST, name: str, functions: Mapping[str, ast.FunctionDef]
+) -> list[tuple[Sequence[ast.stmt], str]] | None:
+    """The bodies and parameters of functions of the file that are given a list, and give nothing back; else None."""
+    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
+        return None
+    call = node.value
+    found: list[tuple[Sequence[ast.stmt], str]] = []
+    function = functions.get(_name_of(call))
+    if function is None:
+        return None
+    names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
+    pairs = [*zip(names, call.args, strict=False), *((one.arg or "", one.value) for one in call.keywords)]
+    for parameter, value in pairs:
+        if isinstance(value, ast.Name) and value.id == name:
+            found.append((function.body, parameter))
+        elif name in _names(value):
+            return None
+    return found or None
+
+
+def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.AST]:
+    """Statements, with what is asked and iterated as nodes of their own, but for an `if` that only shows or cuts."""
+    for node in body:
+        if isinstance(node, ast.If) and all(_is_quiet(one, _names(node.test)) for one in (*node.body, *node.orelse)):
+            yield from (*node.body, *node.orelse)
+        elif isinstance(node, ast.If | ast.For | ast.While | ast.With | ast.Try):
+            yield from (one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.stmt | ast.ExceptHandler))
+            yield from _flat(one for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt))
+            yield from _flat(one for handler in getattr(node, "handlers", ()) for one in handler.body)
+        elif not isinstance(node, _WITH_THEIR_OWN):
+            yield node
+
+
+def _is_quiet(node: ast.stmt, asked: set[str]) -> bool:
+    """Whether a statement only shows or keeps, or cuts one of the variables that its `if` asks."""
+    if isinstance(node, ast.Pass | ast.Delete | ast.Raise) or _keeps_or_shows(node):
+        return True
+    made = _made_of(node)
+    return made is not None and asked.issuperset(made)
+
+
+def _is_kept(node: ast.AST) -> bool:
+    """Whether a statement grows or cuts the list itself, or only shows or keeps what is made of it."""
+    if isinstance(node, ast.Delete | ast.Assert | ast.Global | ast.Nonlocal):
+        return True
+    if isinstance(node, ast.Return):
+        return isinstance(node.value, ast.Name)
+    if isinstance(node, ast.Name):
+        return isinstance(node.ctx, ast.Store)
+    return _keeps_or_shows(node)
+
+
+def _keeps_or_shows(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
+        return False
+    function = node.value.func
+    last = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    return last in _GROWS or bool(_KEEPS_OR_SHOWS.search(last))
+
+
+def _made_of(node: ast.AST) -> list[str] | None:
+    """The variables that a statement makes of plain values; None where it does something else."""
+    if isinstance(node, ast.Assign):
+        targets, value = node.targets, node.value
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign) and node.value is not None:
+        targets, value = [node.target], node.value
+    else:
+        return None
+    if not _is_sum(value):
+        return None
+    names = [target.id for target in targets if isinstance(target, ast.Name)]
+    kept = [target for target in targets if isinstance(target, ast.Subscript)]
+    return names if len(names) + len(kept) == len(targets) else None
+
+
+def _is_sum(node: ast.AST) -> bool:
+    """As `_is_value`, of many values."""
+    if isinstance(node, ast.Call):
+        function = node.func
+        sums = isinstance(function, ast.Name) and function.id in _SUMS
+        sums |= isinstance(function, ast.Attribute) and function.attr in _SUM_METHODS and _is_sum(function.value)
+        return sums and all(map(_is_sum, (*node.args, *node.keywords)))
+    allowed = (*_VALUES, ast.GeneratorExp, ast.ListComp, ast.comprehension)
+    return isinstance(node, allowed) and all(map(_is_sum, ast.iter_child_nodes(node)))
+
+
+def _tree(frame: FrameType) -> ast.Module | None:
+    return _parsed(frame.f_code.co_filename, frame.f_globals)
+
+
+def _parsed(file: str, variables: dict[str, Any]) -> ast.Module | None:
+    lines = linecache.getlines(file, variables)
+    try:
+        return ast.parse("".join(lines))
+    except (SyntaxError, ValueError):
+        return None  # a notebook's magic, or a file that was edited since
+
+
+def _scopes(tree: ast.Module, frame: FrameType) -> Iterator[_Scope]:
+    """The function of the frame."""
+    code = frame.f_code
+    for scope in ast.walk(tree):
+        if isinstance(scope, ast.Module):
+            if code.co_name == "<module>":
+                yield scope
+        elif isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([scope.lineno, *(one.lineno for one in scope.decorator_list)])
+            if (scope.name, first) == (code.co_name, code.co_firstlineno):
+                yield scope
+
+
+def _loops_at(tree: ast.Module, frame: FrameType) -> Iterator[tuple[_Scope, ast.For]]:
+    """The loops at the frame's line, in the function of the frame."""
+    for scope in _scopes(tree, frame):
+        for node in _own(scope):
+            if isinstance(node, ast.For) and node.iter.lineno <= frame.f_lineno <= (node.iter.end_lineno or 0):
+                yield scope, node
+
+
+def _counter(loop: ast.For) -> str | None:
+    """The variable that counts, of a loop over an `enumerate` or over a bar around one."""
+    calls = [one for one in ast.walk(loop.iter) if isinstance(one, ast.Call) and _name_of(one) == "enumerate"]
+    if len(calls) != 1 or not isinstance(loop.target, ast.Tuple) or len(loop.target.elts) != 2:
+        return None
+    counter = loop.target.elts[0]
+    return counter.id if isinstance(counter, ast.Name) else None
+
+
+def _own(scope: _Scope) -> Iterator[ast.AST]:
+    """What is in a scope, without the functions and the like in it, which have variables of their own."""
+    waiting = list(ast.iter_child_nodes(scope))
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, _WITH_THEIR_OWN):
+            waiting.extend(ast.iter_child_nodes(node))
+
+
+def _statements(scope: _Scope, name: str) -> Iterator[ast.AST]:
+    """The statements of a scope. Those with others in them are taken apart, but for an `if` that asks the variable."""
+    waiting = [one for one in ast.iter_child_nodes(scope) if isinstance(one, ast.stmt)]
+    while waiting:
+        node = waiting.pop()
+        apart = isinstance(node, ast.If) and name not in _names(node.test)
+        if apart or isinstance(node, ast.For | ast.While | ast.With | ast.Try):
+            yield from (one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.stmt | ast.ExceptHandler))
+            waiting += [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt)]
+            waiting += [one for handler in getattr(node, "handlers", ()) for one in handler.body]
+        elif not _has_its_own(node, name):
+            yield node
+
+
+def _has_its_own(node: ast.AST, name: str) -> bool:
+    """Whether this is a function with another variable of that name."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or name in _declared(node):
+        return False
+    inside = list(_own(node))
+    bound = {one.id for one in inside if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+    return name in bound | {one.arg for one in inside if isinstance(one, ast.arg)}
+
+
+def _decides(node: ast.AST, name: str) -> bool:
+    """Whether something that is not only shown may follow from the variable."""
+    names = _names(node)
+    if not _SEES_ALL.isdisjoint(names):
+        return True
+    if name not in names and name not in _declared(node):
+        return False
+    if isinstance(node, ast.Tuple) and isinstance(node.ctx, ast.Store):
+        return False  # the target of a loop
+    return not _shows(node)
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+
+
+def _declared(node: ast.AST) -> set[str]:
+    found = [one for one in ast.walk(node) if isinstance(one, ast.Global | ast.Nonlocal)]
+    return {name for one in found for name in one.names}
+
+
+def _shows(node: ast.AST) -> bool:
+    if isinstance(node, ast.If) and _is_value(node.test):
+        return all(map(_shows, (*node.body, *node.orelse)))
+    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Call):
+        return False
+    call = node.value
+    shown = isinstance(call.func, ast.Name) and call.func.id in _SHOW
+    method = isinstance(call.func, ast.Attribute) and call.func.attr in _SHOW_METHODS and _is_value(call.func.value)
+    return (shown or method) and all(map(_is_value, (*call.args, *call.keywords)))
+
+
+def _is_value(node: ast.AST) -> bool:
+    """Whether an expression only makes something of values: it changes nothing and asks for nothing."""
+    if isinstance(node, ast.Call):
+        function = node.func
+        pure = isinstance(function, ast.Name) and function.id in _PURE
+        pure |= isinstance(function, ast.Attribute) and function.attr in _PURE_METHODS and _is_value(function.value)
+        return pure and all(map(_is_value, (*node.args, *node.keywords)))
+    return isinstance(node, _VALUES) and all(map(_is_value, ast.iter_child_nodes(node)))
+
+
+def _name_of(call: ast.Call) -> str:
+    return call.func.id if isinstance(call.func, ast.Name) else ""

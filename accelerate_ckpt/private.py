@@ -25,10 +25,10 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ckpt_engine.data import exactness
+from ckpt_engine.data import loader_private as undocumented
+from ckpt_engine.data.loader_private import PrivateName
 from ckpt_engine.errors import CkptError
-from ckpt_engine.loop import undocumented
 from ckpt_engine.loop.feed import LoaderSource
-from ckpt_engine.loop.undocumented import PrivateName
 
 ACCELERATE_VERSION: str = version("accelerate")
 _FILLED = (
@@ -85,7 +85,7 @@ class AcceleratorInternals:
 
     def missing(self) -> list[PrivateName]:
         """The names that this version of Accelerate does not have."""
-        return undocumented.missing(ACCELERATE_NAMES, self.owners())
+        return undocumented.lacking(ACCELERATE_NAMES, self.owners())
 
     def probe(self) -> None:
         """Raises `CkptError` where this Accelerate lacks a name."""
@@ -273,7 +273,7 @@ class TrainerInternals:
 
     def missing(self) -> list[PrivateName]:
         """The names that this version of transformers does not have."""
-        return undocumented.missing(TRANSFORMERS_NAMES, self.owners())
+        return undocumented.lacking(TRANSFORMERS_NAMES, self.owners())
 
     def probe(self) -> None:
         """Raises `CkptError` where this version lacks a name."""

@@ -28,9 +28,9 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 from torchmetrics import Metric, SumMetric
 
+from ckpt_engine.data import loader_private as undocumented
+from ckpt_engine.data.loader_private import PrivateName
 from ckpt_engine.errors import CkptError
-from ckpt_engine.loop import undocumented
-from ckpt_engine.loop.undocumented import PrivateName
 from lightning_ckpt.compat_data import DataInternals
 
 VERSION: str = version("lightning")
@@ -104,7 +104,7 @@ class LightningInternals(DataInternals):
 
     def missing(self) -> list[PrivateName]:
         """The private names that this version of Lightning does not have."""
-        return undocumented.missing(PRIVATE_NAMES, self.owners())
+        return undocumented.lacking(PRIVATE_NAMES, self.owners())
 
     def probe(self) -> None:
         """Raises where this Lightning is too old or lacks a name.

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import inspect
 import random
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data import dataloader as _dataloader
 from torch.utils.data._utils import worker as _worker
+
+from ckpt_engine.errors import CkptError
 
 __all__ = [
     "DATASETS_NAMES",
@@ -185,3 +187,50 @@ def forgets_its_buffer(part: object) -> bool:
 def refuses_states_of_workers(part: object) -> bool:
     """Whether it raises where it loads a state that a worker has saved."""
     return is_of_datasets(part) and type(part).__name__ in _CONCATENATES
+
+
+# ---- names of any framework that its documentation does not promise: an adapter lists what it uses and probes it
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateName:
+    """One such name.
+
+    Args:
+        owner: the object it belongs to, a key of the owners that are probed.
+        name: the attribute.
+        used_for: what stops working without it.
+    """
+
+    owner: str
+    name: str
+    used_for: str
+
+
+def lacking(names: Sequence[PrivateName], owners: Mapping[str, Any]) -> list[PrivateName]:
+    """The names that `owners` do not have; an owner that is None has none."""
+    return [entry for entry in names if not _has(owners[entry.owner], entry.name)]
+
+
+def require(names: Sequence[PrivateName], owners: Mapping[str, Any], framework: str, version: str, user: str) -> None:
+    """Whether a framework has all names.
+
+    Args:
+        user: the package that uses them.
+
+    Raises:
+        CkptError: lists every missing name with the feature that needs it.
+    """
+    lines = "; ".join(f"{one.owner}.{one.name} (for {one.used_for})" for one in lacking(names, owners))
+    if lines:
+        raise CkptError(
+            f"{framework} {version} lacks names that {user} uses: {lines}",
+            hint=f"use a version of {framework} that {user} was tested with, or update ckpt-engine",
+        )
+
+
+def _has(owner: Any, name: str) -> bool:
+    """True where the attribute exists; properties that fail to compute still exist."""
+    if owner is None:
+        return False
+    return name in getattr(owner, "__dict__", ()) or hasattr(type(owner), name) or hasattr(owner, name)

@@ -9,8 +9,8 @@ import lightning.pytorch as pl
 import pytest
 
 import lightning_ckpt
+from ckpt_engine.data.loader_private import PrivateName
 from ckpt_engine.errors import CkptError
-from ckpt_engine.loop.undocumented import PrivateName
 from lightning_ckpt import compat
 from lightning_ckpt.compat import PRIVATE_NAMES, LightningInternals
 from tests.lightning.runs import Case, make_trainer

@@ -25,8 +25,8 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ckpt_engine.data import exactness
-from ckpt_engine.data import loader_private as undocumented
-from ckpt_engine.data.loader_private import PrivateName
+from ckpt_engine.data import private_names as undocumented
+from ckpt_engine.data.private_names import PrivateName
 from ckpt_engine.errors import CkptError
 from ckpt_engine.loop.feed import LoaderSource
 

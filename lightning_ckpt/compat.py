@@ -28,8 +28,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 from torchmetrics import Metric, SumMetric
 
-from ckpt_engine.data import loader_private as undocumented
-from ckpt_engine.data.loader_private import PrivateName
+from ckpt_engine.data import private_names as undocumented
+from ckpt_engine.data.private_names import PrivateName
 from ckpt_engine.errors import CkptError
 from lightning_ckpt.compat_data import DataInternals
 

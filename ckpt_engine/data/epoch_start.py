@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_engine.data import exactness, native, rng, sampling, streams
 from ckpt_engine.data import exactness as fingerprints
-from ckpt_engine.data import loader_private as private
+from ckpt_engine.data import private_names as private
 from ckpt_engine.data.exactness import Exactness, Level
 from ckpt_engine.data.iteration import Epoch, Mode, RoleInit, ShippingCollate, WatchingCollate, from_earlier_epoch
 from ckpt_engine.data.native import is_stateful

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from ckpt_engine.data import native, streams
-from ckpt_engine.data.loader_private import is_of_datasets
+from ckpt_engine.data.private_names import is_of_datasets
 
 Samples = dict[str, Any]
 """By path: `{"length": …, "checksum": …}`, of floats `{"length": …, "floats": […]}`."""

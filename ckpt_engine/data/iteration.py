@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from ckpt_engine.data import loader_private as private
 from ckpt_engine.data import native, rng, streams
+from ckpt_engine.data import private_names as private
 from ckpt_engine.data.exactness import Exactness, Level
-from ckpt_engine.data.loader_private import assume_worker_role
 from ckpt_engine.data.native import is_stateful
+from ckpt_engine.data.private_names import assume_worker_role
 from ckpt_engine.data.sample_assignment import Dealing
 from ckpt_engine.data.sampling import SamplerOrder
 

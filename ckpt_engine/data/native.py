@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from ckpt_engine.data.loader_private import forgets_its_buffer, is_of_datasets, refuses_states_of_workers
+from ckpt_engine.data.private_names import forgets_its_buffer, is_of_datasets, refuses_states_of_workers
 
 __all__ = [
     "before",

@@ -14,7 +14,7 @@ import torch
 from ckpt_engine.config import Config
 from ckpt_engine.config.live import LiveFile, change
 from ckpt_engine.config.sections import Status
-from ckpt_engine.data.loader_private import is_dead_worker
+from ckpt_engine.data.private_names import is_dead_worker
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import RanksError
 from ckpt_engine.frequency.cadence import Cadence

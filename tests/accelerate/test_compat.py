@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import accelerate_ckpt
 from accelerate_ckpt import private
 from accelerate_ckpt.private import ACCELERATE_NAMES, AcceleratorInternals
-from ckpt_engine.data.loader_private import PrivateName
+from ckpt_engine.data.private_names import PrivateName
 from ckpt_engine.errors import CkptError
 from tests.accelerate.runs import make_accelerator
 from tests.tracking.runs import Average, Case, Net

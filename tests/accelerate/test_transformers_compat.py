@@ -16,7 +16,7 @@ import accelerate_ckpt
 from accelerate_ckpt import TransformersCallback, private
 from accelerate_ckpt.private import TRANSFORMERS_NAMES, TrainerInternals
 from ckpt_engine.checkpointer import Checkpointer
-from ckpt_engine.data.loader_private import PrivateName
+from ckpt_engine.data.private_names import PrivateName
 from ckpt_engine.errors import CkptError, ConfigError, ResumeError
 from tests.accelerate.hf import Text, train_hf
 from tests.tracking.runs import Case, every_boundary, train_plain

@@ -8,25 +8,25 @@ from pathlib import Path
 import pytest
 
 import ckpt_engine
-from ckpt_engine.data import loader_private
+from ckpt_engine.data import private_names
 
 PACKAGE = Path(ckpt_engine.__file__).parent
 
 
-@pytest.mark.parametrize("name", loader_private.DATASETS_NAMES)
+@pytest.mark.parametrize("name", private_names.DATASETS_NAMES)
 def test_a_private_name_is_still_there(name: str) -> None:
-    """If this fails, the package moved something: look at `ckpt_engine/data/loader_private.py`."""
+    """If this fails, the package moved something: look at `ckpt_engine/data/private_names.py`."""
     module = pytest.importorskip("datasets.iterable_dataset")
     assert hasattr(module, name)
 
 
 def test_nothing_else_knows_classes_of_the_package() -> None:
     """Neither one of its classes nor the prefix of its modules is named in another file."""
-    known = {*loader_private.DATASETS_NAMES, loader_private._PACKAGE}
+    known = {*private_names.DATASETS_NAMES, private_names._PACKAGE}
     offenders = [
         f"{path.relative_to(PACKAGE)}:{node.lineno} {node.value}"
         for path in PACKAGE.rglob("*.py")
-        if path.name != "loader_private.py"
+        if path.name != "private_names.py"
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and node.value in known
     ]

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import pytest
 
 import lightning_ckpt
-from ckpt_engine.data.loader_private import PrivateName
+from ckpt_engine.data.private_names import PrivateName
 from ckpt_engine.errors import CkptError
 from lightning_ckpt import compat
 from lightning_ckpt.compat import PRIVATE_NAMES, LightningInternals

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from ckpt_engine.data import loader_private
+from ckpt_engine.data import private_names
 from tests.data.loader_kinds import WhoMadeIt
 from tests.data.loop import seed_everything
 
 
 def test_no_private_name_is_missing() -> None:
-    """If this fails, torch moved something: look at `ckpt_engine/data/loader_private.py` before anything else."""
-    assert loader_private.missing() == ()
+    """If this fails, torch moved something: look at `ckpt_engine/data/private_names.py` before anything else."""
+    assert private_names.missing() == ()
 
 
 class Counted(Sampler[int]):
@@ -58,11 +58,11 @@ def test_batches_go_round_the_workers_and_a_rotation_moves_them() -> None:
     loader: DataLoader[Any] = DataLoader(WhoMadeIt(), num_workers=3, persistent_workers=True)
     makers = [int(who[0, 0]) for _, who in loader]
     assert makers == [j % 3 for j in range(len(makers))]
-    loader_private.rotate_workers(loader_private.live_iterator(loader), 1)
+    private_names.rotate_workers(private_names.live_iterator(loader), 1)
     makers = [int(who[0, 0]) for _, who in loader]
     assert makers == [(j - 1) % 3 for j in range(len(makers))]
-    loader_private.discard_iterator(loader)
-    assert loader_private.live_iterator(loader) is None
+    private_names.discard_iterator(loader)
+    assert private_names.live_iterator(loader) is None
 
 
 class Seeds(Dataset[Any]):
@@ -79,7 +79,7 @@ class Seeds(Dataset[Any]):
 
 
 def swap_roles(worker: int) -> None:
-    loader_private.assume_worker_role(1 - worker)
+    private_names.assume_worker_role(1 - worker)
 
 
 def test_a_worker_that_assumes_a_role_is_indistinguishable_from_it() -> None:

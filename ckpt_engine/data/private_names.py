@@ -1,4 +1,4 @@
-"""Every name of torch's data loader and class of `datasets` that is not public, each behind one function.
+"""Names that no documentation promises: how they are probed, and those of torch's data loader and of `datasets`.
 
 `missing()` lists what the installed torch lacks; a test fails on a non-empty answer, so a torch upgrade that moves one
 of these is seen at once. Facts relied upon (torch 2.6 to 2.13, `dataloader.py` and `_utils/worker.py`):

@@ -41,7 +41,7 @@ def test_fixed_intervals_are_as_good_as_the_exact_model_says(minutes: int, cost:
     assert found.goodput == pytest.approx(exact, abs=0.008)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 @pytest.mark.parametrize(
     "options",
     [
@@ -74,7 +74,7 @@ def test_leaps_change_nothing(options: dict[str, Any], seed: int) -> None:
     assert fast.rows == slow.rows
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 @pytest.mark.parametrize(
     "options",
     [

@@ -286,7 +286,11 @@ Port = Annotated[
     WithJsonSchema({"type": "integer", "minimum": 1, "maximum": 65535}),
 ]
 Duration = Annotated[float, checked(parse_duration_seconds), WithJsonSchema(DURATION_SCHEMA)]
-FAILURES = ("process", "machine", "site")
+FAILURES = {
+    "process": "Work that a failure of the process may cost: the machine and its memory stay.",
+    "machine": "Work that the loss of a machine may cost, with its memory and its disk.",
+    "site": "Work that the loss of the whole site may cost: only further tiers elsewhere stay.",
+}
 
 
 def parse_lost_work(value: object) -> float | dict[str, float]:
@@ -312,7 +316,7 @@ LostWork = Annotated[
                 *DURATION_SCHEMA["anyOf"],
                 {
                     "type": "object",
-                    "properties": dict.fromkeys(FAILURES, DURATION_SCHEMA),
+                    "properties": {one: {**DURATION_SCHEMA, "description": text} for one, text in FAILURES.items()},
                     "additionalProperties": False,
                     "minProperties": 1,
                 },

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt_engine.frequency.failures import STATED_WEIGHT, FailureBelief, assumed_mtbf
+from ckpt_engine.frequency.failures import Evidence, prior_of
 from ckpt_engine.frequency.measure import (
     CLEAN_WINDOW,
     ENOUGH_STEPS,
@@ -19,7 +19,7 @@ from ckpt_engine.frequency.measure import (
     UnsettledSnapshot,
     measured,
 )
-from ckpt_engine.frequency.policy import AdaptivePolicy, Decision, FarCosts, FrequencySettings
+from ckpt_engine.frequency.policy import AdaptivePolicy, Decision, FarCosts, FrequencyPolicy, FrequencySettings
 from ckpt_engine.frequency.triggers import (
     ASSUMED_STALL_SECONDS,
     INTERVAL,
@@ -74,12 +74,16 @@ class Cadence:
         ranks: that train together: what fails the job grows with them.
     """
 
+    policy_of: Callable[[FrequencySettings], FrequencyPolicy] = AdaptivePolicy
+    # What decides from costs and failure rates; asked again where the settings change.
+    idle_seconds = 0.0
+    # That ranks have waited for each other: `rank_decisions.Waits`.
+
     _account: Account
     _add_clean: Callable[[float], None]
     _disturbed: bool
     _durable_instant: float
     _durable_step: int
-    _failures: FailureBelief
     _failures_in_a_row: int
     _fixed: FixedTriggers
     _held_back: bool
@@ -104,22 +108,19 @@ class Cadence:
         self._settings = settings
         self._now: Callable[[], float] = clock.monotonic
         self._sink = sink
-        self._policy = AdaptivePolicy(settings)
+        self._policy = self.policy_of(settings)
         self._adaptive = AdaptiveTrigger(settings) if settings.overhead is not None else None
         self._memory = MemoryTrigger(settings.memory) if settings.memory is not None else None
         self._far: FarCosts | None = None
-        self._assumed = assumed_mtbf(ranks)
-        self._earlier: AttemptsFound | None = None
-        self._remembered: FailureBelief | None = None
-        """What is known of earlier attempts: by the nearest tier, and by the snapshot that training goes on from."""
-        self._failures_since = self._now()
-        self._believe()
+        self._ranks = ranks
+        self._evidence = Evidence(prior_of(settings.mtbf_seconds, ranks))
+        self._began = self._now()
         self._background_seconds = 0.0
         self._meter = CostMeter()
         self._steps = StepTimes()
         self._account = Account()
         self._step_seconds = 0.0
-        self._begin(0, self._failures_since)
+        self._begin(0, self._began)
         self._next = _NOT_STARTED
 
     # ------------------------------------------------------------------ the step
@@ -134,10 +135,10 @@ class Cadence:
     def retune(self, settings: FrequencySettings) -> None:
         """Other settings from the next boundary on. What was measured stays; what was due is not any more."""
         self._settings = settings
-        self._believe()
+        self._evidence = replace(self._evidence, prior=prior_of(settings.mtbf_seconds, self._ranks))
         now, step = self._now(), self._next - 1
         self._fixed = FixedTriggers(settings, step=step, now=now)
-        self._policy = AdaptivePolicy(settings)
+        self._policy = self.policy_of(settings)
         self._adaptive = AdaptiveTrigger(settings) if settings.overhead is not None else None
         if self._adaptive is not None:
             self._adaptive.restart(step)
@@ -293,9 +294,8 @@ class Cadence:
         elif isinstance(event, SnapshotFailed):
             self.failed(event.step)
         elif isinstance(event, AttemptsFound):
-            self._earlier = event
-            self._failures_since = self._now() - event.seconds
-            self._believe()
+            self._evidence = replace(self._evidence, lasted=event.lasted, failures=event.failures)
+            self._began = self._now() - event.seconds
         elif isinstance(event, SnapshotReplicated):
             self._far = FarCosts(event.sent_bytes, event.copy_seconds, event.latency_seconds)
 
@@ -318,8 +318,7 @@ class Cadence:
         """One line that explains the interval."""
         if self._adaptive is None:
             return self._fixed.describe()
-        decision = self._adaptive.decision
-        return decision.why if decision else "the first snapshot has yet to show what one costs"
+        return self.decision.why if self.decision else self._settings.aim
 
     def pace(self) -> dict[str, Any]:
         """The interval in force and why, and how far apart copies to a further tier should be, as JSON; any thread."""
@@ -344,7 +343,7 @@ class Cadence:
         (slowdown, error), costs = self._meter.slowdown_of_all, self._meter.costs(self._step_seconds)
         memory = 0.0 if self._memory is None else self._memory.cost_seconds
         values = (slowdown + self._background_seconds, error, costs.step_seconds, costs.stall_seconds)
-        each = (costs.slowdown_seconds, costs.latency_seconds, memory, costs.written_bytes / 1e6)
+        each = (costs.slowdown_seconds, costs.latency_seconds, memory, costs.written_bytes / 1e6, self.idle_seconds)
         return dict(zip(MEASURED, (*values, *each), strict=True))
 
     @property
@@ -362,25 +361,27 @@ class Cadence:
     def state(self) -> dict[str, Any]:
         """What was learned, as JSON; store it with each snapshot (never needed to rebuild the training state)."""
         step_seconds = self._steps.step_seconds() if self._steps.known else None
-        return Learned(self._believed(), self._meter, step_seconds, self.interval_steps, self._account.totals).to_json()
+        believed, before = self._evidence.after(self._now() - self._began), self._evidence.base
+        totals = self._account.totals
+        return Learned(believed, self._meter, step_seconds, self.interval_steps, totals, before).to_json()
 
-    def restore(self, state: Mapping[str, Any], *, failed: bool = True) -> None:
+    def restore(self, state: Mapping[str, Any], *, failure: str = UNKNOWN) -> None:
         """Starts from what an earlier run of this training had learned. Call before `start`.
 
         A state this version cannot read is reported as a `Notice` and ignored: it only costs a little learning. What
-        the nearest tier knows of earlier attempts is more than what a snapshot can: its belief about failures counts
-        only where that tier knows of none, because it was lost itself.
+        the nearest tier knows of earlier attempts is more than what a snapshot can. Only where that tier knows of none,
+        because it was lost itself, the belief of the snapshot counts, and later attempts there add to it.
 
         Args:
-            failed: the earlier run did not end by itself, so the restart is a failure to learn from.
+            failure: what has ended the earlier run, as far as the snapshot tells; "": nothing, it ended by itself.
         """
         try:
             learned = Learned.from_json(state)
         except (KeyError, TypeError, ValueError, OverflowError) as err:
             self._sink.emit(Notice("INFO", f"what the earlier run learned about snapshot costs is not usable: {err}"))
             return
-        self._remembered = learned.failures.failed(UNKNOWN) if failed else learned.failures
-        self._believe()
+        remembered = learned.failures.failed(failure) if failure else learned.failures
+        self._evidence = replace(self._evidence, remembered=remembered, before=learned.before)
         self._meter = learned.meter
         self._account.earlier = learned.account
         self._steps = StepTimes(learned.step_seconds)
@@ -430,9 +431,9 @@ class Cadence:
         count = step - self._next + 1
         self._next = step + 1
         self._account.training_seconds += seconds
-        add = self._steps.add_disturbed if self._disturbed else self._add_clean
+        add, each = self._steps.add_disturbed if self._disturbed else self._add_clean, seconds / count
         for _ in range(min(count, CLEAN_WINDOW)):
-            add(seconds / count)
+            add(each)
         return None if step < self._wake_step and now < self._wake_time else self._wake(step, now)
 
     def _settle(self, snapshot: UnsettledSnapshot | None, latency: float | None, busy: float, written: float) -> None:
@@ -485,7 +486,7 @@ class Cadence:
         costs, memory = self._meter.costs(self._step_seconds), self._memory
         if memory is not None and not self._meter.known:
             costs = replace(costs, stall_seconds=memory.cost_seconds + ASSUMED_STALL_SECONDS)
-        rates = self._believed().rates
+        rates = self._evidence.rates(self._now() - self._began)
         wanted = self._policy.decide(costs, rates, None if memory is None else memory.cost_seconds, self._far)
         if memory is not None:
             memory.interval_seconds, memory.limit_seconds = wanted.memory_seconds, wanted.memory_limit_seconds
@@ -499,20 +500,6 @@ class Cadence:
             self._sink.emit(IntervalChanged(step=step, interval_steps=after.interval_steps, why=why, gain=after.gain))
         if falls_short:
             self._sink.emit(Notice("WARNING", after.shortfall))
-
-    def _believe(self) -> None:
-        """Begin with what is assumed, or the user has said, and let evidence correct it."""
-        stated, earlier = self._settings.mtbf_seconds, self._earlier
-        belief = FailureBelief.prior(self._assumed) if stated is None else FailureBelief.prior(stated, STATED_WEIGHT)
-        if earlier is not None and earlier.lasted:
-            belief = belief.after(earlier.lasted, earlier.failures)
-        elif self._remembered is not None:
-            belief = self._remembered
-        self._failures = belief
-
-    def _believed(self) -> FailureBelief:
-        """What is believed of failures now."""
-        return self._failures.survived(self._now() - self._failures_since)
 
     def _interval_due(self, step: int, now: float) -> bool:
         """Whether the adaptive trigger fires; if not, it is asked again at the moment it names."""

@@ -279,10 +279,12 @@ class _Assignment:
         for one, rate in self.rates.items():
             at = [(min(seconds[number:]), self.levels[number]) for number in self.able[one]]
             if rate > 0.0:
-                share += rate * min(every / 2.0 + level.latency_seconds + level.restore_seconds for every, level in at)
-            worst = min(every + level.latency_seconds for every, level in at)
-            if worst * (1.0 - _ROUNDING) > self.limits.get(one, math.inf):
-                broken.add(one)
+                lost = [every / 2.0 + level.latency_seconds + level.restore_seconds for every, level in at]
+                share += rate * min(lost)
+            if one in self.limits:
+                worst = min([every + level.latency_seconds for every, level in at])
+                if worst * (1.0 - _ROUNDING) > self.limits[one]:
+                    broken.add(one)
         return share, frozenset(broken)
 
 

@@ -46,7 +46,7 @@ class Usual:
             is from the mean of a skewed distribution.
     """
 
-    __slots__ = ("_believed", "_trim", "_values", "count")
+    __slots__ = ("_believed", "_error", "_trim", "_values", "count")
 
     WINDOW = 128
     RISEN, FALLEN = 3, 2
@@ -54,6 +54,7 @@ class Usual:
     def __init__(self, value: float = 0.0, trim: float = 0.25) -> None:
         self._believed, self._trim = value, trim
         self._values: deque[float] = deque(maxlen=self.WINDOW)
+        self._error: float | None = 0.0
         self.count = 0
 
     def add(self, value: float, noise: float = 0.0) -> bool:
@@ -66,7 +67,7 @@ class Usual:
             self._values = deque(risen, maxlen=self.WINDOW)
         elif len(every) > self.FALLEN and max(fallen) < quantile(every[: -self.FALLEN], 0.1) - 2.0 * noise:
             self._values = deque(fallen, maxlen=self.WINDOW)
-        self._believed = middle_mean(self._values, self._trim)
+        self._believed, self._error = middle_mean(self._values, self._trim), None
         return len(self._values) < min(len(every), self.WINDOW)
 
     @property
@@ -81,10 +82,11 @@ class Usual:
     @property
     def error(self) -> float:
         """One standard deviation of `value`, from the quartiles of the values (of a normal distribution)."""
-        if len(self._values) < 2:
-            return 0.0
-        spread = (quantile(self._values, 0.75) - quantile(self._values, 0.25)) / 1.35
-        return 1.1 * spread / math.sqrt(len(self._values))
+        if self._error is None:
+            ordered = sorted(self._values)
+            spread = (quantile(ordered, 0.75) - quantile(ordered, 0.25)) / 1.35
+            self._error = 1.1 * spread / math.sqrt(len(ordered))
+        return self._error
 
 
 class Outliers:
@@ -113,7 +115,7 @@ class Outliers:
 
     @property
     def mean(self) -> float:
-        seen = sum(excess > 0.0 for excess in self._excess)
+        seen = len(self._excess) - self._excess.count(0.0)
         return sum(self._excess) / max(self.LEAST, len(self._excess)) if seen >= self.ENOUGH else 0.0
 
 
@@ -147,7 +149,7 @@ class SlowSteps:
     times, and what it believes by mistake stays for as long as the next snapshots take.
     """
 
-    __slots__ = ("_recent",)
+    __slots__ = ("_recent", "seconds")
 
     WINDOW = 16
     LEAST = 3
@@ -157,21 +159,25 @@ class SlowSteps:
 
     def __init__(self) -> None:
         self._recent: deque[Slowdown] = deque(maxlen=self.WINDOW)
+        self.seconds = 0.0
+        """Per snapshot; 0.0 where chance explains what was seen."""
 
     def add(self, slowdown: Slowdown) -> None:
         self._recent.append(slowdown)
+        self.seconds = self._believed()
         newest = list(self._recent)[-self.LEAST :]
-        if len(newest) == self.LEAST and all(one.slow <= one.slow_expected for one in newest) and self.seconds > 0.0:
+        if self.seconds > 0.0 and all(one.slow <= one.slow_expected for one in newest):
             self._recent = deque(newest, maxlen=self.WINDOW)
+            self.seconds = self._believed()
 
-    @property
-    def seconds(self) -> float:
-        """Per snapshot; 0.0 where chance explains what was seen."""
+    def _believed(self) -> float:
         count = len(self._recent)
         if count < self.LEAST:
             return 0.0
         surplus = [one.slow - one.slow_expected for one in self._recent]
         mean = sum(surplus) / count
+        if mean <= 0.0:
+            return 0.0
         spread = sum((one - mean) ** 2 for one in surplus) / (count - 1)
         variance = max(spread, sum(one.slow_expected for one in self._recent) / count, self.LEAST_VARIANCE)
         if mean <= self.SIGNIFICANT * math.sqrt(variance / count) or not self._rare():
@@ -251,7 +257,7 @@ class StepTimes:
             summary = self._summarise()
             clean, noise, limit, excess = summary.mean, summary.noise, summary.limit, summary.excess
         if len(self._busy) == SHIFT_WINDOW:
-            disturbed = sum(min(seconds, limit) for seconds in self._busy) / SHIFT_WINDOW
+            disturbed = sum(_cut(list(self._busy), limit)) / SHIFT_WINDOW
             if clean - disturbed > max(STALE * clean, noise):
                 return disturbed
         return clean + excess
@@ -268,7 +274,7 @@ class StepTimes:
             clean = _Summary(mean, 0.0, 0.0, SLOW_STEP * mean, 0.0, 0.0)
         else:
             clean = self._summarise()
-        cut = sum([min(seconds, clean.limit) for seconds in disturbed])
+        cut = sum(_cut(disturbed, clean.limit))
         each = steps / len(disturbed)
         return Slowdown(
             seconds=each * cut - steps * (clean.mean + clean.trend),
@@ -291,7 +297,7 @@ class StepTimes:
         if self._summary_of == self._shift_seen or len(self.clean) < 2 * SHIFT_WINDOW:
             return
         self._shift_seen = self._summary_of
-        cut = [min(seconds, summary.limit) for seconds in self.clean]
+        cut = _cut(list(self.clean), summary.limit)
         was, now = (sum(part) / len(part) for part in (cut[:-SHIFT_WINDOW], cut[-SHIFT_WINDOW:]))
         if abs(now - was) > max(SHIFT * was, summary.noise):
             newest = list(self.clean)[-SHIFT_WINDOW:]
@@ -320,7 +326,7 @@ class _Summary:
     @classmethod
     def of(cls, values: list[float]) -> _Summary:
         limit = SLOW_STEP * quantile(values, 0.75)
-        cut = [min(value, limit) for value in values]
+        cut = _cut(values, limit)
         mean = sum(cut) / len(cut)
         squares = sum([(value - mean) ** 2 for value in cut])
         deviation = math.sqrt(squares / max(1, len(cut) - 1))
@@ -466,6 +472,11 @@ class CostMeter:
         return meter
 
 
+def _cut(values: list[float], limit: float) -> list[float]:
+    """The values, none above the limit."""
+    return values if max(values) <= limit else [min(value, limit) for value in values]
+
+
 def second_highest(values: Sequence[float] | deque[float]) -> float:
     """The second highest of the recent latencies, the only one, or 0.0 of none.
 
@@ -526,7 +537,8 @@ class Settled:
 class Learned:
     """What a run knows about its failures and its snapshots; None: not known yet.
 
-    `account`: seconds of clean training and of overhead since the run began.
+    `account`: seconds of clean training and of overhead since the run began. `before`: what was believed before the
+    first attempt that the nearest tier knows of, where another one was lost.
     """
 
     failures: FailureBelief
@@ -534,6 +546,7 @@ class Learned:
     step_seconds: float | None
     interval_steps: int | None
     account: tuple[float, float] = (0.0, 0.0)
+    before: FailureBelief | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -544,6 +557,7 @@ class Learned:
             "step_seconds": self.step_seconds,
             "interval_steps": self.interval_steps,
             "account": list(self.account),
+            "before": self.before.to_json() if self.before is not None else None,
         }
 
     @classmethod
@@ -562,6 +576,7 @@ class Learned:
             None if data["step_seconds"] is None else measured(float(data["step_seconds"])),
             None if data["interval_steps"] is None else int(data["interval_steps"]),
             (measured(float(clean)), measured(float(spent))),
+            FailureBelief.from_json(before) if (before := data.get("before")) is not None else None,
         )
 
 

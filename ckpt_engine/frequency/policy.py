@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Protocol
 
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.frequency.intervals import BYTE_PRICE, JointIntervals, SnapshotLevel, best_intervals
@@ -180,6 +181,19 @@ class Decision:
         return f"{every}: " + "; ".join(parts)
 
 
+class FrequencyPolicy(Protocol):
+    """What a cadence asks for its intervals; `AdaptivePolicy` is one, and explains the method."""
+
+    def decide(
+        self,
+        costs: Costs,
+        rates: Mapping[str, float],
+        memory_seconds: float | None = None,
+        far: FarCosts | None = None,
+        /,
+    ) -> Decision: ...
+
+
 @dataclass(frozen=True, slots=True)
 class AdaptivePolicy:
     """The policy of this module. `settings.overhead` of None counts as the default budget."""
@@ -286,7 +300,8 @@ def settle(current_steps: int | None, wanted: Decision, *, held_back: bool) -> D
     steps = current_steps if stays else target
     if wanted.bounds.feasible:
         steps = min(steps, wanted.bounds.rpo)
-    return replace(wanted, interval_steps=max(1, steps))
+    steps = max(1, steps)
+    return wanted if steps == wanted.interval_steps else replace(wanted, interval_steps=steps)
 
 
 def _seconds(value: float) -> float:
@@ -399,6 +414,12 @@ class FrequencySettings:
         if given is None or isinstance(given, Mapping):
             return given or {}
         return {PROCESS: given, MACHINE: given}
+
+    @property
+    def aim(self) -> str:
+        """One line for people, before the first snapshot has shown what one costs."""
+        apart = f", at most {duration(min(self.limits.values()))} apart" if self.limits else ""
+        return f"as often as {share(self.budget)} of training time pays for{apart}"
 
     @property
     def budget(self) -> float:

@@ -36,10 +36,10 @@ from ckpt_engine.observe.events import (
 from ckpt_engine.writer.attempts import BEAT_SECONDS, MOST, Attempt
 
 GRID_SECONDS = 2.0**-20
+# Seconds, or a function of the seconds since the start.
 Amount = float | Callable[[float], float]
-"""Seconds, or a function of the seconds since the start."""
+# Somebody's policy: from what a snapshot costs and how many failures there are per second to seconds between two.
 Rule = Callable[[Costs, float], float]
-"""Somebody's policy: from what a snapshot costs and how many failures there are per second to seconds between two."""
 
 
 @dataclass
@@ -55,8 +55,8 @@ class VirtualClock:
         return 1.7e9 + self.now
 
 
+# Said at each step: an attempt that has just begun, so that what is assumed of failures is what is believed.
 NOT_LASTED = AttemptsFound((), ())
-"""Said at each step: an attempt that has just begun, so that what is assumed of failures is what is believed."""
 
 
 @dataclass
@@ -140,6 +140,33 @@ class Point:
 
 
 @dataclass
+class Age:
+    """How old the newest snapshot of a kind is, from `instant` on, over time.
+
+    Args:
+        instant: of that snapshot.
+        until: so far `area`, seconds times seconds, and the `worst` age are counted.
+    """
+
+    instant: float
+    until: float
+    area: float = 0.0
+    worst: float = 0.0
+
+    def count(self, until: float) -> None:
+        """Time goes on."""
+        begin, end = self.until - self.instant, until - self.instant
+        self.area += (end**2 - begin**2) / 2.0
+        self.worst = max(self.worst, end)
+        self.until = until
+
+    def renew(self, instant: float, now: float) -> None:
+        """There is a newer one from now on."""
+        self.count(now)
+        self.instant = instant
+
+
+@dataclass
 class FurtherTier:
     """The copies in one further tier: the newest snapshot, one at a time.
 
@@ -197,7 +224,7 @@ class Training:
         fails: whether the snapshot of this number (from 0) fails at the end of its persist.
         memory_stall: of a snapshot that stays in memory, where `settings` want some.
         nbytes: that a snapshot writes.
-        rhythm: None: the cadence of this project.
+        rhythm: None: the cadence of this project; a `Cadence` of somebody else's is treated as that.
         first, useful: the step that it goes on from, and the useful work in it; `clock` says when.
         arrived: hears of each snapshot that is durable on the nearest tier, and when.
         leaps: many steps at once, where nothing is irregular.
@@ -226,8 +253,11 @@ class Training:
     def __post_init__(self) -> None:
         self.origin = self.clock.now
         self.sink = Recorder()
-        self.cadence = Cadence(self.settings, self.clock, self.sink)
-        self.policy: SnapshotTimer = self.cadence if self.rhythm is None else self.rhythm(self.clock, self.sink)
+        made = None if self.rhythm is None else self.rhythm(self.clock, self.sink)
+        self.cadence = made if isinstance(made, Cadence) else Cadence(self.settings, self.clock, self.sink)
+        self.policy: SnapshotTimer = made or self.cadence
+        # What drives is a cadence: it takes snapshots into memory too, and has a memory of earlier lives.
+        self.learns = self.policy is self.cadence
         self.regular = not (
             self.jitter or self.slow or any(callable(one) for one in (self.step_seconds, self.stall, self.persist))
         )
@@ -235,14 +265,16 @@ class Training:
             self.step_seconds, self.stall, self.persist, self.memory_stall = (
                 _snapped(_at(one, 0.0)) for one in (self.step_seconds, self.stall, self.persist, self.memory_stall)
             )
+        each = _at(self.step_seconds, 0.0) if self.regular else 0.0
+        # What a step takes where all are alike, and while a persist is active.
+        self.each, self.each_slowed = each, _snapped(each * max(1.0, self.slowdown))
         self.random = random.Random(self.seed)
         self.step = self.first
-        self.safe_instant = self.drained = self.clock.now
-        self.area = 0.0
-        self.worst_age = 0.0
+        # The newest durable snapshot, and the newest of any kind.
+        self.durable, self.newest = Age(self.clock.now, self.clock.now), Age(self.clock.now, self.clock.now)
         self.taken: list[Taken] = []
+        # Snapshot, begin and end of the persist, whether it fails.
         self.queue: deque[tuple[Point, float, float, bool]] = deque()
-        """Snapshot, begin and end of the persist, whether it fails."""
         self.clean_seconds = self.window_clean = 0.0
         self.training_seconds = self.stalled_seconds = 0.0
         self.window_start = self.clock.now
@@ -268,15 +300,8 @@ class Training:
 
         To first order: clean time, less the mean age of the newest durable snapshot times the failure rate.
         """
-        self._age(self.clock.now)
-        return (self.clean_seconds - self.area / mtbf_seconds) / self.elapsed
-
-    def _age(self, until: float) -> None:
-        """Add up the age of the newest durable snapshot over time."""
-        begin, end = self.drained - self.safe_instant, until - self.safe_instant
-        self.area += (end**2 - begin**2) / 2.0
-        self.worst_age = max(self.worst_age, end)
-        self.drained = until
+        self.durable.count(self.clock.now)
+        return (self.clean_seconds - self.durable.area / mtbf_seconds) / self.elapsed
 
     def run(self, steps: int) -> Training:
         return self._run(self.step + steps, math.inf)
@@ -293,6 +318,8 @@ class Training:
         """A failure in the middle of the next step."""
         self.clock.now = max(self.clock.now, at)
         self._drain()
+        for age in (self.durable, self.newest):
+            age.count(self.clock.now)
         return self
 
     def _run(self, last_step: float, end: float, *, dies: bool = False) -> Training:
@@ -309,7 +336,7 @@ class Training:
             reason = self.policy.boundary(self.step)
             if reason is not None:
                 self._snapshot(reason)
-            elif self.settings.memory is not None and self.rhythm is None and self.cadence.memory_due(self.step):
+            elif self.settings.memory is not None and self.learns and self.cadence.memory_due(self.step):
                 self._into_memory()
         return self
 
@@ -320,25 +347,22 @@ class Training:
         if not (self.regular and self.leaps) or self.step < self.first + WARM_UP_STEPS:
             return 1
         quiet_step, quiet_time = self.policy.quiet
-        limit, each = min(quiet_time, end), self._next_seconds(1)
+        limit, each = min(quiet_time, end), self.each
         if self.queue:
-            limit = min(limit, self.queue[0][2])
-            if self.slowdown > 1.0:  # the step in which a persist ends is partly slow
-                limit = min(limit, self.queue[0][2] - each)
-        steps = min(quiet_step, last_step) - self.step
-        return max(1, int(min(steps, max(0.0, limit - self.clock.now) / each + 1.0 - GRID_SECONDS, 1e9)))
+            # the step in which a persist ends is partly slow
+            each = self.each_slowed
+            limit = min(limit, self.queue[0][2] - (each if self.slowdown > 1.0 else 0.0))
+        fit = max(0.0, limit - self.clock.now) / each + 1.0 - GRID_SECONDS
+        return max(1, int(min(quiet_step - self.step, last_step - self.step, fit, 1e9)))
 
     def _next_seconds(self, count: int) -> float:
         """What the next steps take, where all of them are alike."""
-        if not self.regular:
-            return 0.0
-        each = _at(self.step_seconds, 0.0)
-        return count * (_snapped(each * self.slowdown) if self.queue and self.slowdown > 1.0 else each)
+        return count * (self.each_slowed if self.queue else self.each)
 
     def _train(self, count: int) -> None:
         before = self.clock.now
         if count > 1:
-            clean = count * _at(self.step_seconds, 0.0)
+            clean = count * self.each
             self.clock.now += self._next_seconds(count)
         else:
             clean = _at(self.step_seconds, self.elapsed)
@@ -370,8 +394,7 @@ class Training:
             if fails:
                 self.policy.failed(point.step)
                 continue
-            self._age(end)
-            self.safe_instant = point.instant
+            self.durable.renew(point.instant, end)
             self.written += 1
             self.policy.committed(point.step, end - point.instant, self.nbytes, end - begin)
             self.arrived(point, end)
@@ -399,9 +422,11 @@ class Training:
         self.taken.append(Taken(self.step, point.instant, reason, interval, overhead, wait))
         self.window_start, self.window_clean = self.clock.now, 0.0
         self.in_memory = point
+        self.newest.renew(point.instant, point.instant)
 
     def _into_memory(self) -> None:
         self.in_memory = self.here
+        self.newest.renew(self.clock.now, self.clock.now)
         self.clock.now += self.memory_stall
         self.stalled_seconds += self.memory_stall
         self.cadence.held(self.step, self.memory_stall)
@@ -457,16 +482,18 @@ class SimulatedJob:
     def __post_init__(self) -> None:
         self.clock = VirtualClock()
         self.origin = self.clock.now
+        # What training goes on from.
         self.base = Point(0, self.origin, 0.0)
-        """What training goes on from."""
         self.durable = self.base
         self.further = [replace(tier) for tier in self.tiers]
+        # What the writers record, oldest first.
         self.rows: list[Attempt] = []
-        """What the writers record, oldest first."""
-        self.lost: list[float] = []
-        """Useful seconds that each failure has cost."""
+        # Of each failure the class, and the useful seconds that it has cost.
+        self.lost: list[tuple[str, float]] = []
         self.taken = self.written = self.reached = 0
         self.stalled = self.slowed = 0.0
+        # Seconds times seconds of work that failures of a class would have cost.
+        self.exposed = dict.fromkeys((PROCESS, MACHINE), 0.0)
         self._state: Mapping[str, Any] | None = None
 
     @property
@@ -506,7 +533,7 @@ class SimulatedJob:
             useful=self.base.useful,
             arrived=self._arrived,
         )
-        if self.rhythm is None:
+        if training.learns:
             rows = self.rows[-MOST:]
             lasted, failures = tuple(one.seconds for one in rows), tuple(one.failure for one in rows)
             training.cadence.emit(AttemptsFound(lasted, failures, ready - began))
@@ -523,11 +550,12 @@ class SimulatedJob:
         training.live(death).die(death)
         self._record(began, known if kind in (MACHINE, SITE) else death, kind, times, reached)
         self.reached = max(self.reached, reached)
-        self.taken += len(training.taken)
-        self.written += training.written
+        self.taken, self.written = self.taken + len(training.taken), self.written + training.written
         self.stalled += training.stalled_seconds
         self.slowed += training.training_seconds - training.clean_seconds
-        if self.rhythm is None:
+        self.exposed[PROCESS] += training.newest.area
+        self.exposed[MACHINE] += training.durable.area
+        if training.learns:
             self._state = training.cadence.state()
         self._go_back(training, kind, death)
 
@@ -551,7 +579,7 @@ class SimulatedJob:
         else:
             self.base = training.here
             return
-        self.lost.append(training.here.useful - self.base.useful)
+        self.lost.append((kind, training.here.useful - self.base.useful))
 
     def _record(self, began: float, last: float, kind: str, times: Mapping[str, float], step: int = -1) -> None:
         end, at = CLOSED if kind == "" else GONE if kind == PROCESS else None, began - self.origin
@@ -559,6 +587,6 @@ class SimulatedJob:
 
 
 def _times(training: Training, again: float) -> dict[str, float]:
-    measured = training.cadence.measured if training.rhythm is None else {}
+    measured = training.cadence.measured if training.learns else {}
     spent = {"training": training.training_seconds - again, "replay": again, "stall": training.stalled_seconds}
     return {**spent, **measured}

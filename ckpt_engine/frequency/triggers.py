@@ -103,7 +103,7 @@ class FixedTriggers:
         """The fixed triggers in one line."""
         parts = []
         if self._every_n is not None:
-            parts.append(f"every {self._every_n.steps} steps")
+            parts.append("every step" if self._every_n.steps == 1 else f"every {self._every_n.steps} steps")
         if self._every_seconds is not None:
             parts.append(f"every {duration(self._every_seconds.seconds)}")
         if self._on_validation:
@@ -314,7 +314,7 @@ class Account:
         self.paused_seconds = 0.0
         self.slowdown_seconds = 0.0
         self.earlier = (0.0, 0.0)
-        self._credit = 0.0
+        self._credit: float | None = None
         self._clean = 0.0
         self._spent = 0.0
 
@@ -339,6 +339,10 @@ class Account:
 
         Credit beyond `most_seconds` is lost: what was not needed for hours must not be spent in a minute.
         """
+        if self._credit is None:
+            clean, spent = self.earlier
+            most = budget * CREDIT_SECONDS
+            self._credit = max(-most, min(budget * clean - spent, most))
         clean, spent = self.training_seconds - self.slowdown_seconds, self.spent_seconds
         self._credit += budget * (clean - self._clean) - (spent - self._spent)
         self._credit = min(self._credit, most_seconds)
@@ -351,7 +355,7 @@ class Account:
         What may be saved up may also be owed: one expensive snapshot is paid back over the hours in which the budget
         has to be kept. A run that has just begun owes more for the same.
         """
-        saved = budget * min(CREDIT_SECONDS, CREDIT_SHARE * self.training_seconds)
+        saved = budget * min(CREDIT_SECONDS, CREDIT_SHARE * (self.earlier[0] + self.training_seconds))
         missing = cost_seconds - self.credit(budget, max(2.0 * cost_seconds, saved))
         if missing <= 0.0:
             return 0.0

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_engine.frequency.failures import Failures, poisson, weibull
+from ckpt_engine.frequency.failures import SHARES, Failures, poisson, weibull
 from ckpt_engine.frequency.intervals import optimal
 from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
 from ckpt_engine.frequency.simulate import FurtherTier, Restart, SimulatedJob, Training
@@ -49,11 +49,24 @@ class Row:
 # ---------------------------------------------------------------- whole jobs
 
 
+def expected_goodput(job: SimulatedJob, mtbf: float) -> float:
+    """Useful work by time where failures had cost what their constant rate makes likely: on average that is equal to
+    what there was, and has less chance in it. What failures cost that need a further tier counts as it was."""
+    counted = [one for one in SHARES if not (one == SITE and job.further)]
+    likely = sum(SHARES[one] / mtbf * job.exposed[PROCESS if one == PROCESS else MACHINE] for one in counted)
+    return job.goodput + (sum(lost for one, lost in job.lost if one in counted) - likely) / job.seconds
+
+
 @dataclass(frozen=True)
 class Plan:
-    """A job, its failures, and the fixed intervals to beat."""
+    """A job, its failures, and the fixed intervals to beat.
 
-    failures: Callable[[random.Random], Failures]
+    Args:
+        failures: a number: so many seconds between them, at a constant rate. Then what they are expected to cost
+            counts, and not what they have cost by chance.
+    """
+
+    failures: float | Callable[[random.Random], Failures]
     days: float
     step_seconds: float
     stall: float
@@ -76,10 +89,13 @@ class Plan:
             "memory_stall": self.memory_stall,
             "certain": False,
         }
-        job = SimulatedJob(
-            self.failures(random.Random(seed)), self.days * DAY, self.restart, training, self.tiers
-        ).run()
-        return job.goodput, job.stalled / max(1.0, job.seconds - job.stalled)
+        rng = random.Random(seed)
+        failures = poisson(self.failures, rng) if isinstance(self.failures, float) else self.failures(rng)
+        job = SimulatedJob(failures, self.days * DAY, self.restart, training, self.tiers).run()
+        found = job.goodput
+        if isinstance(self.failures, float):
+            found = expected_goodput(job, self.failures)
+        return found, job.stalled / max(1.0, job.seconds - job.stalled)
 
     def regret(self) -> float:
         rhythm = MemoryRhythm() if self.memory else None
@@ -111,25 +127,25 @@ def around(middle: float, count: int = 7) -> list[int]:
 
 
 PLANS = {
-    "Llama-3 (3.1 h)": (0.001, Plan(lambda rng: poisson(11124.0, rng), 20, 5.0, 0.7, 14.0, around(25, 5))),
+    "Llama-3 (3.1 h)": (0.001, Plan(11124.0, 20, 5.0, 0.7, 14.0, around(25, 5))),
     "Llama-3 with memory": (
         0.001,
-        Plan(lambda rng: poisson(11124.0, rng), 10, 5.0, 4.0, 30.0, around(120, 3), around(14, 3), 0.2, seeds=4),
+        Plan(11124.0, 10, 5.0, 4.0, 30.0, around(120, 3), around(14, 3), 0.2, seeds=4),
     ),
     "Weibull 0.7": (
         0.001,
         Plan(lambda rng: weibull(0.7, 7.5 * HOUR / 1.2658, rng), 30, 5.0, 2.0, 20.0, around(66, 5)),
     ),
     "bursts": (0.001, Plan(bursts, 20, 5.0, 1.0, 15.0, around(35, 5))),
-    "spot (2 h)": (0.001, Plan(lambda rng: poisson(7200.0, rng), 8, 2.0, 0.5, 10.0, around(42, 5))),
+    "spot (2 h)": (0.001, Plan(7200.0, 8, 2.0, 0.5, 10.0, around(42, 5))),
     "workstation (47 d), memory": (
         0.001,
-        Plan(lambda rng: poisson(47 * DAY, rng), 60, 1.0, 0.3, 5.0, around(3000, 3), around(1000, 3), 0.1),
+        Plan(47 * DAY, 60, 1.0, 0.3, 5.0, around(3000, 3), around(1000, 3), 0.1),
     ),
     "three tiers": (
         0.0015,
         Plan(
-            lambda rng: poisson(11124.0, rng),
+            11124.0,
             10,
             5.0,
             4.0,
@@ -144,7 +160,7 @@ PLANS = {
     "100,000 GPUs (0.23 h)": (
         0.0015,
         Plan(
-            lambda rng: poisson(828.0, rng),
+            828.0,
             3,
             5.0,
             0.5,
@@ -159,12 +175,12 @@ PLANS = {
 for _wrong in (0.1, 10.0):
     PLANS[f"mtbf stated {_wrong:g} x"] = (
         0.002,
-        Plan(lambda rng: poisson(3 * HOUR, rng), 8, 5.0, 1.0, 10.0, around(30, 5), mtbf=_wrong * 3 * HOUR, seeds=2),
+        Plan(3 * HOUR, 8, 5.0, 1.0, 10.0, around(30, 5), mtbf=_wrong * 3 * HOUR, seeds=2),
     )
     PLANS[f"assumed 12 h, true {12 / _wrong:g} h"] = (
         0.002,
         Plan(
-            lambda rng, _hours=12 / _wrong: poisson(_hours * HOUR, rng),
+            12 / _wrong * HOUR,
             60 if _wrong < 1 else 4,
             5.0,
             1.0,
@@ -260,13 +276,13 @@ def lost_per_class() -> float:
         fails=lambda number: number % 5 == 4,
         memory_stall=0.02,
     ).run(60)
-    worst, training.worst_age = 0.0, 0.0
+    worst, training.durable.worst = 0.0, 0.0
     for _ in range(6000):
         training.run(1)
         at = training.in_memory.instant if training.in_memory is not None else training.origin
         worst = max(worst, training.clock.now - at - limits[PROCESS])
     training.goodput(1e9)
-    return max(worst, training.worst_age - limits[MACHINE])
+    return max(worst, training.durable.worst - limits[MACHINE])
 
 
 def rows() -> Iterator[Row]:

@@ -53,7 +53,7 @@ def test_a_clean_end_is_no_failure() -> None:
     state = first.cadence.state()
     crashed, finished = Rig(overhead=0.05), Rig(overhead=0.05)
     crashed.cadence.restore(state)
-    finished.cadence.restore(state, failed=False)
+    finished.cadence.restore(state, failure="")
     believed = [rig.cadence.state()["failures"]["process"] for rig in (crashed, finished)]
     assert believed[0] > believed[1] == state["failures"]["process"]
 
@@ -64,7 +64,7 @@ def test_starting_again_keeps_what_an_earlier_run_learned() -> None:
     rig.go(20)
     state = rig.cadence.state()
     other = Rig(start=None, overhead=0.05)
-    other.cadence.restore(state, failed=False)
+    other.cadence.restore(state, failure="")
     before = other.cadence.state()
     assert before["step_seconds"] == pytest.approx(1.0)
     other.cadence.start(20)
@@ -73,6 +73,27 @@ def test_starting_again_keeps_what_an_earlier_run_learned() -> None:
     after = other.cadence.state()
     assert after["step_seconds"] == before["step_seconds"]
     assert after["failures"]["exposure_seconds"] == pytest.approx(before["failures"]["exposure_seconds"] + 100.0)
+
+
+@pytest.mark.parametrize(("extra", "steps"), [(0, 1.0), (60, 2.0)])
+def test_a_restart_does_not_forget_what_the_budget_has_earned(extra: int, steps: float) -> None:
+    """Lives of a few hours: the next one may spend at once what the one before has left, and pays what it owes."""
+    first = Rig(overhead=0.01, mtbf_seconds=7200.0)
+    for _ in range(40):
+        first.go(10000)
+        first.take(stall=0.7, latency=9.0)
+    for _ in range(extra):
+        first.go(1)
+        first.take(stall=0.7, latency=0.1)
+    first.go(2)
+    second = Rig(start=None, overhead=0.01, mtbf_seconds=7200.0)
+    second.cadence.restore(first.cadence.state(), failure="")
+    second.cadence.start(0)
+    assert second.go(10000) == "interval"
+    second.take(stall=2.1, latency=9.0)
+    taken = second.step
+    assert second.go(10000) == "interval"
+    assert second.step - taken == pytest.approx(steps * (second.cadence.interval_steps or 0), rel=0.1)
 
 
 @pytest.mark.parametrize(

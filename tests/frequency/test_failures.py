@@ -5,14 +5,29 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
+import statistics
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_engine.frequency.failures import CLASSES, FailureBelief, assumed_mtbf
+from ckpt_engine.engine import Engine
+from ckpt_engine.frequency.failures import (
+    CLASSES,
+    MOST_FACTOR,
+    SIGNIFICANT,
+    FailureBelief,
+    assumed_mtbf,
+    believed_shape,
+    fit_weibull,
+    hazard_factor,
+)
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.frequency.simulate import Training
+from ckpt_engine.loop.rank_decisions import ended_by
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE, UNKNOWN, AttemptsFound
 from tests.frequency.rig import Rig
 
@@ -38,12 +53,17 @@ def test_golden_values(failures: int, mtbf_hours: float) -> None:
 def test_surviving_lowers_every_rate_and_a_failure_raises_its_own(
     belief: FailureBelief, seconds: float, kind: str
 ) -> None:
-    """Time without failures is evidence too; a failure of one class says nothing of the others, but for forgetting."""
-    survived, failed = belief.survived(seconds).rates, belief.failed(kind).rates
-    assert all(survived[one] < rate for one, rate in belief.rates.items())
+    """Time without failures is evidence too; of the shares it says nothing, and a failure raises that of its class."""
+    survived, failed = belief.survived(seconds), belief.failed(kind)
+    assert all(survived.rates[one] < rate for one, rate in belief.rates.items())
+    assert failed.per_second > belief.per_second
     raised = CLASSES if kind == UNKNOWN else (kind,)
-    assert all(failed[one] > belief.rates[one] for one in raised)
-    assert all(failed[one] == pytest.approx(belief.rates[one]) for one in CLASSES if one not in raised)
+    for one in CLASSES:
+        share = belief.rates[one] / belief.per_second
+        assert survived.rates[one] / survived.per_second == pytest.approx(share)
+        assert failed.rates[one] > belief.rates[one] or one not in raised
+        assert failed.rates[one] / failed.per_second == pytest.approx(share) or kind != UNKNOWN
+        assert failed.rates[one] / failed.per_second < share or one in raised
 
 
 @given(BELIEFS, st.lists(st.tuples(st.floats(0.0, 1e6), KINDS), max_size=20))
@@ -51,6 +71,17 @@ def test_the_rate_is_the_sum_of_its_classes(belief: FailureBelief, history: list
     """Whatever has happened."""
     after = belief.after([seconds for seconds, _ in history], [kind for _, kind in history])
     assert after.per_second == pytest.approx(sum(after.rates.values()))
+
+
+def test_the_rate_of_a_rare_class_is_not_known_from_its_newest_failures() -> None:
+    """A regime is followed by the rate of all failures; one in four of them may come thrice in a row by chance."""
+    rng, found = random.Random(3), []
+    for _ in range(100):
+        kinds = rng.choices((PROCESS, MACHINE), (0.75, 0.25), k=60)
+        belief = FailureBelief.prior(3 * HOUR).after([rng.expovariate(1 / (3 * HOUR)) for _ in kinds], kinds)
+        found.append(belief.rates[MACHINE] * 12 * HOUR)
+    assert statistics.mean(found) == pytest.approx(1.0, abs=0.2)
+    assert statistics.stdev(found) < 0.4
 
 
 @pytest.mark.parametrize("wrong", [0.1, 10.0])
@@ -77,7 +108,9 @@ def test_json_round_trip_and_refusal() -> None:
     """The belief survives JSON; numbers that cannot be one are refused."""
     belief = FailureBelief.prior(HOUR).survived(1234.5).failed(SITE)
     assert FailureBelief.from_json(json.loads(json.dumps(belief.to_json()))) == belief
-    for bad in ({"process": 0.0}, {"exposure_seconds": math.inf}, {"site": math.nan}):
+    older = {name: value for name, value in belief.to_json().items() if name != "events"}
+    assert FailureBelief.from_json(older).mtbf_seconds > 0.0
+    for bad in ({"process": 0.0}, {"events": -1.0}, {"exposure_seconds": math.inf}, {"site": math.nan}):
         with pytest.raises(ValueError, match="not a belief"):
             FailureBelief.from_json(belief.to_json() | bad)
 
@@ -101,6 +134,30 @@ def test_what_the_nearest_tier_knows_counts_more_than_what_a_snapshot_remembers(
         rig.cadence.restore(state)
     assert belief_of(known) == belief_of(first)
     assert belief_of(lost) == belief_of(first).failed(UNKNOWN)
+
+
+@pytest.mark.parametrize("resumed_first", [True, False])
+def test_a_lost_tier_is_a_failure_of_its_class_and_stays_known(resumed_first: bool) -> None:
+    """The new nearest tier knows of no attempt before; snapshots that are made there do."""
+    first = Rig(overhead=0.05)
+    first.clock.now += 30 * HOUR
+    second = Rig(start=None, overhead=0.05)
+    second.cadence.restore(first.cadence.state(), failure=SITE)
+    before = belief_of(first).failed(SITE)
+    assert belief_of(second) == before
+    third = Rig(start=None, overhead=0.05)
+    found = AttemptsFound((2 * HOUR, HOUR), (PROCESS, MACHINE))
+    if resumed_first:
+        third.cadence.restore(second.cadence.state())
+        third.cadence.emit(found)
+    else:
+        third.cadence.emit(found)
+        third.cadence.restore(second.cadence.state())
+    assert belief_of(third) == before.after(found.lasted, found.failures)
+    fourth = Rig(start=None, overhead=0.05)
+    fourth.cadence.emit(found)
+    fourth.cadence.restore(third.cadence.state())
+    assert belief_of(fourth) == belief_of(third)
 
 
 def test_a_writer_that_is_replaced_does_not_forget_how_long_the_run_has_lasted() -> None:
@@ -137,7 +194,7 @@ def goodput(mtbf: float, *, stated: float | None = None, fixed: int | None = Non
         if state is not None:
             training.cadence.restore(state)
         training.run_seconds(ends)
-        safe = [one for one in training.taken if one.instant <= training.safe_instant]
+        safe = [one for one in training.taken if one.instant <= training.durable.instant]
         useful += safe[-1].step * 5.0 if safe else 0.0
         lasted.append(ends)
         state = training.cadence.state()
@@ -157,3 +214,135 @@ def test_an_assumption_that_is_ten_times_wrong_costs_next_to_nothing(mtbf: float
     """Half a day is assumed."""
     best = max(goodput(mtbf, fixed=steps, failures=20) for steps in (12, 17, 24, 34, 48, 68, 136, 190, 270))
     assert goodput(mtbf, failures=20) >= best - 0.002
+
+
+def quantiles(shape: float, count: int, scale: float = 10 * HOUR) -> list[float]:
+    """Times that a Weibull distribution of that shape gives, spread evenly over its probabilities."""
+    return [scale * (-math.log(1.0 - (number + 0.5) / count)) ** (1.0 / shape) for number in range(count)]
+
+
+@pytest.mark.parametrize("shape", [0.5, 0.7, 1.0, 1.5])
+def test_the_shape_of_many_failures_is_found(shape: float) -> None:
+    """And their scale, within what four hundred of them tell."""
+    fit = fit_weibull(quantiles(shape, 400), [True] * 400)
+    assert fit.shape == pytest.approx(shape, rel=0.02)
+    assert fit.scale_seconds == pytest.approx(10 * HOUR, rel=0.02)
+    assert (fit.evidence > SIGNIFICANT) == (shape != 1.0)
+
+
+@given(st.lists(st.floats(1e3, 1e6), min_size=3, max_size=30, unique=True), st.floats(1.0, 100.0), st.data())
+def test_no_other_distribution_explains_the_times_better(
+    times: list[float], factor: float, data: st.DataObject
+) -> None:
+    """It is the most likely one, units do not matter, and a time that no failure has ended is a lower bound."""
+    failed = data.draw(st.lists(st.booleans(), min_size=len(times), max_size=len(times)).filter(any))
+    fit, scaled = fit_weibull(times, failed), fit_weibull([factor * one for one in times], failed)
+    assert scaled.shape == pytest.approx(fit.shape, rel=1e-6)
+    assert scaled.scale_seconds == pytest.approx(factor * fit.scale_seconds, rel=1e-6)
+    if 0.06 < fit.shape < 19.0:
+        best = likelihood(times, failed, fit.shape, fit.scale_seconds)
+        for shape, scale in ((1.01, 1.0), (0.99, 1.0), (1.0, 1.01), (1.0, 0.99)):
+            assert likelihood(times, failed, shape * fit.shape, scale * fit.scale_seconds) <= best + 1e-6
+        mean = sum(times) / sum(failed)
+        assert fit.evidence == pytest.approx(2 * (best - likelihood(times, failed, 1.0, mean)), abs=1e-6)
+
+
+def likelihood(times: list[float], failed: list[bool], shape: float, scale: float) -> float:
+    """Its logarithm: density where a failure has ended the time, survival where none has."""
+    ended = sum(
+        math.log(shape / scale) + (shape - 1.0) * math.log(one / scale)
+        for one, end in zip(times, failed, strict=True)
+        if end
+    )
+    return ended - sum((one / scale) ** shape for one in times)
+
+
+def test_a_shape_is_believed_after_twenty_failures_that_chance_does_not_explain() -> None:
+    """Lives that ended without a failure are none of them."""
+    early, none = quantiles(0.5, 19), [PROCESS] * 19
+    assert believed_shape([*early, *early], [*none, *([""] * 19)]) == 1.0
+    assert believed_shape(quantiles(0.5, 20), [PROCESS] * 20) == pytest.approx(0.5, abs=0.05)
+    assert believed_shape(quantiles(1.0, 200), [MACHINE] * 200) == 1.0
+    assert believed_shape(quantiles(0.9, 30), [MACHINE] * 30) == 1.0  # too few for so small a difference
+
+
+@given(st.floats(0.3, 2.0), st.floats(0.0, 1e7), st.floats(1.0, 100.0))
+def test_the_rate_falls_or_rises_with_the_time_since_the_last_failure(
+    shape: float, seconds: float, factor: float
+) -> None:
+    """As the shape says, and not by more than the cap."""
+    sooner, later = (hazard_factor(shape, at, 10 * HOUR) for at in (seconds, factor * seconds))
+    assert (later <= sooner) if shape <= 1.0 else (later >= sooner)
+    assert 1 / MOST_FACTOR <= sooner <= MOST_FACTOR
+
+
+@pytest.mark.parametrize("shape", [0.8, 1.0, 1.3])
+def test_the_factor_is_one_on_average(shape: float) -> None:
+    """Over all the time that runs train: each life ends with one failure."""
+    scale, step = 10 * HOUR / math.gamma(1.0 + 1.0 / shape), 60.0
+    alive = ((at, math.exp(-((at / scale) ** shape))) for at in (step * (number + 0.5) for number in range(20000)))
+    assert sum(hazard_factor(shape, at, 10 * HOUR) * left * step for at, left in alive) == pytest.approx(
+        10 * HOUR, rel=0.02
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "fixed", "young", "fewer"),
+    [(0.5, 0.935, 0.939, 0.89), (0.6, 0.933, 0.936, 0.95), (0.7, 0.932, 0.933, 0.98)],
+)  # fmt: skip
+def test_intervals_that_follow_the_hazard_lose_less_with_fewer_snapshots(
+    shape: float, fixed: float, young: float, fewer: float
+) -> None:
+    """Values of the literature: 7.5 h between failures, snapshots of 60 s, restarts of 120 s."""
+    mean = 7.5 * HOUR
+    every = math.sqrt(2 * 60.0 * mean)
+    plain = lives(shape, mean, lambda _: every)
+    following = lives(shape, mean, lambda at: every / math.sqrt(hazard_factor(shape, at, mean)))
+    assert plain[0] == pytest.approx(fixed, abs=0.002)
+    assert following[0] == pytest.approx(young, abs=0.002)
+    assert following[1] / plain[1] == pytest.approx(fewer, abs=0.05)
+
+
+def lives(shape: float, mean: float, every: Callable[[float], float]) -> tuple[float, int]:
+    """Useful work by time over many failures, and the snapshots taken."""
+    rng, useful, time, taken = random.Random(7), 0.0, 0.0, 0
+    for _ in range(6000):
+        ends, at = rng.weibullvariate(mean / math.gamma(1.0 + 1.0 / shape), shape), 0.0
+        time += ends + 120.0
+        while at + (work := every(at)) + 60.0 <= ends:
+            at, useful, taken = at + work + 60.0, useful + work, taken + 1
+    return useful / time, taken
+
+
+def test_a_run_that_fails_in_bursts_takes_fewer_snapshots_the_longer_it_lives() -> None:
+    """Once its attempts prove it."""
+    rig = Rig(start=None, overhead=0.5)
+    rig.cadence.emit(AttemptsFound(tuple(quantiles(0.5, 40)), (PROCESS,) * 40))
+    rig.cadence.start(0)
+    intervals = []
+    for _ in range(2):
+        assert rig.go(5000) is not None
+        rig.take(stall=5.0, latency=6.0)
+        rig.go(1)
+        intervals.append(rig.cadence.interval_steps or 0)
+        rig.clock.now += 20 * HOUR
+        rig.cadence.exclude(20 * HOUR)
+    assert intervals[1] > 1.5 * intervals[0]
+
+
+@pytest.mark.parametrize(
+    ("reason", "lost", "failure"), [("manual", True, SITE), ("manual", False, UNKNOWN), ("end", True, "")]
+)
+def test_the_place_that_serves_a_snapshot_tells_whether_the_nearest_tier_was_lost(
+    reason: str, lost: bool, failure: str, tmp_path: Path
+) -> None:
+    """And a run that has ended by itself has not failed, wherever its last snapshot comes from."""
+    tiers = {"tiers": [str(tmp_path / "near"), str(tmp_path / "far")], "writer": "thread"}
+    engine = Engine(tiers)
+    engine.save({"step": 7}, step=7, reason=reason)
+    engine.close()
+    if lost:
+        shutil.rmtree(tmp_path / "near")
+    again = Engine(tiers)
+    assert again.load() == {"step": 7}
+    assert ended_by(again) == failure

@@ -164,4 +164,4 @@ def test_lost_work_is_bounded_while_each_fifth_snapshot_fails() -> None:
     ).run(3000)
     assert sum(one.reason == "interval" for one in training.taken) > 20
     training.goodput(1e9)
-    assert training.worst_age <= 120.0 + 1.5
+    assert training.durable.worst <= 120.0 + 1.5

@@ -151,6 +151,18 @@ def test_a_limit_on_lost_work_is_kept_or_named(
         assert spent(levels, found.seconds) == pytest.approx(budget)  # it gave all it had
 
 
+@given(ladders(), RATES, LIMITS)
+def test_a_limit_that_can_be_kept_is_kept(
+    levels: list[SnapshotLevel], rates: dict[str, float], limits: dict[str, float]
+) -> None:
+    """Where there is budget enough: only a level that is too slow, or becomes durable too late, breaks it."""
+    found = best_intervals(levels, rates, 1e9, limits)
+    for one, limit in limits.items():
+        able = [n for n, level in enumerate(levels) if one in level.survives] or [len(levels) - 1]
+        soonest = [max(level.least_seconds for level in levels[: n + 1]) + levels[n].latency_seconds for n in able]
+        assert one not in found.broken or min(soonest) >= limit * (1 - 1e-6)
+
+
 def test_one_level_is_the_optimum_of_the_exact_model() -> None:
     """Failures that need other levels count for it too: there is none."""
     level = SnapshotLevel(NEAR, 10.0)

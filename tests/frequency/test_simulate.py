@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from ckpt_engine.frequency.policy import FrequencySettings, MemoryRhythm
 from ckpt_engine.frequency.simulate import FurtherTier, Restart, Ruled, SimulatedJob
 from ckpt_engine.observe.events import MACHINE, PROCESS, SITE
 from ckpt_engine.writer.attempts import AttemptHistory, encode_attempts, parse_attempts
+from tests.frequency.scenarios import expected_goodput
 
 HOUR = 3600.0
 DAY = 24 * HOUR
@@ -108,10 +110,27 @@ def test_each_class_of_failure_goes_back_to_what_survives_it() -> None:
             20000.0, failures=trace, stall=0.5, persist=100.0, tiers=[FurtherTier(600.0)],
             settings=FrequencySettings(overhead=None, every_n_steps=150),
         )  # fmt: skip
-        (lost[kind],) = done.lost
+        ((found, lost[kind]),) = done.lost
+        assert found == kind
     assert lost[PROCESS] < 151.0
     assert 100.0 <= lost[MACHINE] < 151.0 + 100.0
     assert 700.0 <= lost[SITE] < 151.0 + 100.0 + 2 * 600.0 + 151.0
+
+
+def test_what_failures_are_expected_to_cost_is_what_they_cost_on_average() -> None:
+    """So that two policies can be compared over a few days: chance has a small part in the difference."""
+    mean = 2 * HOUR
+    happened, expected = [], []
+    for seed in range(16):
+        often, seldom = (
+            job(2 * DAY, failures=poisson(mean, random.Random(seed)), stall=4.0, settings=FrequencySettings(
+                overhead=None, every_n_steps=steps, memory=MemoryRhythm(every_n_steps=60)
+            )) for steps in (300, 1200)
+        )  # fmt: skip
+        happened.append(often.goodput - seldom.goodput)
+        expected.append(expected_goodput(often, mean) - expected_goodput(seldom, mean))
+    assert statistics.mean(expected) == pytest.approx(statistics.mean(happened), abs=statistics.stdev(happened) / 2.0)
+    assert statistics.stdev(expected) < statistics.stdev(happened) / 3.0
 
 
 def test_without_failures_all_that_is_lost_is_what_snapshots_cost() -> None:

@@ -20,14 +20,17 @@ from benchmarks.table import print_bar, print_summary
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"
-PAGE = ROOT.parent / "docs" / "benchmarks.md"
+PAGES = {
+    ROOT.parent / "docs" / "benchmarks.md": bars.NAMES,
+    ROOT.parent / "docs" / "studies.md": bars.STUDIES,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status is 1 if a bar could not be measured (a missed target is a result)."""
     options = _parse(arguments)
     if options.page:
-        write_page(PAGE, read_all(RESULTS))
+        _write_pages()
         return 0
     names = options.only or [name for name in bars.NAMES if bars.can_run(name)]
     scale = Scale.QUICK if options.quick else Scale.FULL
@@ -57,16 +60,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = RESULTS / f"{datetime.datetime.now(tz=datetime.UTC):%Y-%m-%d}-{slug(machine)}.json"
         merged = Record.read(path).merged(record) if path.exists() else record
         merged.write(path)
-        write_page(PAGE, read_all(RESULTS))
-        console.print(f"recorded in {path.relative_to(ROOT.parent)} and {PAGE.relative_to(ROOT.parent)}")
+        _write_pages()
+        console.print(f"recorded in {path.relative_to(ROOT.parent)} and {', '.join(page.name for page in PAGES)}")
     return 1 if failed else 0
 
 
+def _write_pages() -> None:
+    records = read_all(RESULTS)
+    for page, names in PAGES.items():
+        write_page(page, records, names)
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["study"]:
+        given[:2] = ["--only", *(f"study-{one}" for one in given[1:2])]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="Measure the bars of the project, each in a process of its own, interleaved with its references. "
-        "A full run of everything is recorded in benchmarks/results and docs/benchmarks.md.",
+        "A full run of everything is recorded in benchmarks/results and docs/benchmarks.md. "
+        "`study NAME` measures one of the studies beside published numbers.",
     )
     parser.add_argument("--only", type=_names, metavar="BAR,…", help=f"some of: {', '.join(bars.NAMES)}")
     parser.add_argument(
@@ -78,7 +91,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--record", action="store_true", help="add the measured bars to today's committed results")
     parser.add_argument("--page", action="store_true", help="measure nothing; rewrite the page from committed results")
-    return parser.parse_args(arguments)
+    return parser.parse_args(given)
 
 
 def _folder(text: str) -> Path:
@@ -88,7 +101,7 @@ def _folder(text: str) -> Path:
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in bars.NAMES:
+        if name not in (*bars.NAMES, *bars.STUDIES):
             raise argparse.ArgumentTypeError(f"no bar {name!r}; there are {', '.join(bars.NAMES)}")
     return names
 

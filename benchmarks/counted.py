@@ -73,7 +73,3 @@ class CountedStorage:
     def sweep(self) -> int:
         """See `Storage`."""
         return 0
-
-    def free_bytes(self) -> int | None:
-        """See `Storage`."""
-        return None

@@ -10,13 +10,14 @@ from benchmarks import bars
 from benchmarks.record import MeasuredBar, Record
 from benchmarks.run import Scale
 from benchmarks.table import disturbance, number, spread, target, verdict
+from benchmarks.values import Plot
 
 BEGIN = "<!-- results: written by `python -m benchmarks`, do not edit -->"
 END = "<!-- end of results -->"
 
 
-def write_page(page: Path, records: Sequence[Record]) -> None:
-    """Replace what is between the markers of `page`.
+def write_page(page: Path, records: Sequence[Record], names: Sequence[str] = bars.NAMES) -> None:
+    """Replace what is between the markers of `page` by the newest measurements of these bars.
 
     Raises:
         ValueError: the page lacks the markers.
@@ -25,12 +26,35 @@ def write_page(page: Path, records: Sequence[Record]) -> None:
     if text.count(BEGIN) != 1 or text.count(END) != 1:
         raise ValueError(f"{page} must have the lines {BEGIN!r} and {END!r} once each")
     head, rest = text.split(BEGIN)
-    page.write_text(f"{head}{BEGIN}\n{render(records)}{END}{rest.partition(END)[2]}")
+    page.write_text(f"{head}{BEGIN}\n{render(records, names)}{END}{rest.partition(END)[2]}")
+    for _, bar in newest(records, names):
+        for at, plot in enumerate(bar.result.plots):
+            draw(plot, page.parent / _figure(bar.result.name, at))
 
 
-def render(records: Sequence[Record]) -> str:
+def draw(plot: Plot, path: Path) -> None:
+    """Write a figure as SVG, the same bytes for the same points."""
+    from matplotlib import rcParams
+    from matplotlib.figure import Figure
+
+    rcParams["svg.hashsalt"] = plot.title
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for name, points in plot.lines.items():
+        axes.plot(*zip(*points, strict=True), label=name, marker="o", markersize=2.5, linewidth=1.2)
+    axes.set(title=plot.title, xlabel=plot.x, ylabel=plot.y)
+    axes.legend(fontsize="small")
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def _figure(name: str, at: int) -> str:
+    return f"figures/{name}-{at}.svg"
+
+
+def render(records: Sequence[Record], names: Sequence[str] = bars.NAMES) -> str:
     """The newest measurement of every bar, as Markdown, with the machine of each."""
-    found = newest(records)
+    found = newest(records, names)
     machines: list[Mapping[str, Any]] = []
     for record, _ in found:
         if record.machine not in machines:
@@ -57,14 +81,14 @@ def render(records: Sequence[Record]) -> str:
     return "\n".join([*lines, "", ""])
 
 
-def newest(records: Sequence[Record]) -> list[tuple[Record, MeasuredBar]]:
+def newest(records: Sequence[Record], names: Sequence[str] = bars.NAMES) -> list[tuple[Record, MeasuredBar]]:
     """The newest measurement of every bar, and the record that has it, in the order of the bars."""
     found: dict[str, tuple[Record, MeasuredBar]] = {}
     for record in records:
         for name, bar in record.bars.items():
             if name not in found or found[name][1].when < bar.when:
                 found[name] = record, bar
-    return [found[name] for name in bars.NAMES if name in found]
+    return [found[name] for name in names if name in found]
 
 
 def _letter(number: int) -> str:
@@ -95,5 +119,10 @@ def _bar(bar: MeasuredBar, place: str) -> list[str]:
             for series in bar.result.series
         ),
     ]
+    for grid in bar.result.grids:
+        cells = [grid.columns, ("---",) * len(grid.columns), *grid.rows]
+        lines += ["", f"**{grid.title}**", "", *(f"| {' | '.join(row)} |" for row in cells)]
+    for at, plot in enumerate(bar.result.plots):
+        lines += ["", f"![{plot.title}]({_figure(bar.result.name, at)})"]
     notes = [*bar.result.notes, *([disturbance(bar)] if bar.disturbed else [])]
     return [*lines, "", *notes] if notes else lines

@@ -61,7 +61,7 @@ class Record:
     def merged(self, newer: Record) -> Self:
         """This record, with the bars of `newer` instead of its own where both have them."""
         found = {**self.bars, **newer.bars}
-        return type(self)(newer.machine, {name: found[name] for name in bars.NAMES if name in found})
+        return type(self)(newer.machine, {name: found[name] for name in (*bars.NAMES, *bars.STUDIES) if name in found})
 
     def write(self, path: Path) -> None:
         """Write as JSON."""

@@ -52,6 +52,11 @@ def print_bar(console: Console, bar: MeasuredBar) -> None:
     for series in bar.result.series:
         rows.add_row(series.name, number(series.median, series.unit), spread(series), series.note)
     console.print(rows)
+    for grid in bar.result.grids:
+        shown = Table(*grid.columns, title=grid.title, title_justify="left")
+        for row in grid.rows:
+            shown.add_row(*row)
+        console.print(shown)
     for key, value in bar.result.conditions.items():
         console.print(f"  [dim]{key}: {value}", highlight=False)
     for note in bar.result.notes:

@@ -76,6 +76,25 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
+class Grid:
+    """A table: what was measured beside what was published, cells as they are shown."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A figure. `lines` has the points of each, by name."""
+
+    title: str
+    x: str
+    y: str
+    lines: Mapping[str, tuple[tuple[float, float], ...]]
+
+
+@dataclass(frozen=True, slots=True)
 class BarResult:
     """What one bar measured.
 
@@ -84,6 +103,7 @@ class BarResult:
         checks: the targets.
         series: everything else that was measured, references and peers included.
         notes: caveats in whole sentences.
+        grids, plots: of a study.
     """
 
     name: str
@@ -92,6 +112,8 @@ class BarResult:
     checks: tuple[Check, ...]
     series: tuple[Series, ...]
     notes: tuple[str, ...] = ()
+    grids: tuple[Grid, ...] = ()
+    plots: tuple[Plot, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -119,7 +141,15 @@ def from_json(data: Mapping[str, Any]) -> BarResult:
     """The inverse of `to_json`; what was computed is computed again."""
     checks = tuple(Check(c["what"], c["unit"], c["direction"], c["limit"], tuple(c["samples"])) for c in data["checks"])
     series = tuple(Series(s["name"], s["unit"], tuple(s["samples"]), s["note"]) for s in data["series"])
-    return BarResult(data["name"], data["title"], data["conditions"], checks, series, tuple(data["notes"]))
+    grids = tuple(
+        Grid(g["title"], tuple(g["columns"]), tuple(tuple(row) for row in g["rows"])) for g in data.get("grids", ())
+    )
+    plots = tuple(
+        Plot(p["title"], p["x"], p["y"], {name: tuple((x, y) for x, y in line) for name, line in p["lines"].items()})
+        for p in data.get("plots", ())
+    )
+    notes = tuple(data["notes"])
+    return BarResult(data["name"], data["title"], data["conditions"], checks, series, notes, grids, plots)
 
 
 def _quartiles(samples: Sequence[float]) -> tuple[float, float]:

@@ -30,6 +30,8 @@ NAMES = (
     "codecs",
 )
 """Bars in the order in which they run and are shown."""
+STUDIES = ("study-checkfreq", "study-rojas", "study-learned")
+"""Measured beside published numbers, one at a time: `python -m benchmarks study NAME`."""
 
 
 def title(name: str) -> str:
@@ -54,6 +56,7 @@ def _module(name: str, attribute: str) -> object:
 
 
 def _imported(name: str) -> ModuleType:
-    if name not in NAMES:
+    if name not in (*NAMES, *STUDIES):
         raise ValueError(f"no bar {name!r}; there are {', '.join(NAMES)}")
-    return importlib.import_module(f"benchmarks.bars.{name.replace('-', '_')}")
+    folder, file = ("studies", name.partition("-")[2]) if name in STUDIES else ("bars", name.replace("-", "_"))
+    return importlib.import_module(f"benchmarks.{folder}.{file}")

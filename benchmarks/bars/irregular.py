@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +52,19 @@ class Uneven(Module):
 
 
 class _Watched(JustBegun):
-    """Remembers how many seconds of training the cadence wanted between two snapshots in the end."""
+    """Remembers how many seconds of training the cadence wanted between two snapshots in the end, and its account."""
 
     wanted_seconds = 0.0
+    accounted = 0.0
 
     @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        decision = None if self._run is None else self._run.cadence.decision
-        if decision is not None:
+        if self._run is not None and (decision := self._run.cadence.decision) is not None:
             self.wanted_seconds = decision.interval_steps * decision.costs.step_seconds
+            self.accounted = self._run.cadence.overhead_fraction
 
 
 def run(bench: Bench) -> BarResult:
@@ -72,6 +73,10 @@ def run(bench: Bench) -> BarResult:
     digits = load_digits()
     data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
     wanted: dict[bool, list[float]] = {False: [], True: []}
+    accounted: dict[bool, list[float]] = {False: [], True: []}
+    beyond: dict[tuple[bool, bool], list[float]] = {
+        (uneven, snapshots): [] for uneven in (False, True) for snapshots in (False, True)
+    }
     with bench.scratch("irregular") as folder:
         numbers = iter(range(1_000_000))
         usual = [1e-3]
@@ -85,11 +90,14 @@ def run(bench: Bench) -> BarResult:
                 fitting.run()
                 if snapshots:
                     wanted[uneven].append(callback.wanted_seconds)
+                    accounted[uneven].append(100 * callback.accounted)
+                beyond[uneven, snapshots].append(100 * fitting.share_beyond_typical_steps)
                 return fitting.training_seconds
 
             return measured
 
         usual[0] = min(fit(uneven=False, snapshots=False)() for _ in range(2)) / size.steps
+        beyond[False, False].clear()
         kinds = {
             f"{'uneven' if uneven else 'even'}, {'with' if snapshots else 'without'}": fit(uneven, snapshots)
             for uneven in (False, True)
@@ -130,8 +138,35 @@ def run(bench: Bench) -> BarResult:
                 tuple(100 * (a / b - 1) for a, b in pairs),
             ),
         ),
-        (Series("one usual step", "s", (usual[0],)),),
+        (
+            Series("one usual step", "s", (usual[0],)),
+            *(
+                series
+                for uneven in (False, True)
+                for series in _series("uneven" if uneven else "even", taken, wanted[uneven])
+            ),
+            *(
+                Series(
+                    f"overhead, {name}, by steps",
+                    "%",
+                    tuple(a - b for a, b in zip(beyond[uneven, True], beyond[uneven, False], strict=True)),
+                    "time beyond steps of the run's own median length, less that of the run without",
+                )
+                for uneven, name in ((False, "even"), (True, "uneven"))
+            ),
+            *(
+                Series(f"overhead, {name}, as the run accounts for it", "%", tuple(accounted[uneven]))
+                for uneven, name in ((False, "even"), (True, "uneven"))
+            ),
+        ),
     )
+
+
+def _series(name: str, taken: Mapping[str, Sequence[float]], wanted: Sequence[float]) -> Iterator[Series]:
+    pairs = zip(taken[f"{name}, with"], taken[f"{name}, without"], strict=True)
+    yield Series(f"overhead, {name}, pair by pair", "%", tuple(100 * (a / b - 1) for a, b in pairs))
+    yield Series(f"training without, {name}", "s", tuple(taken[f"{name}, without"]))
+    yield Series(f"interval, {name}", "s", tuple(wanted))
 
 
 def _callback(folder: Path) -> _Watched:

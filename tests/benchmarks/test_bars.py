@@ -19,7 +19,8 @@ QUICK = {"stall"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in bars.NAMES]
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in (*bars.NAMES, *bars.STUDIES)],
 )
 def test_bar_runs(name: str, tmp_path: Path) -> None:
     """A bar measures all of its targets and cleans up behind itself."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import PAGE, RESULTS
+from benchmarks.__main__ import PAGES, RESULTS
 from benchmarks.page import BEGIN, END, render, write_page
 from benchmarks.record import MeasuredBar, Record, read_all
 from benchmarks.run import Scale
-from benchmarks.values import BarResult, Check, Series, from_json, ratios, to_json
+from benchmarks.values import BarResult, Check, Grid, Plot, Series, from_json, ratios, to_json
 
 MACHINE = {
     "cpu": "A Processor",
@@ -123,5 +124,27 @@ def test_page_has_the_newest_measurement_of_every_bar() -> None:
 
 
 def test_committed_page_shows_the_newest_committed_results() -> None:
-    """docs/benchmarks.md is what its generator makes of the result files."""
-    assert render(read_all(RESULTS)) in PAGE.read_text()
+    """docs/benchmarks.md and docs/studies.md are what their generator makes of the result files."""
+    records = read_all(RESULTS)
+    for page, names in PAGES.items():
+        assert render(records, names) in page.read_text()
+
+
+def test_a_study_has_tables_and_figures_on_its_page(tmp_path: Path) -> None:
+    """The same file for the same points; on the page of the bars it is not."""
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN}\n{END}")
+    grid = Grid("Table 5", ("interval", "published"), (("14", "5 %"),))
+    plot = Plot("Progress", "hours", "epochs", {"ours": ((0.0, 0.0), (1.0, 2.0))})
+    study = replace(bar("study-rojas"), result=replace(bar("study-rojas").result, grids=(grid,), plots=(plot,)))
+    assert from_json(to_json(study.result)) == study.result
+    record = Record(MACHINE, {}).with_bar(bar()).with_bar(study)
+    write_page(page, [record], ("study-rojas",))
+    text = page.read_text()
+    assert "**Table 5**" in text and "| 14 | 5 % |" in text and "stall |" not in text
+    (figure,) = (tmp_path / "figures").iterdir()
+    assert f"![Progress](figures/{figure.name})" in text
+    first = figure.read_bytes()
+    write_page(page, [record], ("study-rojas",))
+    assert figure.read_bytes() == first
+    assert "study" not in render([record])

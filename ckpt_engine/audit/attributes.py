@@ -10,11 +10,9 @@ from __future__ import annotations
 import collections
 import datetime
 import decimal
-import dis
 import enum
 import fractions
 import functools
-import inspect
 import itertools
 import pathlib
 import random
@@ -31,6 +29,7 @@ import xxhash
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from ckpt_engine.audit.source import defaults_of, is_function_of_user, is_library, is_standard, names_of, of_framework
 from ckpt_engine.data import rng
 from ckpt_engine.state.sharding import here
 
@@ -60,6 +59,7 @@ _TEXTUAL = (
 _SEQUENCES = (list, tuple, collections.deque)
 _SETS = (set, frozenset)
 CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque)
+_CHANGING = (dict, list, set, collections.deque)
 REFERENCES = (
     type,
     types.ModuleType,
@@ -70,12 +70,6 @@ REFERENCES = (
     DataLoader,
 )
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-_FRAMEWORKS = frozenset(
-    {
-        *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "torchmetrics"),
-        *("ckpt_engine", "lightning_ckpt", "accelerate_ckpt"),
-    }
-)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _SAVED_BY_THEMSELVES = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 _METRICS = "torchmetrics"
@@ -87,9 +81,9 @@ _IN_METRICS = frozenset(
 )
 """Of each metric: functions, what it is made of, and results that are computed again."""
 _WRAPPERS = ("torch.nn.parallel", "torch._dynamo")
-_LIBRARY_FOLDERS = ("site-packages", "dist-packages")
 
 Frozen = tuple[Any, ...]
+MISSING: Any = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +99,8 @@ class AttributeHolder:
         shares: what its attributes refer to may belong to others too: it is replaced, never changed in place.
         plain_only: leave out what is no number, text, None or container.
         states: parameters or buffers of a module that no snapshot has otherwise: put back whatever they are at first.
+        in_place: only what changes within: streams and containers of plain values, as no new object can be assigned.
+        records: containers that grow are taken for records, which training does not follow from.
     """
 
     path: str
@@ -115,11 +111,15 @@ class AttributeHolder:
     shares: bool = False
     plain_only: bool = False
     states: bool = False
+    in_place: bool = False
+    records: bool = False
 
     def names(self) -> Iterator[str]:
         """The attributes that are looked at."""
         for name in tuple(self.values):
-            if self.plain_only and not isinstance(self.values[name], (*PLAIN, *CONTAINERS)):
+            if self.plain_only and not isinstance(self.values[name], (*PLAIN, *CONTAINERS, *GENERATORS)):
+                continue
+            if self.in_place and not is_own(self.values[name]):
                 continue
             hides = self.public_only or isinstance(self.owner, type)
             if name not in self.skipped and not (hides and name.startswith("_" if self.public_only else "__")):
@@ -150,36 +150,60 @@ class DerivedObject:
     framework: type
 
 
-class AttributeView(Mapping[str, Any]):
-    """Attributes that are in no dict, as far as they are there, and those of a dict.
+class LiveView(Mapping[str, Any]):
+    """Values that are looked up whenever they are asked for, as far as they are there, and those of a dict.
 
     Args:
-        owner: the object.
-        names: of the attributes.
+        names: of the values.
+        read: gives the value of a name; `MISSING` or a ValueError: it is not there.
         own: the dict.
     """
 
-    def __init__(self, owner: Any, names: Collection[str], own: Mapping[str, Any] | None = None) -> None:
-        self._owner, self._names, self._own = owner, names, own or {}
+    def __init__(
+        self, names: Collection[str], read: Callable[[str], Any], own: Mapping[str, Any] = types.MappingProxyType({})
+    ) -> None:
+        self._names, self._read, self._own = names, read, own
+
+    def _found(self, name: str) -> Any:
+        try:
+            return self._read(name) if name in self._names else MISSING
+        except ValueError:
+            return MISSING  # a variable that is not assigned yet
 
     def __getitem__(self, name: str) -> Any:
-        if name in self._names and (found := getattr(self._owner, name, self)) is not self:
-            return found
-        return self._own[name]
+        found = self._found(name)
+        return self._own[name] if found is MISSING else found
 
     def __iter__(self) -> Iterator[str]:
-        return itertools.chain((name for name in self._names if hasattr(self._owner, name)), self._own)
+        return itertools.chain((name for name in self._names if self._found(name) is not MISSING), self._own)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
-@dataclass(frozen=True, slots=True)
-class ModuleVariables:
-    """A root that is a Python module of the user's: the global variables that its functions set."""
+def _attribute(owner: Any, name: str) -> Any:
+    return getattr(owner, name, MISSING)
 
-    module: types.ModuleType
-    names: frozenset[str]
+
+def _content(cell: types.CellType, _: str) -> Any:
+    return cell.cell_contents
+
+
+@dataclass(frozen=True, slots=True)
+class Variables:
+    """A root that is no object: variables of a module, or of a function that is running.
+
+    Args:
+        read: gives the value of a name, or `MISSING`.
+        assigned: names of variables that get new values.
+        within: names of variables whose values change within.
+        module: that new values are assigned to.
+    """
+
+    read: Callable[[str], Any]
+    assigned: frozenset[str] = frozenset()
+    within: frozenset[str] = frozenset()
+    module: types.ModuleType | None = None
 
 
 class Walk:
@@ -212,9 +236,9 @@ class Walk:
         self._seen.add(id(value))
         if isinstance(value, UsedObject):
             self._visit_used(value.owner, path, depth)
-        elif isinstance(value, ModuleVariables):
-            view = AttributeView(value.module, value.names)
-            self.found.append(AttributeHolder(path, value.module, view, frozenset(), public_only=False))
+        elif isinstance(value, Variables):
+            self._hold(path, None, LiveView(value.within, value.read), in_place=True, records=True)
+            self._hold(path, value.module, LiveView(value.assigned, value.read))
         elif isinstance(value, DerivedObject):
             self._visit_derived(value, path, depth)
         elif isinstance(value, dict):
@@ -229,21 +253,29 @@ class Walk:
         elif isinstance(value, types.MethodType):
             self.visit(value.__self__, path, depth - 1)
         elif isinstance(value, types.FunctionType):
-            self._visit_cells(value, path, depth)
+            self._visit_function(value, path, depth, self.visit)
         elif self._looks_into(value, root=root):
             self._visit_attributes(value, path, depth)
+
+    def _hold(self, path: str, owner: Any, values: Mapping[str, Any], **how: bool) -> None:
+        self.found.append(AttributeHolder(path, owner, values, frozenset(), public_only=False, **how))
 
     def _visit_used(self, value: Any, path: str, depth: int) -> None:
         if depth == 0 or id(value) in self._seen:
             return
         self._seen.add(id(value))
-        if isinstance(value, nn.Module):
+        if isinstance(value, types.FunctionType) and is_function_of_user(value):
+            self._visit_function(value, path, depth, self._visit_used)
+        if is_metric(value):
+            self._visit_attributes(value, path, depth)
+        elif isinstance(value, nn.Module):
             for name, module in value.named_modules():
                 self._visit_state(module, f"{path}.{name}".rstrip("."))
         if (values := _of_user(value)) is None:
             return
-        self.found.append(AttributeHolder(path, value, values, _saved(value), public_only=False, plain_only=True))
-        self._visit_class(type(value))
+        how: dict[str, bool] = {"public_only": False, "plain_only": True, "records": True}
+        self.found.append(AttributeHolder(path, value, values, _saved(value), **how))
+        self._visit_class(type(value), records=True)
         for name, one in tuple(values.items()):
             self._visit_used(one, f"{path}.{name}", depth - 1)
 
@@ -254,19 +286,18 @@ class Walk:
         self._covered.add(id(module))
         for values in (module._parameters, module._buffers):
             if values:
-                self.found.append(AttributeHolder(path, module, values, frozenset(), public_only=False, states=True))
+                self._hold(path, module, values, states=True)
 
-    def _visit_class(self, kind: type) -> None:
-        """Numbers and texts that all objects of a class of the user's share."""
+    def _visit_class(self, kind: type, *, records: bool) -> None:
+        """Numbers, texts and containers that all objects of a class of the user's share."""
         for base in kind.__mro__:
-            if id(base) not in self._seen and not (_is_library(base) or is_standard(base) or _of_framework(base)):
+            if id(base) not in self._seen and not (is_library(base) or is_standard(base) or of_framework(base)):
                 self._seen.add(id(base))
-                name, values = base.__qualname__, vars(base)
-                self.found.append(AttributeHolder(name, base, values, frozenset(), public_only=False, plain_only=True))
+                self._hold(base.__qualname__, base, vars(base), plain_only=True, records=records)
 
     def _visit_derived(self, value: DerivedObject, path: str, depth: int) -> None:
         values = vars(value.owner)
-        holder = AttributeHolder(path, value.owner, values, _names_of(value.framework), public_only=False)
+        holder = AttributeHolder(path, value.owner, values, names_of(value.framework), public_only=False)
         self.found.append(holder)
         for name in holder.names():
             self.visit(values[name], f"{path}.{name}", depth - 1)
@@ -277,7 +308,7 @@ class Walk:
             return False
         if isinstance(value, nn.Module | Dataset | Sampler):
             return True
-        return not is_standard(kind) and (root or not _of_framework(kind))
+        return not is_standard(kind) and (root or not of_framework(kind))
 
     def _visit_attributes(self, value: Any, path: str, depth: int) -> None:
         kind, values = _class_of(value), _attributes_of(value) or {}
@@ -292,9 +323,9 @@ class Walk:
                 self.found.append(AttributeHolder(path, value, value._buffers, persistent, public_only=False))
             tensors = [*value._parameters.values(), *(value._buffers[name] for name in persistent)]
             self.saved.update(address(one) for one in tensors if one is not None)
-        elif _of_framework(kind) or self._skipped & values.keys():
+        elif of_framework(kind) or self._skipped & values.keys():
             skipped |= self._skipped
-        public_only, metric = _is_library(kind), is_metric(value)
+        public_only, metric = is_library(kind), is_metric(value)
         if metric:
             saved = id(value) in self._with_states
             skipped |= _IN_METRICS
@@ -302,41 +333,26 @@ class Walk:
             public_only = saved
         holder = AttributeHolder(path, value, values, skipped, public_only=public_only, shares=metric)
         self.found.append(holder)
-        self._visit_class(kind)
+        self._visit_class(kind, records=False)
         if isinstance(value, nn.Module):
             for name, child in value._modules.items():
                 self.visit(child, f"{path}.{name}", _DEPTH)
         for name in holder.names():
             self.visit(values[name], f"{path}.{name}", depth - 1)
 
-    def _visit_cells(self, function: types.FunctionType, path: str, depth: int) -> None:
+    def _visit_function(self, function: types.FunctionType, path: str, depth: int, visit: Callable[..., None]) -> None:
+        """What it keeps from call to call: variables of its closure, attributes, and defaults that are containers."""
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                content = cell.cell_contents
-            except ValueError:
-                continue  # not assigned yet
+            view = LiveView((name,), functools.partial(_content, cell))
+            content = view.get(name)
             if isinstance(content, PLAIN):
-                self.found.append(AttributeHolder(path, cell, _Cell(name, cell), frozenset(), public_only=False))
+                self._hold(path, cell, view)
+            elif is_own(content):
+                self._hold(path, cell, view, in_place=True, records=visit == self._visit_used)
             else:
-                self.visit(content, f"{path}.{name}", depth - 1)
-
-
-class _Cell(Mapping[str, Any]):
-    """The variable that a function shares with the one around it, as an attribute."""
-
-    def __init__(self, name: str, cell: types.CellType) -> None:
-        self._name, self._cell = name, cell
-
-    def __getitem__(self, name: str) -> Any:
-        if name != self._name:
-            raise KeyError(name)
-        return self._cell.cell_contents
-
-    def __iter__(self) -> Iterator[str]:
-        return iter((self._name,))
-
-    def __len__(self) -> int:
-        return 1
+                visit(content, f"{path}.{name}", depth - 1)
+        self._hold(path, function, vars(function), plain_only=True, records=True)
+        self._hold(path, function, defaults_of(function), in_place=True, records=True)
 
 
 def _saved(value: Any) -> frozenset[str]:
@@ -361,34 +377,17 @@ def _saved(value: Any) -> frozenset[str]:
     return frozenset(name for name, one in values.items() if name.lstrip("_") in keys or id(one) in there)
 
 
-@functools.cache
-def _names_of(kind: type) -> frozenset[str]:
-    """Names that a class has, and those that its code, or that of its bases, assigns to attributes of anything."""
-    names = set(dir(kind))
-    for member in itertools.chain.from_iterable(vars(base).values() for base in kind.__mro__):
-        code = getattr(inspect.unwrap(getattr(member, "fget", None) or member), "__code__", None)
-        if code is not None:
-            names.update(one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR")
-    return frozenset(names)
-
-
 def _class_of(value: Any) -> type:
     """The class that the user chose: sharding derives a class of its own from it."""
     kind = type(value)
     return next((one for one in kind.__mro__ if not one.__module__.startswith("torch.distributed")), kind)
 
 
-def _is_library(kind: type) -> bool:
-    """Whether a class comes with an installed package: what begins with an underscore there is not the user's."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
-    return any(folder in file for folder in _LIBRARY_FOLDERS)
-
-
 def _attributes_of(value: Any) -> Mapping[str, Any] | None:
     """The attributes of an object, those of `__slots__` included; None where it has none."""
     kind: Any = type(value)
     slots, own = _slots_of(kind), getattr(value, "__dict__", None)
-    return AttributeView(value, slots, own) if slots else own
+    return LiveView(slots, functools.partial(_attribute, value), own or {}) if slots else own
 
 
 @functools.lru_cache(maxsize=MOST_HOLDERS)
@@ -398,7 +397,9 @@ def _slots_of(kind: type) -> tuple[str, ...]:
 
 
 def is_used(value: object) -> bool:
-    """Whether it is an object of a class of the user's own, or a module, that a loop may use without tracking it."""
+    """Whether it is an object or function of the user's own, or a module, that a loop may use without tracking it."""
+    if isinstance(value, types.FunctionType):
+        return is_function_of_user(value)
     return isinstance(value, nn.Module) or _of_user(value) is not None
 
 
@@ -407,7 +408,7 @@ def _of_user(value: object) -> Mapping[str, Any] | None:
     kind = type(value)
     if isinstance(value, (*REFERENCES, *GENERATORS, *_SAVED_BY_THEMSELVES, nn.Module, Dataset, Sampler, torch.Tensor)):
         return None
-    return None if is_standard(kind) or _is_library(kind) or _of_framework(kind) else _attributes_of(value)
+    return None if is_standard(kind) or is_library(kind) or of_framework(kind) else _attributes_of(value)
 
 
 def is_metric(value: object) -> bool:
@@ -419,25 +420,6 @@ def is_metric(value: object) -> bool:
 @functools.lru_cache(maxsize=MOST_HOLDERS)
 def _is_metric_class(kind: type) -> bool:
     return any(base.__module__.partition(".")[0] == _METRICS for base in kind.__mro__)
-
-
-def of_framework(value: Any) -> bool:
-    """Whether an object's class is one of torch or of a trainer."""
-    return _of_framework(type(value))
-
-
-def _of_framework(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in _FRAMEWORKS
-
-
-def is_standard(kind: type) -> bool:
-    """Whether a class comes with Python."""
-    return is_standard_name(kind.__module__)
-
-
-def is_standard_name(module: str) -> bool:
-    """Whether the module of this name comes with Python."""
-    return module.partition(".")[0] in sys.stdlib_module_names and module != "__main__"
 
 
 # ---- values
@@ -530,6 +512,20 @@ def digest(frozen: Frozen) -> str:
 def is_iterator(value: Any) -> bool:
     """Whether the value is a running iterator, whose position nothing shows."""
     return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools")
+
+
+def is_own(value: Any) -> bool:
+    """Whether it changes within and can be put back there: a stream, or a container of nothing but plain values."""
+    return isinstance(value, GENERATORS) or (type(value) in _CHANGING and _is_plain(value, _DEPTH))
+
+
+def _is_plain(value: Any, depth: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not value.requires_grad
+    if isinstance(value, CONTAINERS):
+        items = itertools.chain(value, value.values() if isinstance(value, dict) else ())
+        return depth > 0 and all(_is_plain(one, depth - 1) for one in itertools.islice(items, _MOST_ITEMS))
+    return isinstance(value, (*PLAIN, *_TEXTUAL, np.ndarray, np.generic))
 
 
 def type_of(value: Any) -> str:

@@ -12,6 +12,7 @@ import operator
 import random
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import FunctionType
 from typing import Any, Literal
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ckpt_engine.audit.attributes import (
     CONTAINERS,
     GENERATORS,
+    MISSING,
     PLAIN,
     REFERENCES,
     AttributeHolder,
@@ -32,7 +34,8 @@ from ckpt_engine.audit.attributes import (
     is_iterator,
     type_of,
 )
-from ckpt_engine.audit.carried import CarriedLocals, Carry, module_variables, sentence
+from ckpt_engine.audit.carried import CarriedLocals, Carry, KeptDraws, of_modules, sentence
+from ckpt_engine.audit.source import is_function_of_user, is_library, names_in
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.state.flatten import Flattener, problems
 
@@ -70,7 +73,8 @@ class Audit:
     def begin(self, moment: str) -> None:
         """See `HiddenState.begin`."""
         if self._hidden.on:
-            self._hidden.begin(moment, {**module_variables(), **self.roots()})
+            self._locals.modules = of_modules()
+            self._hidden.begin(moment, {**self._locals.modules, **self.roots()})
 
     def boundary(self, known: Collection[Any], *, taking: bool) -> None:
         """The loop is between two steps, and its frames are on this thread's stack.
@@ -129,13 +133,32 @@ def roots_of_loader(name: str, loader: Any) -> dict[str, Any]:
     return {path: value for path, value in found.items() if value is not None}
 
 
+def read_by_loading(loaders: Mapping[str, Any]) -> set[str]:
+    """The names of loaders, and the global variables and classes that the code of their datasets and collate functions
+    names, as paths."""
+    found, seen, waiting = set(loaders), set[int](), list[Any]()
+    for loader in (one for one in loaders.values() if isinstance(one, DataLoader)):
+        kinds = [kind for root in (loader.dataset, loader.collate_fn) for kind in type(root).__mro__]
+        waiting += [loader.collate_fn, *(one for kind in kinds if not is_library(kind) for one in vars(kind).values())]
+    for function in waiting:  # it grows meanwhile
+        if not isinstance(function, FunctionType) or id(function) in seen or not is_function_of_user(function):
+            continue
+        seen.add(id(function))
+        named = {name: function.__globals__[name] for name in names_in(function) if name in function.__globals__}
+        for name, one in named.items():
+            found.add(one.__qualname__ if isinstance(one, type) else f"{function.__module__}.{name}")
+        waiting += named.values()
+    return found
+
+
 Mode = Literal["auto", "report", "off"]
 MOST_BYTES = 256 << 20
 """Bytes of hidden tensors and arrays that one snapshot takes."""
 _LARGE_BYTES = 1 << 20
 _SHOWN_CHARACTERS = 40
-_MISSING: Any = object()
+_SIZED = frozenset({"dict", "list", "tuple", "deque", "set"})
 _AHEAD = "its loader reads batches before the step that they are for begins, without workers"
+_MOST_KEYS = 10_000
 _ONCE = "it is set in the first step of each process"
 
 
@@ -194,7 +217,7 @@ class HiddenState:
         """What has moved, for a snapshot: by path the class, what it was at the beginning, and the live value.
 
         Args:
-            ahead: the first names of paths to what is further than training: no value of theirs fits the snapshot.
+            ahead: the beginnings of paths to what is further than training: no value of theirs fits the snapshot.
         """
         prefixes = tuple(f"{name}." for name in ahead)
         rows: dict[str, Any] = {}
@@ -203,7 +226,7 @@ class HiddenState:
         for path, value in itertools.chain(latest.moved(), latest.states_of(self._first)) if latest is not None else ():
             if path in rows:
                 continue
-            why = _AHEAD if prefixes and path.startswith(prefixes) else self._why_not(path, value)
+            why = _AHEAD if prefixes and f"{path}.".startswith(prefixes) else self._why_not(path, value)
             if not why and (size := _nbytes(value)):
                 nbytes += size
                 why = f"it is larger than the {MOST_BYTES >> 20} MiB of hidden state" if nbytes > MOST_BYTES else ""
@@ -255,6 +278,8 @@ class HiddenState:
             return _ONCE
         if self._mode == "report":
             return "hidden: report only names it"
+        if isinstance(value, KeptDraws):
+            return "its results were drawn at random, and functools keeps them"
         if is_iterator(value):
             return "it is a running iterator, whose position cannot be seen"
         return problems(value, (path,), self._flattener) or ""
@@ -270,7 +295,7 @@ def all_attributes(roots: Mapping[str, Any], skipped: Iterable[str] = ()) -> dic
     Args:
         roots, skipped: as for `HiddenState`.
     """
-    return _Beginning({**module_variables(), **roots}, skipped).described()
+    return _Beginning({**of_modules(), **roots}, skipped).described()
 
 
 def taken_apart(rows: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -359,8 +384,9 @@ class _Beginning:
             if not one.untouched():
                 one.look()
             for name, path, value in one.rows:
-                frozen = self._moved_to(path, value, one.before.get(name, _MISSING), quick=quick)
-                if frozen is None or (one.holder.plain_only and _is_record(value, frozen, self.frozen.get(path, ()))):
+                frozen = self._moved_to(path, value, one.before.get(name, MISSING), quick=quick)
+                before = self.frozen.get(path, ())
+                if frozen is None or (one.holder.records and _is_record(value, frozen, before, one.holder.in_place)):
                     continue
                 yield path, value, frozen
 
@@ -396,7 +422,7 @@ class _Watched:
         path, values, before = self.holder.path, self.holder.values, self.before
         self._all_names, self._all_values = list(values), list(values.values())
         rows = ((name, f"{path}.{name}", values[name]) for name in self.holder.names())
-        self.rows = [row for row in rows if _changes_within(row[2]) or row[2] is not before.get(row[0], _MISSING)]
+        self.rows = [row for row in rows if _changes_within(row[2]) or row[2] is not before.get(row[0], MISSING)]
 
     def untouched(self) -> bool:
         """Whether every attribute is the object that was looked at last. Cheap."""
@@ -404,12 +430,28 @@ class _Watched:
         return list(values) == self._all_names and all(map(operator.is_, values.values(), self._all_values))
 
 
-def _is_record(value: Any, now: Frozen, before: Frozen) -> bool:
-    """Whether a container only writes down what happens: it grows, without a bound, and is no dict of tensors."""
+def _is_record(value: Any, now: Frozen, before: Frozen, of_variable: bool) -> bool:
+    """Whether a container only writes down what happens: it grows, without a bound, and is no dict of tensors.
+
+    Args:
+        of_variable: it is no attribute: a dict with more keys remembers something.
+    """
     if not isinstance(value, CONTAINERS) or (isinstance(value, collections.deque) and value.maxlen is not None):
         return False
-    tensors = isinstance(value, dict) and all(isinstance(one, torch.Tensor) for one in value.values())
-    return not tensors and now[:2] != before[:2]
+    if isinstance(value, dict) and all(isinstance(one, torch.Tensor) for one in value.values()):
+        return False
+    if of_variable and isinstance(value, dict) and before and len(value) <= _MOST_KEYS:
+        return any(map(_has_grown, now[2:], before[2:]))
+    return _has_grown(now, before)
+
+
+def _has_grown(now: Any, before: Any) -> bool:
+    """Whether a frozen container, or one in it, has more items than before."""
+    if not (isinstance(now, tuple) and isinstance(before, tuple)):
+        return False
+    if now and now[0] in _SIZED and (now[:1] != before[:1] or now[1] > before[1]):
+        return True
+    return any(map(_has_grown, now, before))
 
 
 def _changes_within(value: Any) -> bool:
@@ -434,17 +476,29 @@ def _put_back(path: str, row: Mapping[str, Any], begun: _Beginning, first: str |
     if "value" not in row:
         return f"{changes}, and a snapshot does not have it: {row['why']}"
     name = path.rpartition(".")[2]
-    now, saved = holder.values.get(name, _MISSING), row["value"]
-    if now is not _MISSING and freeze(now) == freeze(saved) and freeze(now)[0] != "object":
+    now, saved = holder.values.get(name, MISSING), row["value"]
+    if now is not MISSING and freeze(now) == freeze(saved) and freeze(now)[0] != "object":
         return ""
     begin = begun.frozen.get(path)
-    if holder.states:
-        if not isinstance(now, torch.Tensor) or (now.shape, now.dtype) != (saved.shape, saved.dtype):
+    if holder.in_place and type(now) is not type(saved):
+        return f"{changes}, and it is another object now"
+    if holder.states or (holder.in_place and _shapes(saved)):
+        if _shapes(now) != _shapes(saved):
             return f"{changes}, and it has another shape now"
     elif (None if begin is None else digest(begin)) != first:
         return f"{changes}, and this process begins with another value ({_shown(now)}) than the first one did"
     _assign(holder, name, now, saved)
     return None
+
+
+def _shapes(value: Any) -> Any:
+    """Of a tensor, or of a list or dict of tensors only; None of anything else."""
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.dtype)
+    if not isinstance(value, list | dict):
+        return None
+    rows = {key: _shapes(one) for key, one in (value.items() if isinstance(value, dict) else enumerate(value))}
+    return None if None in rows.values() else rows
 
 
 def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any) -> None:
@@ -460,6 +514,9 @@ def _assign(holder: AttributeHolder, name: str, now: Any, saved: Any) -> None:
                 now.copy_(saved)
         else:
             holder.assign(name, saved.to(now.device))
+    elif isinstance(now, list | dict) and _shapes(now) and _shapes(now) == _shapes(saved):
+        for key in now if isinstance(now, dict) else range(len(now)):
+            _assign(holder, name, now[key], saved[key])
     elif isinstance(now, list | collections.deque) and type(now) is type(saved):
         now.clear()
         now.extend(saved)
@@ -491,7 +548,7 @@ def _nbytes(value: Any) -> int:
 
 
 def _shown(value: Any) -> str:
-    if value is _MISSING:
+    if value is MISSING:
         return "none"
     text = repr(value) if isinstance(value, PLAIN) else type_of(value)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
@@ -500,6 +557,10 @@ def _shown(value: Any) -> str:
 def remedy(path: str, kind: str) -> str:
     """The one line of code that makes it exact."""
     owner, _, name = path.rpartition(".")
+    if owner.endswith("()"):
+        return f"to make it exact: carry = Carry({name}=…), track(…, carry=carry), and use carry.{name}"
+    if kind.endswith(KeptDraws.__name__):
+        return "to make it exact, draw from torch.Generator().manual_seed(…) of its arguments"
     if kind.endswith("Tensor"):
         return f"to make it exact: {owner}.register_buffer({name!r}, …)"
     return f"to make it exact, give {owner} a state_dict() and load_state_dict() with {name!r}, or set it at each start"

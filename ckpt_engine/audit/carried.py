@@ -10,32 +10,53 @@ from __future__ import annotations
 
 import bisect
 import dis
+import gc
 import os
 import sys
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
-from types import CodeType, FrameType, FunctionType, SimpleNamespace
+from functools import lru_cache, partial
+from types import CodeType, FrameType, FunctionType, GeneratorType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ckpt_engine.audit import source
 from ckpt_engine.audit.attributes import (
     GENERATORS,
+    MISSING,
     Frozen,
-    ModuleVariables,
     UsedObject,
+    Variables,
     freeze,
-    is_standard_name,
+    is_iterator,
+    is_own,
     is_used,
 )
+from ckpt_engine.audit.source import is_standard_name
+from ckpt_engine.data.position import followed_by
 
 _MOST_FRAMES = 16
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+_CHANGE_ITEMS = frozenset(dis.opmap[name] for name in ("STORE_SUBSCR", "DELETE_SUBSCR"))
+_NEXT, _ITER = "next(", "iter("
+_KEEPER = type(lru_cache(abs))
+_RANDOM = frozenset(
+    {
+        *("random", "rand", "randn", "randint", "randperm", "rand_like", "randn_like", "normal", "uniform", "gauss"),
+        *("choice", "choices", "shuffle", "sample", "bernoulli", "multinomial", "betavariate"),
+    }
+)
+_FOREIGN: set[str] = set()
+"""Names of modules that are not the user's, as far as they have been looked at."""
+_MOST_PARTS = 200
+_MOST_ITEMS = 16
+_NO_PARTS = (type, ModuleType, FunctionType, CodeType, FrameType)
 _LOADS = ("LOAD_FAST", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_DEREF", "DELETE_FAST", "DELETE_NAME", "DELETE_DEREF")
 _ENDS = frozenset({"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"})
@@ -72,9 +93,11 @@ class CarriedLocals:
 
     def __init__(self) -> None:
         self._before: dict[tuple[CodeType, str], Frozen] = {}
-        self._seen_otherwise: Mapping[str, ModuleVariables] | None = None
+        self._seen_otherwise: Mapping[str, frozenset[str]] | None = None
         self._sizes: dict[tuple[Any, str], int] = {}
-        self._read: set[tuple[CodeType, str]] = set()
+        self._decides: dict[tuple[CodeType, str], bool] = {}
+        self.modules: dict[str, Any] = {}
+        """What `of_modules` has found."""
         self.names: list[str] = []
         """The variables that changed and are carried, in the order they were found."""
 
@@ -86,7 +109,8 @@ class CarriedLocals:
             carries: a variable whose value one of them has by the same name is in the snapshot.
         """
         if self._seen_otherwise is None:
-            self._seen_otherwise = module_variables()
+            roots = (self.modules or of_modules()).items()
+            self._seen_otherwise = {path: root.assigned for path, root in roots if isinstance(root, Variables)}
         saved = {name: value for carry in carries for name, value in vars(carry).items()}
         found: dict[tuple[CodeType, str], Frozen] = {}
         new = []
@@ -95,10 +119,15 @@ class CarriedLocals:
             if not live:
                 continue
             values = frame.f_locals
-            module = self._seen_otherwise.get(frame.f_globals.get("__name__", ""))
-            hidden = module.names if module is not None and values is frame.f_globals else ()
+            hidden = self._seen_otherwise.get(frame.f_globals.get("__name__", ""), ())
+            hidden = hidden if values is frame.f_globals else ()
             for name in live:
                 value = values.get(name)
+                if _is_iterated(value):
+                    key = (frame.f_code, f"next({name})")
+                    found[key] = ()
+                    new += [key[1]] if key in self._before and key[1] not in self.names else []
+                    continue
                 if not isinstance(value, _KINDS) or isinstance(value, bool) or name in hidden:
                     continue
                 if isinstance(value, int) and value in known:
@@ -110,6 +139,7 @@ class CarriedLocals:
                 if key in self._before and self._before[key] != found[key] and name not in self.names:
                     new.append(name)
         self._before.update(found)
+        new += [name for name in loaders_beside() if name not in self.names]
         new += self._growing({id(value) for value in saved.values()}, new)
         self.names += new
         return new
@@ -117,22 +147,23 @@ class CarriedLocals:
     def _growing(self, saved: Collection[int], new: Collection[str]) -> list[str]:
         """Lists that are longer than at the last look and decide something, global ones of the script too."""
         found: list[str] = []
-        sizes: dict[tuple[Any, str], int] = {}
+        first, sizes = not self._sizes, dict[tuple[Any, str], int]()
         for frame in frames_of_users(sys._getframe(2)):
-            seen = (self._seen_otherwise or {}).get(frame.f_globals.get("__name__", ""))
+            seen = (self._seen_otherwise or {}).get(frame.f_globals.get("__name__", ""), ())
             for values, home in ((frame.f_locals, frame.f_code), (frame.f_globals, id(frame.f_globals))):
                 for name, value in tuple(values.items()):
-                    if not isinstance(value, list | deque | set) or id(value) in saved:
+                    if not isinstance(value, list | deque | set | dict) or id(value) in saved:
                         continue
-                    if seen is not None and values is frame.f_globals and name in seen.names:
+                    if values is frame.f_globals and name in seen:
                         continue
                     key = (home, name)
                     sizes[key] = len(value)
                     grows = len(value) > self._sizes.get(key, len(value))
-                    if grows and (frame.f_code, name) not in self._read and name not in (*self.names, *new, *found):
-                        self._read.add((frame.f_code, name))
-                        if source.decides(frame, name):
-                            found.append(name)
+                    read = (frame.f_code, name)
+                    if read not in self._decides and (grows or (first and not value)):
+                        self._decides[read] = source.decides(frame, name)  # what begins empty: before the first step
+                    if grows and self._decides[read] and name not in (*self.names, *new, *found):
+                        found.append(name)
         self._sizes.update(sizes)
         return found
 
@@ -161,66 +192,169 @@ def calls_now() -> Calls:
     return frozenset((one.f_code, one.f_lasti) for one in frames_of_users(sys._getframe(1)))
 
 
-def objects_used(outside: Calls) -> dict[str, UsedObject]:
-    """Objects of the user's own classes that the loops on the stack use, by the names that they have there.
+def objects_used(outside: Calls) -> dict[str, UsedObject | Variables]:
+    """Objects of the user's own classes, and functions, that the loops on the stack use, by the names that they have
+    there, and variables of the loops whose values change within.
 
     Args:
         outside: calls that are around the run: their loops are not part of it.
     """
-    found: dict[str, UsedObject] = {}
+    found: dict[str, UsedObject | Variables] = {}
     for frame in frames_of_users(sys._getframe(1)):
-        around = loops_around(frame.f_code, instruction_at(frame))
-        if not around or (frame.f_code, frame.f_lasti) in outside:
+        code = frame.f_code
+        around = loops_around(code, instruction_at(frame))
+        if not around or (code, frame.f_lasti) in outside:
             continue
         values = {**frame.f_globals, **frame.f_locals}
-        for name in sorted(around[-1].reads):
-            if is_used(values.get(name)):
-                found.setdefault(name, UsedObject(values[name]))
+        for name, value in _reached(around[-1].reads, values):
+            if not isinstance(value, DataLoader):
+                found.setdefault(name, UsedObject(value))
+        within = frozenset(name for name in _carried(code, frame.f_lasti) if is_own(frame.f_locals.get(name)))
+        path = f"{code.co_name}()" if code.co_name.isidentifier() else "the loop()"
+        if within:
+            found.setdefault(path, Variables(partial(_variable, code), within=within))
     return found
+
+
+def loaders_beside() -> set[str]:
+    """Loaders that the loops on the stack use, that have a state between two passes, and that are not followed."""
+    found = set()
+    for frame in frames_of_users(sys._getframe(1)):
+        for loop in loops_around(frame.f_code, instruction_at(frame))[-1:]:
+            for name, value in _reached(loop.reads, {**frame.f_globals, **frame.f_locals}):
+                if isinstance(value, DataLoader) and (value.persistent_workers or value.generator is not None):
+                    found.update([f"{_ITER}{name})"] if followed_by(value) is None else [])
+    return found
+
+
+def _reached(names: Iterable[str], values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What is used of these variables, and of the global ones of functions that are called."""
+    waiting, seen = [(name, values.get(name)) for name in sorted(names)], set[int]()
+    for name, value in waiting:  # it grows meanwhile
+        if isinstance(value, dict | list | tuple) and len(value) <= _MOST_ITEMS:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            waiting += [(f"{name}[{key!r}]", one) for key, one in items if is_used(one)]
+        elif id(value) not in seen and (is_used(value) or isinstance(value, DataLoader)):
+            seen.add(id(value))
+            yield name, value
+            if isinstance(value, FunctionType):
+                waiting += [(one, value.__globals__.get(one)) for one in source.names_in(value)]
+
+
+def _variable(code: CodeType, name: str) -> Any:
+    """The value of a variable of a function that is running."""
+    frame = next((one for one in frames_of_users(sys._getframe(1)) if one.f_code is code), None)
+    return MISSING if frame is None else frame.f_locals.get(name, MISSING)
+
+
+def _is_iterated(value: Any) -> bool:
+    """Whether it is an iterator of the script, and over no loader that is followed: those have a position."""
+    if not isinstance(value, GeneratorType | _BaseDataLoaderIter) and not is_iterator(value):
+        return False
+    waiting, seen = [value], {id(value)}
+    for one in waiting:  # it grows meanwhile
+        if isinstance(one, Iterator) and type(one).__module__.startswith("ckpt_engine."):
+            return False
+        if isinstance(one, DataLoader) and followed_by(one) is not None:
+            return False
+        inner = [each for each in gc.get_referents(one) if id(each) not in seen and not isinstance(each, _NO_PARTS)]
+        seen.update(map(id, inner))
+        waiting += inner[: _MOST_PARTS - len(waiting)]
+    return True
 
 
 def sentence(names: Iterable[str]) -> str:
     """What users read of such variables."""
     listed = list(names)
-    return (
-        f"{', '.join(listed)} {'is' if len(listed) == 1 else 'are'} carried from step to step in local variables, and "
-        f"no snapshot has {'it' if len(listed) == 1 else 'them'}: "
-        f"carry = Carry({listed[0]}=…), track(…, carry=carry), and use carry.{listed[0]}"
-    )
+    plain = [name for name in listed if not name.startswith((_NEXT, _ITER))]
+    said = [_CARRIED.format(", ".join(plain), "is" if len(plain) == 1 else "are", plain[0])] if plain else []
+    said += [_BEGUN_AGAIN.format(name) for name in listed if name.startswith(_NEXT)]
+    said += [_BESIDE.format(name.removeprefix(_ITER)[:-1]) for name in listed if name.startswith(_ITER)]
+    return "; ".join(said)
 
 
-def module_variables() -> dict[str, ModuleVariables]:
-    """The random streams among the global variables of the user's modules, and those that functions set, by module."""
-    found = {}
-    for name, module in tuple(sys.modules.items()):
-        file = getattr(module, "__file__", None) or ""
-        if not file.endswith(".py") or any(part in file for part in (*_OURS, _LIBRARIES)) or is_standard_name(name):
+_CARRIED = (
+    "{0} {1} carried from step to step in local variables, and no snapshot has them: carry = Carry({2}=…), "
+    "track(…, carry=carry), and use carry.{2}"
+)
+_BEGUN_AGAIN = (
+    "{0} begins again after a resume, as no snapshot says where an iterator of the script is: begin it at "
+    "run.global_step, or track the loader that it comes from"
+)
+_BESIDE = (
+    "{0} keeps its workers or has a random stream of its own, and is not followed: its next pass after a resume is "
+    "another one: track(…, {0}={0})"
+)
+
+
+def of_modules() -> dict[str, Any]:
+    """What is state in the user's modules, as roots by path: random streams among the global variables, variables that
+    functions set or change within, what functions keep, and results that were drawn at random and are kept."""
+    found: dict[str, Any] = {}
+    for name, module in [row for row in tuple(sys.modules.items()) if row[0] not in _FOREIGN]:
+        if not _is_file_of_user(name, getattr(module, "__dict__", {}).get("__file__") or ""):
+            _FOREIGN.add(name)
             continue
-        codes = (one.__code__ for one in _functions(module))
-        streams = frozenset(name for name, one in vars(module).items() if isinstance(one, GENERATORS))
-        if names := streams.union(*map(_globals_set, codes)):
-            found[name] = ModuleVariables(module, names)
+        functions = dict(_functions(module))
+        used = [_globals_used(one.__code__) for one in functions]
+        streams = {name for name, one in vars(module).items() if isinstance(one, GENERATORS)}
+        assigned = frozenset(streams.union(*(one for one, _ in used)))
+        within = frozenset[str]().union(*(one for _, one in used)) - assigned
+        within = frozenset(one for one in within if is_own(vars(module).get(one)))
+        if assigned or within:
+            found[name] = Variables(partial(_global, module), assigned, within, module)
+        for one, member in functions.items():
+            if isinstance(member, _KEEPER) and not _RANDOM.isdisjoint(source.names_in(one)):
+                found[f"{name}.{one.__qualname__}"] = Variables(partial(_kept, member), frozenset({"cache"}))
+            elif any(map(is_own, source.defaults_of(one).values())) or vars(one).keys() - {"__wrapped__"}:
+                found[f"{name}.{one.__qualname__}"] = one
     return found
 
 
-def _functions(module: Any) -> Iterator[FunctionType]:
-    """Those that a module defines, methods too."""
+def _is_file_of_user(name: str, file: str) -> bool:
+    """Whether a module of this name and file is neither Python's, nor installed, nor ours."""
+    if not file.endswith(".py") or _LIBRARIES in file or is_standard_name(name):
+        return False
+    return not any(part in file for part in _OURS)
+
+
+def _global(module: Any, name: str) -> Any:
+    return vars(module).get(name, MISSING)
+
+
+class KeptDraws:
+    """Stands for results that `functools` keeps and that were drawn at random: no snapshot can have them."""
+
+
+KEPT = KeptDraws()
+
+
+def _kept(keeper: Any, _: str) -> KeptDraws | None:
+    return KEPT if keeper.cache_info().currsize else None
+
+
+def _functions(module: Any) -> Iterator[tuple[FunctionType, Any]]:
+    """Those that a module defines, methods too, and what it has them in."""
     values = list(vars(module).values())
     values += [one for kind in values if isinstance(kind, type) for one in tuple(vars(kind).values())]
     for one in values:
         function = getattr(one, "fget", None) or getattr(one, "__func__", one)
         function = getattr(function, "__wrapped__", function)
         if isinstance(function, FunctionType) and function.__globals__ is vars(module):
-            yield function
+            yield function, one
 
 
 @lru_cache(maxsize=4096)
-def _globals_set(code: CodeType) -> frozenset[str]:
-    inner = (_globals_set(one) for one in code.co_consts if isinstance(one, CodeType))
-    found = frozenset[str]().union(*inner)
-    if _STORE_GLOBAL in code.co_code[::2]:
-        found |= {one.argval for one in dis.get_instructions(code) if one.opcode == _STORE_GLOBAL}
-    return found
+def _globals_used(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Global variables that a function sets, and those that it may change within."""
+    inner = [_globals_used(one) for one in code.co_consts if isinstance(one, CodeType)]
+    assigned, within = (frozenset[str]().union(*(one[number] for one in inner)) for number in (0, 1))
+    names = set(code.co_code[::2])
+    if _STORE_GLOBAL in names:
+        assigned |= {one.argval for one in dis.get_instructions(code) if one.opcode == _STORE_GLOBAL}
+    if not names.isdisjoint(_CHANGE_ITEMS) or not source.GROWS.isdisjoint(code.co_names):
+        within |= {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+    return assigned, within
 
 
 def frames_around(frame: FrameType | None) -> Iterator[FrameType]:

@@ -1,4 +1,4 @@
-"""What a variable of a loop is used for, read from the source of the loop.
+"""What the user's code does with a variable, read from its source, and which code is the user's.
 
 A counter of an `enumerate` that is only shown to people decides nothing of the run. In doubt it does: every use of it
 has to be in a call that prints or logs, or in the condition of an `if` with nothing but such calls in it.
@@ -10,10 +10,15 @@ plotted, written down or saved, too.
 from __future__ import annotations
 
 import ast
+import dis
+import functools
+import inspect
+import itertools
 import linecache
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 _SHOW = frozenset({"print"})
@@ -38,11 +43,24 @@ _VALUES = (
 )
 
 
+_FRAMEWORKS = frozenset(
+    {
+        *("torch", "lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "torchmetrics"),
+        *("ckpt_engine", "lightning_ckpt", "accelerate_ckpt"),
+    }
+)
+_LIBRARY_FOLDERS = ("site-packages", "dist-packages")
+_WITH_STATEMENTS = (ast.If, ast.For, ast.While, ast.With, ast.Try)
 _Loop = ast.For | ast.AsyncFor | ast.While
-_GROWS = frozenset({"append", "appendleft", "extend", "add", "insert", "pop", "popleft", "clear", "discard", "remove"})
+GROWS = frozenset(
+    {
+        *("append", "appendleft", "extend", "add", "insert", "pop", "popleft", "clear", "discard", "remove"),
+        *("update", "setdefault", "popitem", "sort", "reverse", "rotate"),
+    }
+)
 _KEEPS_OR_SHOWS = re.compile(
-    r"append|extend|plot|print|log|show|save|write|dump|draw|scatter|hist|report|record|display|set_(description|postfix|data|ydata)|add_scalar|info"
-    r"|debug|warning|error",
+    r"append|extend|plot|print|log|show|save|write|dump|draw|scatter|hist|report|record|display|add_scalar"
+    r"|set_(description|postfix|data|ydata)|info|debug|warning|error",
     re.IGNORECASE,
 )
 _SUMS = frozenset({*("sum", "sorted", "list", "tuple", "mean", "median", "fmean"), *_PURE})
@@ -79,7 +97,7 @@ def decides(frame: FrameType, name: str) -> bool:
         return False
     loop = min(around, key=lambda one: one.lineno)
     inside: ast.AST = tree if name not in frame.f_locals or frame.f_locals is frame.f_globals else scope
-    functions = {one.name: one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)}
+    functions = dict(_functions_in(tree))
     for called in _names(loop) - functions.keys():
         other = frame.f_globals.get(called)
         if isinstance(other, FunctionType) and "site-packages" not in other.__code__.co_filename:
@@ -150,12 +168,19 @@ def _flat(body: Iterable[ast.stmt]) -> Iterator[ast.AST]:
     for node in body:
         if isinstance(node, ast.If) and all(_is_quiet(one, _names(node.test)) for one in (*node.body, *node.orelse)):
             yield from (*node.body, *node.orelse)
-        elif isinstance(node, ast.If | ast.For | ast.While | ast.With | ast.Try):
-            yield from (one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.stmt | ast.ExceptHandler))
-            yield from _flat(one for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt))
-            yield from _flat(one for handler in getattr(node, "handlers", ()) for one in handler.body)
+        elif isinstance(node, _WITH_STATEMENTS):
+            asked, inside = _apart(node)
+            yield from (*asked, *_flat(inside))
         elif not isinstance(node, _WITH_THEIR_OWN):
             yield node
+
+
+def _apart(node: ast.stmt) -> tuple[list[ast.AST], list[ast.stmt]]:
+    """What a statement asks or iterates, and the statements in it."""
+    children = list(ast.iter_child_nodes(node))
+    handled = [one for handler in getattr(node, "handlers", ()) for one in handler.body]
+    asked = [one for one in children if not isinstance(one, ast.stmt | ast.ExceptHandler)]
+    return asked, [*(one for one in children if isinstance(one, ast.stmt)), *handled]
 
 
 def _is_quiet(node: ast.stmt, asked: set[str]) -> bool:
@@ -182,7 +207,7 @@ def _keeps_or_shows(node: ast.AST) -> bool:
         return False
     function = node.value.func
     last = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
-    return last in _GROWS or bool(_KEEPS_OR_SHOWS.search(last))
+    return last in GROWS or bool(_KEEPS_OR_SHOWS.search(last))
 
 
 def _made_of(node: ast.AST) -> list[str] | None:
@@ -216,11 +241,20 @@ def _tree(frame: FrameType) -> ast.Module | None:
 
 
 def _parsed(file: str, variables: dict[str, Any]) -> ast.Module | None:
-    lines = linecache.getlines(file, variables)
+    return _tree_of("".join(linecache.getlines(file, variables)))
+
+
+@functools.lru_cache(maxsize=8)
+def _tree_of(text: str) -> ast.Module | None:
     try:
-        return ast.parse("".join(lines))
+        return ast.parse(text)
     except (SyntaxError, ValueError):
         return None  # a notebook's magic, or a file that was edited since
+
+
+@functools.lru_cache(maxsize=8)
+def _functions_in(tree: ast.Module) -> dict[str, ast.FunctionDef]:
+    return {one.name: one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)}
 
 
 def _scopes(tree: ast.Module, frame: FrameType) -> Iterator[_Scope]:
@@ -268,11 +302,10 @@ def _statements(scope: _Scope, name: str) -> Iterator[ast.AST]:
     waiting = [one for one in ast.iter_child_nodes(scope) if isinstance(one, ast.stmt)]
     while waiting:
         node = waiting.pop()
-        apart = isinstance(node, ast.If) and name not in _names(node.test)
-        if apart or isinstance(node, ast.For | ast.While | ast.With | ast.Try):
-            yield from (one for one in ast.iter_child_nodes(node) if not isinstance(one, ast.stmt | ast.ExceptHandler))
-            waiting += [one for one in ast.iter_child_nodes(node) if isinstance(one, ast.stmt)]
-            waiting += [one for handler in getattr(node, "handlers", ()) for one in handler.body]
+        if isinstance(node, _WITH_STATEMENTS) and not (isinstance(node, ast.If) and name in _names(node.test)):
+            asked, inside = _apart(node)
+            yield from asked
+            waiting += inside
         elif not _has_its_own(node, name):
             yield node
 
@@ -330,3 +363,61 @@ def _is_value(node: ast.AST) -> bool:
 
 def _name_of(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else ""
+
+
+# ---- whose code it is
+
+
+def is_library(kind: type) -> bool:
+    """Whether a class comes with an installed package: what begins with an underscore there is not the user's."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return any(folder in file for folder in _LIBRARY_FOLDERS)
+
+
+def of_framework(kind: type) -> bool:
+    """Whether a class is one of torch or of a trainer."""
+    return kind.__module__.partition(".")[0] in _FRAMEWORKS
+
+
+def is_standard(kind: type) -> bool:
+    """Whether a class comes with Python."""
+    return is_standard_name(kind.__module__)
+
+
+def is_standard_name(module: str) -> bool:
+    """Whether the module of this name comes with Python."""
+    return module.partition(".")[0] in sys.stdlib_module_names and module != "__main__"
+
+
+def names_in(function: FunctionType) -> set[str]:
+    """Global names and attributes that a function's code, and that of the functions in it, names."""
+    waiting, found = [function.__code__], set[str]()
+    for code in waiting:  # it grows meanwhile
+        found.update(code.co_names)
+        waiting += [one for one in code.co_consts if isinstance(one, CodeType)]
+    return found
+
+
+def defaults_of(function: FunctionType) -> dict[str, Any]:
+    """The defaults of a function's parameters."""
+    code, defaults = function.__code__, function.__defaults__ or ()
+    names = code.co_varnames[code.co_argcount - len(defaults) : code.co_argcount]
+    return {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
+
+
+def is_function_of_user(function: FunctionType) -> bool:
+    """Whether a function is neither Python's, nor of torch, a trainer or another package."""
+    module, file = function.__module__ or "", function.__code__.co_filename
+    known = is_standard_name(module) or module.partition(".")[0] in _FRAMEWORKS
+    return not known and not any(folder in file for folder in _LIBRARY_FOLDERS)
+
+
+@functools.cache
+def names_of(kind: type) -> frozenset[str]:
+    """Names that a class has, and those that its code, or that of its bases, assigns to attributes of anything."""
+    names = set(dir(kind))
+    for member in itertools.chain.from_iterable(vars(base).values() for base in kind.__mro__):
+        code = getattr(inspect.unwrap(getattr(member, "fget", None) or member), "__code__", None)
+        if code is not None:
+            names.update(one.argval for one in dis.get_instructions(code) if one.opname == "STORE_ATTR")
+    return frozenset(names)

@@ -366,7 +366,9 @@ class Starter:
         if epoch.order is not None:
             replaced[self._sampler_attribute()] = self._recorder
         if self._loader.num_workers > 0 and (epoch.mode is Mode.NATIVE or Mode.SHIP in (epoch.mode, self.mode())):
-            replaced["collate_fn"] = ShippingCollate(self._loader.collate_fn, self._loader.batch_size)
+            replaced["collate_fn"] = ShippingCollate(
+                self._loader.collate_fn, self._loader.batch_size, self._loader.dataset
+            )
         elif epoch.mode is Mode.NATIVE and native.repeats_work(self._loader.dataset):
             replaced["collate_fn"] = WatchingCollate(self._loader.collate_fn, epoch.loaded)
             epoch.watched = True

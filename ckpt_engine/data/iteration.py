@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from ckpt_engine.data import native, rng, streams
 from ckpt_engine.data import private_names as private
-from ckpt_engine.data.exactness import Exactness, Level
+from ckpt_engine.data.exactness import Exactness, Level, checksum, length_of
 from ckpt_engine.data.native import is_stateful
 from ckpt_engine.data.private_names import assume_worker_role
 from ckpt_engine.data.sample_assignment import Dealing
@@ -32,10 +32,14 @@ from ckpt_engine.data.sampling import SamplerOrder
 WorkerState = dict[str, Any]
 """One worker right after a batch: `{"rng": host streams}`, for a dataset with `state_dict` also `"dataset"` and, once
 its shard gave a short batch, `"ended"`; `"draws"` if loading drew at random where that matters; `"earlier_epoch"` if
-that batch belonged to one."""
+that batch belonged to one; `"objects"`: numbers and generators of dataset and collate function that it has moved, by
+path what they were in the trainer and are now; `"changes"`: what else it changes."""
 
 _begun: tuple[object, ...] | None = None
 """In a worker: its random streams before its first sample."""
+_objects: Mapping[str, Any] = {}
+"""In a worker: what its collate function has to go on with."""
+_LOOKS = 4
 
 
 class Shipped(NamedTuple):
@@ -56,23 +60,31 @@ class ShippingCollate:
     Args:
         collate: the user's function.
         batch_size: of the loader; None without batching.
+        dataset: of the loader.
     """
 
-    def __init__(self, collate: Callable[[Any], Any], batch_size: int | None) -> None:
+    def __init__(self, collate: Callable[[Any], Any], batch_size: int | None, dataset: Any) -> None:
         self.collate = collate
         self.batch_size = batch_size
+        self._before = self._kept(dataset)
+        self._checked: dict[str, tuple[int | None, int | None]] = {}
+        self._changes: set[str] = set()
+        self._calls = 0
         self._left: tuple[object, ...] | None = None
         """In a worker: its random streams after the batch before."""
         self._draws = False
 
     def __call__(self, samples: Any) -> Any:
         came = rng.probe()
-        batch = self.collate(samples)
         info = get_worker_info()
+        if info is not None and self._calls == 0:
+            streams.put_back(_objects, collate_fn=self.collate)
+        self._calls += 1
+        batch = self.collate(samples)
         if info is None:
             return batch
-        state: WorkerState = {"rng": rng.capture_host()}
         dataset: Any = info.dataset
+        state: WorkerState = {"rng": rng.capture_host(), **self._moved(dataset)}
         if native.is_stateful(dataset):
             # A copy: the queue pickles in a thread of its own while the dataset already makes the next batch.
             state |= {"dataset" if key == "state" else key: one for key, one in native.dataset_state(dataset).items()}
@@ -84,6 +96,25 @@ class ShippingCollate:
                     state["draws"] = self._draws
                     self._left = rng.probe()
         return Shipped(batch, info.id, state)
+
+    def _kept(self, dataset: Any) -> dict[str, Any]:
+        own = {} if native.is_stateful(dataset) else streams.kept_by(dataset=dataset)
+        return own | streams.kept_by(collate_fn=self.collate)
+
+    def _moved(self, dataset: Any) -> WorkerState:
+        """What the worker has changed in its own copies; tensors and containers are compared at its first batches."""
+        before, now = self._before, self._kept(dataset)
+        moved = {
+            path: [before.get(path), one] for path, one in now.items() if path not in before or one != before[path]
+        }
+        if self._calls <= _LOOKS:
+            roots = {"collate_fn": self.collate} | ({} if native.is_stateful(dataset) else {"dataset": dataset})
+            for path, _, _, value in streams.fields_of(**roots):
+                look = (length_of(value), checksum(value))
+                then = self._checked.setdefault(path, look)
+                if look != then and look[0] == then[0]:  # what grows is a cache or a record
+                    self._changes.add(path)
+        return ({"objects": moved} if moved else {}) | ({"changes": sorted(self._changes)} if self._changes else {})
 
 
 class WatchingCollate:
@@ -129,6 +160,7 @@ class RoleInit:
         _begun = rng.probe()
 
     def _begin(self, worker: int) -> None:
+        global _objects
         role = (worker + self.first) % len(self.states)
         if role != worker:
             assume_worker_role(role)
@@ -140,6 +172,8 @@ class RoleInit:
         info = get_worker_info()
         assert info is not None
         dataset: Any = info.dataset
+        _objects = state.get("objects", {})
+        streams.put_back(_objects, dataset=dataset)
         if "dataset" in state:
             native.load(dataset, {"state": state["dataset"], "live": state.get("live")})
         rng.restore(state["rng"])
@@ -307,6 +341,12 @@ class Epoch:
             )
         if self.lost:
             found = found.lowered(Level.ORDER_ONLY, f"{self.lost} batch(es) of this epoch raised while being fetched")
+        if changes := {path for state in self.workers if state is not None for path in state.get("changes", ())}:
+            found = found.lowered(
+                Level.ORDER_ONLY,
+                f"loader workers change {', '.join(sorted(changes))} in their own copies, which no snapshot has: give "
+                "the dataset state_dict() and load_state_dict()",
+            )
         if self.mode is Mode.REPLAY:
             found = self._level_of_replay(found, loader)
         return found

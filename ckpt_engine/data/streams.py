@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -37,8 +40,11 @@ __all__ = [
     "changed_counters",
     "counters",
     "draws_at_start_only",
+    "fields_of",
     "holders",
+    "kept_by",
     "path_of",
+    "put_back",
     "restore",
     "restore_counters",
     "restore_epochs",
@@ -64,6 +70,8 @@ _KNOWN = {
     WeightedRandomSampler,
 }
 _SCALARS = (bool, int, float, str, type(None))
+_NO_OBJECTS = (type, ModuleType, torch.Tensor, np.ndarray, dict, list, tuple)
+_MOST_OBJECTS, _MOST_PARTS = 64, 16
 
 
 class StandIn:
@@ -226,6 +234,69 @@ def _generators(loader: DataLoader[Any], among: Holders | None = None) -> Iterat
             if _kind(value) is not None and id(value) not in seen:
                 seen.add(id(value))
                 yield f"{path}.{name}", holder, name, value
+
+
+# ---- what loader workers change in their own copies of a dataset and a collate function
+
+
+def kept_by(**roots: Any) -> dict[str, Any]:
+    """Numbers, texts and generators that these objects and functions, and those that they refer to, keep, by path."""
+    return {
+        path: value if isinstance(value, _SCALARS) else _encode(value)
+        for path, _, _, value in fields_of(**roots)
+        if isinstance(value, _SCALARS) or _kind(value) is not None
+    }
+
+
+def put_back(saved: Mapping[str, Any], **roots: Any) -> None:
+    """Of what `kept_by` gave, what it was and became later, by path: set it, where it is now what it was."""
+    for path, owner, name, value in list(fields_of(**roots)):
+        was, then = saved.get(path, (None, None))
+        if isinstance(then, Mapping):
+            if _kind(value) is not None:
+                _decode(value, then)
+        elif path in saved and isinstance(value, _SCALARS) and value == was:
+            setattr(owner, name, then)
+
+
+def fields_of(**roots: Any) -> Iterator[tuple[str, Any, str, Any]]:
+    """Path, owner, name and value of the attributes, and of the variables of closures; of so many objects at most."""
+    queue, seen = list(roots.items()), set[int]()
+    for path, one in queue:  # it grows meanwhile
+        if id(one) in seen or isinstance(one, (*_SCALARS, *_NO_OBJECTS)) or len(seen) == _MOST_OBJECTS:
+            continue
+        seen.add(id(one))
+        for name, owner, attribute in _own_fields(one):
+            value = getattr(owner, attribute, None)
+            yield f"{path}.{name}", owner, attribute, value
+            parts = value if isinstance(value, list | tuple) and len(value) <= _MOST_PARTS else [value]
+            queue += [(f"{path}.{name}", part) for part in parts if _kind(part) is None]
+
+
+def _own_fields(one: Any) -> list[tuple[str, Any, str]]:
+    if isinstance(one, MethodType):
+        return [("__self__", one, "__self__")]
+    if isinstance(one, partial):
+        return [(name, one, name) for name in ("func", "args")]
+    if isinstance(one, FunctionType):
+        cells = zip(one.__code__.co_freevars, one.__closure__ or (), strict=True)
+        module = sys.modules.get(one.__module__)
+        found = [(name, module, name) for name in one.__code__.co_names if _counts(getattr(module, name, one))]
+        return [*found, *((name, cell, "cell_contents") for name, cell in cells)]
+    methods = [name for kind in type(one).__mro__ for name, part in vars(kind).items() if _is_of_user(part)]
+    return [
+        *((name, one, name) for name in getattr(one, "__dict__", {})),
+        *((name, type(one), name) for name in methods),
+    ]
+
+
+def _counts(value: Any) -> bool:
+    """Whether a global variable is looked at."""
+    return isinstance(value, _SCALARS) or _kind(value) is not None or _is_of_user(value)
+
+
+def _is_of_user(value: Any) -> bool:
+    return isinstance(value, FunctionType) and "site-packages" not in value.__code__.co_filename
 
 
 def same(one: Any, other: Any) -> bool:

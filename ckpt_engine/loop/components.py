@@ -218,15 +218,17 @@ class Counted:
 
     Args:
         values: by name.
+        noted: makes the notes.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
+    noted: Callable[[], dict[str, Any]] = dict
 
     def dump(self) -> dict[str, Any]:
         return dict(self.values)
 
     def notes(self) -> dict[str, Any]:
-        return {}
+        return self.noted()
 
 
 class Surroundings(Protocol):
@@ -306,6 +308,31 @@ def own_copy(value: Any) -> Any:
     if type(value) is dict:
         return {key: own_copy(item) for key, item in value.items()}
     return value
+
+
+def options_of(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, float]:
+    """Numbers in the groups of optimizers, such as the learning rate, by path."""
+    return {
+        f"{name}.param_groups[{number}][{key!r}]": value
+        for name, optimizer in optimizers.items()
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if isinstance(value, int | float)
+    }
+
+
+def options_set(saved: Mapping[str, float], optimizers: Mapping[str, torch.optim.Optimizer]) -> list[NotRestored]:
+    """What the script has set since `saved` was put back: code at the start of an epoch has run once more."""
+    now = options_of(optimizers)
+    return [
+        NotRestored(
+            "the loop",
+            f"{path} was {value}, and the script has set {now[path]} before its first step: set it from run.epoch, or "
+            "from what track(…, carry=Carry(…)) keeps",
+        )
+        for path, value in saved.items()
+        if now.get(path, value) != value
+    ]
 
 
 def dump_flags(module: torch.nn.Module) -> dict[str, list[str]]:

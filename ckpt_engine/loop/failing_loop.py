@@ -21,8 +21,9 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ckpt_engine.audit.attributes import Frozen, of_framework
+from ckpt_engine.audit.attributes import Frozen
 from ckpt_engine.audit.audit import Audit
+from ckpt_engine.audit.source import of_framework
 from ckpt_engine.data import rng
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import CkptError, WaitTimeoutError
@@ -280,7 +281,7 @@ class FailingLoop:
                 compared = self._seen()
             except ImpossibleError as err:
                 obstacle = str(err)
-        if not all(map(of_framework, self._others().values())) and rng.capture() != (now := streams()):
+        if not all(of_framework(type(one)) for one in self._others().values()) and rng.capture() != (now := streams()):
             rng.restore(now)  # a state_dict of the user may draw
         return StepStart(
             own={**own, "metric_states": self._tensors.metric_states()},

@@ -34,10 +34,10 @@ from ckpt_engine.errors import RanksError, WaitTimeoutError
 from ckpt_engine.frequency.cadence import Cadence
 from ckpt_engine.frequency.policy import FrequencySettings
 from ckpt_engine.frequency.triggers import MEMORY
-from ckpt_engine.observe.events import Clock, EventSink
+from ckpt_engine.observe.events import SITE, UNKNOWN, Clock, EventSink
 from ckpt_engine.preempt.divergence import Divergence, earliest
 from ckpt_engine.preempt.stop_requests import Stop, StopNotice
-from ckpt_engine.ranks.world import Ranks, Store
+from ckpt_engine.ranks.world import Ranks, Store, Waits
 from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.stage import copies_lazily
 
@@ -124,6 +124,7 @@ class Together:
         self.diverged: Divergence | None = None
         """What this rank has seen itself."""
         self.verdicts = Verdicts(ranks)
+        self.waits = Waits(ranks, engine.times.blocked)
         self._passed = self._before = time.monotonic()
         """When this rank was at the last two boundaries."""
 
@@ -168,6 +169,7 @@ class Together:
             return
         self._led = self._boundaries
         if not self._leads:
+            self.waits.say()
             if stop is not None and not self._told_stop:
                 self._told_stop = True
                 self._tell_first(stop_to_json(stop, self._passed))
@@ -180,6 +182,7 @@ class Together:
             end: dict[str, Any] = {} if stop is None else stop_to_json(stop, self._passed)
             self._publish(step + self._stride, last, **end, diverged=None if seen is None else asdict(seen))
         elif reason is not None and self._engine.ready():
+            self.waits.look()
             self._publish(step + self._stride, reason)
         elif self._memory_due(step + self._stride) and self._engine.ready(durable=False):
             self._publish(step + self._stride, MEMORY)
@@ -587,16 +590,30 @@ class SharedCadence(Cadence):
 
     def _lead(self, step: int) -> None:
         self._together.lead(step, self._own_stop, asked=self._asked, fits=self._fits)
+        self.idle_seconds = self._together.waits.seconds
 
 
 def cadence_of(settings: FrequencySettings, clock: Clock, engine: Engine) -> Cadence:
     """The cadence of a run, for one process or for one of several ranks."""
-    cadence = Cadence(settings, clock, engine.events)
-    if engine.ranks is not None:
-        cadence = SharedCadence(settings, clock, engine.events, engine)
+    cadence = (
+        Cadence(settings, clock, engine.events)
+        if engine.ranks is None
+        else SharedCadence(settings, clock, engine.events, engine)
+    )
     engine.times.measured = lambda: cadence.measured
-    engine.paced_by(cadence.pace)
+    engine.paced_by(cadence.pace, lambda: cadence.why)
     return cadence
+
+
+def ended_by(engine: Engine) -> str:
+    """The class of the failure that has ended the run whose snapshot was loaded, as far as that tells; "": none has.
+
+    What a further tier had to serve is no more, or not yet, at the nearest one: that was lost.
+    """
+    loaded = engine.loaded
+    if loaded is None or loaded.info.reason in ("end", "signal"):
+        return "" if loaded is not None else UNKNOWN
+    return SITE if loaded.place.removeprefix("file://") in [one.url for one in engine.config.tiers[1:]] else UNKNOWN
 
 
 def cadence_settings(config: Config) -> FrequencySettings:

@@ -46,6 +46,7 @@ from ckpt_engine.observe.resume_report import (
     ResumeReport,
     resumed_from_memory,
 )
+from ckpt_engine.observe.units import count
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.state.compatibility import as_rank, require_match
 from ckpt_engine.store.manifest import Manifest
@@ -95,6 +96,7 @@ class LoopResume:
         self._audit = audit
         self._own: Mapping[str, Any] = {}
         self._flags: dict[str, dict[str, list[str]]] = {}
+        self._options: dict[str, float] = {}
         self._draft: ReportDraft | None = None
         self._report: ResumeReport | None = None
         self._elastic = self._order_later = False
@@ -112,10 +114,10 @@ class LoopResume:
             MismatchError: the snapshot is of another model; names the keys, before any data is read.
             ResumeError: the snapshot is not of such a loop.
         """
-        if self._begins_at is not None:
-            return None
-        if self._engine.config.resume == "off":
-            self._engine.start_fresh("leave out resume='off'")
+        if self._begins_at is not None or self._engine.config.resume == "off":
+            if self._begins_at is None:
+                self._engine.start_fresh("leave out resume='off'")
+            self._announce(afresh(self._engine))
             return None
         self._flags = self._flags_now()
         self._audit.begin("start")
@@ -123,8 +125,7 @@ class LoopResume:
         state = self._engine.load(live=live_of(self._parts), check=self._fits)
         loaded = self._engine.loaded
         if loaded is None:
-            if self._rank == 0:
-                announce(self._log, f"no snapshot in {url} yet, starting fresh")
+            self._announce(f"no snapshot in {url} yet, starting fresh; {self._engine.rhythm}")
             return None
         assert state is not None
         own = state.pop(OWN_KEY, None)
@@ -145,6 +146,7 @@ class LoopResume:
         self._loaded_step = loaded.info.step
         differing = merged(state, own.get("values", {})) if elastic is None else []
         self._load_parts(draft, state)
+        self._options = components.options_of(self._parts.optimizers)
         draft.not_restored += differing
         draft.not_restored += missing if self._rank == 0 else []
         draft.notes += [_where(own), *([_OVER] if own["finished"] else []), *notes]
@@ -205,7 +207,7 @@ class LoopResume:
         missing += self._put_back_gradients()
         if not self._own["finished"]:
             self._restore_metrics()  # a script that resets them when an epoch starts has just done so
-            missing += self._put_back_flags()
+            missing += self._put_back_flags() + components.options_set(self._options, self._parts.optimizers)
             self._restore_hidden("batch")
         if self._draft is not None:
             self._draft.not_restored += missing
@@ -253,7 +255,7 @@ class LoopResume:
             return
         draft, self._draft = self._draft, None
         draft.not_restored += [problem for feed in self._feeds for problem in _problems(feed)]
-        self._report = draft.finish()
+        self._report = draft.finish(self._engine.rhythm)
         publish(self._report, self._report_folder, self._log, rank=self._rank)
 
     @property
@@ -264,6 +266,10 @@ class LoopResume:
     @property
     def _rank(self) -> int:
         return 0 if self._engine.ranks is None else self._engine.ranks.rank
+
+    def _announce(self, text: str) -> None:
+        if self._rank == 0:
+            announce(self._log, text)
 
     def _restore_order(self, step: int, *, last: bool) -> list[NotRestored]:
         """Of the sums of gradients; a loop may wrap its models after they are tracked."""
@@ -316,15 +322,14 @@ class LoopResume:
             self.again(feed)
             if (found := feed.restoration) is not None and found.again:
                 draft.notes.append(f"{feed.name}: {found.again}")
-                if self._rank == 0:
-                    announce(self._log, draft.notes[-1])  # now, as that may take long
+                self._announce(draft.notes[-1])  # now, as that may take long
             if feed.name not in saved:
                 why = "the snapshot has no loader of that name: it starts at its beginning"
                 draft.not_restored.append(NotRestored(f"position of {feed.name!r}", why))
         if not self._elastic:
             self.waiting = {name: state for name, state in saved.items() if name not in names}
         if saved:
-            draft.restored.append(Restored("data position", f"{len(saved)} loaders"))
+            draft.restored.append(Restored("data position", count(len(saved), "loader")))
 
     def _put_back_gradients(self) -> list[NotRestored]:
         missing = []
@@ -407,7 +412,7 @@ def _problems(feed: Feed) -> list[NotRestored]:
 def _where(own: Mapping[str, Any]) -> str:
     if own["finished"]:
         return f"epoch {own['epoch'] - 1} was complete"
-    return f"continues in epoch {own['epoch']} after {own['batch']} batches"
+    return f"continues in epoch {own['epoch']} after {count(own['batch'], 'batch')}"
 
 
 @dataclass(slots=True)
@@ -425,8 +430,12 @@ class ReportDraft:
     not_restored: list[NotRestored] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def finish(self) -> ResumeReport:
-        """The report as a value."""
+    def finish(self, rhythm: str = "") -> ResumeReport:
+        """The report as a value.
+
+        Args:
+            rhythm: how often snapshots are taken from here on, and why.
+        """
         info, notes = self.loaded.info, self.notes
         if self.loaded.from_memory:
             notes = [resumed_from_memory(self.loaded.lost_steps), *notes]
@@ -443,7 +452,13 @@ class ReportDraft:
             read_bytes=self.loaded.read_bytes,
             place="" if self.loaded.from_memory else self.loaded.place,
             away=self.loaded.left_out,
+            rhythm=rhythm,
         )
+
+
+def afresh(engine: Engine) -> str:
+    """The line of a run that takes snapshots and goes on from none."""
+    return f"snapshots go to {engine.root_url}, nothing is resumed from there; {engine.rhythm}"
 
 
 def publish(

@@ -57,6 +57,7 @@ class Stopping:
         rollbacks: where a run that has diverged goes back, if it may.
 
     Attributes:
+        numbers: as given, or those of `RunMetrics`.
         watch: knows of requests to stop, and of what is durable.
         halt: ends the run.
 
@@ -84,6 +85,7 @@ class Stopping:
         if numbers is None:
             sinks.add(metrics := RunMetrics(cadence, engine.times))
             numbers = metrics.numbers
+        self.numbers = numbers
         self._board = Board(Status() if self._rank else engine.config.status, self.watch.outlook, numbers)
         self._edits = Edits(engine.live, cadence, self.watch, log)
         self.halt = Halt(self.watch, engine, ends_with, log, cadence)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckpt_engine.audit.audit import Audit, roots_of_loader
+from ckpt_engine.audit.audit import Audit, read_by_loading, roots_of_loader
 from ckpt_engine.audit.carried import calls_now, objects_used
 from ckpt_engine.engine import Engine
 from ckpt_engine.frequency.triggers import MEMORY
@@ -22,7 +22,7 @@ from ckpt_engine.loop.components import Components, GradientWatch, Surroundings,
 from ckpt_engine.loop.failing_loop import FailingLoop, ImpossibleError, Saver
 from ckpt_engine.loop.feed import Feed, LoaderSource, is_at_end, obstacle_of
 from ckpt_engine.loop.loops import LoopProgress, Loops, Taker
-from ckpt_engine.loop.rank_decisions import Take, cadence_of, cadence_settings, prepare_share
+from ckpt_engine.loop.rank_decisions import Take, cadence_of, cadence_settings, ended_by, prepare_share
 from ckpt_engine.loop.resume import LoopResume
 from ckpt_engine.loop.stopping import END_WAIT_SECONDS, Stopping, uncaught
 from ckpt_engine.observe.events import SystemClock
@@ -32,6 +32,10 @@ from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.stage import StepFence, copies_lazily
 
 _UNSEEN_STEPS = 100
+_UNSEEN = (
+    "%d optimizer steps, and no tracked loader was asked for a batch meanwhile: no snapshot can be taken; "
+    "call step() at the end of the loop's body, or iterate the tracked loader"
+)
 
 
 class Tracker(LoopProgress):
@@ -84,9 +88,8 @@ class Tracker(LoopProgress):
         self._share = prepare_share(self._config, device)
         saver = Saver(engine, self._taker, self._stopping, self._cadence, self._lazy, trainer)
         self._failing = FailingLoop(parts, self._capture, self._audit, surroundings, saver)
-        self._steps = begins_at or 0
+        self._steps, self._boundaries_missed = begins_at or 0, 0
         self._counted = self._dirty = False
-        self._boundaries_missed = 0
         self._stepped: set[int] = set()
         self._recent: set[Feed] = set()
         self._due: set[Feed] = set()
@@ -195,6 +198,10 @@ class Tracker(LoopProgress):
         self._feeds.append(Feed(name, source, self))
         self._resume.late(self._feeds[-1])
 
+    def numbers(self) -> dict[str, float]:
+        """What snapshots have cost so far, as loggers get it: `ckpt/stall_seconds` and so on. Any thread."""
+        return {f"ckpt/{name}": value for name, value in self._stopping.numbers().items()}
+
     def failed_with(self, error: BaseException | None) -> None:
         """See `FailingLoop.end`. Never raises."""
         self._failing.end(error)
@@ -290,11 +297,7 @@ class Tracker(LoopProgress):
             self._training = next(one for one in self._feeds if one in self._recent)
         self._boundaries_missed += 1
         if self._boundaries_missed == _UNSEEN_STEPS:
-            self._log.warning(
-                "%d optimizer steps, and no tracked loader was asked for a batch meanwhile: no snapshot can be taken; "
-                "call step() at the end of the loop's body, or iterate the tracked loader",
-                _UNSEEN_STEPS,
-            )
+            self._log.warning(_UNSEEN, _UNSEEN_STEPS)
 
     # ---- boundaries
 
@@ -443,11 +446,11 @@ class Tracker(LoopProgress):
         loaders = (roots_of_loader(name, source.base) for name, source in self._sources.items())
         own = {path: root for found in loaders for path, root in found.items()}
         known = {**self._parts.objects, **self._surroundings.audited(), **own}
-        used = objects_used(self._outside)
-        return {**known, **{name: value for name, value in used.items() if name not in known}}
+        return {**known, **{n: value for n, value in objects_used(self._outside).items() if n not in known}}
 
-    def _ahead(self) -> list[str]:
-        return [feed.name for feed in self._feeds if feed.position.lookahead]
+    def _ahead(self) -> set[str]:
+        names = [one.name for one in self._feeds if one.position.lookahead]
+        return read_by_loading({name: self._sources[name].base for name in names})
 
     def _announce(self, feed: Feed | None) -> None:
         """Make the arena ready in the background, once the optimizers have their state."""
@@ -469,7 +472,7 @@ class Tracker(LoopProgress):
         self._steps = int(own["step"])
         self.metrics.update(own["metrics"])
         if own["cadence"] is not None:
-            self._cadence.restore(own["cadence"], failed=loaded.info.reason not in ("end", "signal"))
+            self._cadence.restore(own["cadence"], failure=ended_by(self._engine))
         if own["training"] is not None:
             self._training = self._resumed = next(one for one in self._feeds if one.name == own["training"])
             self._resumed_batches = self._training.delivered

@@ -97,7 +97,7 @@ def test_copies_and_pickles_are_plain_loaders(duplicate: Any) -> None:
 
 def test_what_workers_get_can_be_pickled() -> None:
     """With `multiprocessing_context="spawn"` the stand-ins travel by pickle."""
-    collate = pickle.loads(pickle.dumps(ShippingCollate(torch.utils.data.default_collate, 4)))
+    collate = pickle.loads(pickle.dumps(ShippingCollate(torch.utils.data.default_collate, 4, None)))
     assert collate([1, 2]).tolist() == [1, 2]
     init = pickle.loads(pickle.dumps(RoleInit(seed_numpy_by_worker, 1, [None, {"rng": {}}], 4)))
     assert init.first == 1

@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 
 from ckpt_engine.cli.compare import Comparison
-from ckpt_engine.cli.outline import children
 from ckpt_engine.cli.root import open_run
+from ckpt_engine.cli.show import children
 from ckpt_engine.restore.choose import assemble
 from tests.real.third_party.lines import edit
 from tests.real.third_party.table import Program

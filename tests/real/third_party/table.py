@@ -116,7 +116,7 @@ PROGRAMS: Mapping[str, Program | Suite] = {
         arguments=_SMALL_GPT,
         prepare=data.characters,
         spoken=r"(?:iter|step) \d+: .*?loss [\d.]+",
-        named=["local variables: t0, "],
+        named=["local variables: t0"],
     ),
     "word_language_model": Program(
         *(*_EXAMPLES, "word_language_model", "main.py"),

@@ -46,12 +46,14 @@ class Collected:
         removed: names of data files.
         freed_bytes: their bytes and those of interrupted writes.
         withheld_bytes: data that cannot be proven unneeded because of `damaged` manifests.
+        put_back: ids of pinned snapshots whose manifests had been removed.
     """
 
     removed: tuple[str, ...]
     freed_bytes: int
     withheld_bytes: int
     damaged: tuple[Damaged, ...]
+    put_back: frozenset[str] = frozenset()
 
 
 _NOT_ASKED = Collected((), 0, 0, ())
@@ -110,7 +112,7 @@ def plan_prune(
         keep,
         verified=whole,
         usage=measure(repository) if limited else None,
-        free_bytes=repository.storage.free_bytes() if limited else None,
+        free_bytes=repository.storage.capabilities.free_bytes() if limited else None,
     )
     decided = _with_doubles(repository, decided, doubles, keep) if doubles else decided
     return replace(decided, keep={**decided.keep, **others})
@@ -155,9 +157,9 @@ def execute(
         StorageError: some of it may have been removed; planning and executing again continues.
     """
     late = _forget(repository, lease, decided.remove)
-    if late:
-        decided = _without(decided, late)
     collected = collect(repository, lease, in_flight=in_flight)
+    if late := late | collected.put_back.intersection(decided.remove):
+        decided = _without(decided, late)
     if not decided.slim:
         return Pruned(decided, collected)
     slimmed: dict[str, str] = {}
@@ -198,7 +200,7 @@ def make_room(
         LeaseHeldError, StorageError: as of `prune`.
     """
     storage, limits = repository.storage, Retention.of(policy).limits
-    free_bytes = storage.free_bytes()
+    free_bytes = storage.capabilities.free_bytes()
     needed_bytes = incoming_bytes + SLACK_BYTES + (limits.min_free_bytes or 0)
     if limits.quota_bytes is None and (free_bytes is None or free_bytes >= needed_bytes):
         return None
@@ -214,7 +216,7 @@ def make_room(
             infos,
             policy,
             incoming_bytes,
-            storage.free_bytes(),
+            storage.capabilities.free_bytes(),
             protected=keep,
             verified=whole,
             usage=measure(repository),
@@ -264,12 +266,13 @@ def collect(repository: Repository, lease: Lease, *, in_flight: Container[str] =
         repository.storage.delete(*(item.name for item in unneeded))
     freed_bytes = sum([item.nbytes for item in unneeded]) + repository.storage.sweep()
     # Last, because a full disk has room for it only now.
-    pins.put_back(repository, orphans)
+    put_back = pins.put_back(repository, orphans)
     return Collected(
         removed=tuple([item.name for item in unneeded]),
         freed_bytes=freed_bytes,
         withheld_bytes=sum([item.nbytes for item in garbage.withheld]),
         damaged=garbage.damaged,
+        put_back=put_back,
     )
 
 
@@ -292,18 +295,16 @@ def _newest_whole(repository: Repository, infos: Sequence[SnapshotInfo], verifie
     return next((info.id for info in reversed(infos) if info.id in verified or _is_whole(repository, info.id)), None)
 
 
-def _forget(repository: Repository, lease: Lease, snapshots: Collection[str]) -> set[str]:
-    """Forget snapshots, except those that are pinned by now; returns these."""
+def _forget(repository: Repository, lease: Lease, snapshots: Collection[str]) -> frozenset[str]:
+    """Forget snapshots, except those that are pinned by now; returns these. A collection has to follow: it puts back
+    what is pinned meanwhile.
+    """
     if not snapshots:
-        return set()
-    late = set(pins.pinned_ids(repository.storage) & set(snapshots))
-    going = set(snapshots) - late
-    if going:
+        return frozenset()
+    late = pins.pinned_ids(repository.storage).intersection(snapshots)
+    if going := set(snapshots) - late:
         lease.check()
         repository.forget(going)
-        # A pin made after the look above, and before its snapshot was gone: its maker saw the snapshot. Data is there.
-        if pins.pinned_ids(repository.storage) & going:
-            late |= pins.put_back(repository, pins.orphans(repository)) & going
     return late
 
 
@@ -359,7 +360,7 @@ def _require_room(repository: Repository, limits: ByteLimits, nbytes: int) -> No
     short_bytes = 0
     if limits.quota_bytes is not None:
         short_bytes = measure(repository).used_bytes + nbytes + SLACK_BYTES - limits.quota_bytes
-    free_bytes = repository.storage.free_bytes()
+    free_bytes = repository.storage.capabilities.free_bytes()
     if free_bytes is not None:
         short_bytes = max(short_bytes, nbytes + SLACK_BYTES + (limits.min_free_bytes or 0) - free_bytes)
     if short_bytes > 0:
@@ -481,7 +482,7 @@ class SpaceReservation:
             LeaseHeldError, StorageError
         """
         self._warn_once(data_bytes)
-        free_bytes = self._repository.storage.free_bytes()
+        free_bytes = self._repository.storage.capabilities.free_bytes()
         plenty = free_bytes is None or free_bytes >= data_bytes + ROOMY_BYTES
         if plenty and Retention.of(self._policy).limits == ByteLimits():
             return None
@@ -507,7 +508,7 @@ class SpaceReservation:
             return
         self._warned = True
         used_bytes = sum(item.nbytes for item in self._repository.storage.list(names.DATA))
-        free_bytes = self._repository.storage.free_bytes()
+        free_bytes = self._repository.storage.capabilities.free_bytes()
         found = preflight(self._policy, data_bytes, used_bytes=used_bytes, free_bytes=free_bytes)
         if not found.fits:
             self._warn(f"{self._repository.storage.url}: {found.text}")

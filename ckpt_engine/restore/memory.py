@@ -148,9 +148,6 @@ class MemoryStorage:
     def sweep(self) -> int:
         return 0
 
-    def free_bytes(self) -> int | None:
-        return None
-
     def close(self) -> None:
         """Unmap it, and give up the memory. Idempotent."""
         for file in self._files.values():

@@ -127,10 +127,6 @@ class FarStorage:
         with self._asking() as storage:
             return storage.sweep()
 
-    def free_bytes(self) -> int | None:
-        with self._asking() as storage:
-            return storage.free_bytes()
-
     def open_ahead(self) -> None:
         """Open it; the first request raises what is wrong."""
         with suppress(CkptError):

@@ -290,9 +290,6 @@ class Far:
     def sweep(self) -> int:
         return 0
 
-    def free_bytes(self) -> int | None:
-        return None
-
 
 class Spread(Far):
     """The snapshots that all places have together, read-only; see `Storage`.

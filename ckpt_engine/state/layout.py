@@ -189,7 +189,13 @@ class Planner:
             name = drafting.dtype_name(draft.dtype)
             code, shape = container_form(name, draft.shape, draft.nbytes)
             rows.append((draft.name, name, code, shape, draft.nbytes))
-        header = data_header([(n, code, shape, nbytes) for n, _, code, shape, nbytes in rows])
+        try:
+            header = data_header([(n, code, shape, nbytes) for n, _, code, shape, nbytes in rows])
+        except ValueError as err:
+            raise StateError(
+                f"a state of {len(rows):,} arrays cannot be saved: {err}",
+                hint="one file has all of them, about 700,000 at most: join small tensors into larger ones (torch.cat)",
+            ) from err
         offset, entries = len(header), []
         for draft, (name, dtype, code, _, nbytes) in zip(ordered, rows, strict=True):
             form = (tuple(draft.shape), code, offset, nbytes)

@@ -454,7 +454,7 @@ class Repository:
             if not names.is_ours(item.name):
                 raise ForeignError(
                     f"{self.storage.url} has files that are not of ckpt-engine, such as {item.name}",
-                    hint="choose an empty or new folder",
+                    hint=f"give the run a folder of its own, such as {self.storage.url}/ckpt",
                 )
 
 

@@ -8,16 +8,16 @@ has written lost no more than a process, one without an end lost the writer too,
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise, zip_longest
+from typing import Any
 
 from ckpt_engine.errors import CkptError, CorruptError, FormatError, LeaseHeldError, StorageMissingError
 from ckpt_engine.observe.events import CLOSED, ENDS, MACHINE, PROCESS, UNKNOWN, AttemptsFound, Event, Notice
-from ckpt_engine.observe.metrics import TIMES
+from ckpt_engine.observe.metrics import RunSpent
 from ckpt_engine.store import container, names
 from ckpt_engine.store.container import seal, unseal
 from ckpt_engine.store.lease import LeaseHolder
@@ -27,6 +27,12 @@ from ckpt_engine.store.storage.object_requests import asking
 from ckpt_engine.writer.channel import SpentTimes
 
 BEAT_SECONDS = 60.0
+MOST_INTERVALS = 8
+CHANGED = 1.5
+"""An interval is recorded again when it has changed by this factor."""
+_WHY_LETTERS = 200
+_END_SECONDS = 1.0
+"""A heartbeat that hangs in a call to the storage is left behind."""
 MOST = 256
 """Of older attempts only the sum of their times is kept: nothing is believed of failures that long ago."""
 
@@ -46,6 +52,8 @@ class Attempt:
         step: the last one that was complete; -1: not known.
         times: what its seconds since then went into, see `metrics.TIMES`, and `metrics.MEASURED`. The rest came
             after its last boundary.
+        intervals: how often it took snapshots: since which second after `began` each how many steps, and why; the
+            newest `MOST_INTERVALS`.
     """
 
     host: str
@@ -57,6 +65,7 @@ class Attempt:
     started: float = 0.0
     step: int = -1
     times: Mapping[str, float] = field(default_factory=dict)
+    intervals: tuple[tuple[float, int, str], ...] = ()
 
     @property
     def lasted(self) -> float:
@@ -76,70 +85,12 @@ class Attempt:
         return PROCESS if self.ranks == 1 else UNKNOWN
 
 
-@dataclass(frozen=True, slots=True)
-class RunSpent:
-    """What the time of a run went into, in seconds, of all its attempts and between them. The sum is wall time.
-
-    Args:
-        productive: training that was not lost, less `slowdown`; a step under way counts.
-        slowdown: by which steps next to snapshots were longer, as estimated.
-        stall: that snapshots blocked training.
-        fence: that training waited for a copy before it changed what is copied.
-        replay: work that was done before a failure already, and steps that a failure has cut off.
-        restore: reading a snapshot.
-        startup: from the start of a process until it trains, `restore` not included.
-        validation: evaluation.
-        end: after the last step, until the last snapshot was durable.
-        down: no process trained.
-        unknown: of attempts that have recorded no more than how long they lasted.
-        slowdown_error: standard error of `slowdown`; no part of the sum.
-    """
-
-    productive: float = 0.0
-    slowdown: float = 0.0
-    stall: float = 0.0
-    fence: float = 0.0
-    replay: float = 0.0
-    restore: float = 0.0
-    startup: float = 0.0
-    validation: float = 0.0
-    end: float = 0.0
-    down: float = 0.0
-    unknown: float = 0.0
-    slowdown_error: float = 0.0
-
-    @property
-    def wall(self) -> float:
-        """Since the first process started."""
-        return sum(self.parts.values())
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The seconds by name, without the error."""
-        every = asdict(self)
-        del every["slowdown_error"]
-        return every
-
-    @property
-    def goodput(self) -> float:
-        """Productive by wall time; 0.0 of nothing."""
-        wall = self.wall
-        return self.productive / wall if wall > 0.0 else 0.0
-
-    def after(self, one: Attempt, following: Attempt | None) -> RunSpent:
-        """With one more attempt, and what came until the one that follows it."""
-        new = dict.fromkeys(self.parts, 0.0) | {name: one.times.get(name, 0.0) for name in TIMES}
-        training, rest = new.pop("training"), max(0.0, one.lasted - sum(one.times.get(name, 0.0) for name in TIMES))
-        failed = one.failure != "" and (one.end is not None or following is not None)
-        name = "unknown" if not one.times else "replay" if failed else "productive" if one.end is None else "end"
-        share = training / (training + new["replay"]) if training > 0.0 else 0.0
-        new["slowdown"] = min(share * one.times.get("slowdown", 0.0), training)
-        new["productive"] = training - new["slowdown"]
-        new[name] += rest
-        if following is not None:
-            new["down"] = max(0.0, (following.started or following.began) - one.began - one.seconds)
-        error = math.hypot(self.slowdown_error, one.times.get("slowdown_error", 0.0))
-        return RunSpent(**{name: was + new[name] for name, was in self.parts.items()}, slowdown_error=error)
+def after(spent: RunSpent, one: Attempt, following: Attempt | None) -> RunSpent:
+    """With one more attempt, and what came until the one that follows it."""
+    failed = one.failure != "" and (one.end is not None or following is not None)
+    rest = "unknown" if not one.times else "replay" if failed else "productive" if one.end is None else "end"
+    down = 0.0 if following is None else (following.started or following.began) - one.began - one.seconds
+    return spent.plus(one.lasted, one.times, rest, down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +109,7 @@ class AttemptHistory:
         """With `MOST` rows at most."""
         before, many = self.before, len(self.rows) - MOST
         for one, following in pairwise(self.rows[: max(0, many) + 1]):
-            before = before.after(one, following)
+            before = after(before, one, following)
         return AttemptHistory(self.rows[max(0, many) :], before)
 
     @property
@@ -166,8 +117,19 @@ class AttemptHistory:
         """What the time of the run went into until its newest heartbeat."""
         spent = self.before
         for one, following in zip_longest(self.rows, self.rows[1:]):
-            spent = spent.after(one, following)
+            spent = after(spent, one, following)
         return spent
+
+    @property
+    def over(self) -> tuple[RunSpent, float]:
+        """The same where none of them trains any more, and when the last one was known to live; 0.0: there is none."""
+        if not self.rows:
+            return self.before, 0.0
+        until = self.rows[-1].began + self.rows[-1].seconds
+        spent = self.before
+        for one, following in pairwise((*self.rows, Attempt("", "", until))):
+            spent = after(spent, one, following)
+        return spent, until
 
 
 def encode_attempts(history: AttemptHistory) -> bytes:
@@ -203,7 +165,8 @@ def _spent(row: object) -> RunSpent:
 def _attempt(row: dict[str, object]) -> Attempt:
     container.require(type(row) is dict, "a row that is no object")
     known = {one.name for one in fields(Attempt)}
-    one = Attempt(**{name: value for name, value in row.items() if name in known})  # type: ignore[arg-type]
+    values = {name: value for name, value in row.items() if name in known}
+    one = Attempt(**values | {"intervals": tuple(map(_interval, row.get("intervals", ())))})  # type: ignore[arg-type, call-overload]
     container.require(type(one.host) is str and type(one.process) is str, "a name that is no text")
     container.require(container.is_time(one.began) and container.is_time(one.seconds), "a time that is none")
     container.require(one.end in (None, *ENDS) and container.is_whole(one.ranks, 1), "an end or ranks that are none")
@@ -212,6 +175,13 @@ def _attempt(row: dict[str, object]) -> Attempt:
         type(one.times) is dict and all(map(container.is_time, one.times.values())), "times that are none"
     )
     return one
+
+
+def _interval(row: Sequence[Any]) -> tuple[float, int, str]:
+    since, steps, why = row
+    good = container.is_time(since) and container.is_whole(steps, 1) and type(why) is str
+    container.require(good, "an interval that is none")
+    return since, steps, why
 
 
 def read_attempts(storage: Storage) -> AttemptHistory:
@@ -255,11 +225,12 @@ class AttemptRecord:
         self._mine = Attempt(trainer.host, name, time.time(), ranks=ranks)
         self._opened = time.monotonic()
         self._earlier = AttemptHistory()
-        self.told: Callable[[], SpentTimes | None] = lambda: None
+        self.spent: Callable[[], SpentTimes | None] = lambda: None
         """What the trainer says of its time; None: nothing."""
         self._said = self._gone = False
         self._lock = threading.Lock()
         self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="ckpt-attempt", daemon=True)
 
     def begin(self) -> None:
         """Read what earlier attempts have left, tell it, and add this one; from now on it is known to live."""
@@ -277,18 +248,30 @@ class AttemptRecord:
         seconds = time.monotonic() - self._opened
         if lasted or self._mine.seconds:
             reached = max((one.step for one in rows), default=-1)
-            self._emit(AttemptsFound(lasted, failures, seconds, reached))
+            spent, until = self._earlier.over
+            self._emit(AttemptsFound(lasted, failures, seconds, reached, asdict(spent), until))
         self._write()
-        threading.Thread(target=self._beat, name="ckpt-attempt", daemon=True).start()
+        self._thread.start()
 
     def end(self, how: str | None) -> None:
         """How the attempt has ended; call it before the lease is given back. None: the trainer goes on, or is lost."""
         self._over.set()
-        if how is None:
-            return
+        if how is not None:
+            with self._lock:
+                self._mine = replace(self._mine, end=how)
+            self._write()
+        if self._thread.is_alive():
+            self._thread.join(_END_SECONDS)
+
+    def paced(self, pace: Mapping[str, Any]) -> None:
+        """The trainer takes snapshots so often, see `Cadence.pace`; recorded with the next heartbeat. Any thread."""
+        steps, why = pace.get("interval_steps"), str(pace.get("why", ""))[:_WHY_LETTERS]
         with self._lock:
-            self._mine = replace(self._mine, end=how)
-        self._write()
+            known = self._mine.intervals
+            if not steps or (known and 1 / CHANGED < steps / known[-1][1] < CHANGED):
+                return
+            row = (round(time.monotonic() - self._opened, 3), int(steps), why)
+            self._mine = replace(self._mine, intervals=(*known, row)[-MOST_INTERVALS:])
 
     def note(self, *, gone: bool = False) -> None:
         """Remember what the trainer says of its time, before its memory is given back. Any thread.
@@ -304,8 +287,8 @@ class AttemptRecord:
         if self._gone:
             return
         self._mine = replace(self._mine, seconds=time.monotonic() - self._opened)
-        if (told := self.told()) is not None:
-            self._mine = replace(self._mine, started=told.started, step=told.step, times=told.times)
+        if (spent := self.spent()) is not None:
+            self._mine = replace(self._mine, started=spent.started, step=spent.step, times=spent.times)
 
     def _beat(self) -> None:
         while not self._over.wait(BEAT_SECONDS):

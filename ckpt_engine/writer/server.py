@@ -30,8 +30,7 @@ from ckpt_engine.writer import channel
 from ckpt_engine.writer.channel import Body, Channel, Received
 
 if TYPE_CHECKING:
-    from ckpt_engine.writer.control import Control
-    from ckpt_engine.writer.control_handlers import ControlHandlers
+    from ckpt_engine.writer.control import Control, ControlHandlers
     from ckpt_engine.writer.worker import Worker
 
 START_SECONDS = 60.0
@@ -200,7 +199,7 @@ class Serving:
         # Where the trainer finds packages that are not installed for this interpreter; our own folders come first.
         sys.path += [folder for folder in body["path"] if folder not in sys.path]
         from ckpt_engine.copy.job import config_from_json
-        from ckpt_engine.writer.control_handlers import ControlHandlers
+        from ckpt_engine.writer.control import ControlHandlers
         from ckpt_engine.writer.worker import Worker
 
         config = config_from_json(body["config"])

@@ -144,7 +144,7 @@ class Writer:
             self._make_near = lambda repository: self._tier_at(repository, lease, again, policy, in_flight)
             self._near = self._make_near(repository)
             self._attempts = AttemptRecord(plain, holder, ranks.size if ranks else 1, lease.check, self._emit_event)
-            self._attempts.told = lambda: self.spent()
+            self._attempts.spent = lambda: self.spent()
             self._attempts.begin()
             if ranks is not None and config.memory:
                 self._reunion = self._meet(ranks, repository, self._near.check_lease, in_flight)
@@ -386,18 +386,17 @@ class Writer:
 
     def _learn(self, job: PersistJob) -> None:
         self._near.learn(job.line, job.common)
+        if self._attempts is not None and job.pace:
+            self._attempts.paced(job.pace)
         if self._fleet is not None:
             self._fleet.learn(job.line, job.pace.get("far_seconds"))
 
     def _failed(self, order: StagedJob, snapshot: str, error: Exception) -> ErrorRecord:
         order.failed = True
-        record = ErrorRecord.of(error)
-        self._emit_event(
-            SnapshotFailed(
-                snapshot, order.job.step, self._config.url, record.code, record.message, hint=record.hint or ""
-            )
-        )
-        return record
+        why = ErrorRecord.of(error)
+        event = SnapshotFailed(snapshot, order.job.step, self._config.url, why.code, why.message, why.hint or "")
+        self._emit_event(event)
+        return why
 
     def _committed(self, snapshot: str) -> None:
         if self._fleet is not None:

@@ -189,7 +189,7 @@ def failing(root: Path, *, with_newest: list[int]) -> tuple[list[Checkpointer], 
         handles = [made[rank].save(state_of(step, rank), step=step, durable=step == 3) for rank in ranks]
         for handle in handles:
             handle.wait(60)
-    children = psutil.Process().children()
+    children = [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
     return made, [child for child in children if any(word.endswith(ENTRY) for word in child.cmdline())]
 
 

@@ -73,7 +73,9 @@ class Faulty(WrapperStorage):
 
     @property
     def capabilities(self) -> Capabilities:
-        return replace(super().capabilities, metered=self._metered)
+        own = super().capabilities
+        free_bytes = own.free_bytes if self.weather.free_bytes is None else lambda: self.weather.free_bytes
+        return replace(own, metered=self._metered, free_bytes=free_bytes)
 
     def _metered(self, wrap: Callable[[Meter], Meter]) -> Faulty:
         made = copy.copy(self)
@@ -108,6 +110,3 @@ class Faulty(WrapperStorage):
         self.weather.strike("delete", names[0] if names else "")
         self.inner.delete(*names)
         self.weather.after_delete()
-
-    def free_bytes(self) -> int | None:
-        return self.inner.free_bytes() if self.weather.free_bytes is None else self.weather.free_bytes

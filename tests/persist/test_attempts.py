@@ -75,7 +75,10 @@ def test_an_attempt_without_an_end_has_lost_its_machine(tmp_path: Path, processe
     rows = [Attempt("there", "other", 1e9, 60.0)] * 2 + [Attempt("there", "other", 1e9, 5.0, FAILED, ranks=4)]
     (processes.root / names.ATTEMPTS).write_bytes(encode_attempts(AttemptHistory(tuple(rows))))
     found, _ = heard(processes)
-    assert found == AttemptsFound((60.0, 60.0, 5.0), (MACHINE, MACHINE, UNKNOWN), pytest.approx(0.0, abs=30.0))
+    assert found is not None
+    assert (found.lasted, found.failures) == ((60.0, 60.0, 5.0), (MACHINE, MACHINE, UNKNOWN))
+    assert found.seconds == pytest.approx(0.0, abs=30.0)
+    assert found.spent["unknown"] == 125.0
 
 
 def test_the_first_attempt_has_nothing_to_tell(processes: Writers) -> None:
@@ -101,7 +104,7 @@ def test_what_the_trainer_says_of_its_time_is_recorded_when_it_is_gone(tmp_path:
     """And what its writer does after that is not its time."""
     said = [SpentTimes(1.0, 5, {"training": 3.0}), SpentTimes(1.0, 9, {"training": 4.0})]
     record = AttemptRecord(LocalStorage(tmp_path), LeaseHolder.current(), 1, lambda: None, lambda _: None)
-    record.told = lambda: said[0]
+    record.spent = lambda: said[0]
     record.begin()
     said.pop(0)
     record.note(gone=True)
@@ -112,6 +115,23 @@ def test_what_the_trainer_says_of_its_time_is_recorded_when_it_is_gone(tmp_path:
     (row,) = read_attempts(LocalStorage(tmp_path)).rows
     assert (row.started, row.step, row.times) == (1.0, 9, {"training": 4.0})
     assert row.seconds < 0.05 + time.monotonic() - frozen
+
+
+def test_how_often_it_took_snapshots_is_recorded_when_that_changes(tmp_path: Path) -> None:
+    """With the reason; not each small change, and the newest ones if there are many."""
+    record = AttemptRecord(LocalStorage(tmp_path), LeaseHolder.current(), 1, lambda: None, lambda _: None)
+    record.begin()
+    for steps in (None, 10, 12, 14, 16, 8):
+        record.paced({} if steps is None else {"interval_steps": steps, "why": f"every {steps} steps"})
+    record.end(CLOSED)
+    (row,) = read_attempts(LocalStorage(tmp_path)).rows
+    assert [(steps, why) for _, steps, why in row.intervals] == [(n, f"every {n} steps") for n in (10, 16, 8)]
+    for number in range(30):
+        record.paced({"interval_steps": 2**number, "why": "x" * 10_000})
+    record.end(CLOSED)
+    (row,) = read_attempts(LocalStorage(tmp_path)).rows
+    assert [steps for _, steps, _ in row.intervals] == [2**number for number in range(22, 30)]
+    assert len((tmp_path / names.ATTEMPTS).read_bytes()) < 4096
 
 
 def test_a_record_of_an_older_version_is_read(tmp_path: Path) -> None:
@@ -138,6 +158,10 @@ def test_a_record_of_an_older_version_is_read(tmp_path: Path) -> None:
         b'{"attempts": [{"host": "", "process": "", "began": 1, "step": 0.5}]}',
         b'{"attempts": [{"host": "", "process": "", "began": 1, "times": [1]}]}',
         b'{"attempts": [{"host": "", "process": "", "began": 1, "times": {"training": -1}}]}',
+        b'{"attempts": [{"host": "", "process": "", "began": 1, "intervals": 5}]}',
+        b'{"attempts": [{"host": "", "process": "", "began": 1, "intervals": [[1, 2]]}]}',
+        b'{"attempts": [{"host": "", "process": "", "began": 1, "intervals": [[1, 0, "x"]]}]}',
+        b'{"attempts": [{"host": "", "process": "", "began": 1, "intervals": [[1, 2, 3]]}]}',
         b'{"attempts": [], "before": 5}',
         b'{"attempts": [], "before": {"down": 1e999}}',
         encode_attempts(AttemptHistory((Attempt("host", "", 1.0),))).replace(b"host", b"hose"),
@@ -181,6 +205,15 @@ def test_the_heartbeat_says_how_long_it_lasts(tmp_path: Path, monkeypatch: pytes
     record.end(CLOSED)
     assert sorted(set(said)) == said
     assert read_attempts(storage).rows[0].seconds > said[-1]
+
+
+def test_no_heartbeat_is_left_at_the_end(tmp_path: Path) -> None:
+    """Test suites look for threads that a training has left."""
+    for _ in range(200):
+        record = AttemptRecord(LocalStorage(tmp_path), LeaseHolder.current(), 1, lambda: None, lambda _: None)
+        record.begin()
+        record.end(None)
+        assert "ckpt-attempt" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_lost_lease_ends_the_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

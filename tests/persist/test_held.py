@@ -21,7 +21,7 @@ from ckpt_engine.store.names import parse_id, session_id
 from ckpt_engine.writer import channel, control, part_records
 from ckpt_engine.writer.channel import Pulse, read_pulse
 from ckpt_engine.writer.client import Mailbox
-from ckpt_engine.writer.control_handlers import ControlHandlers
+from ckpt_engine.writer.control import ControlHandlers
 from ckpt_engine.writer.memory_snapshots import MemorySnapshots, Offer, held_share
 from ckpt_engine.writer.message_decoder import Ids, Lazy, MessageDecoder, StagedJob
 from ckpt_engine.writer.worker import Worker

@@ -200,7 +200,7 @@ def test_nobody_writes_there(memory: Memory) -> None:
         with pytest.raises(StorageError, match="not written by this process"):
             change()
     assert memory.storage.sweep() == 0
-    assert memory.storage.free_bytes() is None
+    assert memory.storage.capabilities.free_bytes() is None
 
 
 def test_what_was_released_is_an_error_and_no_crash(disk: Repository, memory: Memory) -> None:

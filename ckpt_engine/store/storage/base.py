@@ -30,6 +30,10 @@ class ObjectInfo:
     version: str = field(default="", compare=False)
 
 
+def _unknown() -> None:
+    """Of a storage that does not say it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a storage can do beyond `Storage`; as they are here, those of an object store without special abilities.
@@ -45,6 +49,7 @@ class Capabilities:
         announce: says which snapshot is read next, and which of its data files (None: all).
         unshared: the same storage without what the ranks of this machine share.
         nodes: it is made of the folders of several nodes.
+        free_bytes: asks how many bytes can still be stored, also where nothing is there yet; None: not known.
         prepare: makes the client, which takes long, before anything is asked.
         silent_seconds: how long a request has been without a sign; 0: there is none.
         server_seconds: asks for the server's wall clock; None: it does not tell.
@@ -61,6 +66,7 @@ class Capabilities:
     announce: Callable[[Manifest, Container[str] | None], None] | None = None
     unshared: Storage | None = None
     nodes: Nodes | None = None
+    free_bytes: Callable[[], int | None] = _unknown
     prepare: Callable[[], None] | None = None
     silent_seconds: Callable[[], float] | None = None
     server_seconds: Callable[[], float | None] | None = None
@@ -132,10 +138,6 @@ class Storage(Protocol):
 
     def sweep(self) -> int:
         """Remove what interrupted `put`s left behind and return its bytes; never touches a `put` in progress."""
-        ...
-
-    def free_bytes(self) -> int | None:
-        """Bytes that can still be stored, or None where that is not known."""
         ...
 
 

@@ -69,7 +69,9 @@ class LocalStorage:
 
     @cached_property
     def capabilities(self) -> Capabilities:
-        return Capabilities(folder=self, metered=self._metered, cheap_reads=True, slow_answers=False)
+        return Capabilities(
+            folder=self, metered=self._metered, cheap_reads=True, slow_answers=False, free_bytes=self.free_bytes
+        )
 
     def _metered(self, wrap: Callable[[Meter], Meter]) -> Self:
         made = copy.copy(self)
@@ -217,7 +219,8 @@ class LocalStorage:
                         freed += self._sweep_one(f"{folder}/{file}")
         return freed
 
-    def free_bytes(self) -> int | None:
+    def free_bytes(self) -> int:
+        """Bytes that the file system still has for us."""
         path = Path(self.root)
         while not path.exists() and path != path.parent:
             path = path.parent

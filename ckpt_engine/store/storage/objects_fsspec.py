@@ -122,9 +122,6 @@ class FsspecStorage:
                 freed += nbytes
         return freed
 
-    def free_bytes(self) -> int | None:
-        return None
-
     def _path(self, name: str) -> str:
         return f"{self._root}/{checked(name)}"
 

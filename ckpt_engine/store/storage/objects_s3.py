@@ -125,9 +125,6 @@ class S3Storage:
     def sweep(self) -> int:
         return self._calls.run(self._sweep(), "clear", "")
 
-    def free_bytes(self) -> int | None:
-        return None
-
     def server_seconds(self) -> float | None:
         """The server's wall clock, in whole seconds; None if it does not tell."""
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar, cast
 
 from ckpt_engine.errors import StorageStalledError
@@ -294,10 +294,14 @@ class WatchedStorage(WrapperStorage):
         super().__init__(metered(inner, lambda meter: _WatchingMeter(meter, progress)))
         self._progress = progress
 
-    @property
+    @cached_property
     def capabilities(self) -> Capabilities:
         own = super().capabilities
-        return replace(own, versions=own.versions and _WatchedVersions(own.versions, self._progress))
+        return replace(
+            own,
+            free_bytes=partial(self._progress.during, own.free_bytes),
+            versions=own.versions and _WatchedVersions(own.versions, self._progress),
+        )
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         self._progress.check()
@@ -317,9 +321,6 @@ class WatchedStorage(WrapperStorage):
 
     def sweep(self) -> int:
         return self._progress.during(self.inner.sweep)
-
-    def free_bytes(self) -> int | None:
-        return self._progress.during(self.inner.free_bytes)
 
     def _rows(self, prefix: str) -> Sequence[ObjectInfo]:
         found: MutableSequence[ObjectInfo] = []
@@ -440,10 +441,6 @@ class _Reads(WrapperStorage):
         with self._source.reading():
             found = [*self.inner.list(prefix)]
         return iter(found)
-
-    def free_bytes(self) -> int | None:
-        with self._source.reading():
-            return self.inner.free_bytes()
 
 
 class Aside:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Self
 
 from ckpt_engine.store.storage.base import Capabilities, Folder, ObjectInfo, Storage
@@ -27,7 +27,7 @@ class WrapperStorage:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r})"
 
-    @property
+    @cached_property
     def capabilities(self) -> Capabilities:
         own = self.inner.capabilities
         folder = _WrappedFolder(self, own.folder) if own.folder is not None else None
@@ -35,6 +35,7 @@ class WrapperStorage:
 
     def _around(self, make: Callable[[Callable[[Meter], Meter]], Storage], wrap: Callable[[Meter], Meter]) -> Self:
         made = copy.copy(self)
+        vars(made).pop("capabilities", None)  # they are bound to what was copied
         made.inner = make(wrap)
         return made
 
@@ -55,9 +56,6 @@ class WrapperStorage:
 
     def sweep(self) -> int:
         return self.inner.sweep()
-
-    def free_bytes(self) -> int | None:
-        return self.inner.free_bytes()
 
 
 class _WrappedFolder(WrapperStorage):

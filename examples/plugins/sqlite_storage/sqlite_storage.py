@@ -53,7 +53,7 @@ class SqliteStorage:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(versions=self, cheap_reads=True, slow_answers=False)
+        return Capabilities(versions=self, cheap_reads=True, slow_answers=False, free_bytes=self.free_bytes)
 
     def put(self, name: str, blocks: Sequence[memoryview], *, exclusive: bool = True) -> None:
         with self._writing(name) as db:
@@ -94,7 +94,7 @@ class SqliteStorage:
     def sweep(self) -> int:
         return 0  # SQLite rolls an interrupted transaction back
 
-    def free_bytes(self) -> int | None:
+    def free_bytes(self) -> int:
         there = next(parent for parent in self._path.parents if parent.exists())
         return shutil.disk_usage(there).free
 

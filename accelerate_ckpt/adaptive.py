@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from accelerate import Accelerator
@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accelerate_ckpt.private import AcceleratorInternals
-from ckpt_engine.config import Config
+from ckpt_engine.config import Config, Options
 from ckpt_engine.data import native
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError, ResumeError
@@ -39,6 +39,7 @@ from ckpt_engine.loop.components import (
 )
 from ckpt_engine.loop.distributed_models import clean_name, flat_models, is_flat
 from ckpt_engine.loop.tracker import Tracker
+from ckpt_engine.observe.curves import Curves
 from ckpt_engine.observe.resume_report import NotRestored, Restored
 from ckpt_engine.ranks.process_group import ProcessGroupRanks
 from ckpt_engine.ranks.world import Ranks
@@ -79,7 +80,7 @@ class AdaptiveCheckpoint(Tracker):
         self,
         accelerator: Accelerator,
         config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> None:
         if not isinstance(accelerator, Accelerator):
             raise ConfigError(
@@ -96,6 +97,7 @@ class AdaptiveCheckpoint(Tracker):
                 hint="make AdaptiveCheckpoint after model, optimizer and loaders were prepared",
             )
         folder = Path(accelerator.project_dir or ".")
+        self._curves = Curves(engine.root_url, [])
         sources = internals.sources()
         for source in sources.values():
             # With `use_stateful_dataloader`, `prepare` has made an iterator already, in which no position was recorded.
@@ -105,15 +107,19 @@ class AdaptiveCheckpoint(Tracker):
                 engine,
                 parts,
                 internals.sources(),
-                Accumulation(accelerator, internals),
+                Accumulation(accelerator, internals, lambda: self._curves.note()),
                 trainer="accelerate",
                 folder=folder,
             )
         except BaseException:
             engine.close()
             raise
+        self._go_on_logging()
+        internals.after_init_trackers(self._go_on_logging)
         internals.before_end_training(self.close)
         internals.instead_of_skipping(self._goes_on)
+        if engine.config.log.loggers == "on":
+            internals.log_too(self.numbers)
         self._before_step = register_optimizer_step_pre_hook(self._before_first_step)
         self._handle = accelerator.register_load_state_pre_hook(self._before_load_state)
 
@@ -127,6 +133,14 @@ class AdaptiveCheckpoint(Tracker):
         self._internals.unwrap()
         self._before_step.remove()
         self._handle.remove()
+
+    def _go_on_logging(self) -> None:
+        """Trackers go on where the snapshot is; once, as soon as there are any."""
+        if not self._curves:
+            self._curves = Curves(self._engine.root_url, self._internals.curves())
+            loaded = self._engine.loaded
+            for problem in self._curves.go_on({} if loaded is None else loaded.manifest.notes):
+                self._resume.say(f"{problem.name}: {problem.why}")
 
     def _goes_on(self, loader: Any, batches: int) -> bool:
         """A script that skips what was trained, as one had to do before: after a resume the loader does that itself."""
@@ -340,17 +354,21 @@ class Accumulation:
     Args:
         accelerator: whose it is.
         internals: of the accelerator.
+        curves: for the notes of a snapshot.
     """
 
-    def __init__(self, accelerator: Accelerator, internals: AcceleratorInternals) -> None:
+    def __init__(
+        self, accelerator: Accelerator, internals: AcceleratorInternals, curves: Callable[[], dict[str, Any]]
+    ) -> None:
         self._accelerator = accelerator
         self._internals = internals
+        self._curves = curves
 
     def accumulating(self) -> bool:
         return not self._accelerator.sync_gradients
 
     def now(self) -> Counters:
-        return Counted({"step": self._internals.step})
+        return Counted({"step": self._internals.step}, self._curves)
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
         self._internals.step = int(saved["step"])

@@ -11,16 +11,17 @@ import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from typing_extensions import override
 
 from accelerate_ckpt.adaptive import AcceleratedParts, ranks_of
-from accelerate_ckpt.private import AcceleratorInternals, TrainerInternals, source_of, trainer_above
+from accelerate_ckpt.private import AcceleratorInternals, source_of
+from accelerate_ckpt.private_trainer import TrainerInternals, trainer_above
 from accelerate_ckpt.transformers_state import NOTE, PACE, SHIFT, TrainerSurroundings, as_file, counts, steps_before
-from ckpt_engine.config import Config, load_config
+from ckpt_engine.config import Config, Options, load_config
 from ckpt_engine.data import native
 from ckpt_engine.data.exactness import OnChange, length_of
 from ckpt_engine.data.position import attach
@@ -30,6 +31,7 @@ from ckpt_engine.interop import transformers_folder
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
 from ckpt_engine.loop.resume import IMPORTED
 from ckpt_engine.loop.tracker import Tracker
+from ckpt_engine.observe.curves import Curves
 from ckpt_engine.snapshot.arguments import numbers_among
 
 _log = logging.getLogger("ckpt_engine.transformers")
@@ -71,7 +73,9 @@ class TransformersCallback(TrainerCallback):
         ConfigError: an option is unknown or impossible.
     """
 
-    def __init__(self, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **options: Unpack[Options]
+    ) -> None:
         self.config: Config = load_config(config, **options)
         self._trainer: Trainer | None = None
         self._internals: TrainerInternals | None = None
@@ -90,6 +94,7 @@ class TransformersCallback(TrainerCallback):
         """By how many steps it counts more than were trained, since the run began."""
         self._saved_epoch = 0
         """In which the loader continues. The tracker counts no epoch whose steps a GradScaler has all skipped."""
+        self._curves = Curves("", [])
         self._idle = dict(vars(self))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -218,7 +223,7 @@ class TransformersCallback(TrainerCallback):
             state.max_steps += self._shift  # as many steps are left as the user has asked for
         shift = self._shift = self._shift if resumed else 0
         audits = self.config.hidden != "off"
-        surroundings = TrainerSurroundings(trainer, internals, self, shift, self._counted, audits=audits)
+        surroundings = TrainerSurroundings(trainer, internals, self, shift, self._counted, self._note, audits=audits)
         self._tracker = tracker = Tracker(
             engine,
             AcceleratedParts(trainer.accelerator, private, more, grows=True),
@@ -242,12 +247,14 @@ class TransformersCallback(TrainerCallback):
             tracker.continue_after(_LOADER, int(state.epoch or 0), 0)
         if self._folder is not None and surroundings.streams is not None:
             transformers_folder.write_streams(surroundings.streams, self._folder)
+        self._go_on_logging()
 
     @override
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
     ) -> None:
         """The first batches are fetched, and nothing is trained yet."""
+        self._go_on_logging()  # callbacks behind this one have begun, too
         if self._internals is not None and self._internals.skips:
             self._internals.unskip()
             self._require_same_batch(objects["train_dataloader"], 0)
@@ -274,6 +281,20 @@ class TransformersCallback(TrainerCallback):
                 self._tracker.evaluated(numbers.get("eval_runtime", 0.0))
 
     @override
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: Mapping[str, Any] | None = None,
+        **objects: Any,
+    ) -> None:
+        """Reports get our numbers whenever they get the trainer's; its own history and what it prints do not."""
+        if self._tracker is not None and self._internals is not None and self.config.log.loggers == "on":
+            for report in self._internals.reports:
+                report.on_log(args, state, control, logs=self._tracker.numbers(), **objects)
+
+    @override
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **objects: Any
     ) -> None:
@@ -294,6 +315,17 @@ class TransformersCallback(TrainerCallback):
             self._release()
 
     # ---- private
+
+    def _go_on_logging(self) -> None:
+        """What logs goes on where the snapshot is; once, as soon as it has begun."""
+        if not self._curves and self._internals is not None and self._engine is not None:
+            self._curves = Curves(self._engine.root_url, self._internals.curves())
+            loaded = self._engine.loaded
+            for problem in self._curves.go_on({} if loaded is None else loaded.manifest.notes):
+                _log.warning("not restored: %s: %s", problem.name, problem.why)
+
+    def _note(self) -> dict[str, Any]:
+        return self._curves.note()
 
     def _counted(self) -> tuple[int, float]:
         tracker = self._tracker
@@ -377,6 +409,7 @@ class TransformersCallback(TrainerCallback):
         self._evaluations.clear()
         engine, self._engine = self._engine, None
         internals, self._internals, self._trainer = self._internals, None, None
+        self._curves = Curves("", [])
         self._remove_folder()
         if internals is not None:
             internals.unwrap()

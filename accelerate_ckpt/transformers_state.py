@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer_callback import ExportableState, TrainerControl
 
-from accelerate_ckpt.private import TrainerInternals
+from accelerate_ckpt.private_trainer import TrainerInternals
 from ckpt_engine.audit.attributes import DerivedObject
 from ckpt_engine.data.exactness import OnChange, length_of
 from ckpt_engine.errors import ArgumentError, ResumeError
@@ -41,6 +41,7 @@ class TrainerSurroundings:
         own: our callback, which has no state of its own.
         shift: by how many steps the trainer counts more than were trained.
         counted: see `counts`.
+        curves: for the notes of a snapshot.
         audits: what callbacks remember is looked at as hidden state.
     """
 
@@ -51,10 +52,11 @@ class TrainerSurroundings:
         own: object,
         shift: int,
         counted: Callable[[], tuple[int, float]],
+        curves: Callable[[], dict[str, Any]],
         *,
         audits: bool,
     ) -> None:
-        self._audits, self._counted = audits, counted
+        self._audits, self._counted, self._curves = audits, counted, curves
         self._trainer = trainer
         self._internals = internals
         self._own = own
@@ -95,6 +97,7 @@ class TrainerSurroundings:
             self._files,
             self._trainer,
             self._shift,
+            self._curves,
         )
 
     def restore(self, saved: Mapping[str, Any]) -> list[NotRestored]:
@@ -177,7 +180,7 @@ class _Moment:
         loss: the running loss.
         files: what an export needs besides the weights.
         trainer: whose they are.
-        shift: see `TrainerSurroundings`.
+        shift, curves: see `TrainerSurroundings`.
     """
 
     values: Mapping[str, Any]
@@ -187,6 +190,7 @@ class _Moment:
     files: Mapping[str, str]
     trainer: Trainer
     shift: int
+    curves: Callable[[], dict[str, Any]]
 
     def dump(self) -> dict[str, Any]:
         state = self._state()
@@ -204,7 +208,7 @@ class _Moment:
         # The history grows with the run, and it is not needed before the snapshot is loaded; nor a best metric that is
         # NaN, which is no JSON: `restore` has it from `dump`.
         state = _json_of({**self._state(), _LONG: []}, endless=False)
-        return {NOTE: {**state, PACE: {**pace_of(self.trainer), SHIFT: self.shift}}}
+        return {NOTE: {**state, PACE: {**pace_of(self.trainer), SHIFT: self.shift}}, **self.curves()}
 
     def _state(self) -> dict[str, Any]:
         # Callbacks' states are ours to restore: transformers would make new callbacks of them.

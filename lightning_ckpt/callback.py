@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never, Unpack
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from ckpt_engine.config import Config, load_config
+from ckpt_engine.config import Config, Options, load_config
 from ckpt_engine.config.live import live_file
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError
 from lightning_ckpt.compat import LightningInternals, callbacks_of
+from lightning_ckpt.compat_data import beginning
 from lightning_ckpt.fit_resume import FitResume
+from lightning_ckpt.loggers import FitLoggers
 from lightning_ckpt.restart import AUTO, EarlierFit, allow_restart
 from lightning_ckpt.run import FitRun
 from lightning_ckpt.run_state import MARK, mark_of
@@ -42,6 +45,7 @@ class AdaptiveCheckpoint(Callback):
         keep: retention, e.g. {"last": 2}.
         preemption: signals, grace and other sources of a stop, e.g. {"grace": "2 min"}.
         status: where the run says how it stands, e.g. {"file": "status.json", "port": 9400}.
+        log: what the progress bar and the loggers show, e.g. {"bar": "full"}.
         guard: "off", "nan" or "loss_spike": what ends training before it is saved.
         rollback: as `guard`, and the next start goes back, e.g. {"on": "loss_spike", "skip_batches": 200}.
         resume: "auto" goes on from the newest snapshot where `fit` is given no `ckpt_path`; "off" never does.
@@ -64,44 +68,71 @@ class AdaptiveCheckpoint(Callback):
         ConfigError: an option is unknown or impossible; every problem, with the allowed keys and the nearest match.
     """
 
-    def __init__(
-        self,
-        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-        *,
-        tiers: Any = None,
-        overhead: float | str | None = None,
-        max_lost_work: float | str | Mapping[str, float | str] | None = None,
-        mtbf: float | str | None = None,
-        every_n_steps: int | None = None,
-        every_seconds: float | str | None = None,
-        on_validation_end: bool | None = None,
-        at_end: bool | None = None,
-        wait_at_end: float | str | None = None,
-        keep: dict[str, Any] | None = None,
-        preemption: dict[str, Any] | None = None,
-        status: dict[str, Any] | None = None,
-        guard: str | None = None,
-        rollback: dict[str, Any] | None = None,
-        resume: str | None = None,
-        on_error: str | None = None,
-        writer: str | None = None,
-        linger: float | str | None = None,
-        slots: int | None = None,
-        lazy: str | bool | None = None,
-        rng: str | None = None,
-        data: str | None = None,
-        hidden: str | None = None,
-        pickle: str | list[str] | None = None,
-        debug: bool | None = None,
-        **unknown: Never,
-    ) -> None:
-        options = {name: value for name, value in locals().items() if name not in _NO_OPTIONS} | unknown
+    if TYPE_CHECKING:
+
+        def __init__(
+            self, config: str | os.PathLike[str] | Mapping[str, Any] | None = None, **options: Unpack[Options]
+        ) -> None: ...
+
+    else:
+        # LightningCLI reads this signature. What a section and a word may be is ours to say, with the one that is
+        # meant; and its YAML makes a boolean of `off`.
+        def __init__(
+            self,
+            config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+            *,
+            tiers: Any = None,
+            overhead: float | str | None = None,
+            max_lost_work: float | str | Mapping[str, float | str] | None = None,
+            mtbf: float | str | None = None,
+            every_n_steps: int | None = None,
+            every_seconds: float | str | None = None,
+            on_validation_end: bool | None = None,
+            at_end: bool | None = None,
+            wait_at_end: float | str | None = None,
+            keep: dict[str, Any] | None = None,
+            preemption: dict[str, Any] | None = None,
+            status: dict[str, Any] | None = None,
+            log: dict[str, Any] | None = None,
+            guard: str | bool | None = None,
+            rollback: dict[str, Any] | None = None,
+            resume: str | bool | None = None,
+            on_error: str | None = None,
+            writer: str | None = None,
+            linger: float | str | None = None,
+            slots: int | None = None,
+            lazy: str | bool | None = None,
+            rng: str | None = None,
+            data: str | None = None,
+            hidden: str | bool | None = None,
+            pickle: str | list[str] | None = None,
+            debug: bool | None = None,
+            **unknown: Never,
+        ) -> None:
+            given = {name: value for name, value in locals().items() if name not in _NO_OPTIONS}
+            self._make(config, given | unknown)
+
+    def _make(self, config: str | os.PathLike[str] | Mapping[str, Any] | None, options: dict[str, Any]) -> None:
         super().__init__()
         self.config: Config = load_config(config, **options)
         self._source, self._options = config, options
         self._run: FitRun | None = None
         self._idle: LightningInternals | None = None
         self._fitted: EarlierFit | None = None
+        self._log: Any = None
+        self._loggers: FitLoggers | None = None
+
+    @property
+    def log(self) -> Any:
+        """`LightningModule.log`: a trainer gives it to its callbacks as the first thing of all."""
+        return self._log
+
+    @log.setter
+    def log(self, log: Any) -> None:
+        self._log, begins = log, beginning()
+        if begins is not None and begins[0].state.fn is TrainerFn.FITTING:
+            self._loggers = FitLoggers(begins[0], self.config)
+            self._loggers.begin(begins[1])
 
     @property
     @override
@@ -111,7 +142,7 @@ class AdaptiveCheckpoint(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the options, and has not begun: a run belongs to one trainer and one process."""
-        return {**vars(self), "_run": None, "_idle": None, "_fitted": None}
+        return {**vars(self), "_run": None, "_idle": None, "_fitted": None, "_loggers": None}
 
     # ---- setup and teardown
 
@@ -130,7 +161,9 @@ class AdaptiveCheckpoint(Callback):
         else:
             self._require_own_folder(trainer)
             fitted, self._fitted = self._fitted, None
+            loggers, self._loggers = self._loggers or FitLoggers(trainer, self.config), None
             self._run = FitRun(trainer, pl_module, self.config, self, live_file(self._source, self._options))
+            self._run.resume.loggers = loggers
             self._run.resume.fresh.fitted = fitted
             self._run.connect()
             allow_restart(trainer, self._run.engine)

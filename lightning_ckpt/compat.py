@@ -24,6 +24,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.migration.utils import migrate_checkpoint
 from torchmetrics import Metric, SumMetric
@@ -100,6 +102,9 @@ class LightningInternals(DataInternals):
             "epoch_loop": getattr(fit_loop, "epoch_loop", None),
             "val_loop": getattr(getattr(fit_loop, "epoch_loop", None), "val_loop", None),
             "results": results,
+            "callback_connector": getattr(trainer, "_callback_connector", None),
+            "csv_logger": CSVLogger("."),
+            "csv_writer": ExperimentWriter,
         }
 
     def missing(self) -> list[PrivateName]:
@@ -444,6 +449,11 @@ PRIVATE_NAMES: tuple[PrivateName, ...] = (
     PrivateName("metric", "_update_count", "state of torchmetrics objects"),
     PrivateName("metric", "_forward_cache", "state of torchmetrics objects"),
     PrivateName("metric", "_computed", "state of torchmetrics objects"),
+    PrivateName("callback_connector", "_attach_model_logging_functions", "loggers, before they write"),
+    PrivateName("csv_logger", "_version", "the version folder of a resumed run"),
+    PrivateName("csv_logger", "_experiment", "going on in metrics.csv"),
+    PrivateName("csv_writer", "_rewrite_with_new_header", "a metrics.csv that survives kills (in a class of ours)"),
+    PrivateName("csv_writer", "_check_log_dir_exists", "going on in metrics.csv (replaced in a class of ours)"),
     PrivateName("results", "_ResultMetric", "running means of self.log"),
     PrivateName("results", "_Metadata", "running means of self.log"),
     PrivateName("results", "_Sync", "running means of self.log"),

@@ -1,10 +1,26 @@
-"""The part of `compat` that is about loaders: how Lightning makes, combines and fetches from them."""
+"""The parts of `compat` that are about loaders and loggers: how Lightning makes, combines and fetches from the former.
+
+Where Lightning's loggers write, and how each goes on there: see `ckpt_engine.observe.curves`.
+"""
 
 from __future__ import annotations
 
+import csv
+import os
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
+
+from ckpt_engine.observe.curves import Curve, EventFiles, cut_files, cut_rows, rows, sizes
+
+_ELSEWHERE = "this start gives its loggers another version"
 
 
 class DataInternals:
@@ -110,3 +126,202 @@ class DataInternals:
         consumed = getattr(iterator, "_consumed", None)
         if consumed is not None and position["ended"] is not None and len(consumed) == len(position["ended"]):
             consumed[:] = position["ended"]
+
+
+def beginning() -> tuple[pl.Trainer, Any] | None:
+    """The trainer that is about to run something, and the `ckpt_path` it was given, seen from what it calls."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        trainer = frame.f_locals.get("self")
+        if isinstance(trainer, pl.Trainer) and "ckpt_path" in frame.f_locals:
+            return trainer, frame.f_locals["ckpt_path"]
+        frame = frame.f_back
+    return None
+
+
+def curves_of(loggers: Sequence[Logger]) -> list[Curve]:
+    """Those that go on after a resume: of each kind of logger that is known."""
+    made: list[tuple[type[Any], Callable[[Any], Curve]]] = [
+        (CSVLogger, CsvCurve),
+        (TensorBoardLogger, TensorBoardCurve),
+        (MLFlowLogger, MlflowCurve),
+        (WandbLogger, WandbCurve),
+    ]
+    # A class of the user's may open something else.
+    return [
+        make(one) for one in loggers for kind, make in made if getattr(type(one), "experiment", 0) is kind.experiment
+    ]
+
+
+class _Table(ExperimentWriter):
+    """A table that survives a kill, also in the moment in which a new column makes Lightning write it again.
+
+    Args:
+        goes_on: in the table that is there, which Lightning would delete.
+    """
+
+    def __init__(self, log_dir: str, *, goes_on: bool) -> None:
+        self._goes_on = goes_on
+        super().__init__(log_dir)
+        path = Path(self.metrics_file_path)
+        if goes_on and path.is_file():
+            with path.open(newline="") as file:
+                self.metrics_keys = next(csv.reader(file), [])
+
+    def _check_log_dir_exists(self) -> None:
+        if not self._goes_on:
+            super()._check_log_dir_exists()
+
+    def _rewrite_with_new_header(self, fieldnames: list[str]) -> None:
+        path, whole = self.metrics_file_path, f"{self.metrics_file_path}.whole"
+        shutil.copyfile(path, whole)
+        self.metrics_file_path = whole
+        try:
+            super()._rewrite_with_new_header(fieldnames)
+        finally:
+            self.metrics_file_path = path
+        Path(whole).replace(path)
+
+
+class CsvCurve:
+    """`metrics.csv` in the folder of a version."""
+
+    name = "CSVLogger"
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+        self.home = _folder(logger.root_dir)
+
+    @property
+    def _table(self) -> Path:
+        return Path(self._logger.log_dir) / ExperimentWriter.NAME_METRICS_FILE
+
+    def place(self) -> Mapping[str, Any] | None:
+        return None if "://" in self.home else {"version": self._logger.version}
+
+    def begin(self, place: Mapping[str, Any] | None) -> str:
+        logger = self._logger
+        if logger._experiment is not None or "://" in self.home:
+            return ""
+        goes_on = place is not None and _takes(logger, place["version"])
+        logger._experiment = _Table(logger.log_dir, goes_on=goes_on)
+        return "" if goes_on or place is None else _ELSEWHERE
+
+    def marks(self) -> Mapping[str, int]:
+        self._logger.save()
+        return {"rows": rows(self._table)}
+
+    def cut(self, marks: Mapping[str, int]) -> str:
+        self._logger.experiment.metrics.clear()
+        return cut_rows(self._table, marks["rows"])
+
+
+class TensorBoardCurve:
+    """Event files in the folder of a version."""
+
+    name = "TensorBoardLogger"
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+        self.home = _folder(logger.root_dir)
+        self._files: EventFiles | None = None
+
+    def place(self) -> Mapping[str, Any] | None:
+        files = self._files
+        return None if files is None or "://" in self.home else {"version": self._logger.version, "tag": files.tag}
+
+    def begin(self, place: Mapping[str, Any] | None) -> str:
+        logger, why = self._logger, ""
+        if place is not None and logger._experiment is None and not _takes(logger, place["version"]):
+            place, why = None, _ELSEWHERE
+        suffix = logger._kwargs.get("filename_suffix", "")
+        tag = EventFiles.tag_of(suffix)
+        if tag is None and logger._experiment is None:
+            tag = EventFiles.new_tag() if place is None else str(place["tag"])
+            logger._kwargs = {**logger._kwargs, "filename_suffix": suffix + tag}
+        if tag is not None:
+            self._files = EventFiles(logger.log_dir, tag)
+        return why
+
+    def marks(self) -> Mapping[str, int]:
+        self._logger.experiment.flush()
+        return {} if self._files is None else self._files.sizes()
+
+    def cut(self, marks: Mapping[str, int]) -> str:
+        return "" if self._files is None else self._files.cut(marks)
+
+
+class MlflowCurve:
+    """One run of MLflow, with a file for each metric where its store is a folder."""
+
+    name = "MLFlowLogger"
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+        self.home = f"{logger._tracking_uri} {logger._experiment_name}"
+
+    @property
+    def _folder(self) -> Path | None:
+        """Of the metrics."""
+        store = self._logger.save_dir
+        return None if store is None else Path(store, self._logger.experiment_id, self._logger.run_id, "metrics")
+
+    def place(self) -> Mapping[str, Any] | None:
+        return {"run": self._logger.run_id}
+
+    def begin(self, place: Mapping[str, Any] | None) -> str:
+        logger = self._logger
+        if place is None or logger._initialized:
+            return ""
+        if logger._run_id not in (None, place["run"]):
+            return _ELSEWHERE
+        logger._run_id = place["run"]
+        return ""
+
+    def marks(self) -> Mapping[str, int]:
+        return {} if self._folder is None else sizes(self._folder, self._folder.rglob("*"))
+
+    def cut(self, marks: Mapping[str, int]) -> str:
+        if self._folder is None:
+            return "its store keeps the steps that come again"
+        return cut_files(self._folder, marks, sizes(self._folder, self._folder.rglob("*")))
+
+
+class WandbCurve:
+    """One run of W&B, by its id. Only its server could cut something off, and few may ask it to."""
+
+    name = "WandbLogger"
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+        self.home = str(logger.name)
+
+    def place(self) -> Mapping[str, Any] | None:
+        return None if self._logger.version is None else {"run": self._logger.version}
+
+    def begin(self, place: Mapping[str, Any] | None) -> str:
+        logger = self._logger
+        if place is None or logger._experiment is not None:
+            return ""
+        if logger._id not in (None, place["run"]):
+            return _ELSEWHERE
+        logger._id = logger._wandb_init["id"] = place["run"]
+        return ""
+
+    def marks(self) -> Mapping[str, int]:
+        return {}
+
+    def cut(self, marks: Mapping[str, int]) -> str:  # noqa: ARG002
+        return "the run goes on, and keeps the steps that come again"
+
+
+def _folder(path: str | os.PathLike[str]) -> str:
+    text = os.path.expandvars(path)
+    return text if "://" in text else str(Path(text).expanduser().resolve())
+
+
+def _takes(logger: Any, version: Any) -> bool:
+    """Whether the logger writes into the folder of this version; where the user leaves it open it does."""
+    if logger._version is None:
+        logger._version = version
+    return bool(logger._version == version)

@@ -33,6 +33,7 @@ from ckpt_engine.loop.diverging import Rollbacks
 from ckpt_engine.loop.resume import ReportDraft, publish
 from ckpt_engine.observe.log import announce
 from ckpt_engine.observe.resume_report import NotRestored, Restored
+from ckpt_engine.observe.units import count
 from ckpt_engine.preempt.divergence import RollbackRecord
 from ckpt_engine.restore.load import Loaded
 from ckpt_engine.state.compatibility import require_match, size_of
@@ -40,6 +41,7 @@ from ckpt_engine.store.manifest import Manifest, SnapshotInfo
 from lightning_ckpt import restart, run_state, sharded
 from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.loaders import FitLoaders
+from lightning_ckpt.loggers import FitLoggers
 from lightning_ckpt.restart import AUTO, Fresh, Kept, calls_the_users
 from lightning_ckpt.run_state import OWN_VERSION, BoundaryKind
 from lightning_ckpt.sharded import replicas_of
@@ -95,6 +97,7 @@ class FitResume:
         self.fresh = Fresh(trainer, module, engine)
         self.report: ReportDraft | None = None
         self.pending = False
+        self.loggers: FitLoggers | None = None
 
     # ---- choosing
 
@@ -129,7 +132,8 @@ class FitResume:
                     f"ckpt_path='auto': there is no snapshot in {root}, and untrained weights are not worth scoring",
                     hint="train first, or pass the path of a checkpoint",
                 )
-            announce(_log, f"ckpt_path='auto': no snapshot in {root} yet, starting fresh", aloud=rank_zero_info)
+            fresh = f"ckpt_path='auto': no snapshot in {root} yet, starting fresh; {self._engine.rhythm}"
+            announce(_log, fresh, aloud=rank_zero_info)
             original(None, *args, **kwargs)
         else:
             if self._rollbacks is not None:
@@ -187,6 +191,8 @@ class FitResume:
             if self._internals.user_fetches:
                 self.report.not_restored.append(NotRestored("skipped batches", "training_step fetches itself"))
         self.pending = True
+        if self.loggers is not None:
+            self.loggers.wait(loaded.manifest.notes)
         self._trainer.should_stop = self._should_stop()
         # A resumed run has been past its sanity check; its validation must not run at other places than it did.
         self._trainer.num_sanity_val_steps = 0
@@ -292,12 +298,6 @@ class FitResume:
         return bool(self._own["stopped_early"])
 
     @property
-    def after_failure(self) -> bool:
-        """Whether the earlier run ended by itself neither at its end nor after a signal."""
-        loaded = self._engine.loaded
-        return loaded is None or loaded.info.reason not in ("end", "signal")
-
-    @property
     def finished(self) -> bool:
         """The snapshot shows an epoch that is over."""
         return BoundaryKind(self._own["kind"]) is BoundaryKind.FINISHED
@@ -306,9 +306,10 @@ class FitResume:
         """Instead of `before_epoch`, where the snapshot is an imported file."""
         into_own_memory(self._trainer.optimizers)
 
-    def restore_streams(self) -> None:
-        """The random streams as the finished run left them, where a rerun trains nothing."""
+    def nothing_left(self) -> None:
+        """A rerun trains nothing: the random streams are as the finished run left them, and its curves."""
         rng.restore(self._own["rng"])
+        self._continue_curves()
 
     def restore_optimizers(self, original: Callable[[Any], None], checkpoint: Any) -> None:
         """Runs instead of the strategy's `load_optimizer_state_dict`.
@@ -401,7 +402,16 @@ class FitResume:
         self._put_back()
         self._let_go()
 
+    def curves(self) -> dict[str, Any]:
+        """For the notes of a snapshot: see `FitLoggers.note`."""
+        return {} if self.loggers is None else self.loggers.note()
+
+    def _continue_curves(self) -> None:
+        if self.loggers is not None and self.report is not None:
+            self.report.not_restored += self.loggers.go_on()
+
     def _let_go(self) -> None:
+        self._continue_curves()
         self._own, self._callbacks, self._elastic, self._regrouped = (
             {},
             {},
@@ -448,14 +458,14 @@ class FitResume:
             self.report.notes += self._loaders.notes()
         url = self._engine.root_url.removeprefix("file://")
         folder = url if "://" not in url else self._trainer.log_dir or self._trainer.default_root_dir
-        report, self.report = self.report.finish(), None
+        report, self.report = self.report.finish(self._engine.rhythm), None
         publish(report, Path(folder), _log, rank_zero_info, self._trainer.global_rank)
 
 
 def _where(own: Mapping[str, Any]) -> str:
     if BoundaryKind(own["kind"]) is BoundaryKind.FINISHED:
         return f"epoch {own['epoch']} was complete"
-    return f"continues in epoch {own['epoch']} after {own['batch']} batches"
+    return f"continues in epoch {own['epoch']} after {count(own['batch'], 'batch')}"
 
 
 def _parts(own: Mapping[str, Any], trainer: pl.Trainer, *, exact: bool) -> list[Restored]:
@@ -466,9 +476,9 @@ def _parts(own: Mapping[str, Any], trainer: pl.Trainer, *, exact: bool) -> list[
         parts.append(Restored("schedulers", schedulers))
     if exact:
         parts.append(Restored("random streams", ", ".join(own["rng"])))
-    parts.append(Restored("data position", f"{len(own['loaders'])} loaders"))
+    parts.append(Restored("data position", count(len(own["loaders"]), "loader")))
     if exact and (own["results"] or own["metrics"]):
-        detail = f"{len(own['results'])} logged values, {len(own['metrics'])} metric objects"
+        detail = f"{count(len(own['results']), 'logged value')}, {count(len(own['metrics']), 'metric object')}"
         parts.append(Restored("running means", detail))
     if own["gradients"]:
         parts.append(Restored("accumulated gradients"))

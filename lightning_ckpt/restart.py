@@ -19,7 +19,9 @@ Finishes what Lightning's own restore leaves inexact in weights.
 from __future__ import annotations
 
 import copy
+import logging
 import os
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,18 +32,22 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging
-from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import Optimizer
 
 from ckpt_engine.engine import Engine
 from ckpt_engine.errors import ConfigError
 from ckpt_engine.loop.components import into_own_memory, own_copy
+from ckpt_engine.loop.resume import afresh
+from ckpt_engine.observe.log import announce
 from ckpt_engine.observe.resume_report import NotRestored
 from ckpt_engine.state.sharding import here
 from ckpt_engine.store.names import RECORD
 from lightning_ckpt.compat import LightningInternals, callbacks_of
 from lightning_ckpt.run_state import Groups
+
+_log = logging.getLogger("lightning_ckpt")
 
 AUTO = "auto"
 
@@ -112,6 +118,7 @@ class Fresh:
             "leave out resume='off'" if off else "pass ckpt_path='auto' to fit, or resume='auto' to AdaptiveCheckpoint"
         )
         engine.start_fresh(how)
+        announce(_log, afresh(engine), aloud=rank_zero_info)
 
 
 def _require_file(path: Any) -> None:
@@ -132,8 +139,9 @@ def allow_restart(trainer: pl.Trainer, engine: Engine) -> None:
     Args:
         engine: where the nearest tier has snapshots it is a restart even if the command line does not say so.
     """
+    cli = sys.modules.get("lightning.pytorch.cli")  # slow to import, and a program that has not has no such callback
     for callback in callbacks_of(trainer):
-        if isinstance(callback, SaveConfigCallback):
+        if cli is not None and isinstance(callback, cli.SaveConfigCallback):
             asked = getattr(callback.config, "ckpt_path", None) == AUTO
             callback.overwrite = callback.overwrite or asked or bool(engine.snapshots(nearest=True))
 

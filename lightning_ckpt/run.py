@@ -24,7 +24,7 @@ from ckpt_engine.loop.diverging import Rollbacks, require_alike
 from ckpt_engine.loop.failing_loop import ImpossibleError, save_last
 from ckpt_engine.loop.halt import EXCEPTION_WAIT_SECONDS
 from ckpt_engine.loop.loops import Taker
-from ckpt_engine.loop.rank_decisions import cadence_of, cadence_settings, prepare_share
+from ckpt_engine.loop.rank_decisions import cadence_of, cadence_settings, ended_by, prepare_share
 from ckpt_engine.loop.stopping import END_WAIT_SECONDS, Stopping, losses_of
 from ckpt_engine.observe.events import SystemClock
 from ckpt_engine.observe.log import FanOutSink, LogSink
@@ -32,13 +32,12 @@ from ckpt_engine.snapshot.save_request import SaveHandle
 from ckpt_engine.snapshot.stage import StepFence, copies_lazily
 from lightning_ckpt import run_state, sharded
 from lightning_ckpt.compat import LightningInternals, callbacks_of
-from lightning_ckpt.failing_fit import FailingFit, FitStepStart
+from lightning_ckpt.failing_fit import FailingFit, FenceGuard, FitStepStart, StopWatch, finish_again
 from lightning_ckpt.fit_resume import FitResume
 from lightning_ckpt.loaders import FitLoaders
+from lightning_ckpt.loggers import BAR_NAMES, Telemetry
 from lightning_ckpt.run_state import OF_LIGHTNING, BoundaryKind, FitCapture, FitInstant, Position, audited, kind_of
 from lightning_ckpt.sharded import ranks_of, replicas_of
-from lightning_ckpt.telemetry import BAR_NAMES, StopWatch, Telemetry, finish_again
-from lightning_ckpt.weight_guard import FenceGuard
 
 _log = logging.getLogger("lightning_ckpt")
 
@@ -70,7 +69,7 @@ class FitRun:
         require_alike(self.engine)
         self.engine.events = sinks
         self.cadence = cadence_of(cadence_settings(config), clock, self.engine)
-        self.telemetry = Telemetry(self.cadence, self.engine.times)
+        self.telemetry = Telemetry(self.cadence, self.engine.times, config.log)
         sinks.add(self.cadence)
         sinks.add(self.telemetry)
         self._loaders = FitLoaders(self._internals, trainer, OnChange(config.data))
@@ -168,7 +167,7 @@ class FitRun:
         if self.resume.pending:
             self._stop.by_early_stopping = self.resume.stopped_early
             if (learned := self.resume.cadence_state) is not None:
-                self.cadence.restore(learned, failed=self.resume.after_failure)
+                self.cadence.restore(learned, failure=ended_by(self.engine))
         self._announce()
         self.cadence.start(self.step)
         self.engine.times.begin()
@@ -350,7 +349,7 @@ class FitRun:
 
     def fit_over(self) -> None:
         if self.resume.pending:
-            self.resume.restore_streams()
+            self.resume.nothing_left()
             finish_again(self._trainer, self._module)
 
     def failed(self, exception: BaseException) -> None:
@@ -411,20 +410,26 @@ class FitRun:
                 self.cadence.skipped(step, "loss spike")
             return None
         began = time.perf_counter()
+        notes = {
+            "trainer": "lightning",
+            "kind": kind.value,
+            "batch": self._internals.batches_in_epoch if before is None else before.position.batches_in_epoch,
+            **sharded.notes(self._trainer),
+        }
+
+        def state() -> dict[str, Any]:
+            notes.update(self.resume.curves())  # the time it takes is part of the stall
+            return self._state(kind, before)
+
         handle = self._taker.take(
-            lambda: self._state(kind, before),
+            state,
             step=step,
             durable=durable,
             epoch=self._trainer.current_epoch,
             reason=reason,
             metrics=run_state.numbers(self._internals),
             lazy=self._lazy,
-            notes={
-                "trainer": "lightning",
-                "kind": kind.value,
-                "batch": self._internals.batches_in_epoch if before is None else before.position.batches_in_epoch,
-                **sharded.notes(self._trainer),
-            },
+            notes=notes,
         )
         if handle is None:
             return None

@@ -35,11 +35,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, LambdaCallback, ModelCheckpoint
 from torchmetrics import Metric
 
-from ckpt_engine.audit.attributes import of_framework
 from ckpt_engine.audit.audit import Audit, roots_of_loader
+from ckpt_engine.audit.source import of_framework
 from ckpt_engine.data import rng
 from ckpt_engine.loop import components
 from ckpt_engine.loop.capture import Packer, own_values
@@ -545,7 +545,8 @@ OF_LIGHTNING = vars(pl.LightningModule()).keys() | vars(pl.LightningDataModule()
 def audited(trainer: pl.Trainer, module: pl.LightningModule, left_out: Collection[Callback]) -> dict[str, Any]:
     """Model, data module, the user's callbacks and what is in the loaders, by the names that users know them by."""
     data: Any = getattr(trainer, "datamodule", None)
-    callbacks = [one for one in callbacks_of(trainer) if not of_framework(one) and one not in left_out]
+    own = [one for one in callbacks_of(trainer) if not of_framework(type(one)) or isinstance(one, LambdaCallback)]
+    callbacks = [one for one in own if one not in left_out]
     return {
         "model": module,
         **({} if data is None else {"datamodule": data}),

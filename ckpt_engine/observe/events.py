@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 
@@ -83,6 +83,8 @@ class AttemptsFound(Event):
         failures: the class of the failure that ended it, or `UNKNOWN`; "": none.
         seconds: that the current one has lasted already: its writer was replaced.
         reached: the last step that any of them has completed; -1: not known.
+        spent: what went into their time, as `metrics.RunSpent`.
+        until: wall-clock seconds at which the last of them was known to live; 0.0: there is none.
     """
 
     name: ClassVar[str] = "attempts_found"
@@ -90,6 +92,8 @@ class AttemptsFound(Event):
     failures: tuple[str, ...]
     seconds: float = 0.0
     reached: int = -1
+    spent: Mapping[str, float] = field(default_factory=dict)
+    until: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

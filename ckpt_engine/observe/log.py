@@ -30,6 +30,7 @@ from ckpt_engine.observe.events import (
     TierRecovered,
     WriterLost,
 )
+from ckpt_engine.observe.units import count as count_of
 from ckpt_engine.observe.units import duration, size
 
 LOGGER_NAME = "ckpt_engine"
@@ -121,7 +122,7 @@ def line(event: Event, *, count: int = 1) -> str:
             return f"step {event.step}: snapshot {event.snapshot} is the newest on {event.tier}"
         case AttemptsFound():
             failed = sum(kind != "" for kind in event.failures)
-            return f"{len(event.lasted)} earlier attempts are known, {failed} of them have failed"
+            return f"of {count_of(len(event.lasted), 'earlier attempt')} {failed} failed"
         case MemoryFlushed():
             return f"step {event.step}: the newest in memory when that was to become durable; what could, is"
         case SnapshotFailed() if count > 1:
@@ -138,7 +139,7 @@ def line(event: Event, *, count: int = 1) -> str:
         case SnapshotSkipped():
             return f"step {event.step}: snapshot postponed ({event.reason}), training goes on"
         case SnapshotsForgotten():
-            return f"{len(event.snapshots)} older snapshots forgotten, {size(event.freed_bytes)} freed"
+            return f"{count_of(len(event.snapshots), 'older snapshot')} forgotten, {size(event.freed_bytes)} freed"
         case SnapshotReplicated():
             return (
                 f"step {event.step}: snapshot {event.snapshot} durable on {event.tier} too, "

@@ -55,6 +55,7 @@ class ResumeReport:
         seconds: from looking at the store to the state being in place.
         read_bytes: read from storage.
         away: sentences about places that were left out and may have something newer.
+        rhythm: how often snapshots are taken from here on, and why.
     """
 
     url: str
@@ -69,6 +70,7 @@ class ResumeReport:
     read_bytes: int = 0
     place: str = ""
     away: tuple[str, ...] = ()
+    rhythm: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON values."""
@@ -107,7 +109,7 @@ class ResumeReport:
         lines += _section("restored", [(one.name, one.detail) for one in self.restored])
         lines += _section("not restored", [(one.name, one.why) for one in self.not_restored])
         lines += _section("passed over", [(one.id, f"[{one.code}] {one.reason}") for one in self.rejected])
-        lines += [f"  note: {note}" for note in (*self.notes, *self.away)]
+        lines += [f"  note: {note}" for note in (*self.notes, *self.away, *self._rhythm)]
         return "\n".join(lines)
 
     def line(self) -> str:
@@ -117,8 +119,13 @@ class ResumeReport:
                 self._headline(),
                 *(note for note in self.notes if note.startswith((_FROM_MEMORY, _BY_OTHERS))),
                 *self.away,
+                *self._rhythm,
             ]
         )
+
+    @property
+    def _rhythm(self) -> list[str]:
+        return [self.rhythm] if self.rhythm else []
 
     def _headline(self) -> str:
         if self.snapshot is None:

@@ -1,4 +1,4 @@
-"""Durations, sizes and shares as short text for one-line messages.
+"""Durations, sizes, shares and counts as short text for one-line messages.
 
 What must not be shown: credentials inside of URLs.
 """
@@ -35,6 +35,12 @@ def size(nbytes: float) -> str:
 def share(fraction: float) -> str:
     """`1 %`, `3.5 %`, `0.02 %` from a fraction of one."""
     return f"{_digits(fraction * 100)} %"
+
+
+def count(number: int, noun: str) -> str:
+    """`1 snapshot`, `1,200 snapshots`, `2 batches`."""
+    plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def _digits(value: float) -> str:

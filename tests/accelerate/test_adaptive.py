@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
+from accelerate.tracking import GeneralTracker
 
 from accelerate_ckpt import AdaptiveCheckpoint
 from ckpt_engine.checkpointer import Checkpointer
@@ -87,6 +88,43 @@ def test_objects_prepared_later_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="after AdaptiveCheckpoint was made"):
         script.train(3)
     ckpt.close()
+
+
+class Remembers(GeneralTracker):
+    """A tracker as of a user, without a service."""
+
+    name = "remembers"
+    requires_logging_directory = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[int | None, dict[str, Any]]] = []
+
+    @property
+    def tracker(self) -> Any:
+        return None
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None: ...
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.logged.append((step, values))
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_trackers_get_our_numbers_with_those_of_the_script(on: bool, tmp_path: Path) -> None:
+    """In the same call, for the same step; `log: {loggers: off}` leaves them out, and after the end they are gone."""
+    script = Script()
+    tracker = Remembers()
+    script.accelerator.trackers = [tracker]
+    ckpt = script.track({**every_boundary(tmp_path), "log": {"loggers": "on" if on else "off"}})
+    script.train(3)
+    script.accelerator.log({"loss": 0.5}, step=3)
+    ckpt.close()
+    script.accelerator.log({"loss": 0.4})
+    (step, values), last = tracker.logged
+    assert (step, values["loss"], last) == (3, 0.5, (None, {"loss": 0.4}))
+    assert ("ckpt/committed" in values) is on
+    assert not on or values["ckpt/committed"] >= 1
 
 
 def test_a_copy_has_not_begun(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,14 +99,20 @@ def test_accumulation_is_counted_where_we_restore_it(accelerator: Accelerator) -
 
 
 def test_nothing_else_touches_private_names_of_accelerate() -> None:
-    """Outside of private.py no attribute with a leading underscore is used on anything but our own objects."""
+    """Outside of the two files for them no attribute with a leading underscore is used on anything but our objects."""
     known = {entry.name for entry in ACCELERATE_NAMES if entry.name.startswith("_")}
     offenders = [
         f"{path.name}:{node.lineno} {node.attr}"
         for path in PACKAGE.glob("*.py")
-        if path.name != "private.py"
+        if path.name not in ("private.py", "private_trainer.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
         and (node.attr in known - {"_models"} or (node.attr == "_models" and ast.unparse(node.value) != "self"))
     ]
     assert offenders == []
+
+
+def test_accelerate_alone_is_enough() -> None:
+    """Where transformers is not installed, and where it is it is not imported."""
+    code = "import sys; sys.modules['transformers'] = None; import accelerate_ckpt; accelerate_ckpt.AdaptiveCheckpoint"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=120)

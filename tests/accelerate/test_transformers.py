@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from accelerate_ckpt import TransformersCallback
 from ckpt_engine.errors import MismatchError
@@ -189,3 +191,22 @@ def test_between_epochs_a_grown_dataset_goes_on(tmp_path: Path) -> None:
     resumed = train_hf({"num_train_epochs": 4}, resume_only(tmp_path / "run"), tmp_path / "out", seed=11, samples=30)
     assert trained(resumed) == 8
     assert any("dataset_length was 22, now 30" in one.why for one in report(tmp_path / "run").not_restored)
+
+
+@pytest.mark.parametrize("loggers", ["on", "off"])
+def test_reports_get_our_numbers(loggers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever reports to a service gets them with the trainer's; the trainer's own history does not."""
+
+    class Report(TrainerCallback):  # type: ignore[misc]
+        got: list[tuple[int, dict[str, Any]]] = []  # noqa: RUF012 - of the class, as the trainer makes the instance
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            self.got.append((state.global_step, logs))
+            assert not [name for one in state.log_history for name in one if name.startswith("ckpt")]
+
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "report", Report)
+    options = {**every_boundary(tmp_path / "run"), "log": {"loggers": loggers}}
+    train_hf({"report_to": ["report"], "logging_steps": 2}, options, tmp_path / "out")
+    ours, others = ([step for step, logs in Report.got if ("ckpt/committed" in logs) is one] for one in (True, False))
+    assert len(others) > 3
+    assert ours == (others if loggers == "on" else [])

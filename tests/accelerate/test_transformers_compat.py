@@ -13,8 +13,8 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import accelerate_ckpt
-from accelerate_ckpt import TransformersCallback, private
-from accelerate_ckpt.private import TRANSFORMERS_NAMES, TrainerInternals
+from accelerate_ckpt import TransformersCallback, private_trainer
+from accelerate_ckpt.private_trainer import TRANSFORMERS_NAMES, TrainerInternals
 from ckpt_engine.checkpointer import Checkpointer
 from ckpt_engine.data.private_names import PrivateName
 from ckpt_engine.errors import CkptError, ConfigError, ResumeError
@@ -33,13 +33,15 @@ def make_trainer(folder: Path, callbacks: list[Any], **arguments: Any) -> Traine
 def test_a_private_name_is_still_there(entry: PrivateName, tmp_path: Path) -> None:
     """Upstream has not renamed it."""
     missing = TrainerInternals(make_trainer(tmp_path, [])).missing()
-    why = f"transformers {private.TRANSFORMERS_VERSION} lacks {entry.owner}.{entry.name}: {entry.used_for} fails"
+    why = (
+        f"transformers {private_trainer.TRANSFORMERS_VERSION} lacks {entry.owner}.{entry.name}: {entry.used_for} fails"
+    )
     assert entry not in missing, why
 
 
 def test_a_missing_name_is_one_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says which feature needs what, and what to do."""
-    monkeypatch.setattr(private, "TRANSFORMERS_NAMES", (PrivateName("trainer", "_no_such_thing", "resuming"),))
+    monkeypatch.setattr(private_trainer, "TRANSFORMERS_NAMES", (PrivateName("trainer", "_no_such_thing", "resuming"),))
     with pytest.raises(CkptError, match=r"lacks names .*trainer\._no_such_thing \(for resuming\)"):
         TrainerInternals(make_trainer(tmp_path, [])).probe()
 
@@ -49,13 +51,13 @@ def test_nothing_else_touches_private_names_of_transformers() -> None:
     names = {entry.name for entry in TRANSFORMERS_NAMES if entry.name.startswith("_")}
     names |= {
         value
-        for name, value in vars(private).items()
+        for name, value in vars(private_trainer).items()
         if name.startswith("_") and name.isupper() and isinstance(value, str)
     }
     offenders = [
         f"{path.name}:{node.lineno} {node.attr}"
         for path in PACKAGE.glob("*.py")
-        if path.name != "private.py"
+        if path.name != "private_trainer.py"
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr in names
     ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from jsonargparse import ArgumentParser
 
 from ckpt_engine.config import OPTION_NAMES
 from ckpt_engine.errors import ConfigError
@@ -74,6 +75,17 @@ def test_a_restarted_command_continues_exactly(where: str, tmp_path: Path) -> No
     assert yaml.safe_load((folder / "config.yaml").read_text())["ckpt_path"] == "auto"
 
 
+def test_a_restart_logs_into_the_same_folder(tmp_path: Path) -> None:
+    """With the version left to Lightning, which by itself makes another folder at each start."""
+    logger = ("--trainer.logger=lightning.pytorch.loggers.CSVLogger", f"--trainer.logger.save_dir={tmp_path}")
+    arguments = ("fit", f"--config={config(tmp_path, ckpt_path='auto')}", *logger)
+    crash(*arguments)
+    cli = cli_app.run(*arguments)
+    assert [path.name for path in (tmp_path / "lightning_logs").iterdir()] == ["version_0"]
+    assert cli.trainer.log_dir == str(tmp_path / "lightning_logs" / "version_0")
+    assert (tmp_path / "lightning_logs" / "version_0" / "config.yaml").exists()
+
+
 def test_a_run_that_crashed_before_its_first_snapshot_restarts_too(tmp_path: Path) -> None:
     """There is no snapshot, but the saved configuration of the first start is in the way."""
     arguments = ("fit", f"--config={config(tmp_path, ckpt_path='auto')}")
@@ -110,6 +122,15 @@ def test_a_misspelt_option_is_named(tmp_path: Path) -> None:
         cli_app.run("fit", f"--config={path}", "--trainer.callbacks.keep={lst: 1}")
     with pytest.raises(ConfigError, match=r"keep\.lst.*did you mean 'last'"):
         AdaptiveCheckpoint(str(tmp_path), keep={"lst": 1})
+
+
+def test_an_unquoted_off_is_the_word(tmp_path: Path) -> None:
+    """The YAML of LightningCLI makes a boolean of it."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(AdaptiveCheckpoint, "ckpt")
+    (tmp_path / "cli.yaml").write_text("ckpt: {tiers: /run, guard: off, resume: off, hidden: off, log: {bar: off}}\n")
+    made = parser.instantiate_classes(parser.parse_path(tmp_path / "cli.yaml")).ckpt.config
+    assert [made.guard, made.resume, made.hidden, made.log.bar] == ["off"] * 4
 
 
 def test_keywords_are_exactly_the_options() -> None:

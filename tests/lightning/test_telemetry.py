@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from lightning.pytorch.callbacks import Callback
 
+from ckpt_engine.observe.metrics import RunSpent
 from tests.lightning.runs import Case, every_batch, fit
 
 
@@ -37,6 +39,8 @@ def test_loggers_get_stall_interval_bytes_and_age(tmp_path: Path) -> None:
         "ckpt/interval_steps",
         "ckpt/overhead_percent",
         "ckpt/goodput_percent",
+        "ckpt/idle_percent",
+        *(f"ckpt/run_{name}_seconds" for name in (*RunSpent().parts, "slowdown_error")),
         "ckpt/age_of_last_durable_seconds",
     }
     assert last["ckpt/interval_steps"] == 1
@@ -44,14 +48,31 @@ def test_loggers_get_stall_interval_bytes_and_age(tmp_path: Path) -> None:
     assert last["ckpt/snapshot_bytes"] > 1000
     assert last["ckpt/failed"] == 0
     assert 0.0 <= last["ckpt/goodput_percent"] <= 100.0
+    assert last["ckpt/run_stall_seconds"] > 0.0
+    assert last["ckpt/idle_percent"] == 0.0  # it is alone
 
 
-def test_the_progress_bar_shows_four_numbers(tmp_path: Path) -> None:
-    """They are not metrics of the run: callbacks and checkpoints do not see them, and they are gone after training."""
-    bar = ReadsBar()
-    outcome = fit(Case(), [*every_batch(tmp_path), bar])
-    ours = {name for name in bar.shown[-1] if name.startswith("ckpt_")}
-    assert ours == {"ckpt_stall_ms", "ckpt_every", "ckpt_MB", "ckpt_age_s"}
+def test_loggers_can_be_left_alone(tmp_path: Path) -> None:
+    """`log: {loggers: off}`."""
+    assert fit(Case(trainer={"log_every_n_steps": 3}), every_batch(tmp_path, log={"loggers": "off"})).logger.ours == []
+
+
+FULL = {"ckpt", "ckpt_stall_ms", "ckpt_every", "ckpt_MB", "ckpt_age_s"}
+
+
+@pytest.mark.parametrize(("bar", "names"), [("off", set()), (None, {"ckpt"}), ("full", FULL)])
+def test_the_progress_bar_shows_what_the_options_ask(bar: str | None, names: set[str], tmp_path: Path) -> None:
+    """One short entry by default, from which step a restart would go on: a bar of 80 columns has room for it."""
+    shown = ReadsBar()
+    fit(Case(), [*every_batch(tmp_path, log=None if bar is None else {"bar": bar}), shown])
+    ours = {name: value for name, value in shown.shown[-1].items() if name.startswith("ckpt")}
+    assert ours.keys() == names
+    assert bar == "off" or 10 < int(ours["ckpt"]) <= 17
+
+
+def test_entries_of_the_progress_bar_are_no_metrics(tmp_path: Path) -> None:
+    """Callbacks and checkpoints do not see them, and they are gone after training."""
+    outcome = fit(Case(), every_batch(tmp_path, log={"bar": "full"}))
     assert not [name for name in outcome.trainer.progress_bar_metrics if name.startswith("ckpt")]
     assert not [name for name in outcome.trainer.callback_metrics if name.startswith("ckpt")]
     assert not [name for name in outcome.trainer.logged_metrics if name.startswith("ckpt")]

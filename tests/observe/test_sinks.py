@@ -104,7 +104,7 @@ def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
         ("INFO", "ann on node7 asks to save now"),
         ("DEBUG", "step 7: snapshot id is the newest on /run"),
         ("WARNING", "something"),
-        ("DEBUG", "2 earlier attempts are known, 1 of them have failed"),
+        ("DEBUG", "of 2 earlier attempts 1 failed"),
     ]
 
 

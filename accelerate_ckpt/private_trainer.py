@@ -1,0 +1,280 @@
+"""All access to names of transformers that its documentation does not promise; each is listed with its reason."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers.trainer
+from transformers import Trainer
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, TensorBoardCallback
+from transformers.trainer_utils import has_length
+
+from accelerate_ckpt.private import is_known
+from ckpt_engine.data import private_names as undocumented
+from ckpt_engine.data.private_names import PrivateName
+from ckpt_engine.observe.curves import Curve, WriterCurve
+
+TRANSFORMERS_VERSION: str = version("transformers")
+
+TRANSFORMERS_NAMES: tuple[PrivateName, ...] = (
+    PrivateName("module", "skip_first_batches", "resuming without drawing the trained samples again (replaced)"),
+    PrivateName("Trainer", "_load_from_checkpoint", "resuming without a second copy of the weights (replaced)"),
+    PrivateName("Trainer", "_load_rng_state", "resuming without a file of random streams (its absence is allowed)"),
+    PrivateName("Trainer", "_maybe_log_save_evaluate", "the running loss where it is a local variable (wrapped)"),
+    PrivateName("trainer", "set_initial_training_values", "the steps of an epoch, with another batch size (wrapped)"),
+    PrivateName("trainer", "callback_handler", "the state of callbacks"),
+    PrivateName("trainer", "control", "the state of callbacks"),
+    PrivateName("trainer", "current_flos", "the count of floating point operations"),
+    PrivateName(
+        "method", "self", "resume='auto', and training without resume_from (the trainer is found on the stack)"
+    ),
+)
+"""Those that all supported versions have; `tests/accelerate/test_transformers_compat.py` has a test for each."""
+
+_MODULE: Any = transformers.trainer
+_DATED = "runs"
+_RUNNING_LOSS = "_tr_loss"  # 5.0 and later; a local variable of the loop before
+_LAST_LOGGED = "_globalstep_last_logged"
+_TOTAL_LOSS = "_total_loss_scalar"
+_FIRST_STEP = "_initial_global_step"
+_COUNTS = "_init_training_state"  # 5.0 and later; a part of the loop before
+
+
+def trainer_above() -> Trainer | None:
+    """The trainer whose method calls this, through whatever: it hands itself to none of its callbacks."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, Trainer):
+            return owner
+        frame = frame.f_back
+    return None
+
+
+class TrainerInternals:
+    """Typed, narrow access to the insides of one trainer.
+
+    Args:
+        trainer: whose insides are reached.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Any = trainer
+        self._skip_first_batches: Any = None
+        self._before: dict[str, Any] = {}
+        self._shown: torch.Tensor | None = None
+        self._carried: torch.Tensor | None = None
+
+    def owners(self) -> dict[str, Any]:
+        """The objects that `PrivateName.owner` refers to."""
+        methods = filter(inspect.isfunction, vars(Trainer).values())
+        receivers = SimpleNamespace(**{one.__code__.co_varnames[0]: one for one in methods if one.__code__.co_argcount})
+        return {"module": _MODULE, "Trainer": Trainer, "trainer": self._trainer, "method": receivers}
+
+    def missing(self) -> list[PrivateName]:
+        """The names that this version of transformers does not have."""
+        return undocumented.lacking(TRANSFORMERS_NAMES, self.owners())
+
+    def probe(self) -> None:
+        """Raises `CkptError` where this version lacks a name."""
+        undocumented.require(TRANSFORMERS_NAMES, self.owners(), "transformers", TRANSFORMERS_VERSION, "accelerate_ckpt")
+
+    # ---- what the trainer does when it resumes, and we do instead
+
+    def train_with(self, checkpoint: Callable[[], str | None], failed: Callable[[BaseException], None]) -> None:
+        """`train()` of no trial resumes from `checkpoint()` where it is given no `resume_from_checkpoint`, and what it
+        raises goes through `failed`. Stays for good, and is done once.
+        """
+        original = self._trainer.train
+        if getattr(original, "_ckpt", None) == failed:
+            return
+
+        def train(resume_from_checkpoint: Any = None, trial: Any = None, *arguments: Any, **more: Any) -> Any:
+            try:
+                if resume_from_checkpoint is None and trial is None:
+                    resume_from_checkpoint = checkpoint()
+                return original(resume_from_checkpoint, trial, *arguments, **more)
+            except BaseException as err:
+                failed(err)
+                raise
+
+        train._ckpt = failed  # type: ignore[attr-defined]
+        self._trainer.train = train
+
+    def keep_weights(self) -> None:
+        """The folder that the trainer resumes from has no weights; they come from the snapshot. Undone by `unwrap`."""
+
+        def load_nothing(*_: Any, **__: Any) -> None:
+            return None
+
+        self._replace("_load_from_checkpoint", load_nothing)
+
+    def count_from(self, epoch: int, batches: int) -> None:
+        """Training goes on in this pass over the data after so many of its batches. Undone by `unwrap`.
+
+        Where their number is not known the trainer takes all steps for one epoch, and would skip those of the passes
+        before in this one. Before 5.0 there is no place to tell it.
+        """
+        if has_length(self._trainer.train_dataset) or not hasattr(self._trainer, _COUNTS):
+            return
+        original = getattr(self._trainer, _COUNTS)
+
+        def init_training_state(*arguments: Any, **more: Any) -> tuple[int, int]:
+            original(*arguments, **more)
+            return epoch, batches
+
+        self._replace(_COUNTS, init_training_state)
+
+    def skip_with(self, skip: Callable[[Any, int], Any]) -> None:
+        """`skip(loader, batches)` runs instead of `skip_first_batches`, once. Undone by `unwrap`."""
+        original = _MODULE.skip_first_batches
+
+        def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+            self.unskip()
+            return skip(dataloader, num_batches)
+
+        self._skip_first_batches = original
+        _MODULE.skip_first_batches = skip_first_batches
+
+    @property
+    def skips(self) -> bool:
+        """Whether the next call of `skip_first_batches` is ours."""
+        return self._skip_first_batches is not None
+
+    def unskip(self) -> None:
+        """Put `skip_first_batches` back."""
+        if self._skip_first_batches is not None:
+            _MODULE.skip_first_batches = self._skip_first_batches
+            self._skip_first_batches = None
+
+    def unwrap(self) -> None:
+        """Leave the trainer and its module as they were found."""
+        self.unskip()
+        while self._before:
+            self._put_back(next(iter(self._before)))
+
+    def recount_with(self, recount: Callable[[Any, int], int]) -> None:
+        """`recount(loader, steps_of_an_epoch)` runs before the trainer reads where it resumes. Undone by `unwrap`.
+
+        It returns by how many steps the trainer counts more than it trains: so many more are in the epochs that it
+        needs for its `max_steps`.
+        """
+
+        def set_initial_training_values(args: Any, dataloader: Any, *more: Any, **named: Any) -> Any:
+            epochs, steps, *others = original(args, dataloader, *more, **named)
+            shift = recount(dataloader, int(steps))
+            if shift and args.max_steps > 0:
+                epochs = -(-(args.max_steps + shift) // steps)
+            return epochs, steps, *others
+
+        original = self._replace("set_initial_training_values", set_initial_training_values)
+
+    def follow_evaluations(self, after: Callable[[str, Any], None]) -> None:
+        """`after(name, loader)` gets every loader that is made or kept for an evaluation. Undone by `unwrap`."""
+
+        def get_eval_dataloader(eval_dataset: Any = None) -> Any:
+            loader = original(eval_dataset)
+            after(eval_dataset if isinstance(eval_dataset, str) else "eval", loader)
+            return loader
+
+        original = self._replace("get_eval_dataloader", get_eval_dataloader)
+
+    def _replace(self, name: str, method: Any) -> Any:
+        """Put `method` on the instance; what was called before. Undone by `unwrap`."""
+        original = getattr(self._trainer, name)
+        self._before.setdefault(name, vars(self._trainer).get(name))
+        setattr(self._trainer, name, method)
+        return original
+
+    def _put_back(self, name: str) -> None:
+        before = self._before.pop(name)
+        if before is None:
+            vars(self._trainer).pop(name, None)
+        else:
+            setattr(self._trainer, name, before)
+
+    # ---- counters
+
+    @property
+    def callbacks(self) -> list[Any]:
+        """The trainer's callbacks and its control, in order."""
+        return [*self._trainer.callback_handler.callbacks, self._trainer.control]
+
+    @property
+    def reports(self) -> list[Any]:
+        """The callbacks that report to TensorBoard, W&B and the like."""
+        kinds = tuple(INTEGRATION_TO_CALLBACK.values())
+        return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, kinds)]
+
+    def curves(self) -> list[Curve]:
+        """Of the callbacks that log, those that go on after a resume, as far as they have begun; where this logs."""
+        found: list[Curve] = []
+        for callback in self._trainer.callback_handler.callbacks:
+            writer: Any = callback.tb_writer if type(callback) is TensorBoardCallback else None
+            if is_known(writer) and self._trainer.state.is_world_process_zero:
+                folder = Path(writer.log_dir)
+                dated = folder.parent.name == _DATED  # transformers makes one for each start, unless the user names it
+                found.append(WriterCurve("TensorBoardCallback", writer, folder.parent if dated else folder))
+        return found
+
+    def follow_running_loss(self) -> None:
+        """Before 5.0 the loss since the last log is a local variable: seen when the loop hands it on to be logged."""
+        if hasattr(self._trainer, _RUNNING_LOSS):
+            return
+
+        def maybe_log(tr_loss: torch.Tensor, *arguments: Any, **more: Any) -> Any:
+            result = original(tr_loss, *arguments, **more)
+            self._shown = tr_loss.detach().clone()  # it was emptied if it was logged
+            return result
+
+        original = self._replace("_maybe_log_save_evaluate", maybe_log)
+
+    def running_loss(self) -> dict[str, Any]:
+        """The loss since the last log and the step of that log, all loss and the step it counts from, and the
+        operations that are not counted yet.
+        """
+        trainer = self._trainer
+        loss = getattr(trainer, _RUNNING_LOSS, self._shown)
+        return {
+            "loss": None if loss is None else loss.detach().clone(),
+            "total": float(getattr(trainer, _TOTAL_LOSS)),
+            "first": int(getattr(trainer, _FIRST_STEP, 0)),
+            "last_logged": int(getattr(trainer, _LAST_LOGGED)),
+            "flos": float(trainer.current_flos),
+        }
+
+    def restore_running_loss(self, saved: dict[str, Any]) -> bool:
+        """Put `running_loss` back; False if the saved run could not see the loss."""
+        trainer = self._trainer
+        trainer.current_flos = saved["flos"]
+        if saved["loss"] is None:
+            return False
+        loss = getattr(trainer, _RUNNING_LOSS, None)
+        if loss is not None:
+            setattr(trainer, _RUNNING_LOSS, saved["loss"].to(loss.device))
+        else:
+            self._carry(saved["loss"])
+        setattr(trainer, _LAST_LOGGED, saved["last_logged"])
+        setattr(trainer, _TOTAL_LOSS, saved["total"])
+        if hasattr(trainer, _FIRST_STEP):  # the final mean is over the steps since there
+            setattr(trainer, _FIRST_STEP, saved["first"])
+        return True
+
+    def _carry(self, loss: torch.Tensor) -> None:
+        """Add what was left of the loss to that of the first step, which the loop adds to nothing."""
+        self._shown = self._carried = loss
+        if "training_step" in self._before:
+            return
+
+        def training_step(*arguments: Any, **more: Any) -> Any:
+            self._put_back("training_step")
+            first = original(*arguments, **more)
+            return first + self._carried.to(first.device) if self._carried is not None else first
+
+        original = self._replace("training_step", training_step)

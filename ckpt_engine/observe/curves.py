@@ -1,0 +1,264 @@
+"""The curves of a run's loggers: a resume keeps what they had at its snapshot, and cuts off what came after it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from ckpt_engine.observe.resume_report import NotRestored
+
+_log = logging.getLogger("ckpt_engine")
+NOTE = "curves"
+"""The key in a manifest's notes."""
+_EVENTS = "events.out.tfevents.*"
+_TAG = ".ckpt-"
+
+
+class Curve(Protocol):
+    """One logger of a trainer.
+
+    `name` is for people. `home` is what the user has chosen of the place: a curve goes on in no other one.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def home(self) -> str: ...
+
+    def place(self) -> Mapping[str, Any] | None:
+        """What `begin` needs in another process, as JSON; None: this logger cannot go on."""
+        ...
+
+    def begin(self, place: Mapping[str, Any] | None) -> str:
+        """Before the logger writes: it goes on at `place`; None: it starts. Returns why it does not, or ""."""
+        ...
+
+    def marks(self) -> Mapping[str, int]:
+        """How much it has written by now; what waits in memory is written first."""
+        ...
+
+    def cut(self, marks: Mapping[str, int]) -> str:
+        """What was written after `marks` goes. Returns what stays nevertheless, or ""."""
+        ...
+
+
+class Curves:
+    """All loggers of a run, on the rank that logs. Training thread only.
+
+    Args:
+        root_url: of the run; a copy of it elsewhere writes curves of its own.
+        curves: in the trainer's order.
+    """
+
+    def __init__(self, root_url: str, curves: Sequence[Curve]) -> None:
+        self._root_url = root_url
+        self._curves = curves
+        self._problems: list[NotRestored] = []
+        self._failed: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._curves)
+
+    def begin(self, notes: Mapping[str, Any]) -> None:
+        """Before the loggers write: each goes on where it was.
+
+        Args:
+            notes: of the snapshot that is the newest now; empty: the run starts fresh.
+        """
+        self._problems = []
+        saved = self._saved(notes)
+        for curve in self._curves:
+            found = _pop(saved, curve)
+            try:
+                why = curve.begin(None if found is None else found["place"])
+            except OSError as err:
+                why = str(err)
+            if why:
+                self._problems.append(NotRestored(f"the curve of {curve.name}", why))
+
+    def go_on(self, notes: Mapping[str, Any]) -> list[NotRestored]:
+        """Both, where the loggers are open already and the snapshot is known."""
+        self.begin(notes)
+        return self.cut(notes)
+
+    def note(self) -> dict[str, Any]:
+        """For a snapshot: where the loggers write, and how much they have written."""
+        rows = []
+        for one in self._curves:
+            try:
+                if (place := one.place()) is not None:
+                    rows.append({"name": one.name, "home": one.home, "place": dict(place), "marks": dict(one.marks())})
+            except Exception as err:  # noqa: BLE001 - said; no logger is worth a snapshot
+                if one.name not in self._failed:
+                    _log.warning("%s: where its curve is cannot be noted: %s: %s", one.name, type(err).__name__, err)
+                self._failed.add(one.name)
+        return {NOTE: {"root": self._root_url, "loggers": rows}} if rows else {}
+
+    def cut(self, notes: Mapping[str, Any]) -> list[NotRestored]:
+        """What came after a snapshot goes, because it comes again; what could not be done of that.
+
+        Args:
+            notes: of the snapshot that the run goes on from.
+        """
+        problems, self._problems = self._problems, []
+        saved = self._saved(notes)
+        for curve in self._curves:
+            found = _pop(saved, curve)
+            why = ""
+            try:
+                if found is not None and found["place"] == curve.place():
+                    why = curve.cut(found["marks"])
+            except OSError as err:
+                why = str(err)
+            if why:
+                problems.append(NotRestored(f"the curve of {curve.name}", why))
+        return problems
+
+    def _saved(self, notes: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        note = notes.get(NOTE) or {}
+        return list(note["loggers"]) if note.get("root") == self._root_url else []
+
+
+def _pop(saved: list[Mapping[str, Any]], curve: Curve) -> Mapping[str, Any] | None:
+    found = next((one for one in saved if (one["name"], one["home"]) == (curve.name, curve.home)), None)
+    if found is not None:
+        saved.remove(found)
+    return found
+
+
+class EventFiles:
+    """What one run writes into a folder of TensorBoard, which others may write into, too.
+
+    Args:
+        folder: of the logger.
+        tag: what the names of the run's files end with: `filename_suffix` of `SummaryWriter`.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], tag: str) -> None:
+        self.folder, self.tag = Path(folder), tag
+        self._before = self.sizes()
+
+    @staticmethod
+    def new_tag() -> str:
+        """For a run that starts."""
+        return _TAG + secrets.token_hex(4)
+
+    @staticmethod
+    def tag_of(suffix: str) -> str | None:
+        """The one in a `filename_suffix`; None: it is not of ours."""
+        _, tag, random = suffix.rpartition(_TAG)
+        return tag + random if tag else None
+
+    def sizes(self) -> dict[str, int]:
+        """Of all files of the run; `add_scalars` and `add_hparams` make folders of their own below."""
+        return sizes(self.folder, [*self.folder.glob(_EVENTS), *self.folder.glob(f"*/{_EVENTS}")], self.tag)
+
+    def cut(self, marks: Mapping[str, int]) -> str:
+        """Files of this process stay, unless an earlier part of it has begun them."""
+        return cut_files(self.folder, marks, self._before)
+
+
+class WriterCurve:
+    """A `SummaryWriter` of torch that is open already, and goes on in a file of ours.
+
+    Args:
+        name: of the logger.
+        writer: of torch.
+        home: what the user has chosen of its folder; a part of that may be the time of the start.
+    """
+
+    def __init__(self, name: str, writer: Any, home: str | os.PathLike[str]) -> None:
+        self.name, self.home = name, str(Path(home).resolve())
+        self._writer = writer
+        self._files: EventFiles | None = None
+
+    def place(self) -> Mapping[str, Any] | None:
+        files = self._files
+        return None if files is None else {"folder": str(files.folder), "tag": files.tag}
+
+    def begin(self, place: Mapping[str, Any] | None) -> str:
+        writer = self._writer
+        folder, tag = Path(writer.log_dir).resolve(), EventFiles.new_tag()
+        writer.close()
+        if place is not None:
+            for path in folder.glob(_EVENTS):  # what this start has logged so far, the first one has, too
+                if _is_of_this_process(path.name) and EventFiles.tag_of(path.name) is None:
+                    path.unlink()
+            if Path(place["folder"]) != folder:
+                with suppress(OSError):  # it is not empty: others write there
+                    folder.rmdir()
+            folder, tag = Path(place["folder"]), str(place["tag"])
+        writer.log_dir, writer.filename_suffix = str(folder), tag
+        self._files = EventFiles(folder, tag)
+        return ""
+
+    def marks(self) -> Mapping[str, int]:
+        self._writer.flush()
+        return {} if self._files is None else self._files.sizes()
+
+    def cut(self, marks: Mapping[str, int]) -> str:
+        return "" if self._files is None else self._files.cut(marks)
+
+
+def _is_of_this_process(name: str) -> bool:
+    """Whether an event file was begun by it: another container's process, or an earlier one, may have had its pid."""
+    began, _, rest = name.removeprefix("events.out.tfevents.").partition(".")
+    host, me = socket.gethostname(), psutil.Process()
+    mine = rest.startswith(f"{host}.{me.pid}.")
+    return mine and began.isdigit() and int(began) >= int(me.create_time())
+
+
+def sizes(folder: Path, files: Iterable[Path], ending: str = "") -> dict[str, int]:
+    """Bytes of files below `folder`, by their path from there."""
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in files
+        if path.name.endswith(ending) and path.is_file()
+    }
+
+
+def cut_files(folder: Path, marks: Mapping[str, int], files: Collection[str]) -> str:
+    """Files that are only ever appended to get the size they had; what was not there then goes. As `Curve.cut`."""
+    for name in files:
+        if name not in marks:
+            (folder / name).unlink(missing_ok=True)
+    short = []
+    for name, nbytes in marks.items():
+        path = folder / name
+        now = path.stat().st_size if path.is_file() else 0
+        if now > nbytes:
+            os.truncate(path, nbytes)
+        elif now < nbytes:
+            short.append(name)
+    return f"the end of {short[0]} is missing" if short else ""
+
+
+def rows(path: Path) -> int:
+    """Whole lines of a table below its header."""
+    return max(0, path.read_bytes().count(b"\n") - 1) if path.is_file() else 0
+
+
+def cut_rows(path: Path, count: int) -> str:
+    """The table keeps so many rows; its header may have become wider since. As `Curve.cut`."""
+    if not path.is_file():
+        return f"{path} is not there any more" if count else ""
+    if not count:
+        path.unlink()
+        return ""
+    end, found = 0, -1
+    with path.open("rb") as file:
+        for line in file:
+            if found == count or not line.endswith(b"\n"):
+                break
+            end, found = end + len(line), found + 1
+    os.truncate(path, end)
+    return "" if found == count else f"{count - found} rows at the end of {path} are missing"

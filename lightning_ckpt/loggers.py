@@ -1,0 +1,170 @@
+"""What a `fit` shows of its snapshots in loggers and in the progress bar, and how its loggers go on after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_only
+
+from ckpt_engine.config import Config
+from ckpt_engine.config.sections import Log
+from ckpt_engine.errors import CkptError
+from ckpt_engine.frequency.cadence import Cadence
+from ckpt_engine.observe.curves import Curves
+from ckpt_engine.observe.events import Event, SnapshotCommitted, SnapshotStaged
+from ckpt_engine.observe.metrics import RunMetrics, RunTimes
+from ckpt_engine.observe.resume_report import NotRestored
+from ckpt_engine.restore import load as restore
+from ckpt_engine.restore.places import place_of
+from lightning_ckpt.compat import LightningInternals
+from lightning_ckpt.compat_data import curves_of
+from lightning_ckpt.restart import AUTO
+
+BAR_NAMES = frozenset({"ckpt", "ckpt_stall_ms", "ckpt_every", "ckpt_MB", "ckpt_age_s"})
+"""Entries of the progress bar that are ours; they are no part of a snapshot."""
+
+
+class Telemetry:
+    """Keeps the newest numbers of one run; an event sink, used on the training thread only.
+
+    Args:
+        cadence: where the interval, the overhead and the age of the last durable snapshot come from.
+        times: where goodput comes from.
+        options: what is shown.
+    """
+
+    def __init__(self, cadence: Cadence, times: RunTimes, options: Log) -> None:
+        self._cadence = cadence
+        self._options = options
+        self._durable_step: int | None = None
+        self._metrics = RunMetrics(cadence, times)
+        self._nbytes = 0
+        self._stall_seconds = 0.0
+
+    def emit(self, event: Event) -> None:
+        self._metrics.emit(event)
+        if isinstance(event, SnapshotStaged):
+            self._nbytes = event.nbytes
+        elif isinstance(event, SnapshotCommitted):
+            self._durable_step = event.step
+
+    def took(self, stall_seconds: float) -> None:
+        """A snapshot blocked training for so long; the fence comes on top."""
+        self._stall_seconds = stall_seconds
+
+    def fenced(self, seconds: float) -> None:
+        """The newest snapshot's fence blocked training for so long."""
+        self._stall_seconds += seconds
+
+    def plain_numbers(self) -> dict[str, float]:
+        """Everything known. Any thread: each number is right, all of them together may be of two moments."""
+        return self._metrics.numbers() | {
+            "stall_seconds": self._stall_seconds,
+            "snapshot_bytes": float(self._nbytes),
+        }
+
+    def numbers(self) -> dict[str, float]:
+        """Everything known, by logger name."""
+        return {f"ckpt/{name}": value for name, value in self.plain_numbers().items()}
+
+    def batch_ended(self, trainer: pl.Trainer, internals: LightningInternals) -> None:
+        """The progress bar shows the newest numbers, and loggers get them when they get all others."""
+        self.show(internals.metric_tables["progress_bar"])
+        if trainer.loggers and internals.logs_now and self._options.loggers == "on":
+            self.log(trainer, internals.batches_that_stepped)
+
+    def log(self, trainer: pl.Trainer, step: int) -> None:
+        """Send everything known to every logger of the trainer.
+
+        Args:
+            step: on the loggers' own axis.
+        """
+        numbers = self.numbers()
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers, step=step)
+
+    def show(self, bar: dict[str, Any]) -> None:
+        """Put the step of the newest durable snapshot into the progress bar's table, and what else the options ask."""
+        if self._options.bar != "off" and self._durable_step is not None:
+            bar["ckpt"] = str(self._durable_step)  # of a number the bar shows but three digits
+        if self._options.bar != "full" or not self._nbytes:
+            return
+        bar["ckpt_stall_ms"] = round(1e3 * self._stall_seconds, 1)
+        bar["ckpt_MB"] = round(self._nbytes / 1e6, 1)
+        if (interval := self._cadence.interval_steps) is not None:
+            bar["ckpt_every"] = float(interval)
+        if self._metrics.committed:
+            bar["ckpt_age_s"] = float(round(self._cadence.age_of_last_durable()))
+
+    def hide(self, bar: dict[str, Any]) -> None:
+        """Take them out again: after training the table is the user's alone."""
+        for name in BAR_NAMES:
+            bar.pop(name, None)
+
+
+_LOGS = ("log_metrics", "log_hyperparams", "log_graph")
+
+
+class FitLoggers:
+    """The loggers of one `fit`: a run that is resumed has one curve in each, and every step once.
+
+    Args:
+        trainer: that is about to begin; it has not opened its loggers yet.
+        config: options.
+    """
+
+    def __init__(self, trainer: pl.Trainer, config: Config) -> None:
+        self._loggers = list(trainer.loggers)
+        self._config = config
+        self._notes: Mapping[str, Any] | None = None
+        writes = rank_zero_only.rank == 0 and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        self._curves = Curves(config.root_url, curves_of(self._loggers) if writes else [])
+
+    def begin(self, path: Any) -> None:
+        """Before Lightning opens them: a version folder is chosen then, and an old table deleted.
+
+        Args:
+            path: the argument `ckpt_path`.
+        """
+        resume = self._config.resume
+        resumes = resume != "off" and (path == AUTO or (path is None and resume == AUTO))
+        if self._curves:
+            self._curves.begin(_newest(self._config) if resumes else {})
+
+    def note(self) -> dict[str, Any]:
+        """For the notes of a snapshot."""
+        return self._curves.note()
+
+    def wait(self, notes: Mapping[str, Any]) -> None:
+        """The run goes on from a snapshot with these notes: what the start logs once more is not logged."""
+        self._notes = notes
+        for logger in self._loggers:
+            for name in _LOGS:
+                setattr(logger, name, _log_nothing)
+
+    def go_on(self) -> list[NotRestored]:
+        """The first batch is about to be asked for: steps from here on are logged; what stays of them from before."""
+        notes, self._notes = self._notes, None
+        if notes is None:
+            return []
+        for logger in self._loggers:
+            for name in _LOGS:
+                vars(logger).pop(name, None)
+        return self._curves.cut(notes)
+
+
+def _log_nothing(*_: Any, **__: Any) -> None:
+    """The first start of the run has logged it."""
+
+
+def _newest(config: Config) -> Mapping[str, Any]:
+    """The notes of the snapshot that the run is likely to go on from: further tiers are not waited for twice."""
+    for tiers in (config.tiers[:1], config.tiers[1:]):
+        with suppress(CkptError):  # the resume itself comes to the same, and raises it
+            found = restore.choose([place_of(tier) for tier in tiers]) if tiers else None
+            if found is not None:
+                return found.manifest.notes
+    return {}
